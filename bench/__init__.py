@@ -1,1 +1,1 @@
-"""Measuring: the rows of the performance table, each against the classic way, both in one run."""
+"""Measures the rows of the performance table: this system and the classic way alternate in one run."""

@@ -1,5 +1,5 @@
-"""`python -m bench`: the rows of the performance table as ratios with their spread, and where the time
-goes.
+"""`python -m bench`: measures the rows of the performance table, and prints ratios with their range and where
+the time was spent.
 """
 
 import json
@@ -13,7 +13,7 @@ import uvloop
 from bench import deciding, masters, pieces, recovering, replaying, streaming
 from grabstream.ops.console.output import console, table
 
-#: What each row is, what is divided by what, and the ratio it has to reach.
+#: By row: what is measured, which ratio is printed, and the ratio wanted.
 ROWS = {
     "1": ("decisions, 100 callers × lists of 32", "ours/theirs", ">= 2"),
     "2": ("single grabs, 20 callers", "ours/theirs", ">= 3"),
@@ -28,34 +28,38 @@ ROWS = {
     "masters": ("work of a decision on three Redis masters, against one", "ours/theirs", ""),
     "rebuild": ("events a rebuild of Redis applies, against decisions that made them", "ours/theirs", ""),
     "takeover": ("a shard taken over, against connections and one send", "ours/theirs", ""),
-    "past": ("emptied Redis → next decision beside 10 million past grabs, of 10 s", "ours/theirs", "<= 1"),
-    "expiry": ("100 thousand holds end at once, against holds made", "ours/theirs", ""),
+    "past": (
+        "emptied Redis → next decision beside 10 million past grabs, against 10 s",
+        "ours/theirs",
+        "<= 1",
+    ),
+    "expiry": ("100 thousand holds end at the same time, against holds made", "ours/theirs", ""),
 }
 
 
 async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str, Any]]:
-    small = 10 if quick else 1
-    found: dict[str, dict[str, Any]] = {}
+    divisor = 10 if quick else 1
+    measured: dict[str, dict[str, Any]] = {}
     if "1" in rows:
-        found["1"] = await deciding.decisions(runs, 400_000 // small)
+        measured["1"] = await deciding.decisions(runs, 400_000 // divisor)
     if "2" in rows:
-        found["2"] = await deciding.singles(runs, 100_000 // small)
+        measured["2"] = await deciding.singles(runs, 100_000 // divisor)
     if "3" in rows:
-        found["3"] = await streaming.pipeline(runs, 160_000 // small)
+        measured["3"] = await streaming.pipeline(runs, 160_000 // divisor)
     if "4" in rows:
-        found["4"] = await replaying.replay(runs, 1_000_000 // small)
+        measured["4"] = await replaying.replay(runs, 1_000_000 // divisor)
     if rows & {"5", "6"}:
-        found |= {
+        measured |= {
             row: value
-            for row, value in (await streaming.latency(runs, 20_000 // small)).items()
+            for row, value in (await streaming.latency(runs, 20_000 // divisor)).items()
             if row in rows
         }
     if "7" in rows:
-        found["7"] = await deciding.memory(1, 1_000_000 // small)
+        measured["7"] = await deciding.memory(1, 1_000_000 // divisor)
     if "8" in rows:
-        found["8"] = await pieces.beside_many(runs, 10_000_000 // small)
+        measured["8"] = await pieces.beside_many(runs, 10_000_000 // divisor)
     if "masters" in rows:
-        found["masters"] = await masters.work_per_decision(runs, 240_000 // small)
+        measured["masters"] = await masters.work_per_decision(runs, 240_000 // divisor)
     for row, measure in (
         ("limits", pieces.limits),
         ("holds", pieces.holds),
@@ -63,12 +67,12 @@ async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str
         ("rebuild", recovering.rebuild),
     ):
         if row in rows:
-            found[row] = await measure(runs, 100_000 // small)
+            measured[row] = await measure(runs, 100_000 // divisor)
     if "takeover" in rows:
-        found["takeover"] = await recovering.takeover(runs, 8)
+        measured["takeover"] = await recovering.takeover(runs, 8)
     if "past" in rows:
-        found["past"] = await recovering.beside_the_past(runs, 10_000_000 // small)
-    return found
+        measured["past"] = await recovering.beside_the_past(runs, 10_000_000 // divisor)
+    return measured
 
 
 def _spread(values: list[float]) -> str:
@@ -88,8 +92,8 @@ def _reached(ratio: float, wanted: str) -> str:
 
 @click.command()
 @click.option("--rows", default=",".join(ROWS), show_default=True, help="Which rows to measure.")
-@click.option("--runs", default=3, show_default=True, help="How often each, ours and theirs in turn.")
-@click.option("--quick", is_flag=True, help="A tenth of the size, to see that it runs.")
+@click.option("--runs", default=3, show_default=True, help="How often to measure each side of a row.")
+@click.option("--quick", is_flag=True, help="A tenth of the size, to check that it runs.")
 @click.option(
     "--json",
     "json_file",
@@ -98,10 +102,10 @@ def _reached(ratio: float, wanted: str) -> str:
     show_default=True,
 )
 def main(rows: str, runs: int, quick: bool, json_file: Path) -> None:
-    """Measure against the classic way, both in one run. Nothing here is a test: read the ratios."""
-    found = uvloop.run(_measure(set(rows.split(",")), runs, quick))
+    """Measure this system against the classic way in one run. This is not a test: read the ratios."""
+    measured = uvloop.run(_measure(set(rows.split(",")), runs, quick))
     lines = []
-    for row, values in found.items():
+    for row, values in measured.items():
         what, _, wanted = ROWS[row]
         ratios = [ours / theirs for ours, theirs in zip(values["ours"], values["theirs"], strict=True)]
         values["ratios"] = ratios
@@ -120,14 +124,14 @@ def main(rows: str, runs: int, quick: bool, json_file: Path) -> None:
         )
     columns = ("row", "what", "ratio: median (min – max)", "wanted", "reached", "ours", "classic", "unit")
     console.print(table("Ours against the classic way", columns, lines))
-    for row, values in found.items():
+    for row, values in measured.items():
         for name, profile in values.get("profile", {}).items():
             console.print(
                 f"row {row}, {name}: " + ", ".join(f"{part} {spent}" for part, spent in profile.items()),
                 highlight=False,
             )
     json_file.parent.mkdir(parents=True, exist_ok=True)
-    json_file.write_text(json.dumps(found, indent=1))
+    json_file.write_text(json.dumps(measured, indent=1))
 
 
 if __name__ == "__main__":

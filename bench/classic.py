@@ -1,7 +1,5 @@
-"""The classic way, as the articles describe it: a list of small envelopes, a list of taken ones, a map of who
-has one, one script.
-
-And behind it one thread that takes the taken ones in batches to the database.
+"""The classic way, as articles describe it: one script with a list of free parts, a list of taken parts, and
+a map of users who have one; and one thread that writes the taken parts to the database in batches.
 """
 
 import json
@@ -29,7 +27,7 @@ UPDATER_BATCH = 1_000
 
 
 def prepare(client: "redis.Redis", parts: int, id_length: int) -> str:
-    """Fills the list of small envelopes and returns the script's SHA-1."""
+    """Fills the list of free parts and returns the script's SHA-1."""
     client.delete(*KEYS)
     for start in range(0, parts, 2_000):
         values = [
@@ -43,8 +41,8 @@ def prepare(client: "redis.Redis", parts: int, id_length: int) -> str:
 def pipelined(
     port: int, sha: str, grabs: int, id_length: int, wait: bool = True, more: Sequence[str] = ()
 ) -> "subprocess.Popen[str]":
-    """redis-benchmark, the strongest client there is: 20 connections, pipelines of 32, a random user each
-    time.
+    """Runs redis-benchmark, the fastest client: 20 connections, pipelines of 32 calls, a random user in each
+    call.
     """
     user = "u" * (id_length - 12) + "__rand_int__"
     command = [
@@ -70,14 +68,14 @@ def pipelined(
 
 
 def rate_of(process: "subprocess.Popen[str]") -> float:
-    """Requests a second that redis-benchmark printed."""
+    """The requests per second that redis-benchmark printed."""
     assert process.stdout is not None
     return float(process.stdout.read().strip().splitlines()[-1].split('","')[1].strip('"'))
 
 
 def update_database(port: int, postgres: str, schema: str, grabs: int) -> Iterator[int]:
-    """The one updater: takes batches from the taken list, writes rows and balances, commits; yields how many
-    so far.
+    """The updater: takes batches from the list of taken parts, writes rows and balances, commits; yields the
+    number of grabs written so far.
     """
     client = redis.Redis(port=port)
     done = 0

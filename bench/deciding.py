@@ -19,12 +19,12 @@ LIST = 32
 
 
 async def answered_lists(gate: Gate, wanted: Sequence[AnyCommand]) -> float:
-    """Commands a second of 100 callers, each awaiting lists of 32."""
+    """Commands per second of 100 callers, each of which sends lists of 32 and awaits the answers."""
     lists = iter([wanted[start : start + LIST] for start in range(0, len(wanted), LIST)])
 
     async def caller() -> None:
-        for one in lists:
-            answers = await gate.decide(one, "decided", timeout_ms=60_000)
+        for commands in lists:
+            answers = await gate.decide(commands, "decided", timeout_ms=60_000)
             assert answers[-1].positive, answers[-1]
 
     began = time.perf_counter()
@@ -33,7 +33,7 @@ async def answered_lists(gate: Gate, wanted: Sequence[AnyCommand]) -> float:
 
 
 def _profile(client: "redis.Redis", count: int) -> dict[str, float]:
-    """Microseconds of the server a grab, by command; what is left of the script is Lua itself."""
+    """Microseconds of the server per grab, by Redis command; the rest of the script's time is Lua."""
     stats = client.info("commandstats")
     spent = {name.removeprefix("cmdstat_"): values["usec"] / count for name, values in stats.items()}
     inside = {name: round(spent.get(name, 0.0), 2) for name in ("hmget", "hset", "xadd", "getrange")}
@@ -42,7 +42,7 @@ def _profile(client: "redis.Redis", count: int) -> dict[str, float]:
 
 
 async def decisions(runs: int, count: int, id_length: int = 32) -> dict[str, Any]:
-    """Row 1."""
+    """Row 1: decisions per second of callers with lists, against the classic script in pipelines."""
     ours, theirs, profile = [], [], {}
     with private_redis() as port:
         plain = redis.Redis(port=port)
@@ -66,8 +66,8 @@ async def decisions(runs: int, count: int, id_length: int = 32) -> dict[str, Any
 
 
 async def singles(runs: int, count: int) -> dict[str, Any]:
-    """Row 2: 20 callers of one gate, one grab each; against 20 callers of the classic script, same client
-    library.
+    """Row 2: 20 callers of one gate with single grabs, against 20 callers of the classic script with the same
+    client library.
     """
     ours, theirs = [], []
     with private_redis() as port:
@@ -111,8 +111,8 @@ async def _classic_singles(port: int, sha: str, count: int) -> float:
 
 
 async def memory(runs: int, count: int) -> dict[str, Any]:
-    """Row 7: bytes of Redis a grab kept, once the outbox has been relayed; ids of 32 characters on both
-    sides.
+    """Row 7: bytes of Redis memory per stored grab after the outbox was relayed, with ids of 32 characters on
+    both sides.
     """
     ours, theirs = [], []
     with private_redis() as port:

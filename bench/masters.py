@@ -1,5 +1,5 @@
-"""Row `masters`: decisions on one, two and three Redis masters, as work per decision, since all of them share
-this machine's cores.
+"""Row `masters`: decisions on one, two and three Redis masters, measured as processor time per decision,
+since all masters share the cores of this machine.
 """
 
 import tempfile
@@ -29,8 +29,8 @@ MASTERS = (1, 2, 3)
 
 @asynccontextmanager
 async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
-    """A gate over shards that are spread evenly over so many masters without replicas, and the masters'
-    ports.
+    """Yields a gate, and the ports of so many masters without replicas, over which its shards are spread
+    evenly.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports, buses = free_ports(count), free_ports(count)
@@ -60,13 +60,13 @@ async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
 
 
 def _even_prefix(count: int) -> str:
-    """A prefix whose shards' slots lie evenly: which slot a shard has is chance, and this measures work, not
-    luck.
+    """A prefix whose shards are spread evenly over the masters. The slot of a shard is a hash, and an uneven
+    spread would change the result.
     """
     for number in range(100_000):
         keys = KeySpace(f"bench{number}", SHARDS)
         slots = [_slot(keys.shard(shard).state) for shard in range(SHARDS)]
-        if {sum(slot * count // 16_384 == place for slot in slots) for place in range(count)} == {
+        if {sum(slot * count // 16_384 == master for slot in slots) for master in range(count)} == {
             SHARDS // count
         }:
             return keys.prefix
@@ -78,7 +78,7 @@ def _slot(key: str) -> int:
 
 
 def _server_seconds(ports: list[int]) -> float:
-    """Processor time of all masters so far."""
+    """Processor time of all masters so far, in seconds."""
     total = 0.0
     for port in ports:
         with redis.Redis(port=port) as client:
@@ -93,13 +93,13 @@ async def _measure(count: int, decisions: int) -> dict[str, float]:
         each = decisions // len(offers)
         await gate.decide([envelope(offer, each) for offer in offers], "decided", timeout_ms=60_000)
         by_offer = [grabs(offer, each) for offer in offers]
-        wanted = [by_offer[place % len(offers)][place // len(offers)] for place in range(each * len(offers))]
-        # Lists of one caller are of one offer, as those of a service usually are.
+        wanted = [by_offer[index % len(offers)][index // len(offers)] for index in range(each * len(offers))]
+        # Each list of 32 names one offer, as the lists of a service usually do.
         lists = sorted(
-            range(len(wanted)), key=lambda place: (place // (32 * len(offers)), place % len(offers))
+            range(len(wanted)), key=lambda index: (index // (32 * len(offers)), index % len(offers))
         )
         client_before, server_before = time.process_time(), _server_seconds(ports)
-        rate = await answered_lists(gate, [wanted[place] for place in lists])
+        rate = await answered_lists(gate, [wanted[index] for index in lists])
         client, server = time.process_time() - client_before, _server_seconds(ports) - server_before
         return {
             "decisions/s": round(rate),
@@ -109,13 +109,13 @@ async def _measure(count: int, decisions: int) -> dict[str, float]:
 
 
 async def work_per_decision(runs: int, decisions: int) -> dict[str, Any]:
-    """Row `masters`: µs of processor a decision (Redis and client) on three masters, against one."""
+    """Row `masters`: µs of processor time per decision (Redis and client) on three masters, against one."""
     profile: dict[str, Any] = {}
     ours, theirs = [], []
     for _ in range(runs):
         for count in MASTERS:
             profile[f"{count} masters"] = await _measure(count, decisions)
-        for found, count in ((theirs, MASTERS[0]), (ours, MASTERS[-1])):
-            of = profile[f"{count} masters"]
-            found.append(of["µs of Redis"] + of["µs of client"])
+        for results, count in ((theirs, MASTERS[0]), (ours, MASTERS[-1])):
+            times = profile[f"{count} masters"]
+            results.append(times["µs of Redis"] + times["µs of client"])
     return {"ours": ours, "theirs": theirs, "unit": "µs/decision", "profile": profile}

@@ -1,5 +1,5 @@
-"""Pieces and much of them: three limits, hold and confirm, expiry of many holds, and a decision beside ten
-million grabs (row 8).
+"""Coupons and stock: grabs under three limits, hold and confirm, and the expiry of many holds; and decisions
+beside ten million grabs (row 8).
 """
 
 import time
@@ -19,8 +19,7 @@ from grabstream.streams.deciding.sweeper import Sweeper
 
 HOLD_MS = 60_000
 
-#: Article 002's script, its two errors mended: a total, a user's total, and a user's total of the day, each a
-#: counter of its own.
+#: A hand-written script with three counters: the total, the total of a user, and the total of a user per day.
 CLASSIC_LIMITS = """
 local day = KEYS[3] .. ':' .. math.floor(redis.call('time')[1] / 86400)
 if tonumber(redis.call('hget', KEYS[1], 'taken') or 0) >= tonumber(ARGV[2]) then return 3 end
@@ -34,7 +33,7 @@ return 0
 
 
 def coupons(count: int) -> Open:
-    """A coupon with three limits: in all (its total), a user in all, and a user a day."""
+    """A coupon with three limits: its total, units per user, and units per user and day."""
     limits = (Limit("user", "offer", 5), Limit("user", "day", 2))
     return Open(
         id="open-c",
@@ -44,14 +43,14 @@ def coupons(count: int) -> Open:
 
 
 def stock(count: int) -> Open:
-    """Stock that is held until it is paid."""
+    """Stock whose units are held until they are paid."""
     terms = StockTerms(issuer="bench", total=count, price=100, currency="CNY", hold_ms=HOLD_MS)
     return Open(id="open-s", offer="s", terms=terms)
 
 
 async def limits(runs: int, count: int) -> dict[str, Any]:
-    """Grabs a second under three limits: total, a user's total, a user's day; against a hand-written
-    script that counts the same, pipelined by 32.
+    """Row `limits`: grabs per second under three limits, against a hand-written script with the same counters
+    in pipelines of 32.
     """
     ours, theirs = [], []
     with private_redis() as port:
@@ -72,7 +71,7 @@ async def limits(runs: int, count: int) -> dict[str, Any]:
 
 
 async def holds(runs: int, count: int) -> dict[str, Any]:
-    """Stock held and paid, pairs a second; against grabs of an envelope by the same gate."""
+    """Row `holds`: holds with payment per second, against grabs of an envelope by the same gate."""
     ours, theirs = [], []
     with private_redis() as port:
         for _ in range(runs):
@@ -100,8 +99,8 @@ def _payment(number: int) -> Confirm:
 
 
 async def expiry(runs: int, count: int) -> dict[str, Any]:
-    """Holds that end by themselves, all at the same moment, a second by one sweeper; against the holds the
-    gate made a second.
+    """Row `expiry`: holds with one deadline that a sweeper ends per second, against the holds that the gate
+    made per second.
     """
     ours, theirs = [], []
     with private_redis() as port:
@@ -122,7 +121,7 @@ async def expiry(runs: int, count: int) -> dict[str, Any]:
 
 
 async def beside_many(runs: int, many: int, part: int = 100_000) -> dict[str, Any]:
-    """Row 8: microseconds of Redis a grab, beside `many` grabs that are kept, against beside a thousand."""
+    """Row 8: microseconds of Redis per grab beside `many` stored grabs, against beside a thousand."""
     ours, theirs = [], []
     with private_redis() as port:
         plain = redis.Redis(port=port)
@@ -143,10 +142,10 @@ async def _fill(gate: Gate, plain: "redis.Redis", offer: str, count: int) -> Non
     await gate.decide([envelope(offer, count)], "decided", timeout_ms=120_000)
     for start in range(0, count, 100_000):
         await answered_lists(gate, grabs(offer, min(100_000, count - start), start=start))
-        _relayed(plain)
+        _empty_outboxes(plain)
 
 
-def _relayed(plain: "redis.Redis") -> None:
+def _empty_outboxes(plain: "redis.Redis") -> None:
     for key in plain.scan_iter(match="*:outbox", count=1_000):
         plain.xtrim(key, maxlen=0, approximate=False)
 
@@ -156,5 +155,5 @@ async def _cost(gate: Gate, plain: "redis.Redis", offer: str, count: int) -> flo
     plain.config_resetstat()
     await answered_lists(gate, grabs(offer, count))
     spent = plain.info("commandstats")["cmdstat_evalsha"]["usec"] / count
-    _relayed(plain)
+    _empty_outboxes(plain)
     return float(spent)

@@ -1,5 +1,5 @@
-"""How long Redis is away: events a second of a rebuild, a shard taken over, and a restart beside ten million
-past grabs.
+"""How long Redis is unavailable: events per second of a rebuild, the time of a takeover, and the time of a
+recovery beside ten million past grabs.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from grabstream.streams.topics import Topics
 
 BLOCK_EVENTS = 1_000
 LISTS = 100
-#: What row `past` allows between the server's answer and the next decision.
+#: The time that row `past` allows from an emptied Redis to the next decision.
 SECONDS_ALLOWED = 10.0
 LINES = """
 local found = {}
@@ -43,13 +43,13 @@ return found
 
 
 async def _lines(client: Any, keys: KeySpace) -> list[list[bytes]]:
-    """The events of each shard, from outboxes that nobody relayed."""
+    """The events of each shard, from outboxes that were not relayed."""
     return [await client.eval(LINES, 1, keys.shard(number).outbox) for number in range(keys.shards)]
 
 
 async def rebuild(runs: int, count: int) -> dict[str, Any]:
-    """Events a second that a rebuild applies, against the decisions a second that made them: envelope grabs,
-    then holds under limits.
+    """Row `rebuild`: events per second that a rebuild applies, against the decisions per second that made
+    them: envelope grabs, then holds under limits.
     """
     ours, theirs = [], []
     for _ in range(runs):
@@ -82,8 +82,8 @@ async def rebuild(runs: int, count: int) -> dict[str, Any]:
 
 
 async def takeover(runs: int, count: int) -> dict[str, Any]:
-    """Milliseconds until a new relay relays a shard that is at rest: connections, marker, truth, comparison;
-    against connections and one awaited send.
+    """Row `takeover`: milliseconds until a new relay has taken over an idle shard, against connecting and one
+    awaited send.
     """
     ours, theirs = [], []
     async with system(()) as (settings, _):
@@ -120,7 +120,7 @@ def _stock(count: int) -> StockTerms:
 
 async def _fold(client: Any, number: int, lines: Sequence[bytes]) -> None:
     shard = OwnedShard(client, KeySpace("bench", 8).shard(number))
-    own = (await shard.raise_term(0)).ownership
+    ownership = (await shard.raise_term(0)).ownership
     accepted = [
         Accepted(seq, line, hash_)
         for seq, (line, hash_) in enumerate(zip(lines, chain(GENESIS, lines), strict=True), 1)
@@ -130,13 +130,13 @@ async def _fold(client: Any, number: int, lines: Sequence[bytes]) -> None:
         for start in range(0, len(accepted), BLOCK_EVENTS):
             yield base, accepted[start : start + BLOCK_EVENTS]
 
-    await Recovery(shard, SEALER).rebuild(own, Position("other", 0), journal)
-    await run_script(client, "reconcile", [shard.keys.state], (*own.arguments, len(lines), 8))
+    await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal)
+    await run_script(client, "reconcile", [shard.keys.state], (*ownership.arguments, len(lines), 8))
 
 
 async def beside_the_past(runs: int, past: int) -> dict[str, Any]:
-    """Seconds from an emptied Redis to the next decision in every shard, with so many grabs of retired offers
-    in journal and trail; against the seconds that are allowed.
+    """Row `past`: seconds from an emptied Redis to the next decision in every shard, with so many grabs of
+    retired offers in journal and audit trail, against the seconds allowed.
     """
     ours = []
     async with system(("decide,relay,sweep", "project")) as (settings, workers):
@@ -177,8 +177,8 @@ async def _seconds_away(settings: Settings) -> float:
 
 
 async def _add_past(settings: Settings, shard: int, count: int) -> None:
-    """An envelope that was drained and has retired, behind what the shard has; read models say that they have
-    read it.
+    """Adds the events of a drained and retired envelope after the last event of a shard, and sets the cursors
+    of all read models after them.
     """
     topic = Topics(settings.prefix).journal
     async with await open_books(settings) as books:
@@ -219,17 +219,17 @@ async def _add_past(settings: Settings, shard: int, count: int) -> None:
 
 
 def _past_line(shard: int, seq: int, before: int, end: int, at: int) -> bytes:
-    place = seq - before
-    type_ = "offer.opened" if place == 1 else "offer.retired" if seq == end else "grab.granted"
+    offer_seq = seq - before
+    type_ = "offer.opened" if offer_seq == 1 else "offer.retired" if seq == end else "grab.granted"
     head = (
-        f'{{"type":"{type_}","v":1,"shard":{shard},"seq":{seq},"offer_seq":{place},"offer":"past{shard}",'
+        f'{{"type":"{type_}","v":1,"shard":{shard},"seq":{seq},"offer_seq":{offer_seq},"offer":"past{shard}",'
         f'"at":{at}'
     )
     if type_ != "grab.granted":
-        return f'{head},"command":"c{place}"}}'.encode()
+        return f'{head},"command":"c{offer_seq}"}}'.encode()
     return (
         f'{head},"command":"g{seq:031d}","grab":"g{seq:031d}","user":"u{seq:031d}","quantity":1,"amount":150,'
-        f'"asset":"CNY","place":{place},'
+        f'"asset":"CNY","place":{offer_seq},'
         f'"left":{end - seq},"digest":"0123456789abcdef"}}'
     ).encode()
 

@@ -1,6 +1,4 @@
-"""Row 4: from the journal to a complete ledger, against COPY of the same rows into tables of the same form,
-with no logic.
-"""
+"""Row 4: from the journal to a complete ledger, against COPY of the same rows into the same tables."""
 
 import os
 import secrets
@@ -27,7 +25,7 @@ COPY_BYTES = 256 * 1024
 
 
 def _lines(shard: int, count: int) -> list[bytes]:
-    """An envelope and its grants, as the scripts write them, ids of 32 characters."""
+    """The events of an envelope and its grants, with ids of 32 characters."""
     opened = (
         f'{{"v":1,"type":"offer.opened","shard":{shard},"seq":1,"offer_seq":1,"offer":"e{shard}",'
         '"at":1800000000000,"command":"open",'
@@ -47,8 +45,8 @@ def _lines(shard: int, count: int) -> list[bytes]:
 
 
 async def _journal(settings: Settings, connection: AsyncConnection[Any], count: int) -> None:
-    """Fills the journal, and says in the live ledger's cursors that it has been read: what is rebuilt is all
-    of it.
+    """Fills the journal, and sets the cursors of the live ledger to its end, so that the rebuild reads all of
+    it.
     """
     topic = Topics(settings.prefix).journal
     producer = AIOKafkaProducer(
@@ -80,8 +78,8 @@ async def _journal(settings: Settings, connection: AsyncConnection[Any], count: 
 
 
 async def replay(runs: int, count: int) -> dict[str, Any]:
-    """Row 4, in events a second: read, verify, decode, load, add up, index; against load and index of what
-    came out.
+    """Row 4, in events per second: read, verify, decode, load, sum and index, against loading and indexing
+    the resulting rows.
     """
     ours, theirs = [], []
     few_collections()
@@ -114,7 +112,9 @@ async def _build(settings: Settings) -> float:
 
 
 async def _copy(connection: AsyncConnection[Any], schema: str, shards: int) -> float:
-    """Takes the rows out of the version just built, and puts them into an empty one of the same form."""
+    """Reads the rows of the version just built and copies them into an empty one; returns the seconds of the
+    copy.
+    """
     built = await versions.in_state(connection, schema, "ledger", "building")
     assert built is not None
     rows: dict[str, bytes] = {}
@@ -125,7 +125,7 @@ async def _copy(connection: AsyncConnection[Any], schema: str, shards: int) -> f
     await versions.discard(connection, schema, built)
     await connection.execute("SET synchronous_commit = off; SET maintenance_work_mem = '256MB'")
     async with connection.transaction():
-        made = await versions.create(connection, schema, "ledger", shards)
+        empty = await versions.create(connection, schema, "ledger", shards)
     began = time.perf_counter()
     async with connection.transaction():
         for table, data in rows.items():
@@ -137,5 +137,5 @@ async def _copy(connection: AsyncConnection[Any], schema: str, shards: int) -> f
                     await copy.write(data[start : start + COPY_BYTES])
         await versions.complete(connection, "ledger")
     seconds = time.perf_counter() - began
-    await versions.discard(connection, schema, made)
+    await versions.discard(connection, schema, empty)
     return seconds

@@ -1,5 +1,5 @@
-"""The stage of a measurement: a private Redis, a system of its own on the servers of the settings, and its
-workers.
+"""What a measurement runs on: a private Redis, and a new system with workers on the Kafka and PostgreSQL of
+the settings.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ SEALER = Sealer({"bench": bytes(32)})
 
 @contextmanager
 def private_redis() -> Iterator[int]:
-    """The port of a Redis of our own (AOF every second), whose AOF is not rewritten in the middle of a
-    measurement.
+    """Runs a private Redis (AOF synchronised every second, never rewritten, so that no rewrite disturbs a
+    measurement); yields its port.
     """
     with tempfile.TemporaryDirectory() as folder:
         server = Redis(Path(folder), free_ports(1)[0])
@@ -51,7 +51,7 @@ def private_redis() -> Iterator[int]:
 async def taken_over_gate(
     port: int, limits: GateLimits, prefix: str = "bench", clock: Callable[[], int] | None = None
 ) -> tuple[Gate, Any]:
-    """A gate over fresh shards that no relay has; the outbox only grows."""
+    """A gate on new shards without a relay, so that the outboxes only grow; and its client."""
     client = redis.asyncio.Redis(port=port)
     await client.flushall()
     keys = KeySpace(prefix, 8)
@@ -63,7 +63,7 @@ async def taken_over_gate(
 
 
 def envelope(offer: str, parts: int) -> Open:
-    """An envelope of so many parts; `equal`, so that opening is quick."""
+    """An envelope of so many parts with the law `equal`, which opens fast."""
     terms = EnvelopeTerms(
         issuer="bench",
         funding="bench",
@@ -77,7 +77,7 @@ def envelope(offer: str, parts: int) -> Open:
 
 
 def grabs(offer: str, count: int, id_length: int = 32, start: int = 0) -> list[Grab]:
-    """Grabs of distinct users, with ids of a length."""
+    """Grabs of distinct users, with ids of the given length."""
     number_length = id_length - 1
     return [
         Grab(id=f"g{number:0{number_length}d}", offer=offer, user=f"u{number:0{number_length}d}")
@@ -87,8 +87,8 @@ def grabs(offer: str, count: int, id_length: int = 32, start: int = 0) -> list[G
 
 @asynccontextmanager
 async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["subprocess.Popen[bytes]"]]]:
-    """A system with workers, on the settings' Kafka and PostgreSQL and a private Redis; taken away
-    afterwards.
+    """Runs a system with a worker for each of `roles`, on the Kafka and PostgreSQL of the settings and a
+    private Redis; removed afterwards.
     """
     name = f"bench{secrets.token_hex(4)}"
     with private_redis() as port:
@@ -109,11 +109,11 @@ async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["su
         )  # fmt: skip
         workers = [
             subprocess.Popen(
-                [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", one],
+                [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", of_worker],
                 env=environment,
                 stderr=subprocess.DEVNULL,
             )
-            for one in roles
+            for of_worker in roles
         ]
         try:
             yield settings, workers

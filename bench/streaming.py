@@ -1,4 +1,4 @@
-"""Rows 3, 5 and 6: the whole way through Kafka and PostgreSQL."""
+"""Rows 3, 5 and 6: the complete path through Kafka and PostgreSQL."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,14 @@ OFFERS = 8
 SCHEMA = "bench_classic"
 
 
-async def until_booked(settings: Settings, least: int) -> Progress:
-    """Returns when so many events are decided and every read model has all of them."""
+async def until_booked(settings: Settings, events_min: int) -> Progress:
+    """Returns when at least so many events are decided and every read model has all of them."""
     client = open_redis(settings)
     try:
         async with await open_books(settings) as books:
             while True:
                 progress = await look(client, key_space(settings), books)
-                if progress.decided >= least and progress.complete:
+                if progress.decided >= events_min and progress.complete:
                     return progress
                 await asyncio.sleep(0.02)
     finally:
@@ -47,8 +47,8 @@ def _cpu_seconds(pid: int) -> float:
 
 
 async def pipeline(runs: int, count: int) -> dict[str, Any]:
-    """Row 3: from commands in Kafka to ledger, balances and audit committed; against Lua, taken list and one
-    batch updater.
+    """Row 3: grabs per second from commands in Kafka to committed rows of ledger, balances and audit, against
+    the classic script with its updater.
     """
     ours, theirs, profile = [], [], {}
     for _ in range(runs):
@@ -70,7 +70,8 @@ async def _pipeline_ours(
     await until_booked(settings, OFFERS)
     await gate.close()
     await client.aclose()
-    # The decider waits while its commands are laid out, so that it is measured and not their producer.
+    # The worker is stopped while the commands are sent, so that their producer is not part of the
+    # measurement.
     workers[0].send_signal(signal.SIGSTOP)
     producer = AIOKafkaProducer(
         bootstrap_servers=settings.kafka, acks="all", linger_ms=5, max_batch_size=256 * 1024
@@ -97,9 +98,9 @@ def _pipeline_classic(count: int) -> float:
         sha = classic.prepare(redis.Redis(port=port), count, 32)
         postgres = load_settings().postgres
         updater = classic.update_database(port, postgres, SCHEMA, count)
-        next(updater)  # tables are there, nothing is taken yet
+        next(updater)  # makes the tables; no part is taken yet
         began = time.perf_counter()
-        # Random users: a few ask twice, so the crowd is a little larger than the parts.
+        # Users are random, so a few grab twice: there are more grabs than parts.
         crowd = classic.pipelined(port, sha, count + count // 100, 32, wait=False)
         done = 0
         while done < count:
@@ -111,15 +112,15 @@ def _pipeline_classic(count: int) -> float:
         return count / seconds
 
 
-async def _open_loop(count: int, one: Callable[[int], Awaitable[float]]) -> list[float]:
-    """Seconds from the intended beginning of each to its end, at RATE a second; the slow do not slow down the
-    next.
+async def _open_loop(count: int, call: Callable[[int], Awaitable[float]]) -> list[float]:
+    """Starts RATE calls per second, without waiting for earlier ones; returns the sorted seconds from the
+    intended start of each call to its end.
     """
     began = time.perf_counter() + 0.1
 
     async def timed(number: int) -> float:
         intended = began + number / RATE
-        return await one(number) - intended
+        return await call(number) - intended
 
     tasks = []
     for number in range(count):
@@ -133,7 +134,7 @@ def _p99_ms(ordered: list[float]) -> float:
 
 
 async def latency(runs: int, count: int) -> dict[str, Any]:
-    """Rows 5 and 6: a journaled answer, and a row in the ledger, at 2 thousand grabs a second."""
+    """Rows 5 and 6: latency of a `journaled` answer, and of a ledger row, at 2 thousand grabs per second."""
     answered, sent, booked, committed = [], [], [], []
     async with system(("decide,relay,sweep", "project")) as (settings, _):
         client = open_redis(settings)
@@ -158,12 +159,12 @@ async def latency(runs: int, count: int) -> dict[str, Any]:
 async def _answers(gate: Gate, offer: str, count: int) -> float:
     wanted = grabs(offer, count)
 
-    async def one(number: int) -> float:
+    async def call(number: int) -> float:
         [answer] = await gate.decide([wanted[number]], timeout_ms=10_000)
         assert answer.code == 0, answer
         return time.perf_counter()
 
-    return _p99_ms(await _open_loop(count, one))
+    return _p99_ms(await _open_loop(count, call))
 
 
 async def _bookings(settings: Settings, gate: Gate, offer: str, count: int) -> float:
@@ -184,7 +185,7 @@ async def _bookings(settings: Settings, gate: Gate, offer: str, count: int) -> f
                     moved.notify_all()
                 await asyncio.sleep(0.001)
 
-    async def one(number: int) -> float:
+    async def call(number: int) -> float:
         [answer] = await gate.decide([wanted[number]], "decided", timeout_ms=10_000)
         seq = answer.seq or 0
         async with moved:
@@ -193,7 +194,7 @@ async def _bookings(settings: Settings, gate: Gate, offer: str, count: int) -> f
 
     following = asyncio.create_task(follow())
     try:
-        return _p99_ms(await _open_loop(count, one))
+        return _p99_ms(await _open_loop(count, call))
     finally:
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -201,7 +202,9 @@ async def _bookings(settings: Settings, gate: Gate, offer: str, count: int) -> f
 
 
 async def _by_hand(settings: Settings, count: int, commit: bool) -> float:
-    """One call of the classic script, one awaited acks=all send, and with `commit` one row committed."""
+    """p99 in ms of one call of the classic script, one awaited send with acks=all, and with `commit` one
+    committed row.
+    """
     plain = redis.Redis.from_url(settings.redis_url)
     sha = classic.prepare(plain, count, 32)
     client = redis.asyncio.Redis.from_url(settings.redis_url)
@@ -216,7 +219,7 @@ async def _by_hand(settings: Settings, count: int, commit: bool) -> float:
     for connection in connections:
         free.put_nowait(connection)
 
-    async def one(number: int) -> float:
+    async def call(number: int) -> float:
         user = f"u{number:031d}"
         taken = await client.evalsha(sha, 3, *classic.KEYS, user)
         await producer.send_and_wait(Topics(settings.prefix).rejected, taken)
@@ -231,7 +234,7 @@ async def _by_hand(settings: Settings, count: int, commit: bool) -> float:
         return time.perf_counter()
 
     try:
-        return _p99_ms(await _open_loop(count, one))
+        return _p99_ms(await _open_loop(count, call))
     finally:
         await connections[0].execute("DROP TABLE bench_by_hand")
         for connection in connections:

@@ -1,4 +1,4 @@
-"""Writes docs/limits.md, every bound of the system in one place, from the code; `--check FILE` compares it,
+"""Generates docs/limits.md, all bounds of the system, from the code; `--check FILE` compares it,
 `--write FILE` writes it.
 """
 

@@ -1,5 +1,5 @@
-"""Checks compose.yaml and the Dockerfile without an engine: their structure, and that what they name is
-there.
+"""Checks compose.yaml and the Dockerfile without Docker: their structure, and that everything they name
+exists.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from grabstream.ops.commands.local.services import CLUSTER_SERVERS
 from grabstream.ops.services.servers import kafka_version
 from grabstream.ops.settings import cluster_address
 
-#: Services that do something once and end.
+#: Services that run once and end.
 ONE_SHOT = ("seal-key", "init", "redis-cluster", "cluster-init")
 
 compose = yaml.safe_load(Path("compose.yaml").read_text())
@@ -30,22 +30,23 @@ for name, service in services.items():
         problems.append(f"{name}: no healthcheck")
     for other in service.get("depends_on", {}):
         if other not in services:
-            problems.append(f"{name} depends on {other}, which is not there")
+            problems.append(f"{name} depends on {other}, which does not exist")
     for port in service.get("ports", []):
         if not str(port).startswith("127.0.0.1:"):
             problems.append(f"{name}: port {port} is open to everyone")
-# A fresh clone has no settings: nothing is required of the environment. The seal key is made once by the
-# service seal-key, in the working directory of whoever reads it, which is a volume.
+# A fresh clone has no settings, so no variable may be required. The service seal-key makes the seal key once,
+# in a volume that is the working directory of every service that reads it.
 if ":?" in Path("compose.yaml").read_text():
     problems.append("a variable is required (`:?`), which a fresh clone does not have")
 
 
 def follows(name: str, other: str) -> bool:
-    """Whether a service starts after another one, which has done its work."""
-    before = services[name].get("depends_on", {})
+    """Whether a service starts only after another service has ended successfully."""
+    dependencies = services[name].get("depends_on", {})
     return any(
-        one["condition"] == "service_completed_successfully" and (service == other or follows(service, other))
-        for service, one in before.items()
+        dependency["condition"] == "service_completed_successfully"
+        and (service == other or follows(service, other))
+        for service, dependency in dependencies.items()
     )
 
 
@@ -57,13 +58,13 @@ for name, service in services.items():
     if name != "seal-key" and not follows(name, "seal-key"):
         problems.append(f"{name} does not start after seal-key")
     if service["environment"].get("GRAB_SEAL_KEYS", "") is not None:
-        problems.append(f"{name}: GRAB_SEAL_KEYS is not passed on as it is, or left out where it is not set")
+        problems.append(f"{name}: GRAB_SEAL_KEYS must be passed on unchanged, and left out if it is not set")
     if f"install -d -m 700 -o grabstream {service.get('working_dir')}" not in Path("Dockerfile").read_text():
         problems.append(f"{name}: the Dockerfile does not make {service.get('working_dir')} for its user")
 if "keys" not in compose["volumes"]:
     problems.append("volume keys is missing")
-# The cluster: as many servers as `up --cluster` starts, each with a volume of its own, all in the profile,
-# and named where they are asked.
+# The cluster: the same servers as `up --cluster` starts, each with its own volume, all in the profile
+# `cluster`, and named in the settings of the workers.
 for name in (*CLUSTER_SERVERS, "redis-cluster", "cluster-init", "worker-1", "worker-2", "worker-3"):
     if name not in services:
         problems.append(f"service {name} is missing")
@@ -71,24 +72,24 @@ for name in (*CLUSTER_SERVERS, "redis-cluster", "cluster-init", "worker-1", "wor
         problems.append(f"{name} is not in the profile cluster")
     for volume in services.get(name, {}).get("volumes", []):
         if volume.split(":")[0] not in compose["volumes"]:
-            problems.append(f"{name}: volume {volume} is not there")
+            problems.append(f"{name}: volume {volume} is not declared")
 environment = services["worker-1"]["environment"]
-formed = str(services["redis-cluster"]["command"])
+create_command = str(services["redis-cluster"]["command"])
 for name in CLUSTER_SERVERS:
     if name.startswith("redis"):
         address = services[name]["networks"]["default"]["ipv4_address"]
-        if f"{address}:6379" not in formed or f"{name}:6379" not in environment["GRAB_REDIS_URL"]:
+        if f"{address}:6379" not in create_command or f"{name}:6379" not in environment["GRAB_REDIS_URL"]:
             problems.append(
-                f"{name} ({address}) is not in the cluster that is formed, or not in GRAB_REDIS_URL"
+                f"{name} ({address}) is not in the command of redis-cluster, or not in GRAB_REDIS_URL"
             )
     if name.startswith("kafka"):
-        own = services[name]["environment"]
-        voter = f"{own['KAFKA_NODE_ID']}@{name}:9093"
+        of_broker = services[name]["environment"]
+        voter = f"{of_broker['KAFKA_NODE_ID']}@{name}:9093"
         if (
-            voter not in own["KAFKA_CONTROLLER_QUORUM_VOTERS"]
+            voter not in of_broker["KAFKA_CONTROLLER_QUORUM_VOTERS"]
             or f"{name}:29092" not in environment["GRAB_KAFKA"]
         ):
-            problems.append(f"{name} is no voter, or not in GRAB_KAFKA")
+            problems.append(f"{name} is not a voter, or not in GRAB_KAFKA")
 cluster_address(environment["GRAB_REDIS_URL"])
 if not kafka_version()[0].isdigit():
     problems.append(f"Kafka's version cannot be read from its image: {kafka_version()!r}")
@@ -97,7 +98,9 @@ for line in dockerfile.splitlines():
     words = line.split()
     if words and words[0] == "COPY" and "--from" not in line:
         problems += [
-            f"Dockerfile copies {path}, which is not there" for path in words[1:-1] if not Path(path).exists()
+            f"Dockerfile copies {path}, which does not exist"
+            for path in words[1:-1]
+            if not Path(path).exists()
         ]
 if (
     shutil.which("docker")

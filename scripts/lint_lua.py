@@ -1,4 +1,4 @@
-"""Checks the Lua scripts: the loader's own checks on every script, and luacheck on each as it is sent to
+"""Checks the Lua scripts: runs the loader's checks, and luacheck on the text of each script as it is sent to
 Redis.
 """
 
@@ -9,7 +9,7 @@ from grabstream.lua.loader import assemble, script_names
 
 failed = False
 for name in script_names():
-    # Redis takes the first line for itself; to luacheck it is no Lua.
+    # The first line is a shebang for Redis, which luacheck would not accept as Lua.
     text = "--" + assemble(name)
     done = subprocess.run(
         ["luacheck", "--no-color", "--ignore", "211", "212", "--filename", f"lua/{name}.lua", "-"],
@@ -21,6 +21,6 @@ for name in script_names():
         failed = True
         sys.stdout.write(done.stdout)
 sys.stdout.write(
-    "luacheck: scripts differ from the rules\n" if failed else f"luacheck: {len(script_names())} scripts\n"
+    "luacheck: scripts break its rules\n" if failed else f"luacheck: {len(script_names())} scripts\n"
 )
 sys.exit(failed)

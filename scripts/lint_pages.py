@@ -1,4 +1,4 @@
-"""Checks the pages: long lines, broken links, references to documents that are not in the tree."""
+"""Checks the pages: long lines, broken links, and names of files or documents that do not exist."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ from mkdocs.exceptions import Abort
 
 LINE_LENGTH_MAX: Final = 110
 ROOT: Final = Path(__file__).parent.parent
-#: Documents that were written before the tree was, and are not in it. What they say stands in docs/.
+#: Documents that are older than the tree and not in it. Their content is in docs/.
 ELSEWHERE: Final = re.compile(r"\b(DESIGN|CONTRACT|REQUIREMENTS|PITFALLS)\b|\barticles? 0\d\d\b")
 SUFFIXES: Final = (".md", ".py", ".lua", ".sql", ".toml", ".yaml", ".yml", ".sh", "Makefile", "Dockerfile")
 
@@ -26,7 +26,7 @@ _page = re.compile(r"(?<![\w/])docs/([a-z0-9-]+\.md)(#[a-z0-9-]+)?")
 
 
 def tracked() -> list[Path]:
-    """The files of the tree, those that are not added yet, too."""
+    """The files of the tree, including those that are not added to git yet."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [ROOT / name for name in listed.splitlines()]
@@ -34,7 +34,7 @@ def tracked() -> list[Path]:
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a page that are neither code nor rows of a table."""
+    """Yields (number, line) for the lines of a page that are neither code nor rows of a table."""
     code = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -44,46 +44,46 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links can point at in a page: its headings."""
+    """The anchors of a page's headings."""
     headings = [line.lstrip("# ") for _, line in prose(page) if line.startswith("#")]
     return {slugify(re.sub(r"[`*]", "", heading), "-") for heading in headings}
 
 
 def wrong_links(page: Path) -> Iterator[str]:
-    """Links of a page in the root that lead nowhere. Those inside docs/ are checked by the site."""
+    """Broken links of a page in the root folder. Links within docs/ are checked when the site is built."""
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         for target in _link.findall(line):
             if target.startswith(("http://", "https://")):
                 continue
             name, _, anchor = target.partition("#")
-            there = page.parent / name if name else page
-            if not there.exists():
+            linked = page.parent / name if name else page
+            if not linked.exists():
                 yield f"{page.relative_to(ROOT)}:{number}: {target}: no such file"
-            elif anchor and anchor not in anchors(there):
+            elif anchor and anchor not in anchors(linked):
                 yield f"{page.relative_to(ROOT)}:{number}: {target}: no such heading"
 
 
 def wrong_names(file: Path) -> Iterator[str]:
-    """Pages of docs/ that a file names and that are not there, and documents that are not in the tree."""
+    """Names in a file of pages in docs/ that do not exist, and of documents that are not in the tree."""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         for name, anchor in _page.findall(line):
             page = ROOT / "docs" / name
             if not page.is_file() or (anchor and anchor[1:] not in anchors(page)):
-                yield f"{file.relative_to(ROOT)}:{number}: docs/{name}{anchor} is not there"
-        if found := ELSEWHERE.search(line):
-            yield f"{file.relative_to(ROOT)}:{number}: {found[0]} is not in the tree: name a page of docs/"
+                yield f"{file.relative_to(ROOT)}:{number}: docs/{name}{anchor} does not exist"
+        if document := ELSEWHERE.search(line):
+            yield f"{file.relative_to(ROOT)}:{number}: {document[0]} is not in the tree: name a page of docs/"
 
 
 def wrong_paths(page: Path) -> Iterator[str]:
-    """Files and folders that a page names and that are not there."""
+    """Names in a page of files and folders that do not exist."""
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         for name in _path.findall(line):
             if not (ROOT / name).exists():
-                yield f"{page.relative_to(ROOT)}:{number}: {name} is not there"
+                yield f"{page.relative_to(ROOT)}:{number}: {name} does not exist"
 
 
 def site() -> bool:
-    """Whether the site can be built without a warning; prints the warnings."""
+    """Builds the site and prints warnings; returns whether there were none."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -95,26 +95,26 @@ def site() -> bool:
 
 
 def main() -> int:
-    """Prints what is wrong; the exit code."""
+    """Prints all problems; returns the exit code."""
     files = tracked()
     pages = [file for file in files if file.suffix == ".md"]
-    wrong = [
+    problems = [
         f"{page.relative_to(ROOT)}:{number}: {len(line)} characters, at most {LINE_LENGTH_MAX}"
         for page in pages
         for number, line in prose(page)
         if len(line) > LINE_LENGTH_MAX
     ]
-    wrong += [one for page in pages if page.parent == ROOT for one in wrong_links(page)]
-    # The change log names what was there at its time.
-    wrong += [one for page in pages if page.name != "CHANGELOG.md" for one in wrong_paths(page)]
-    wrong += [
-        one
+    problems += [problem for page in pages if page.parent == ROOT for problem in wrong_links(page)]
+    # The change log names files of earlier releases.
+    problems += [problem for page in pages if page.name != "CHANGELOG.md" for problem in wrong_paths(page)]
+    problems += [
+        problem
         for file in files
         if file.name.endswith(SUFFIXES) and file != Path(__file__).resolve()
-        for one in wrong_names(file)
+        for problem in wrong_names(file)
     ]
-    sys.stderr.writelines(f"{one}\n" for one in wrong)
-    return 0 if site() and not wrong else 1
+    sys.stderr.writelines(f"{problem}\n" for problem in problems)
+    return 0 if site() and not problems else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Prints the table of all fields of an offer, from the models.
+"""Prints the table of all fields of an offer, generated from the models.
 
-`--check docs/commands.md` compares it, `--write docs/commands.md` writes it there.
+`--check docs/commands.md` compares the table in that file, `--write docs/commands.md` writes it there.
 """
 
 import argparse
@@ -24,28 +24,26 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 
 
 class Incomplete(Exception):
-    """Fields without a meaning, or a file without markers: `str(error)` says which, and what to do."""
+    """A field has no description, or a file has no markers. The message names it and the remedy."""
 
 
 def fields_table() -> str:
-    """The table in Markdown; raises Incomplete, naming the fields, when the models do not say what they
-    mean.
-    """
-    rows, nameless = [_kind_row()], []
+    """The table in Markdown. Raises Incomplete with the names of fields that have no description."""
+    rows, undescribed = [_kind_row()], []
     kinds_of: dict[tuple[str, str, str, str], list[str]] = {}
     for kind, struct in KINDS.items():
         for field in msgspec.structs.fields(struct):
             meaning = _meaning(field.type)
             if not meaning:
-                nameless.append(f"{struct.__name__}.{field.encode_name}")
+                undescribed.append(f"{struct.__name__}.{field.encode_name}")
             kinds_of.setdefault(
                 (field.encode_name, _type(field.encode_name, field.type), _default(field), meaning), []
             ).append(kind)
-    if nameless:
+    if undescribed:
         raise Incomplete(
-            f"no description in models/offers.py: {', '.join(nameless)}; give each a Meta(description=…)"
+            f"no description in models/offers.py: {', '.join(undescribed)}; give each a Meta(description=…)"
         )
-    # What all kinds have comes first, whatever kind the models name first.
+    # Fields of all kinds come first.
     for (name, type_, default, meaning), kinds in sorted(
         kinds_of.items(), key=lambda item: len(item[1]) < len(KINDS)
     ):
@@ -57,45 +55,47 @@ def fields_table() -> str:
 
 
 def _kind_row() -> tuple[str, ...]:
-    """The tag is no field of the structs; what a kind is, its struct's first line says."""
-    said = {
+    """The row of `kind`, which is a tag and not a field of the structs. Its meanings are the first lines of
+    the structs' docstrings.
+    """
+    lines = {
         kind: (struct.__doc__ or "").strip().partition("\n")[0].rstrip(".") for kind, struct in KINDS.items()
     }
-    said = {kind: re.sub(f"^{kind}s?: ", "", line, flags=re.IGNORECASE) for kind, line in said.items()}
-    if silent := [KINDS[kind].__name__ for kind, line in said.items() if not line]:
+    lines = {kind: re.sub(f"^{kind}s?: ", "", line, flags=re.IGNORECASE) for kind, line in lines.items()}
+    if undocumented := [KINDS[kind].__name__ for kind, line in lines.items() if not line]:
         raise Incomplete(
-            f"no docstring in models/offers.py: {', '.join(silent)}; its first line says what the kind is"
+            f"no docstring in models/offers.py: {', '.join(undocumented)}; its first line defines the kind"
         )
-    meaning = "; ".join(f"`{kind}`: {line[0].lower()}{line[1:]}" for kind, line in said.items())
+    meaning = "; ".join(f"`{kind}`: {line[0].lower()}{line[1:]}" for kind, line in lines.items())
     return ("`kind`", "all", _choices(KINDS), "required", meaning)
 
 
 def _meaning(annotation: Any) -> str:
-    """The outermost description: what stands inside is of the type, not of the field."""
-    said = [
-        one.description
-        for one in getattr(annotation, "__metadata__", ())
-        if isinstance(one, msgspec.Meta) and one.description
+    """The outermost description of a field; inner ones describe its type."""
+    descriptions = [
+        meta.description
+        for meta in getattr(annotation, "__metadata__", ())
+        if isinstance(meta, msgspec.Meta) and meta.description
     ]
-    return " ".join(said[-1].split()) if said else ""
+    return " ".join(descriptions[-1].split()) if descriptions else ""
 
 
 def _type(name: str, annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         if {"pattern": ID_PATTERN} in (
-            one.extra_json_schema for one in arguments[1:] if isinstance(one, msgspec.Meta)
+            meta.extra_json_schema for meta in arguments[1:] if isinstance(meta, msgspec.Meta)
         ):
             return "id"
         return _type(name, arguments[0])
     if origin in (Union, UnionType):
-        return " or ".join(_type(name, one) for one in arguments if one is not type(None))
+        return " or ".join(_type(name, member) for member in arguments if member is not type(None))
     if origin is tuple:
         return f"list of {arguments[0].__name__.lower().rstrip('s')}s"
     if origin is Literal:
         return _choices(arguments)
     if annotation is int:
-        # By the contract's convention: points in time end with _at or _until, lengths of time with _ms.
+        # By convention, names of points in time end with _at or _until, names of durations with _ms.
         return (
             "time, ms"
             if name.endswith(("_at", "_until"))
@@ -123,24 +123,23 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 def _around(text: str, name: str) -> tuple[str, str, str]:
     """A file's text before, between and after the markers."""
-    found = re.fullmatch(f"(.*{re.escape(BEGINS)})(.*)({re.escape(ENDS)}.*)", text, re.DOTALL)
-    if found is None or text.count(BEGINS) != 1 or text.count(ENDS) != 1:
+    parts = re.fullmatch(f"(.*{re.escape(BEGINS)})(.*)({re.escape(ENDS)}.*)", text, re.DOTALL)
+    if parts is None or text.count(BEGINS) != 1 or text.count(ENDS) != 1:
         raise Incomplete(
-            f"{name}: must have {BEGINS} and after it {ENDS}, once each, where the table of offer fields "
-            "belongs"
+            f"{name}: must contain {BEGINS} and after it {ENDS}, once each, around the table of offer fields"
         )
-    return found[1], found[2], found[3]
+    return parts[1], parts[2], parts[3]
 
 
 def main() -> int:
-    """Prints, checks or writes; the exit code."""
+    """Prints, checks or writes the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
         "--check",
         metavar="FILE",
         type=Path,
-        help="exit 1 unless the table between the markers of FILE is this one",
+        help="exit 1 if the table between the markers of FILE differs",
     )
     action.add_argument(
         "--write", metavar="FILE", type=Path, help="write the table between the markers of FILE"
@@ -152,7 +151,7 @@ def main() -> int:
         if file is None:
             sys.stdout.write(table)
             return 0
-        # A blank line on both sides, or Markdown takes the table for a part of the comment.
+        # Without blank lines on both sides, Markdown would take the table for a part of the comment.
         wanted = f"\n\n{table}\n"
         before, between, after = _around(file.read_text(encoding="utf-8"), file.name)
     except (Incomplete, OSError) as error:
@@ -161,12 +160,12 @@ def main() -> int:
     if asked.write:
         file.write_text(before + wanted + after, encoding="utf-8")
     elif between != wanted:
-        lost = next((line for line in table.splitlines() if line not in between.splitlines()), None)
-        none_lost = "no line is missing: some are too many, or in another order"
+        missing = next((line for line in table.splitlines() if line not in between.splitlines()), None)
+        none_missing = "no line is missing: there are surplus lines, or lines in another order"
         sys.stderr.write(
-            f"offer fields: {file}: the table is not that of models/offers.py; "
-            f"`python scripts/offer_fields.py --write {file}` mends it\n"
-            f"  {f'first line that is missing there: {lost}' if lost else none_lost}\n"
+            f"offer fields: {file}: the table differs from models/offers.py; "
+            f"`python scripts/offer_fields.py --write {file}` writes it\n"
+            f"  {f'first missing line: {missing}' if missing else none_missing}\n"
         )
         return 1
     return 0

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes sure that programs are there: `scripts/packages.sh program[:package] …`; an empty program always
-# installs its package.
+# Installs missing programs: `scripts/packages.sh program[:package] …`. An empty program name always installs
+# its package.
 set -euo pipefail
 missing=()
 for wanted in "$@"; do

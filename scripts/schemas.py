@@ -1,11 +1,10 @@
-"""The schemas in the tree: writes them from the models, says when they are stale, compares them with the last
-release.
+"""Generates the schemas in `schemas/` from the models, and compares them with the last release.
 
 `python scripts/schemas.py` writes `schemas/`.
 
-- `--check`: exit 1 unless `schemas/` is what the models say.
-- `--compare`: exit 1 when a change since the last release breaks other people's programs.
-- `--release 0.2.0`: keeps what is there now as the contract of a release.
+- `--check`: exit 1 if `schemas/` differs from the models.
+- `--compare`: exit 1 if a change since the last release breaks programs of senders or readers.
+- `--release 0.2.0`: stores the current schemas as the contract of a release.
 """
 
 import argparse
@@ -35,19 +34,19 @@ ROOT = Path(__file__).parents[1]
 
 
 class Unfinished(Exception):
-    """The tree lacks something that cannot be generated."""
+    """The tree lacks a file that cannot be generated."""
 
 
 class _Plain(yaml.SafeDumper):
-    """Says everything in full: an anchor saves lines, but no reader."""
+    """Writes repeated values in full: YAML anchors save lines, but are hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def contract_of(folder: Path) -> Contract:
-    """What the models say today, and the events of older versions as the tree keeps them; raises Unfinished
-    when one is not there.
+    """The schemas of the models, and those of older event versions, which are stored in the tree. Raises
+    Unfinished if one is missing.
     """
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     older: dict[str, Any] = {}
@@ -65,12 +64,12 @@ def contract_of(folder: Path) -> Contract:
 
 
 def files_of(contract: Contract) -> dict[str, str]:
-    """The text of every file of the tree, by its path in the folder."""
-    found = {f"{name}.json": _json(schema) for name, schema in contract.schemas.items()}
-    made = "# Made from the models by scripts/schemas.py.\n"
+    """The text of every schema file, by its path in the folder."""
+    schema_files = {f"{name}.json": _json(schema) for name, schema in contract.schemas.items()}
+    head = "# Made from the models by scripts/schemas.py.\n"
     return {
-        **found,
-        "asyncapi.yaml": made
+        **schema_files,
+        "asyncapi.yaml": head
         + yaml.dump(contract.asyncapi, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=140),
     }
 
@@ -80,24 +79,24 @@ def _json(value: Any) -> str:
 
 
 def stale_files(folder: Path, wanted: dict[str, str]) -> dict[str, str]:
-    """Files that are not what the models say, and what is wrong with each."""
-    there = {
+    """Files that differ from the models, and how, by path."""
+    existing = {
         str(path.relative_to(folder)): path
         for path in folder.rglob("*.*")
         if path.parent != folder / "released"
     }
-    stale = {name: "is missing" for name in wanted if name not in there}
-    stale |= {name: "belongs to nothing" for name in there if name not in wanted}
+    stale = {name: "is missing" for name in wanted if name not in existing}
+    stale |= {name: "belongs to nothing" for name in existing if name not in wanted}
     stale |= {
         name: "is stale"
-        for name, path in there.items()
+        for name, path in existing.items()
         if name in wanted and path.read_text(encoding="utf-8") != wanted[name]
     }
     return dict(sorted(stale.items()))
 
 
 def write(folder: Path, wanted: dict[str, str]) -> dict[str, str]:
-    """Writes what is stale and deletes what belongs to nothing; returns what was done."""
+    """Writes stale files and deletes files without a model; returns what was done, by path."""
     done = {}
     for name in stale_files(folder, wanted):
         path = folder / name
@@ -111,8 +110,8 @@ def write(folder: Path, wanted: dict[str, str]) -> dict[str, str]:
 
 
 def release(folder: Path, version: str, contract: Contract) -> Path:
-    """Keeps the contract of a release; raises FileExistsError when it was kept before, since a release does
-    not change.
+    """Stores the contract of a release; returns its file. Raises FileExistsError if the release is stored
+    already, since a release never changes.
     """
     path = folder / "released" / f"{version}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,7 @@ def release(folder: Path, version: str, contract: Contract) -> Path:
 
 
 def report(version: str, changes: list[Change]) -> str:
-    """The changes for people, the worst first; what is only compatible is counted."""
+    """The changes as text, the worst first; compatible changes are only counted."""
     lines = []
     for change in changes:
         if change.verdict != "compatible":
@@ -132,49 +131,51 @@ def report(version: str, changes: list[Change]) -> str:
         verdict: sum(change.verdict == verdict for change in changes)
         for verdict in ("breaking", "warning", "compatible")
     }
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no change"
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no change"
     verdict = "breaking" if verdict_of(changes) == "breaking" else "compatible"
-    return "\n".join([f"schemas since {version}: {verdict} ({said})", *lines])
+    return "\n".join([f"schemas since {version}: {verdict} ({summary})", *lines])
 
 
 def main() -> int:
-    """Writes, checks, compares or keeps; the exit code."""
+    """Writes, checks, compares or stores the schemas; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="only say what is stale")
+    action.add_argument("--check", action="store_true", help="only print stale files")
     action.add_argument("--compare", action="store_true", help="only compare with the last release")
-    action.add_argument("--release", metavar="VERSION", help="keep the contract of a release")
+    action.add_argument("--release", metavar="VERSION", help="store the contract of a release")
     parser.add_argument("--since", metavar="VERSION", help="with --compare: an earlier release")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "schemas", help="where the schemas are (schemas/)"
     )
-    parser.add_argument("--json", action="store_true", help="say it as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args()
     try:
         contract = contract_of(asked.folder)
         if asked.compare:
             return _compare(asked.folder, asked.since, contract, asked.json)
         if asked.release:
-            kept = release(asked.folder, asked.release, contract)
-            _say(asked.json, {"kept": kept.name}, f"schemas: {kept.name} kept")
+            stored = release(asked.folder, asked.release, contract)
+            _print(asked.json, {"kept": stored.name}, f"schemas: {stored.name} stored")
             return 0
         wanted = files_of(contract)
         if asked.check:
             stale = stale_files(asked.folder, wanted)
             lines = [f"schemas: {name} {what}" for name, what in stale.items()]
-            _say(
+            _print(
                 asked.json,
                 {"stale": stale},
-                "\n".join([*lines, "`python scripts/schemas.py` writes them anew"] if lines else []),
+                "\n".join([*lines, "`python scripts/schemas.py` writes them"] if lines else []),
             )
             return 1 if stale else 0
         done = write(asked.folder, wanted)
-        _say(asked.json, {"done": done}, "\n".join(f"schemas: {name} {what}" for name, what in done.items()))
+        _print(
+            asked.json, {"done": done}, "\n".join(f"schemas: {name} {what}" for name, what in done.items())
+        )
     except FileExistsError:
         sys.stderr.write(
-            f"schemas: {asked.release} is released, and a release does not change; take the next version\n"
+            f"schemas: {asked.release} is released, and a release never changes; use the next version\n"
         )
         return 1
     except (Unfinished, OSError) as error:
@@ -187,7 +188,8 @@ def _compare(folder: Path, since: str | None, contract: Contract, as_json: bool)
     version = since or last_release(folder / "released")
     if version is None:
         raise Unfinished(
-            "nothing was released yet; `python scripts/schemas.py --release VERSION` keeps the first contract"
+            "nothing was released yet; `python scripts/schemas.py --release VERSION` stores the first "
+            "contract"
         )
     changes = changes_between(
         read_release(folder / "released", version),
@@ -195,7 +197,7 @@ def _compare(folder: Path, since: str | None, contract: Contract, as_json: bool)
         {(step.type, step.from_version) for step in UPCASTERS},
     )
     verdict = verdict_of(changes)
-    _say(
+    _print(
         as_json,
         {"since": version, "verdict": verdict, "changes": [change._asdict() for change in changes]},
         report(version, changes),
@@ -203,7 +205,7 @@ def _compare(folder: Path, since: str | None, contract: Contract, as_json: bool)
     return 1 if verdict == "breaking" else 0
 
 
-def _say(as_json: bool, value: dict[str, Any], words: str) -> None:
+def _print(as_json: bool, value: dict[str, Any], words: str) -> None:
     text = json.dumps(value, ensure_ascii=False) if as_json else words
     if text:
         sys.stdout.write(text + "\n")

@@ -13,6 +13,6 @@ fi
 echo "setting up $venv"
 "$python" -m venv "$venv"
 "$venv/bin/pip" install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-# setuptools warns that the packages lie where we work, which is what an editable install is for.
+# setuptools warns that the packages are in the working tree, as intended by an editable install.
 PYTHONWARNINGS=ignore "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 touch "$venv/complete"

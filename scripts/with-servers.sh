@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command with the local servers up (with CLUSTER=1 those of the cluster); ends them afterwards, unless
-# they were up before. The command's exit code is kept.
+# Runs a command with the local servers running (with CLUSTER=1, those of the cluster), and ends them afterwards
+# unless they were running before. Exits with the exit code of the command.
 set -uo pipefail
 grabstream=.venv/bin/grabstream
 which=${CLUSTER:+cluster}
@@ -16,7 +16,7 @@ finish() {
 trap finish EXIT
 "$@" &
 child=$!
-# The command gets Ctrl-C and SIGTERM too; we wait until it has cleaned up.
+# The command gets Ctrl-C and SIGTERM too. Wait until it has cleaned up.
 trap 'kill -TERM $child 2>/dev/null' INT TERM
 wait $child
 code=$?

@@ -56,7 +56,7 @@ def test_a_stale_tree_is_found_and_mended(tmp_path: Path) -> None:
     assert (found.returncode, json.loads(found.stdout)) == (1, {"stale": stale})
     shown = schemas("--check", "--folder", str(folder))
     assert shown.stdout.splitlines()[:-1] == [f"schemas: {name} {what}" for name, what in stale.items()]
-    assert shown.stdout.endswith("`python scripts/schemas.py` writes them anew\n")
+    assert shown.stdout.endswith("`python scripts/schemas.py` writes them\n")
     assert schemas("--folder", str(folder)).returncode == 0
     assert schemas("--check", "--folder", str(folder)).returncode == 0
     assert {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")} == {
