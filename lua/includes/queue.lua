@@ -61,8 +61,8 @@ local function units_for(offer, grab)
 end
 
 -- Serves the queue: units that are left go, as holds, to the first grab for which they suffice, of the first
--- CONSIDERED_MAX grabs, at most SERVED_AT_ONCE_MAX grabs per call. Grabs for which they do not suffice keep
--- their positions.
+-- CONSIDERED_MAX grabs; at most SERVED_AT_ONCE_MAX grabs per command, the sweeper serves the others. Grabs
+-- for which the units do not suffice keep their positions.
 local function serve(call, offer, command)
   if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
   -- This is known from an earlier test, unless a grab has left the queue since.

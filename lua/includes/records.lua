@@ -91,8 +91,8 @@ do
   end
 end
 
--- A user's part of an envelope: place 3, amount 6, seq 5 bytes. 14 bytes take less of Redis' memory than 16,
--- which would take 24.
+-- A user's part of an envelope: place 3, amount 6, seq 5 bytes. These 14 bytes need less memory in Redis than
+-- 16 bytes, which would take 24.
 local PART = '>I3I6I5'
 local SEQ_MAX = 2 ^ 40 - 1
 

@@ -7,7 +7,7 @@
 --- @include "pieces"
 --- @include "queue"
 
--- Returns units to the offer; after its close they are gone.
+-- Returns units to the offer while it is open. After the close they go to the account of returns_to.
 local function return_to_offer(offer, quantity)
   if not offer.closed then move_units(offer, quantity) end
 end
@@ -36,7 +36,8 @@ local function give_up(call, offer, name, grab, status, reason, command, digest)
   return seq
 end
 
--- Ends a hold if it has expired. Every script that reads a grab does this first, in the same way.
+-- Ends a hold if it has expired. The first call that reads the hold after its end does this, always in the
+-- same way.
 local function lapse(call, offer, name, grab)
   if grab.held == 0 or call.now < grab.deadline + grab.grace then return end
   grab.lapsed = grab.held

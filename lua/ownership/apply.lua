@@ -10,8 +10,8 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch ·
 --   ARGV[4] seq before the events, or '' when they are the events of only some offers
--- ARGV[5] seq of the last event, or '' when the shard is still incomplete after it ·
---   ARGV[6] time of that event, ms
+-- ARGV[5] seq of the shard after all events, or '' when the shard is still incomplete after them ·
+--   ARGV[6] time of the shard after them, ms
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1),
 --         offers retired before}; an event is a map of its fields. offer.opened has `row` in place of terms,
 --         in the form of `open`; offer.amended has `changes` in the form of `amend`; ledger.adjusted has
