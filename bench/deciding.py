@@ -11,7 +11,7 @@ import redis.asyncio
 from bench import classic
 from bench.stage import envelope, grabs, private_redis, taken_over_gate
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import AnyCommand
 
 LIMITS = GateLimits(outbox_events_max=10**9, queue_commands_max=10**6)

@@ -15,7 +15,7 @@ from redis.crc import key_slot
 from bench.deciding import LIMITS, answered_lists
 from bench.stage import SEALER, envelope, grabs
 from grabstream.lua.gate.calls import run_script
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.services import free_ports

@@ -11,7 +11,7 @@ from bench import classic
 from bench.deciding import LIMITS, answered_lists
 from bench.stage import envelope, grabs, private_redis, taken_over_gate
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Confirm, Open
 from grabstream.models.offers import CouponTerms, Limit, StockTerms

@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaProducer
 
 from bench import classic
 from bench.stage import envelope, grabs, private_redis, system
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import encode_command
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.rehearsal.run import Progress, look, open_books

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from grabstream.extras import MissingExtra, server_needed_by
 
 if TYPE_CHECKING:
-    from grabstream.lua.gate.door import Gate
+    from grabstream.lua.gate.gate import Gate
     from grabstream.lua.gate.queue import OutcomeUnknown
     from grabstream.models.answers import Answer, LimitState, decode_answer
     from grabstream.models.commands import (
@@ -161,7 +161,7 @@ __all__ = [
 
 #: Where the names are; a test compares it with the imports above, which type checkers read.
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
-    "lua.gate.door": ("Gate",),
+    "lua.gate.gate": ("Gate",),
     "lua.gate.queue": ("OutcomeUnknown",),
     "models.answers": ("Answer", "LimitState", "decode_answer"),
     "models.commands": (

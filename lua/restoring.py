@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from grabstream.lua.gate.batches import Table, envelope_row, limit_rows, parts_packed, terms_row
+from grabstream.lua.gate.encoding import CallOffers, envelope_row, limit_rows, parts_packed, terms_row
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.keys import ShardKeys
@@ -31,7 +31,7 @@ def build(
     terms or changes cannot be decoded. The caller writes what is `staged` to its keys before, by the script
     `apply_parts`.
     """
-    table = Table([event.offer for event in events])
+    call_offers = CallOffers([event.offer for event in events])
     rows: list[Any] = []
     parts: list[bytes] = []
     staged: list[Staged] = []
@@ -51,8 +51,15 @@ def build(
                 if isinstance(event, LedgerAdjusted)
                 else event
             )
-    columns = (table.offers, table.campaign_of, table.campaigns, rows, table.offer_of, retired)
-    return ScriptCall(table.keys(keys), [_pack(columns), *parts], staged)
+    columns = (
+        call_offers.offers,
+        call_offers.campaign_of,
+        call_offers.campaigns,
+        rows,
+        call_offers.offer_of,
+        retired,
+    )
+    return ScriptCall(call_offers.keys(keys), [_pack(columns), *parts], staged)
 
 
 def _opened(

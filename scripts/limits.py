@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, get_args
 from annotated_types import Ge, Gt, Le
 
 from grabstream.lua import loader
-from grabstream.lua.gate import door as gate
-from grabstream.lua.gate import queue, refusals, sizes, staging, tickets
+from grabstream.lua.gate import gate, queue, refusals, sizes, staging, tickets
 from grabstream.models import bounds, calendar, commands, identifiers, money, offers
 from grabstream.models.rules import grabbing, settling, state
 from grabstream.ops.formats import offer_files

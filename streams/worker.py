@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.lua.ending import end
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.refusals import RefusalLog, writing
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from grabstream.lua import loader
-from grabstream.lua.gate import batches
+from grabstream.lua.gate import encoding
 from grabstream.lua.gate.staging import ScriptCall, discard, stage
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.models.commands import AnyCommand, Open
@@ -108,7 +108,7 @@ class Calls:
         self,
         redis: Any,
         keys: KeySpace,
-        secrets: batches.Secrets,
+        secrets: encoding.Secrets,
         limits: GateLimits,
         clock: Callable[[], int] | None,
     ) -> None:
@@ -157,7 +157,7 @@ class Calls:
         finally:
             if call.staged:
                 await discard(self._redis, call)
-        reply = batches.decode_reply(raw)
+        reply = encoding.decode_reply(raw)
         if reply.code == _ANOTHER_HISTORY:
             raise AnotherHistory(reply.history_or_retry_at)
         if reply.code != 0:
@@ -168,9 +168,9 @@ class Calls:
         try:
             if script == "open" and sum(map(_parts_of, commands)) > 2_000:
                 return await asyncio.to_thread(
-                    batches.build, keys, script, commands, self._secrets, self.now()
+                    encoding.build, keys, script, commands, self._secrets, self.now()
                 )
-            return batches.build(keys, script, commands, self._secrets, self.now())
+            return encoding.build(keys, script, commands, self._secrets, self.now())
         except Exception as error:
             raise Undecidable(f"{type(error).__name__}: {error}") from error
 

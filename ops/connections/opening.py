@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 
 from grabstream.lua.gate.calls import GateLimits, now_ms
 from grabstream.lua.gate.decided import LostDecision
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, writing
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys

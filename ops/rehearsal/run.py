@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.answers import Answer

@@ -18,7 +18,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListen
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from grabstream.lua.ending import end, first_to_end, running
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import Order
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, encode_answer

@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 from redis.exceptions import ResponseError
 
-from grabstream.lua.gate.batches import Table, decode_reply
 from grabstream.lua.gate.calls import is_raised_by_script, now_ms, run_script
+from grabstream.lua.gate.encoding import CallOffers, decode_reply
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.server import time_ms_of
 from grabstream.lua.trouble import is_trouble
@@ -178,12 +178,12 @@ class Sweeper:
         if not members:
             return 0
         pairs = [member.split("/") for member in members]
-        table = Table([offer for offer, *_ in pairs])
-        columns: list[Any] = [table.offers, table.campaign_of, table.campaigns]
+        call_offers = CallOffers([offer for offer, *_ in pairs])
+        columns: list[Any] = [call_offers.offers, call_offers.campaign_of, call_offers.campaigns]
         if script == "expire":
-            columns += [[grab for _, grab in pairs], table.offer_of]
+            columns += [[grab for _, grab in pairs], call_offers.offer_of]
         try:
-            return await self._run(script, table.keys(self._keys), at_ms, _pack(columns))
+            return await self._run(script, call_offers.keys(self._keys), at_ms, _pack(columns))
         except ResponseError as error:
             if not is_raised_by_script(error):
                 raise

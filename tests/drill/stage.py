@@ -16,7 +16,7 @@ from typing import Any, Final
 import redis
 from pydantic import SecretStr
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis

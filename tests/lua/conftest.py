@@ -14,7 +14,7 @@ import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 
 from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Grab, Open

@@ -20,7 +20,7 @@ import uvloop
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.decided import DecidedAnswers
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.journaled import Journaled
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.refusals import RefusalLog

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from redis.exceptions import ConnectionError
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.rehearsal.crowd import attempts, envelopes
 from grabstream.ops.rehearsal.run import Rehearsal, look, open_books

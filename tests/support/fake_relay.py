@@ -11,7 +11,7 @@ import redis.asyncio
 
 from grabstream.lua import loader
 from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
 from grabstream.models.offers import CouponTerms

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from pydantic import SecretStr
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.commands.operate.verify import print_checks
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.tickets import sign
 from grabstream.models.answers import Answer, encode_answer

@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.text import Text
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import FILE_BYTES_MAX

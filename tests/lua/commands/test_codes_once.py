@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import NAME_LENGTH, Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer

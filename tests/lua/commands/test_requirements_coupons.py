@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from redis.crc import key_slot
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
     Amend,
@@ -250,7 +250,7 @@ async def test_gates_with_different_time_zone_data_agree_on_campaign_limits(
     scene.now = at("2027-01-18T12:00+01:00")
     both = by_user("day", 1), by_user("day", 1, scope="campaign")
     await scene.open(coupon(10, *both, timezone=BERLIN), "w:1")
-    for module in ("grabstream.lua.gate.batches", "grabstream.models.rules.operating"):
+    for module in ("grabstream.lua.gate.encoding", "grabstream.models.rules.operating"):
         monkeypatch.setattr(f"{module}.offsets_of", lambda zone, at_ms: ((at_ms - at_ms % DAY, HOUR),))
     await scene.open(coupon(10, *both, timezone=BERLIN), "w:2")
     opened = await scene.events("offer.opened")

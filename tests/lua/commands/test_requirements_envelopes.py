@@ -22,7 +22,7 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from grabstream.lua.gate.calls import GateLimits, now_ms
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.tickets import sign
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer

@@ -17,7 +17,7 @@ import redis.asyncio
 from grabstream.lua import loader
 from grabstream.lua.gate import calls as gate_calls
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.loader import Script
 from grabstream.models.answers import Answer
@@ -39,7 +39,7 @@ PLAIN_GRABS: Final = 500
 SLOWER: Final = 4
 
 _CALL_MAX: Final = re.compile(r"\bcall_max = \d+")
-_SPEND: Final = "cost = cost + units"
+_SPEND: Final = "cost = cost + microseconds"
 
 
 class Call(NamedTuple):
@@ -56,7 +56,8 @@ def changed(name: str, call_max: int | None = None, counted: bool = False) -> Sc
     text = loader.assemble(name)
     if call_max is not None:
         text = _CALL_MAX.sub(f"call_max = {call_max}", text)
-    if counted:
+    if counted and "call_max = " in text:
+        assert text.count(_SPEND) == 1, f"{name}: the line that counts cost is not {_SPEND!r}"
         text = text.replace(_SPEND, f"{_SPEND} redis.call('SET', 'cost', cost)")
     return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 

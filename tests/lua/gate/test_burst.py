@@ -12,7 +12,7 @@ import pytest_asyncio
 import redis.asyncio
 
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Load, Open

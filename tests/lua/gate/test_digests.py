@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys, sign
 from grabstream.lua.keys import KeySpace

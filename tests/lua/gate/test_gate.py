@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio
 
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Close, Grab, Pause, Resume

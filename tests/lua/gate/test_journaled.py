@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace

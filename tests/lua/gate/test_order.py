@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import Order, OutcomeUnknown
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import decode_event

@@ -5,7 +5,7 @@ from typing import Any
 
 import redis.asyncio
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import NONCE_BYTES, CannotOpen, Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Close

@@ -12,9 +12,9 @@ import redis
 
 from grabstream.lua import restoring
 from grabstream.lua.gate import calls
-from grabstream.lua.gate.batches import parts_packed
 from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.encoding import parts_packed
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Close, Grab, Open
@@ -45,7 +45,7 @@ def parts_of(command: Open) -> bytes:
 @pytest.fixture(autouse=True)
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the parts of each envelope once only: drawing takes longer than these tests."""
-    for module in ("gate.batches", "restoring"):
+    for module in ("gate.encoding", "restoring"):
         monkeypatch.setattr(f"grabstream.lua.{module}.parts_packed", _drawn)
 
 
@@ -279,7 +279,7 @@ async def test_a_million_parts_take_no_long_call(
     processes use this machine.
     """
     monkeypatch.setattr(
-        "grabstream.lua.gate.batches.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
+        "grabstream.lua.gate.encoding.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
     )
     monkeypatch.setattr(
         "grabstream.lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts

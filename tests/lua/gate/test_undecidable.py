@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import Order, OutcomeUnknown
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.commands import AnyCommand, Grab, Open
@@ -168,16 +168,16 @@ async def test_a_command_whose_arguments_cannot_be_built_is_refused_alone(relay:
 async def test_a_command_whose_check_raises_is_refused_alone(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grabstream.lua.gate import door
+    from grabstream.lua.gate import gate as gate_module
 
-    check = door.check
+    check = gate_module.check
 
     def raising(command: AnyCommand) -> None:
         if command.id == "unchecked":
             raise RecursionError
         check(command)
 
-    monkeypatch.setattr(door, "check", raising)
+    monkeypatch.setattr(gate_module, "check", raising)
     gate = gate_over(relay)
     unchecked = Grab(id="unchecked", offer="e", user="eve", attributes={"card": "7"})
     answers = await gate.decide([*grabs(2), unchecked, *grabs(2, start=2)], "decided")
@@ -188,16 +188,16 @@ async def test_a_command_whose_check_raises_is_refused_alone(
 async def test_an_answer_that_cannot_be_read_whole_keeps_its_outcome(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grabstream.lua.gate import batches
+    from grabstream.lua.gate import encoding
 
-    answer_of = batches.answer_of
+    answer_of = encoding.answer_of
 
     def raising(shard: int, command: AnyCommand, row: Any, sealer: Any) -> Any:
         if command.id == "e-g1":
             raise KeyError("codes")
         return answer_of(shard, command, row, sealer)
 
-    monkeypatch.setattr(batches, "answer_of", raising)
+    monkeypatch.setattr(encoding, "answer_of", raising)
     gate = gate_over(relay)
     answers = await gate.decide(grabs(3), "decided")
     assert [answer.outcome for answer in answers] == ["granted"] * 3

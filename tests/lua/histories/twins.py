@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open

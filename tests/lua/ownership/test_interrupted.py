@@ -17,9 +17,9 @@ import pytest
 import redis
 import redis.asyncio
 
-from grabstream.lua.gate import batches
+from grabstream.lua.gate import encoding
 from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import assemble, load, script_names, script_path
@@ -329,9 +329,9 @@ async def _breaks(client: Any, keys: KeySpace, commands: list[AnyCommand], now: 
 async def _call(client: Any, keys: KeySpace, commands: list[AnyCommand], now: int) -> Any:
     """Makes one call of the commands' script, as the gate makes it; returns the decoded reply."""
     script, shard = type(commands[0]).__name__.lower(), keys.shard(keys.shard_of_offer(commands[0].offer))
-    batch = batches.build(shard, script, commands, batches.Secrets(SEALER, TICKETS), now)
-    arguments = (f"{shard.shard}/{keys.shards}", now_ms(), now, 10**12, "", *batch.arguments)
-    return batches.decode_reply(await run_script(client, script, [*shard.deciding(), *batch.keys], arguments))
+    call = encoding.build(shard, script, commands, encoding.Secrets(SEALER, TICKETS), now)
+    arguments = (f"{shard.shard}/{keys.shards}", now_ms(), now, 10**12, "", *call.arguments)
+    return encoding.decode_reply(await run_script(client, script, [*shard.deciding(), *call.keys], arguments))
 
 
 async def _copy(client: Any, source: KeySpace, target: KeySpace) -> None:

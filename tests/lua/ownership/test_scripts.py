@@ -10,7 +10,7 @@ import redis
 
 from grabstream.lua import loader, restoring
 from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import BadScript, assemble
 from grabstream.models.commands import Close, Grab, Open, Pause
@@ -46,7 +46,7 @@ def test_an_include_named_twice_is_inserted_once(tmp_path: Path) -> None:
         (HEADER + 'redis.call("GET", KEYS[2])\n', r"KEYS\[2\] is used but not in the header"),
         (HEADER + "return ARGV[3]\n", r"ARGV\[3\] is used"),
         (HEADER + '--- @include "none"\n', "there is no none.lua"),
-        (HEADER + '--- @include "round"\n', "circle"),
+        (HEADER + '--- @include "round"\n', "cycle"),
         (HEADER + '--- @include "decide"\n', "does not say Outcomes:"),
     ],
 )

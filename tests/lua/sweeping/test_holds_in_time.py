@@ -17,7 +17,7 @@ import pytest
 import redis.asyncio
 
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import time_ms_of
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.loader import SCRIPTS
 from grabstream.models.answers import Answer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.models.answers import Answer

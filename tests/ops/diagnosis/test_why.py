@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms

@@ -19,7 +19,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from pydantic import SecretStr
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.tickets import TicketKeys, sign
 from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace, ShardKeys
 from grabstream.lua.records import GRAB_FIELDS

@@ -13,7 +13,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Grab, Open, encode_command
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from grabstream.lua.gate.calls import run_script
-from grabstream.lua.gate.door import Gate
+from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import Close, Confirm, Grab, Open, Release
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.connections.opening import (

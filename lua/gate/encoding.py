@@ -63,7 +63,7 @@ class Secrets(NamedTuple):
     tickets: TicketKeys
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class GrantRun(msgspec.Struct, frozen=True, array_like=True):
     """A run of consecutive plain grants: seq, place and time of the first, units left after it, and the
     amount of each.
     """
@@ -83,7 +83,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     code: int
     history_or_retry_at: int = 0
     rows_or_message: Any = None
-    run: Run | None = None
+    run: GrantRun | None = None
 
     def rows(self) -> list[Any]:
         """Returns the rows of all commands, those of the run first."""
@@ -100,7 +100,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-class Table:
+class CallOffers:
     """The offers and campaigns of a call: their keys, and the index of each command's offer (from 1, as in
     Lua).
     """
@@ -127,17 +127,17 @@ def build(
     """Returns keys (after those of the shard) and packed arguments for a script that decides commands of its
     name.
     """
-    table = Table([command.offer for command in commands])
-    names = table.keys(keys)
+    call_offers = CallOffers([command.offer for command in commands])
+    names = call_offers.keys(keys)
     columns: list[Any] = [
-        table.offers,
-        table.campaign_of,
-        table.campaigns,
+        call_offers.offers,
+        call_offers.campaign_of,
+        call_offers.campaigns,
         [c.id for c in commands],
-        table.offer_of,
+        call_offers.offer_of,
     ]
     if script == "grab":
-        columns += _grab_columns(commands, gate, len(table.offers) == 1)  # type: ignore[arg-type]
+        columns += _grab_columns(commands, gate, len(call_offers.offers) == 1)  # type: ignore[arg-type]
         return ScriptCall(names, [_pack(columns)])
     columns.append(list(map(gate.sealer.digests.of, commands)))
     if script == "open":

@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import Any, Final, Literal
 
 from grabstream.lua.ending import end
-from grabstream.lua.gate import batches
+from grabstream.lua.gate import encoding
 from grabstream.lua.gate.calls import (
     BUSY_RETRY_MS,
     AnotherHistory,
@@ -105,7 +105,7 @@ class Gate:
         self._keys = keys
         self._sealer = sealer
         self._limits = limits or GateLimits()
-        secrets = batches.Secrets(sealer, tickets or TicketKeys({}))
+        secrets = encoding.Secrets(sealer, tickets or TicketKeys({}))
         self._calls = Calls(redis, keys, secrets, self._limits, clock)
         self._shards = [ShardQueue(keys.shard(number)) for number in range(keys.shards)]
         self._shard_of: dict[str, int] = {}
@@ -469,7 +469,7 @@ class Gate:
             answers = []
             for command in entry.commands:
                 try:
-                    answers.append(batches.answer_of(number, command, rows[index], sealer))
+                    answers.append(encoding.answer_of(number, command, rows[index], sealer))
                 except Exception as error:
                     # The command is decided all the same; the answer has what can be read.
                     log.exception(
