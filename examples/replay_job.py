@@ -3,7 +3,7 @@
     python replay_job.py 2026-11-11 [--folder FOLDER] [--source audit]
 
 The history of a past day never changes, so the job may run again at any time: it writes the same bytes. The
-file takes its name when it is complete, so nobody reads half of one.
+file gets its name when it is complete, so no reader sees an unfinished file.
 """
 
 import argparse
@@ -19,7 +19,7 @@ COLUMNS = ("shard", "seq", "at", "offer", "user", "grab", "quantity", "amount", 
 
 
 async def export(settings: Settings, day: date, folder: Path, source: Literal["journal", "audit"]) -> Path:
-    """Writes the file of a day."""
+    """Writes the file of a day; returns its path."""
     begin = datetime.combine(day, time(), UTC)
     end = begin + timedelta(days=1) - timedelta(milliseconds=1)
     target = folder / f"grabs-{day}.csv"

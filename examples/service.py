@@ -6,9 +6,9 @@ The rules of the results topic:
 
 - The key of an answer is the id of its command. Every instance of the service reads the whole topic, without
   a consumer group, picks the ids it waits for, and skips the rest.
-- An answer may come twice. Nobody waits for the second one, so it is skipped, too.
-- An answer that does not come in time says nothing about the decision. The same command under the same id is
-  sent again: it gets its first answer.
+- An answer may arrive twice. The second answer is skipped.
+- A missing answer says nothing about the decision. Send the same command with the same id again: it gets its
+  first answer.
 - A command whose id cannot be read gets no answer; it is in the topic of rejected records.
 """
 
@@ -28,7 +28,7 @@ SECONDS_PER_ATTEMPT = 10.0
 
 
 class Commands:
-    """Sends commands and returns their answers; one object serves all requests of a process."""
+    """Sends commands and returns their answers. One object serves all requests of a process."""
 
     def __init__(self, settings: Settings) -> None:
         self._topic = f"{settings.prefix}.commands"
@@ -44,7 +44,8 @@ class Commands:
     async def __aenter__(self) -> Self:
         await self._consumer.start()
         await self._producer.start()
-        # The place to read from is fixed before the first command is sent, or its answer could be missed.
+        # Fixes the positions to read from before the first command is sent; otherwise its answer could be
+        # missed.
         for partition in self._consumer.assignment():
             await self._consumer.position(partition)
         self._reading = asyncio.create_task(self._read())
@@ -66,14 +67,14 @@ class Commands:
                 waiting.set_result(decode_answer(record.value))
 
     async def answer_to(self, command: AnyCommand) -> Answer:
-        """Sends a command and waits for its answer; raises TimeoutError when none comes."""
+        """Sends a command and waits for its answer; raises TimeoutError when no answer arrives."""
         if command.id in self._waiting:
-            raise ValueError(f"command {command.id} is on its way")
+            raise ValueError(f"command {command.id} already waits for its answer")
         waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[command.id] = waiting
         try:
             for _ in range(ATTEMPTS):
-                # The offer as key keeps the commands of an offer in order.
+                # The offer is the key, which keeps the commands of an offer in order.
                 await self._producer.send_and_wait(
                     self._topic, encode_command(command), key=command.offer.encode()
                 )
@@ -93,7 +94,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("offer")
     parser.add_argument("user")
-    # In a web service this is the id of the request, so that a repeated request is a repeated command.
+    # A web service uses the id of the request, so that a repeated request is a repeated command.
     parser.add_argument("--id", default=str(uuid.uuid4()))
     words = parser.parse_args()
     async with Commands(load_settings()) as commands:

@@ -1,15 +1,16 @@
-"""grabstream: limited things that a crowd grabs at once. This module is the public door for Python.
+"""grabstream gives out limited things that a crowd grabs at once. This module is its public interface for
+Python.
 
-- Commands, terms, answers, outcomes and events are types; `encode_command`, `decode_answer` and
-  `decode_event` carry them to and from Kafka. `pip install grabstream` is enough for these.
-- `grabstream.vocabulary` has the same commands, terms, answers and events as pydantic models (validation
-  messages, `model_dump`, JSON Schema, FastAPI); `to_wire()` and `from_wire()` convert.
-- `open_gate` decides commands without Kafka in between, `Projection` is a read model of your own,
-  `read_events` reads the history. They need `pip install 'grabstream[server]'`.
-- `load_settings` reads the settings (`GRAB_*` and `.env`) that all of them use.
+- Commands, terms, answers, outcomes and events are types. `encode_command`, `decode_answer` and
+`decode_event` convert them to and from records of Kafka. They need only `pip install grabstream`. -
+`grabstream.vocabulary` has the same commands, terms, answers and events as pydantic models (validation
+messages, `model_dump`, JSON Schema, FastAPI); `to_wire()` and `from_wire()` convert. - `open_gate` decides
+commands directly in Redis, `Projection` describes a read model of your own, `read_events` reads past events.
+They need `pip install 'grabstream[server]'`. - `load_settings` reads the settings (`GRAB_*` variables and
+`.env`) that all of them use.
 
-A name is imported when it is used first, so `import grabstream` costs nothing. Names that are not listed here
-may change with any release.
+A name is imported when it is first used, so `import grabstream` is fast. Names that are not in `__all__` may
+change with any release.
 """
 
 from importlib import import_module
@@ -159,7 +160,7 @@ __all__ = [
     "shard_of",
 ]
 
-#: Where the names are; a test compares it with the imports above, which type checkers read.
+#: The names of each module. A test compares them with the imports above, which type checkers read.
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "lua.gate.gate": ("Gate",),
     "lua.gate.queue": ("OutcomeUnknown",),
@@ -194,8 +195,8 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "streams.history.chunks": ("Point",),
 }  # fmt: skip
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names}
-#: Names that are longer here than in their module.
-_SHORTER: Final = {"check_command": "check"}
+#: Names that are shorter in their module.
+_NAMES_IN_MODULES: Final = {"check_command": "check"}
 
 
 def __getattr__(name: str) -> Any:
@@ -203,7 +204,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with server_needed_by(f"grabstream.{name}"):
-        value = getattr(import_module(f"{__name__}.{module}"), _SHORTER.get(name, name))
+        value = getattr(import_module(f"{__name__}.{module}"), _NAMES_IN_MODULES.get(name, name))
     globals()[name] = value
     return value
 

@@ -1,6 +1,6 @@
-"""Extras: what an installation has beside the base package, and what to say when something is missing.
+"""Extras: optional dependencies, and the error when one of them is missing.
 
-`pip install grabstream` brings what a service needs; the extra `server` brings everything else.
+`pip install grabstream` installs what a service needs; the extra `server` installs everything else.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ SERVER_MODULES: Final = frozenset(
 
 
 class MissingExtra(ImportError):
-    """A feature was used without the extra that it needs; the text says how to install it."""
+    """A feature needs an extra that is not installed. The text says how to install it."""
 
 
 def installed(module: str) -> bool:
@@ -26,7 +26,7 @@ def installed(module: str) -> bool:
 
 @contextmanager
 def server_needed_by(feature: str) -> Iterator[None]:
-    """Around an import: raises MissingExtra instead of ModuleNotFoundError for a module of the extra
+    """For use around an import: raises MissingExtra instead of ModuleNotFoundError for a module of the extra
     `server`.
     """
     try:

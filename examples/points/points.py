@@ -5,7 +5,7 @@ back.
     grabstream follow points:PROJECTION --rebuild  # after a change of the rule: raise `version` first
     psql … -c "SELECT * FROM loyalty.points ORDER BY points DESC"
 
-docs/projection.md says what `apply` must keep to.
+docs/projection.md lists the rules for `apply`.
 """
 
 from collections import Counter

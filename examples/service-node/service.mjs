@@ -6,9 +6,9 @@
 //
 // - The key of an answer is the id of its command. Every instance of the service reads the whole topic, picks
 //   the ids it waits for, and skips the rest. kafkajs needs a consumer group, so each instance has its own.
-// - An answer may come twice. Nobody waits for the second one, so it is skipped, too.
-// - An answer that does not come in time says nothing about the decision. The same command under the same id
-//   is sent again: it gets its first answer.
+// - An answer may arrive twice. The second answer is skipped.
+// - A missing answer says nothing about the decision. Send the same command with the same id again: it gets
+//   its first answer.
 // - A command whose id cannot be read gets no answer; it is in the topic of rejected records.
 
 import { randomUUID } from 'node:crypto'
@@ -34,7 +34,7 @@ class Commands {
 
   async start() {
     await Promise.all([this.#admin.connect(), this.#producer.connect(), this.#consumer.connect()])
-    // The place to read from is fixed before the first command is sent, or its answer could be missed.
+    // Fixes the offsets to read from before the first command is sent; otherwise its answer could be missed.
     const ends = await this.#admin.fetchTopicOffsets(results)
     await this.#consumer.subscribe({ topic: results })
     await this.#consumer.run({
@@ -50,13 +50,13 @@ class Commands {
     await this.#admin.disconnect()
   }
 
-  // Sends a command and returns its answer; rejects when none comes.
+  // Sends a command and returns its answer; rejects when no answer arrives.
   async answerTo(command) {
-    if (this.#waiting.has(command.id)) throw new Error(`command ${command.id} is on its way`)
+    if (this.#waiting.has(command.id)) throw new Error(`command ${command.id} already waits for its answer`)
     const answered = new Promise((resolve) => this.#waiting.set(command.id, resolve))
     try {
       for (let attempt = 0; attempt < ATTEMPTS; attempt++) {
-        // The offer as key keeps the commands of an offer in order.
+        // The offer is the key, which keeps the commands of an offer in order.
         await this.#producer.send({
           topic: `${prefix}.commands`,
           acks: -1,
@@ -75,7 +75,7 @@ class Commands {
   }
 }
 
-// In a web service the id is that of the request, so that a repeated request is a repeated command.
+// A web service uses the id of the request, so that a repeated request is a repeated command.
 const [offer, user, id = randomUUID()] = process.argv.slice(2)
 const commands = new Commands()
 await commands.start()

@@ -1,1 +1,1 @@
-"""What the command line prints, and how it is stopped."""
+"""Output of the command line, progress of long work, and how signals stop it."""

@@ -11,69 +11,70 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-#: Characters. Where no terminal bounds a line it is as long as what it says: tables are not to cut ids in a
-#: pipe.
+#: Characters. Without a terminal, lines may be this long, so that tables do not cut ids in a pipe.
 WIDTH_WITHOUT_TERMINAL: Final = 500
 
 
 class Output(Console):
-    """Standard output. What is wider than the terminal is wrapped by the terminal, never cut."""
+    """Standard output. A line that is wider than the terminal is wrapped by the terminal, never cut."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Prints, as a Console does."""
+        """Prints like a Console, but without cropping."""
         super().print(*objects, **{"crop": False, **options})
 
 
 console = Output()
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class WholeNumber(click.IntRange):
-    """A number within bounds; click calls what is none "not a valid integer range"."""
+    """A number within bounds. For a text that is not a number, click would say "not a valid integer
+    range".
+    """
 
     name = "whole number"
 
 
 def counted(number: int, things: str) -> str:
-    """The number and the things, which end with s: `1 part`, `2,000 parts`."""
+    """The number with its noun, which is given in the plural with s: `1 part`, `2,000 parts`."""
     return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
 
 
 def print_json(value: Any, to_errors: bool = False) -> None:
-    """One JSON document on standard output, or on standard error."""
+    """Prints one JSON document on standard output, or on standard error."""
     click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=False), err=to_errors)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for. psycopg gives Decimal for `numeric`: sums without a bound, integers all the
-    same.
+    """The JSON form of a value for which JSON has no type. psycopg returns `numeric` sums, which are
+    integers, as Decimal.
     """
     return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
 
 
 class _Table(Table):
-    """A table that becomes wider than the terminal rather than cut a word: ids are to be copied."""
+    """A table that becomes wider than the terminal rather than cut a word, so that ids can be copied."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # A border or a separator beside each column, and a space on either side of a cell.
+        # Each column has a border or separator, and each cell a space on either side.
         needed = sum((column.min_width or 0) + 3 for column in self.columns) + 1
         self.width = needed if needed > options.max_width else None
         return super().__rich_console__(console, options)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table; numbers stand right."""
-    made = _Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    """A table. Columns of numbers are right-aligned."""
+    drawn = _Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     rows = [list(row) for row in rows]
     written = [list(map(_written, row)) for row in rows]
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float | Decimal) for row in rows) and bool(rows)
         cells = [column, *(row[index] for row in written)]
-        made.add_column(
+        drawn.add_column(
             column,
             justify="right" if numeric else "left",
             overflow="fold",
@@ -81,8 +82,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
             no_wrap=not any(" " in cell for cell in cells),
         )
     for row in written:
-        made.add_row(*row)
-    return made
+        drawn.add_row(*row)
+    return drawn
 
 
 def _written(cell: object) -> str:

@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error: how far, how fast, how long still."""
+"""Progress of long work on standard error: events done, rate, remaining time."""
 
 import sys
 import time
@@ -13,12 +13,12 @@ TERMINAL_EVERY_SECONDS: Final = 0.1
 
 
 def bar() -> BarColumn:
-    """A bar in colours that say how far it is; rich draws one that is not finished in the red of errors."""
+    """A bar in cyan, and green when finished. rich draws an unfinished bar in the red of errors."""
     return BarColumn(complete_style="cyan", finished_style="green", pulse_style="cyan")
 
 
 class ProgressLine:
-    """A line that is written over on a terminal, else one every few seconds."""
+    """A progress line that is overwritten on a terminal; otherwise a new line every few seconds."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -26,8 +26,8 @@ class ProgressLine:
         self._shown = 0.0
 
     def __call__(self, what: str, step: str, done: int = 0, total: int = 0, rate: float = 0.0) -> None:
-        """Shows how far it is, not too often: events done (of `total`, where that is known) at a rate a
-        second.
+        """Shows the progress of `what`, not too often: its step, events done (of `total`, if known), and
+        events per second.
         """
         now = time.monotonic()
         terminal = self._console.is_terminal
@@ -48,7 +48,7 @@ class ProgressLine:
 
 
 class _Rate(ProgressColumn):
-    """Events so far, and how many a second."""
+    """Events so far, and events per second."""
 
     def render(self, task: Task) -> Text:
         events = task.fields["events"]
@@ -57,8 +57,8 @@ class _Rate(ProgressColumn):
 
 
 class Reading:
-    """A bar for reading `units` of a source. As a context; call it with (units, events) done since the last
-    call.
+    """A bar for reading `units` of a source. Use it as a context manager, and call it with the (units,
+    events) read since the last call.
     """
 
     def __init__(self, what: str, units: int = 0) -> None:
@@ -84,11 +84,11 @@ class Reading:
         self._progress.stop()
 
     def expect(self, units: int) -> None:
-        """Says that so many units more are to be read."""
+        """Adds units that are to be read."""
         self._units += units
         self._progress.update(self._task, total=self._units)
 
     def __call__(self, units: int, events: int) -> None:
-        """Moves the bar on."""
+        """Advances the bar."""
         self._events += events
         self._progress.update(self._task, advance=units, events=self._events)

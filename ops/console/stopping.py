@@ -1,4 +1,4 @@
-"""Long work that is told to stop: Ctrl-C and SIGTERM cancel it, so that it cleans up behind itself."""
+"""Stopping long work: Ctrl-C and SIGTERM cancel it, so that it can clean up."""
 
 import asyncio
 import faulthandler
@@ -16,14 +16,14 @@ import uvloop
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-#: Within so many seconds after it was told to, a process ends, whatever hangs in it.
+#: A process ends within this time after a signal, even if something in it hangs.
 END_SECONDS_MAX: Final = 19.0
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Ends this process after so long with an exit code, if it has not ended by itself: a server that hangs
-    may keep a client's cleaning up, a thread, or the event loop's own end. Everything here may be killed at
-    any moment, so nothing is lost by that.
+    """Ends this process after `seconds` with this exit code, unless it ends before: a server that hangs may
+    block a client's cleanup, a thread, or the end of the event loop. Nothing is lost by that, because this
+    process may be killed at any moment.
     """
     timer = threading.Timer(seconds, _leave, (code,))
     timer.daemon = True
@@ -31,24 +31,24 @@ def end_within(seconds: float, code: int) -> None:
 
 
 def _leave(code: int) -> None:
-    log.critical("told to end, but something hangs: ending the process; where every thread stands:")
+    log.critical("the process hangs and does not end: killing it; the stacks of its threads:")
     faulthandler.dump_traceback(sys.stderr)
     logging.shutdown()
     os._exit(code)
 
 
 def run_until_stopped(work: Coroutine[Any, Any, T], word: str = "") -> T:
-    """Runs the work. Ctrl-C and SIGTERM cancel it, wait for its cleaning up, and end the process with 130 and
-    143; `word` says then how to go on.
+    """Runs the work and returns its result. Ctrl-C and SIGTERM cancel it, wait for its cleanup, and end the
+    process with 130 and 143; `word` is then printed and says how to continue.
     """
-    told: list[int] = []
+    signals: list[int] = []
 
     async def run() -> T:
         working = asyncio.current_task()
         assert working is not None
 
         def stop(number: int) -> None:
-            told.append(number)
+            signals.append(number)
             end_within(END_SECONDS_MAX, 128 + number)
             working.cancel()
 
@@ -59,10 +59,10 @@ def run_until_stopped(work: Coroutine[Any, Any, T], word: str = "") -> T:
     try:
         return uvloop.run(run())
     except asyncio.CancelledError:
-        if not told:
+        if not signals:
             raise
-        # Not left to click, which would call it an error.
-        _end(128 + told[0], word)
+        # Click would report it as an error.
+        _end(128 + signals[0], word)
 
 
 def _end(code: int, word: str) -> NoReturn:
