@@ -1,3 +1,3 @@
-"""A rehearsal: a crowd grabs through the topic and through the gate at once, is watched live, and ends with a
+"""Rehearsals: a crowd of made-up users on a system of its own, shown live and checked at the end by a
 verdict.
 """

@@ -1,4 +1,4 @@
-"""The clock of a story: days pass in seconds, and it remembers every moment at which it stood."""
+"""The simulated clock of a story, on which days pass in seconds."""
 
 from bisect import bisect_left
 from datetime import UTC, datetime, timedelta
@@ -22,7 +22,7 @@ def moment(day: int, clock: str) -> int:
 
 
 def shown(at_ms: int) -> str:
-    """A time as people of the story read it."""
+    """A time as text, in TIMEZONE."""
     return (
         (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms))
         .astimezone(ZoneInfo(TIMEZONE))
@@ -31,23 +31,25 @@ def shown(at_ms: int) -> str:
 
 
 class Clock:
-    """The simulated time; it only goes forward, and knows every moment at which it stood."""
+    """The simulated time. It only moves forward; `moments` are all times it has shown, in ms since 1970
+    UTC.
+    """
 
     def __init__(self, now_ms: int) -> None:
         self.moments = [now_ms]
 
     @property
     def now_ms(self) -> int:
-        """The time now."""
+        """The simulated time, ms since 1970 UTC."""
         return self.moments[-1]
 
     def forward(self, to_ms: int) -> None:
-        """Moves on to a time."""
+        """Sets the clock to a later time."""
         assert to_ms >= self.now_ms
         if to_ms > self.now_ms:
             self.moments.append(to_ms)
 
     def in_time(self, due_ms: int, done_ms: int) -> bool:
-        """Whether what was due was done not before, and at most one step of the clock late."""
+        """Whether `done_ms` is not before `due_ms`, and at most one step of the clock after it."""
         step = bisect_left(self.moments, due_ms)
         return due_ms <= done_ms <= self.moments[min(step + 1, len(self.moments) - 1)]

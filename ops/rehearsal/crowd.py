@@ -1,4 +1,4 @@
-"""The crowd: which envelopes there are, and who grabs what, in what order, how often. All from one seed."""
+"""The crowd: the envelopes, and who grabs what, in which order and how often. All follows from one seed."""
 
 import random
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from grabstream.models.splitting import LAWS, Law
 DRAWS: Final[tuple[Draw, ...]] = ("ahead", "at_grab")
 SHARE_OF_DOUBLE_CLICKS: Final = 0.08
 SHARE_OF_SECOND_TRIES: Final = 0.08
-SHARE_OF_LATE_COMERS: Final = 0.15
+SHARE_OF_USERS_WITHOUT_PART: Final = 0.15
 SECOND_TRY: Final = "-again"
-#: Of an envelope that is left to its deadline, this share of the parts is wanted.
+#: The share of the parts that users want of an envelope with a deadline.
 SHARE_WANTED_BEFORE_DEADLINE: Final = 0.6
 
 
 class Envelope(NamedTuple):
-    """One envelope of the rehearsal; `people` distinct users want a part of it.
+    """An envelope of the rehearsal. `people` distinct users want a part of it.
 
-    `deadline_ms` after it was opened it closes by itself; without one it closes with its last part.
+    It closes `deadline_ms` after it was opened, or, without a deadline, with its last part.
     """
 
     open: Open
@@ -29,24 +29,24 @@ class Envelope(NamedTuple):
 
     @property
     def offer(self) -> str:
-        """Its id."""
+        """The offer's id."""
         return self.open.offer
 
     @property
     def terms(self) -> EnvelopeTerms:
-        """Its terms."""
+        """The offer's terms."""
         assert isinstance(self.open.terms, EnvelopeTerms)
         return self.open.terms
 
     @property
     def parts_wanted(self) -> int:
-        """How many parts are taken when everybody has been there in time."""
+        """How many parts are taken when all users arrive before the deadline."""
         return min(self.people, self.terms.parts)
 
 
 def envelopes(seed: int, big_parts: int, small: int, small_parts: int, deadline_ms: int) -> list[Envelope]:
-    """One envelope of `big_parts`, `small` ones of `small_parts` each over all laws and draws, two of them
-    left to a deadline.
+    """One envelope of `big_parts`, `small` envelopes of `small_parts` each with all laws and draws, and two
+    more of `small_parts` with a deadline.
     """
     chosen = [_envelope(seed, "big", big_parts, "double_mean", "ahead", None)]
     for number in range(small):
@@ -73,26 +73,26 @@ def _envelope(seed: int, name: str, parts: int, law: Law, draw: Draw, deadline_m
         max=400 if law == "bounded" else None,
         title=f"Rehearsal {name}",
     )
-    share = 1 + SHARE_OF_LATE_COMERS if deadline_ms is None else SHARE_WANTED_BEFORE_DEADLINE
+    share = 1 + SHARE_OF_USERS_WITHOUT_PART if deadline_ms is None else SHARE_WANTED_BEFORE_DEADLINE
     return Envelope(Open(id=f"open-{offer}", offer=offer, terms=terms), int(parts * share), deadline_ms)
 
 
 def attempts(seed: int, chosen: list[Envelope]) -> list[Grab]:
-    """Every attempt in the order it is made: each user once, then some again by a double click or a second
-    try.
+    """All attempts in the order in which they are sent: one of each user, and further ones of some users, by
+    a double click or a second try.
     """
     random_ = random.Random(seed)
     grabs: list[Grab] = []
     for envelope in chosen:
         for number in range(envelope.people):
             grabs.extend(_of_user(random_, envelope.offer, number))
-    # All at once, in any order: a double click may be anywhere, and come by another door than its first.
+    # In any order: a double click may be sent before its first click, or through another door.
     random_.shuffle(grabs)
     return grabs
 
 
 def person_of(grab: str) -> str:
-    """The id of the first attempt of whoever made this one."""
+    """The id of the first attempt of the user who made this attempt."""
     return grab.removesuffix(SECOND_TRY)
 
 

@@ -1,4 +1,6 @@
-"""The display: one line a stage, live in a terminal, or a line every few seconds where there is none."""
+"""The display of a rehearsal: a live table with a row per stage in a terminal, else a line every few
+seconds.
+"""
 
 import time
 from collections import deque
@@ -15,7 +17,9 @@ PLAIN_EVERY_SECONDS = 3.0
 
 
 class Display:
-    """Shows rate, left and lag of every stage; used as a context, `show` as often as there is news."""
+    """Shows done, left, rate and lag of every stage. Use it as a context manager, and call `show`
+    repeatedly.
+    """
 
     def __init__(self, events_expected: int) -> None:
         self._events_expected = events_expected
@@ -36,7 +40,7 @@ class Display:
             self._live.stop()
 
     def show(self, doors: Doors, progress: Progress) -> None:
-        """Shows where everything is now."""
+        """Shows the current numbers."""
         answered = sum(doors.answered.values())
         stages = [
             ("sent", sum(doors.sent.values()), doors.total, 0),
@@ -78,7 +82,7 @@ def _table(rows: list[tuple[str, int, int, int, float]]) -> Table:
         ("", "left"),
         ("done", "right"),
         ("left", "right"),
-        ("a second", "right"),
+        ("per second", "right"),
         ("lag", "right"),
     ):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]

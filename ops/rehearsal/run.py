@@ -1,7 +1,8 @@
-"""The run: the crowd at both doors, every answer kept, and what the servers say meanwhile.
+"""The run of a rehearsal: the crowd grabs through two doors, the topic and the gate, and every answer is
+kept.
 
-Nothing here goes by how fast the machine is. The crowd begins when both doors answer, deadlines count from
-then, and whoever waits gives up only when nothing has moved for long.
+Nothing depends on how fast the machine is. The crowd starts when the workers answer, deadlines count from
+then, and waiting ends with an error only after STILL_SECONDS without progress.
 """
 
 import asyncio
@@ -34,38 +35,37 @@ GATE_CALLERS = 40
 GATE_LIST_MAX = 32
 TOPIC_CHUNK = 500
 PATIENCE_MS = 30_000
-#: For so long nobody has to answer while workers start: on a busy machine they take their time.
+#: How long the workers may take to start.
 READY_SECONDS = 120.0
-#: What asks whether the workers are ready begins so.
+#: Ids of the grabs that test whether the workers are ready start with this.
 READY = "ready"
-#: For so long nothing may move: no event, no answer.
+#: How long the rehearsal waits without progress: no event, no answer.
 STILL_SECONDS = 120.0
 LOOK_EVERY_SECONDS = 0.25
-#: How far the topic's crowd may run ahead of its answers.
+#: How many commands in the topic may be unanswered.
 UNANSWERED_MAX = 20_000
 
 
 class Doors(msgspec.Struct):
-    """What has happened so far: sent and answered at each door, outcomes, latencies in seconds, and all
-    grants told to anyone.
+    """What was sent and answered so far through each door, with outcomes, latencies in seconds, and all
+    answers `granted`.
     """
 
     total: int = 0
     sent: Counter[str] = msgspec.field(default_factory=Counter)
     answered: Counter[str] = msgspec.field(default_factory=Counter)
-    #: id → how many answers on the topic are still to come; one that comes again after a rebalance answers
-    #: nobody a second time
+    #: id → how many answers on the topic are missing; an answer that a rebalance repeats is not counted again
     awaited: Counter[str] = msgspec.field(default_factory=Counter)
     outcomes: Counter[str] = msgspec.field(default_factory=Counter)
     latencies: dict[str, list[float]] = msgspec.field(default_factory=lambda: {"topic": [], "gate": []})
-    #: offer → grab → (user unknown here) amount: what was promised to the crowd
+    #: offer → grab → amount that was answered
     granted: dict[str, dict[str, int]] = msgspec.field(default_factory=lambda: defaultdict(dict))
-    #: offer → who was told that it is over: people, not attempts
+    #: offer → first attempts of the users who were answered `over`
     late: dict[str, set[str]] = msgspec.field(default_factory=lambda: defaultdict(set))
     contradictions: list[str] = msgspec.field(default_factory=list)
 
     def take(self, door: str, answer: Answer) -> None:
-        """Counts an answer and keeps a grant; a second answer must say the same as the first."""
+        """Counts an answer and keeps a grant. A second answer must equal the first."""
         is_awaited = door == "gate" or self.awaited[answer.id] > 0
         if is_awaited:
             if door == "topic":
@@ -81,7 +81,7 @@ class Doors(msgspec.Struct):
 
 
 class Rehearsal:
-    """One rehearsal against a running system; `doors` is what a display may look at."""
+    """A rehearsal against a running system; `doors` has its numbers so far."""
 
     def __init__(
         self, settings: Settings, gate: Gate, chosen: Sequence[Envelope], grabs: Sequence[Grab], seed: int
@@ -99,14 +99,14 @@ class Rehearsal:
         self._room = asyncio.Condition()
         self.envelopes = len(chosen)
         self.partitions_ready = 0
-        #: When the crowd was let in, on the monotonic clock; 0 before.
+        #: When the crowd started, on the monotonic clock; 0 before.
         self.began = 0.0
-        #: When the last envelope that is left to its deadline closes; 0 before these are open.
+        #: When the last envelope with a deadline closes; 0 before these envelopes are open.
         self.deadline_at_ms = 0
 
     async def until_ready(self) -> None:
-        """Returns when the workers answer in every partition of the topic; raises CannotGoOn when none does
-        for READY_SECONDS.
+        """Returns when the workers answer in every partition of the topic; raises CannotGoOn when no further
+        partition answers within READY_SECONDS.
         """
         partitions = set(range(self._settings.shards))
         producer = AIOKafkaProducer(
@@ -115,8 +115,7 @@ class Rehearsal:
         async with started(self._listener()) as consumer, started(producer):
             patient_until, tries = time.monotonic() + READY_SECONDS, 0
             while partitions:
-                # Nobody has this envelope: whoever answers so has asked Redis, in a shard that is open for
-                # decisions.
+                # The offer does not exist. An answer that says so was decided by Redis, so the shard decides.
                 asked = {f"{READY}-{tries}-{partition}": partition for partition in partitions}
                 for id_, partition in asked.items():
                     grab = Grab(id=id_, offer=f"{READY}-{partition}", user=READY)
@@ -139,35 +138,40 @@ class Rehearsal:
                 tries += 1
 
     async def open(self) -> None:
-        """Opens the envelopes that close with their last part; raises CannotGoOn when one is refused."""
-        _require(await self._refused([one.open for one in self._chosen if one.deadline_ms is None]))
+        """Opens the envelopes without a deadline; raises CannotGoOn when one is refused."""
+        _require_opened(
+            await self._refused([envelope.open for envelope in self._chosen if envelope.deadline_ms is None])
+        )
 
     async def open_until_deadline(self) -> None:
-        """Opens the others, whose time begins now: for longer, when opening alone took longer than that."""
-        left = [one for one in self._chosen if one.deadline_ms is not None]
-        longer = 1
-        while left:
+        """Opens the envelopes with a deadline, which counts from now. Where opening took longer than the
+        deadline, opens them again with twice the time.
+        """
+        unopened = [envelope for envelope in self._chosen if envelope.deadline_ms is not None]
+        factor = 1
+        while unopened:
             began = now_ms()
-            closing = {one.offer: began + longer * (one.deadline_ms or 0) for one in left}
+            closing = {envelope.offer: began + factor * (envelope.deadline_ms or 0) for envelope in unopened}
             opens = []
-            for one in left:
-                terms = msgspec.structs.replace(one.terms, closes_at=closing[one.offer])
-                opens.append(Open(id=f"{one.open.id}-{longer}", offer=one.offer, terms=terms))
+            for envelope in unopened:
+                terms = msgspec.structs.replace(envelope.terms, closes_at=closing[envelope.offer])
+                opens.append(Open(id=f"{envelope.open.id}-{factor}", offer=envelope.offer, terms=terms))
             refused = await self._refused(opens)
             if now_ms() < min(closing.values()):
-                _require(refused)
+                _require_opened(refused)
             again = {answer.offer for answer in refused}
             self.deadline_at_ms = max(
                 [self.deadline_at_ms, *(closing[offer] for offer in closing.keys() - again)]
             )
-            left, longer = [one for one in left if one.offer in again], longer * 2
+            unopened = [envelope for envelope in unopened if envelope.offer in again]
+            factor *= 2
 
     async def _refused(self, opens: Sequence[Open]) -> list[Answer]:
         return [answer for answer in await self._decide(opens) if answer.outcome != "opened"]
 
     async def _decide(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """Asks the gate until all is decided: an unknown outcome, `busy` and `fenced` are asked again under
-        the same ids.
+        """Sends commands through the gate until all are decided: after an unknown outcome, `busy` or `fenced`
+        it sends them again with the same ids.
         """
         while True:
             try:
@@ -178,7 +182,7 @@ class Rehearsal:
                 return answers
 
     async def crowd(self) -> float:
-        """Lets the crowd grab at both doors and returns the seconds until everybody had an answer."""
+        """Sends all attempts through both doors, and returns the seconds until all were answered."""
         async with started(self._listener()) as consumer:
             listening = asyncio.create_task(self._listen(consumer))
             await self.open_until_deadline()
@@ -197,10 +201,10 @@ class Rehearsal:
                 await asyncio.gather(listening, return_exceptions=True)
 
     async def close_leftovers(self) -> None:
-        """Ends by command what is still open and not left to its deadline."""
-        for one in self._chosen:
-            if one.deadline_ms is None and one.people < one.terms.parts:
-                await self._decide([Close(id=f"close-{one.offer}", offer=one.offer)])
+        """Closes the envelopes without a deadline that have parts left."""
+        for envelope in self._chosen:
+            if envelope.deadline_ms is None and envelope.people < envelope.terms.parts:
+                await self._decide([Close(id=f"close-{envelope.offer}", offer=envelope.offer)])
 
     # -- the doors -------------------------------------------------------------------------------------------
 
@@ -224,8 +228,8 @@ class Rehearsal:
         await asyncio.gather(*(caller() for _ in range(GATE_CALLERS)))
 
     async def _ask(self, chunk: list[Grab]) -> None:
-        """Asks until it is answered: an unknown outcome, `busy` and `fenced` are asked again under the same
-        ids.
+        """Sends grabs through the gate until all are decided: those with an unknown outcome, `busy` or
+        `fenced` again with the same ids.
         """
         self.doors.sent["gate"] += len(chunk)
         began = time.monotonic()
@@ -281,14 +285,14 @@ class Rehearsal:
                 self._room.notify_all()
 
 
-def _require(refused: Sequence[Answer]) -> None:
+def _require_opened(refused: Sequence[Answer]) -> None:
     for answer in refused:
         raise CannotGoOn(f"{answer.offer} was not opened: {answer.outcome} {answer.message or ''}")
 
 
 class Progress(msgspec.Struct):
-    """How many events each stage has, all shards together; and whether nothing is on its way any more, in any
-    of them.
+    """How many events each stage has, in all shards together. `complete`: every stage of every shard has the
+    same events.
     """
 
     decided: int = 0
@@ -298,10 +302,10 @@ class Progress(msgspec.Struct):
 
 
 async def look(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> Progress:
-    """Asks Redis and PostgreSQL how far everything is.
+    """Reads from Redis and PostgreSQL how many events each stage has.
 
-    It is complete when every shard is open for decisions and each of its stages is at the same event: a Redis
-    that has just lost its data has decided less than the journal and the books have, or nothing.
+    It is complete when every shard decides and all its stages are at the same event. A Redis that has lost
+    its data has fewer events than the journal and the read models, or none, so this is not complete.
     """
     shards = range(keys.shards)
     async with redis.pipeline(transaction=False) as pipe:
@@ -310,7 +314,7 @@ async def look(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> 
         states = await pipe.execute()
     rows = await (await connection.execute("SELECT projection, shard, seq FROM cursors")).fetchall()
     cursors = {(projection, shard): seq for projection, shard, seq in rows}
-    decided, journaled = ([int(state[place] or 0) for state in states] for place in (0, 1))
+    decided, journaled = ([int(state[index] or 0) for state in states] for index in (0, 1))
     return Progress(
         sum(decided),
         sum(journaled),
@@ -322,7 +326,7 @@ async def look(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> 
 
 
 async def closed(connection: AsyncConnection[Any]) -> int:
-    """How many offers are closed in the books."""
+    """How many offers are closed in the read models."""
     [count] = await (
         await connection.execute("SELECT count(*) FROM offers WHERE state = 'closed'")
     ).fetchone() or (0,)
@@ -330,28 +334,28 @@ async def closed(connection: AsyncConnection[Any]) -> int:
 
 
 class Patience:
-    """Waits as long as something moves; then STILL_SECONDS more."""
+    """Ends a wait after STILL_SECONDS without progress."""
 
     def __init__(self) -> None:
         self._seen: object = None
         self._until = 0.0
 
-    def look(self, seen: object, said: str, busy: bool = False) -> None:
-        """Looks at what should move; raises CannotGoOn with what is said when it is the same for too long,
-        and nothing else is awaited.
+    def look(self, seen: object, status: str, busy: bool = False) -> None:
+        """Compares `seen` with the last call. Raises CannotGoOn with the status when it was the same for
+        STILL_SECONDS; time during which `busy` is true does not count.
         """
         now = time.monotonic()
         if seen != self._seen or busy or not self._until:
             self._seen, self._until = seen, now + STILL_SECONDS
         elif now > self._until:
-            raise CannotGoOn(f"nothing moved for {STILL_SECONDS:.0f} s: {said}")
+            raise CannotGoOn(f"no progress for {STILL_SECONDS:.0f} s: {status}")
 
 
 async def until_in_books(
     redis: Any, keys: KeySpace, connection: AsyncConnection[Any], check: Callable[[], None]
 ) -> None:
-    """Returns when journal and read models have all that is decided; raises what `check` raises, and
-    CannotGoOn when nothing moves.
+    """Returns when journal and read models have every decided event; raises what `check` raises, and
+    CannotGoOn when there is no progress.
     """
     patience = Patience()
     while not (progress := await look(redis, keys, connection)).complete:
@@ -365,7 +369,7 @@ async def until_in_books(
 
 
 async def open_books(settings: Settings) -> AsyncConnection[Any]:
-    """A connection that reads the views of this system."""
+    """A connection to the views of this system."""
     connection = await connect(settings.postgres, settings.schema_)
     await use_schema(connection, settings.schema_)
     return connection

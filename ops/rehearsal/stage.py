@@ -1,6 +1,4 @@
-"""The stage: a system of its own for the rehearsal (topics, schema, keys), with workers, removed again
-afterwards.
-"""
+"""The stage: a separate system for the rehearsal (topics, schema, keys) with workers, removed afterwards."""
 
 import asyncio
 import contextlib
@@ -22,22 +20,22 @@ from grabstream.projections.versions import drop_all
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
 
-#: Two processes, since two cores are what a small machine has: one decides and relays, one builds the read
-#: models.
+#: The roles of two processes, since a small machine has two cores: one decides and relays, one writes the
+#: read models.
 WORKERS = ("decide,relay,sweep", "project,publish,verify")
 STOP_SECONDS = 6.0
 
 
 class CannotGoOn(Exception):
-    """The rehearsal cannot go on: nothing moves any more, or an envelope was not opened."""
+    """The rehearsal cannot continue: there is no progress, or an envelope was not opened."""
 
 
 class WorkerEnded(CannotGoOn):
-    """A worker of the rehearsal ended by itself; the text says where its log is."""
+    """A worker of the rehearsal has ended; the text names its log."""
 
 
 class Stage:
-    """The running workers; `check` says when one is no longer there."""
+    """The running workers."""
 
     def __init__(self, workers: dict[str, "subprocess.Popen[bytes]"], log: Path) -> None:
         self._workers = workers
@@ -56,8 +54,8 @@ class Stage:
 async def set_up(
     settings: Settings, log: Path, keep: bool, processes: Sequence[str] = WORKERS
 ) -> AsyncIterator[Stage]:
-    """Makes topics and tables, starts a worker for each set of roles, and takes all of it away at the end
-    (unless `keep`).
+    """Makes a system, and starts a worker for each set of roles. At the end it stops the workers, and removes
+    the system unless `keep`.
     """
     await make_system(settings)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +78,11 @@ async def set_up(
 
 
 def stop_workers(workers: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Asks worker processes to end, and kills those that do not in time."""
+    """Stops worker processes with SIGTERM, and kills those that have not ended after STOP_SECONDS."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             worker.send_signal(signal.SIGTERM)
-    # All of it is thrown away: one that does not go soon is not waited for.
+    # Their system is removed, so they need not end cleanly.
     deadline = time.monotonic() + STOP_SECONDS
     for worker in workers:
         try:
@@ -95,7 +93,7 @@ def stop_workers(workers: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 async def take_down(settings: Settings) -> None:
-    """Deletes topics, schemas and keys of a system. Only for systems that were made to be thrown away."""
+    """Deletes topics, schemas and keys of a system. Only for systems that were made for one use."""
     async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
         await client.delete_topics(list(retention_ms(Topics(settings.prefix))))
     async with await connect(settings.postgres, settings.schema_) as connection:

@@ -1,9 +1,8 @@
-"""What every story stands on.
+"""The base of all stories.
 
-A story is a rehearsal with a clock of its own: days pass in seconds. It has a system of its own too, whose
-shards never see another clock (no `decide`, no `sweep` in its workers: the story decides and sweeps itself).
-What people were told (answers) and what stands in the journal are kept apart, and the verdict compares the
-two.
+A story is a rehearsal with a simulated clock, on which days pass in seconds. It runs on a separate system
+that never uses the real clock: its workers have no roles `decide` and `sweep`, since the story decides and
+sweeps itself. Answers and the events of the journal are kept separately, and the verdict compares them.
 """
 
 import asyncio
@@ -42,12 +41,12 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.topics import Topics
 
-#: No `decide` and no `sweep`: they would go by the real clock.
+#: Without `decide` and `sweep`, which use the real clock.
 WORKERS: Final = ("relay", "project,publish")
 CALL_COMMANDS_MAX: Final = 48
 PATIENCE_MS: Final = 30_000
 
-#: The event that a positive answer stands for; a refusal with a seq stands for a refund.
+#: Outcome → the type of the event that the answer's seq names. With any other outcome it is a refund.
 _EVENT_OF: Final = {
     "granted": "grab.granted", "held": "grab.held", "waiting": "grab.queued", "confirmed": "grab.confirmed",
     "released": "grab.released",
@@ -55,13 +54,13 @@ _EVENT_OF: Final = {
     "unredeemed": "grab.unredeemed",
     "opened": "offer.opened", "loaded": "offer.loaded", "amended": "offer.amended",
 }  # fmt: skip
-#: Refusals that are not counted as demand: the command was wrong, or was never decided.
+#: Refusals that are not counted as demand: the command was invalid, or was not decided.
 _NO_DEMAND: Final = frozenset({Outcome.invalid, Outcome.fenced, Outcome.busy, Outcome.conflict})
 
 
 class Display:
-    """The simulated time and the stage of the story: a live line in a terminal, else a line a stage; `quiet`
-    shows nothing.
+    """Shows the simulated time and the stage of the story: a live line in a terminal, else a line per stage;
+    with `quiet` nothing.
     """
 
     def __init__(self, clock: Clock, quiet: bool) -> None:
@@ -83,7 +82,7 @@ class Display:
         self._progress.stop()
 
     def stage(self, name: str, until_ms: int | None = None) -> None:
-        """Another stage begins; its bar is full at a time."""
+        """Starts the next stage. Its bar is full at `until_ms`."""
         self._began = self._clock.now_ms
         self._progress.update(
             self._task, description=name, completed=0, total=max((until_ms or self._began) - self._began, 1)
@@ -92,20 +91,18 @@ class Display:
             self._progress.console.print(f"{shown(self._began)}  {name}", highlight=False)
 
     def note(self, line: str) -> None:
-        """Something to read, above the line."""
+        """Prints a line above the live line."""
         if not self._quiet:
             self._progress.console.print(f"  [dim]{line}[/]", highlight=False, soft_wrap=True)
 
     def tick(self, news: str) -> None:
-        """The clock moved."""
+        """Shows the new time of the clock, and the news."""
         now = self._clock.now_ms
         self._progress.update(self._task, completed=now - self._began, clock=shown(now), news=news)
 
 
 class Story:
-    """One story against a running system: an agenda of commands, a clock that moves on, and everything that
-    was answered.
-    """
+    """A story against a running system: its clock, an agenda of commands, and all answers."""
 
     name = ""
     begins_ms = moment(0, "09:00")
@@ -138,82 +135,85 @@ class Story:
             tickets=tickets,
         )
         self._settings, self._redis, self._reader, self._stage = settings, redis, reader, stage
-        self._stock_checks: list[Check] = []
-        # One campaign, so one shard.
+        self._interim_checks: list[Check] = []
+        # All offers are of one campaign, so in one shard.
         self._shard = self._keys.shard(self._keys.shard_of_offer(self.campaign))
         self._sweeper = Sweeper(redis, self._shard, settings.shards, settings.clock_skew_ms_max)
         self._cursor = Cursor()
         self._agenda: list[tuple[int, int, AnyCommand]] = []
         self._numbers = itertools.count(1)
         self._expected: dict[str, frozenset[str]] = {}
+        #: id → command, and its first answer
         self.first: dict[str, tuple[AnyCommand, Answer]] = {}
         self.answers: list[Answer] = []
 
-    # -- to be told by each story
+    # -- defined by each story
 
     async def play(self) -> None:
-        """Plays it from beginning to end."""
+        """Plays the story from beginning to end."""
         raise NotImplementedError
 
-    def heard(self, command: AnyCommand, answer: Answer) -> None:
-        """People hear the first answer to a command of theirs."""
+    def on_answer(self, command: AnyCommand, answer: Answer) -> None:
+        """Called with the first answer to each command."""
 
-    def happened(self, event: AnyEvent) -> None:
-        """People hear of an event that nobody was answered for, by `grab.events` in the world outside."""
+    def on_event(self, event: AnyEvent) -> None:
+        """Called with each event of the journal, as a reader of `grab.events` would get it."""
 
     def result(self) -> list[dict[str, Any]]:
-        """What is published in the end, a row an offer."""
+        """The published result, a row per offer."""
         raise NotImplementedError
 
-    def own_checks(self) -> list[Check]:
-        """What only this story promises."""
+    def story_checks(self) -> list[Check]:
+        """The checks of this story alone."""
         return []
 
     # -- commands
 
     def new_id(self, what: str) -> str:
-        """An id for a command."""
+        """A new id for a command."""
         return f"{what}-{next(self._numbers)}"
 
     def expect(self, command: AnyCommand, *outcomes: str) -> AnyCommand:
-        """The command, with the outcomes that the story allows it."""
+        """Returns the command, and records the outcomes that its answer may have."""
         self._expected[command.id] = frozenset(outcomes)
         return command
 
-    def told(self, holds: bool, problem: str) -> None:
-        """Something that must be so at this point of the story."""
+    def require(self, holds: bool, problem: str) -> None:
+        """Checks a condition that must hold at this point of the story."""
         self.tally.check("the story goes as it is told", holds, problem)
 
     def plan(self, at_ms: float, command: AnyCommand) -> None:
-        """Puts a command on the agenda."""
+        """Plans a command for a time (ms since 1970 UTC)."""
         heapq.heappush(self._agenda, (int(at_ms), next(self._numbers), command))
 
     async def send(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """Sends commands now, many callers at once, those of a type together; returns the answers in the
-        order of the commands.
+        """Sends commands now by concurrent callers, each with commands of one type; returns the answers in
+        the order of the commands.
         """
         by_type: defaultdict[type, list[int]] = defaultdict(list)
-        for place, command in enumerate(commands):
-            by_type[type(command)].append(place)
+        for index, command in enumerate(commands):
+            by_type[type(command)].append(index)
         calls = [
-            places[i : i + CALL_COMMANDS_MAX]
-            for places in by_type.values()
-            for i in range(0, len(places), CALL_COMMANDS_MAX)
+            indexes[start : start + CALL_COMMANDS_MAX]
+            for indexes in by_type.values()
+            for start in range(0, len(indexes), CALL_COMMANDS_MAX)
         ]
         answered = await asyncio.gather(
-            *(self._ask([commands[place] for place in places]) for places in calls)
+            *(self._decide([commands[index] for index in indexes]) for indexes in calls)
         )
-        found = {
-            place: answer
-            for places, answers in zip(calls, answered, strict=True)
-            for place, answer in zip(places, answers, strict=True)
+        by_index = {
+            index: answer
+            for indexes, answers in zip(calls, answered, strict=True)
+            for index, answer in zip(indexes, answers, strict=True)
         }
-        for place, command in enumerate(commands):
-            self._take(command, found[place])
-        return [found[place] for place in range(len(commands))]
+        for index, command in enumerate(commands):
+            self._take(command, by_index[index])
+        return [by_index[index] for index in range(len(commands))]
 
-    async def _ask(self, commands: Sequence[AnyCommand]) -> list[Answer]:
-        """Asks until everything is decided; what was decided already is only said again."""
+    async def _decide(self, commands: Sequence[AnyCommand]) -> list[Answer]:
+        """Sends commands until all are decided. Commands that were decided before get their first answer
+        again.
+        """
         while True:
             self._stage.check()
             try:
@@ -241,23 +241,25 @@ class Story:
         self.first[command.id] = (command, answer)
         expected = self._expected.get(command.id)
         if expected is not None:
-            said = (
-                f"{shown(self.clock.now_ms)} {command}: {answer.outcome} {answer.message or ''}, not "
+            problem = (
+                f"{shown(self.clock.now_ms)} {command}: {answer.outcome} {answer.message or ''}, expected "
                 f"{' or '.join(sorted(expected))}"
             )
-            self.told(answer.outcome in expected, said)
-        self.heard(command, answer)
+            self.require(answer.outcome in expected, problem)
+        self.on_answer(command, answer)
 
     # -- time
 
     async def run_until(self, until_ms: int, step_ms: int) -> None:
-        """Lets time pass in steps; at each one holds end, and what is on the agenda until then is sent."""
+        """Moves the clock in steps. At each step expired holds end, and the commands planned until then are
+        sent.
+        """
         while self.clock.now_ms < until_ms:
             await self.step(min(self.clock.now_ms + step_ms, until_ms))
 
     async def step(self, to_ms: int) -> None:
-        """Moves the clock on; the sweeper or the commands come first, since a hold that is over may be met by
-        either.
+        """Moves the clock forward. Either the sweeper or the commands are first, at random, since a real
+        command may meet an expired hold before the sweeper does.
         """
         self._stage.check()
         self.clock.forward(to_ms)
@@ -274,14 +276,14 @@ class Story:
         self.display.tick(f"{len(self.answers):,} answers")
 
     async def catch_up(self) -> None:
-        """Reads the journal as far as Redis has decided."""
+        """Reads the journal up to the last event in Redis."""
         seq = int(await self._redis.hget(self._shard.state, "seq") or 0)
         patience = Patience()
         while self._cursor.seq < seq:
             self._stage.check()
             end = await self._reader.end(self._shard.shard)
             if end <= self._cursor.next_offset:
-                patience.look(self._cursor.seq, f"the journal has only {self._cursor.seq} of {seq} events")
+                patience.look(self._cursor.seq, f"the journal has {self._cursor.seq} of {seq} events")
                 await asyncio.sleep(0.005)
                 continue
             async with aclosing(self._reader.read(self._shard.shard, self._cursor.next_offset, end)) as lists:
@@ -290,22 +292,22 @@ class Story:
                         self._cursor, accepted = self._cursor.feed(
                             record.offset, parse_block(record.headers, record.value)
                         )
-                        for one in accepted:
-                            event = decode_event(one.line)
+                        for accepted_event in accepted:
+                            event = decode_event(accepted_event.line)
                             self.tally.take(event)
-                            self.happened(event)
+                            self.on_event(event)
 
-    async def take_stock(self) -> None:
-        """Verifies everything in the midst of the story, while there are holds, and offers that are still in
-        Redis.
+    async def verify_now(self) -> None:
+        """Runs `verify` in the middle of the story, while there are holds and open offers. The verdict
+        contains its checks.
         """
         when = shown(self.clock.now_ms)[:-3]
-        self._stock_checks += [check._replace(name=f"{check.name}, {when}") for check in await self.verify()]
+        self._interim_checks += [
+            check._replace(name=f"{check.name}, {when}") for check in await self.verify()
+        ]
 
     async def verify(self) -> list[Check]:
-        """Verifies everything when the read models are level: their consumers join their groups while the
-        story is told.
-        """
+        """Runs `verify` after the read models have caught up, which may have started later than the story."""
         async with await open_books(self._settings) as books:
             await until_in_books(self._redis, self._keys, books, self._stage.check)
         return await verify(self._settings, share=1)
@@ -313,7 +315,7 @@ class Story:
     # -- from beginning to end
 
     async def tell(self) -> None:
-        """Plays the story and reads all that it left in the journal."""
+        """Plays the story and reads its journal to the end."""
         self._gate.start()
         try:
             with self.display:
@@ -324,9 +326,9 @@ class Story:
             await self._gate.close()
 
     async def checks(self) -> list[Check]:
-        """The verdict, but for what `verify` says of every system."""
+        """The checks of the verdict, without those of `verify`."""
         self._compare_payments()
-        self._compare_promises()
+        self._compare_answers()
         for name, grab in self.tally.grabs.items():
             held = self.tally.accounts[f"hold:{grab.user}", self.tally.offers[grab.offer].asset]
             self.tally.check(
@@ -334,11 +336,11 @@ class Story:
                 grab.held == 0 and held == 0,
                 f"{name}: {grab.held} held, {held} on the account",
             )
-        return [*self._found(), self._money(), await self._demand(), *self.own_checks(), *self._stock_checks]
-
-    def _found(self) -> list[Check]:
-        tally = self.tally
-        return [Check(name, count, "times", tally.problems[name]) for name, count in tally.checked.items()]
+        tally = [
+            Check(name, count, "times", self.tally.problems[name])
+            for name, count in self.tally.checked.items()
+        ]
+        return [*tally, self._money(), await self._demand(), *self.story_checks(), *self._interim_checks]
 
     def _compare_payments(self) -> None:
         name = "each payment confirmed or refunded, once"
@@ -348,117 +350,123 @@ class Story:
             if isinstance(command, Confirm) and command.payment
         }
         for payment, command in sent.items():
-            found = self.tally.payments[payment]
+            events = self.tally.payments[payment]
             self.tally.check(
                 name,
-                len(found) == 1 and found[0][1] == command.paid,
-                f"{payment}, {command.paid} paid: {found}",
+                len(events) == 1 and events[0][1] == command.paid,
+                f"{payment}, {command.paid} paid: its events are {events}",
             )
         for payment in self.tally.payments.keys() - sent.keys():
-            self.tally.check(name, False, f"{payment}: nobody made this payment")
+            self.tally.check(name, False, f"{payment}: no user made this payment")
 
-    def _compare_promises(self) -> None:
-        """Every answer that names an event says what the event says."""
+    def _compare_answers(self) -> None:
+        """Checks that every answer with a seq agrees with the event of this seq."""
         for command, answer in self.first.values():
             if answer.seq is None or answer.shard is None:
                 continue
             event = self.tally.events.get((answer.shard, answer.seq))
             tag = event and event.__struct_config__.tag
-            wanted = _EVENT_OF.get(answer.outcome, "payment.refund_due")
+            expected = _EVENT_OF.get(answer.outcome, "payment.refund_due")
             units = (
                 getattr(event, "quantity", None)
-                if answer.quantity is not None and wanted != "offer.loaded"
+                if answer.quantity is not None and expected != "offer.loaded"
                 else answer.quantity
             )
-            same = event is not None and (tag, event.offer, units) == (wanted, command.offer, answer.quantity)
+            same = event is not None and (tag, event.offer, units) == (
+                expected,
+                command.offer,
+                answer.quantity,
+            )
             self.tally.check(
                 "every promise is in the journal",
                 same,
-                f"{command.id}: told {answer}, the journal has {event}",
+                f"{command.id}: answered {answer}, the journal has {event}",
             )
 
     def _money(self) -> Check:
-        """What came for confirmed grabs is what issuers have and what went back; what came too much waits to
-        be refunded.
+        """Checks that the money paid for confirmed grabs is what the issuers have plus what was refunded, and
+        that each payment that could not be served waits for its refund.
         """
         tally, problems = self.tally, []
         paid = {
-            payment: sum(amount for how, amount in found if how == "grab.confirmed")
-            for payment, found in tally.payments.items()
+            payment: sum(amount for type_, amount in events if type_ == "grab.confirmed")
+            for payment, events in tally.payments.items()
         }
         due = {
-            payment: sum(amount for how, amount in found if how != "grab.confirmed")
-            for payment, found in tally.payments.items()
+            payment: sum(amount for type_, amount in events if type_ != "grab.confirmed")
+            for payment, events in tally.payments.items()
         }
         currencies = {offer.terms.currency for offer in tally.offers.values() if offer.terms.currency}
         issuers = {f"issuer:{offer.terms.issuer}" for offer in tally.offers.values()}
-        have = sum(tally.accounts[issuer, currency] for issuer in issuers for currency in currencies)
-        back = sum(tally.refunds.values())
-        if sum(paid.values()) - back != have:
+        of_issuers = sum(tally.accounts[issuer, currency] for issuer in issuers for currency in currencies)
+        refunded = sum(tally.refunds.values())
+        if sum(paid.values()) - refunded != of_issuers:
             problems.append(
-                f"{sum(paid.values())} confirmed − {back} given back ≠ {have} that the issuers have"
+                f"{sum(paid.values())} confirmed − {refunded} refunded ≠ {of_issuers} that the issuers have"
             )
         for payment in tally.payments:
             for currency in currencies:
-                waits = tally.accounts[f"refund:{payment}", currency]
-                if waits != due[payment] + tally.refunds[payment] or tally.refunds[payment] > paid[payment]:
+                to_refund = tally.accounts[f"refund:{payment}", currency]
+                expected = due[payment] + tally.refunds[payment]
+                if to_refund != expected or tally.refunds[payment] > paid[payment]:
                     problems.append(
-                        f"{payment}: {paid[payment]} confirmed, {due[payment]} due, {tally.refunds[payment]} "
-                        f"back, {waits} waits"
+                        f"{payment}: {paid[payment]} confirmed, {due[payment]} could not be served, "
+                        f"{tally.refunds[payment]} returned, but {to_refund} on its refund account"
                     )
         return Check("money confirmed = issuer's + refunds", sum(paid.values()), "minor units", problems)
 
     async def _demand(self) -> Check:
-        """What Redis counted as refused is what people were told."""
-        told: Counter[tuple[int, str]] = Counter()
+        """Checks that the refusals that Redis counted are those that were answered."""
+        answered: Counter[tuple[int, str]] = Counter()
         for command, answer in self.first.values():
             if not answer.positive and answer.seq is None and answer.code not in _NO_DEMAND:
-                told[answer.code, NO_OFFER if answer.code == Outcome.no_such_offer else command.offer] += 1
+                offer = NO_OFFER if answer.code == Outcome.no_such_offer else command.offer
+                answered[answer.code, offer] += 1
         counted: Counter[tuple[int, str]] = Counter()
         for name, count in (await self._redis.hgetall(self._shard.demand)).items():
             _, code, offer = name.decode().split(":", 2)
             counted[int(code), offer] += int(count)
         problems = [
-            f"{key}: {counted[key]} counted, {told[key]} told"
-            for key in sorted(counted.keys() | told.keys())
-            if counted[key] != told[key]
+            f"outcome {key[0]} of {key[1]}: {counted[key]} counted, {answered[key]} answered"
+            for key in sorted(counted.keys() | answered.keys())
+            if counted[key] != answered[key]
         ]
-        return Check("refusals counted = refusals told", told.total(), "refusals", problems)
+        return Check("refusals counted = refusals told", answered.total(), "refusals", problems)
 
 
 async def tell(
-    story: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool
+    kind: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool
 ) -> dict[str, Any]:
-    """Tells a story in a system of its own, and returns what came out, with the verdict."""
+    """Plays a story on a system of its own, and returns its result and verdict."""
     began = time.monotonic()
     redis = open_redis(settings)
     try:
         async with (
-            set_up(settings, Path(".services") / f"rehearsal-{story.name}.log", keep, WORKERS) as stage,
+            set_up(settings, Path(".services") / f"rehearsal-{kind.name}.log", keep, WORKERS) as stage,
             open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
         ):
-            told = story(settings, redis, reader, stage, seed, people, quiet)
-            await told.tell()
-            checks = await told.checks()
-            checks += await told.verify()
+            story = kind(settings, redis, reader, stage, seed, people, quiet)
+            await story.tell()
+            checks = await story.checks()
+            checks += await story.verify()
     finally:
         await redis.aclose()
     return {
         "story": story.name,
         "seed": seed,
         "people": people,
-        "from": shown(told.begins_ms),
-        "until": shown(told.clock.now_ms),
+        "from": shown(story.begins_ms),
+        "until": shown(story.clock.now_ms),
         "seconds": round(time.monotonic() - began, 1),
-        "answers": len(told.answers),
-        "outcomes": dict(Counter(answer.outcome for _, answer in told.first.values()).most_common()),
-        "result": told.result(),
+        "answers": len(story.answers),
+        "outcomes": dict(Counter(answer.outcome for _, answer in story.first.values()).most_common()),
+        "result": story.result(),
         "checks": checks,
     }
 
 
 def chunks(offer: str, what: Any, items: Sequence[str], least: int = 1) -> list[Load]:
-    """The commands that load a list, in chunks as large as they may be, at least so many."""
+    """The commands that load a list, in the largest allowed chunks, but in `least` chunks or more."""
     size = min(-(-len(items) // least), ITEMS_MAX)
     parts = [tuple(items[start : start + size]) for start in range(0, len(items), size)]
     return [

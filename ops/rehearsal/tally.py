@@ -1,6 +1,4 @@
-"""What the journal says of a story: its events folded up in memory by nothing but arithmetic, and what is
-wrong among them.
-"""
+"""The tally of a story: applies the events of the journal in memory by simple arithmetic, and checks them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -20,8 +18,8 @@ from grabstream.ops.rehearsal.clock import Clock, shown
 
 @dataclass
 class GrabTally:
-    """A grab by its events. `counted` are units and the counters of limits they stand under, `orders` what it
-    was used for.
+    """A grab by its events, in units. `counted` are (units, the counters of limits they count under), the
+    oldest first; `orders` are the orders that use it.
     """
 
     offer: str
@@ -37,8 +35,8 @@ class GrabTally:
 
 @dataclass
 class OfferTally:
-    """An offer by its events, in units; money in minor units of its currency. `given_back` units went to the
-    issuer.
+    """An offer by its events, in units; money in minor units of its currency. `given_back` units returned to
+    the issuer.
     """
 
     terms: PieceTerms
@@ -55,7 +53,9 @@ class OfferTally:
 
 
 class Tally:
-    """All events folded up, with what is wrong among them by the name of the check."""
+    """The state after all events. `checked` counts what was checked, `problems` has what is wrong, by the
+    name of the check.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class Tally:
         self.offers: dict[str, OfferTally] = {}
         self.grabs: dict[str, GrabTally] = {}
         self.accounts: Counter[tuple[str, str]] = Counter()
-        #: payment → what became of it, as (event, amount), in order
+        #: payment → its events, as (type, amount), in order
         self.payments: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         self.refunds: Counter[str] = Counter()
         self.used: Counter[tuple[str, ...]] = Counter()
@@ -82,13 +82,13 @@ class Tally:
         }  # fmt: skip
 
     def check(self, name: str, holds: bool, problem: str, weight: int = 1) -> None:
-        """Counts something that was looked at, and keeps the problem when it does not hold."""
+        """Counts a check, and keeps the problem when the check does not hold."""
         self.checked[name] += weight
         if not holds:
             self.problems[name].append(problem)
 
     def take(self, event: AnyEvent) -> None:
-        """Folds in the next event."""
+        """Applies and checks the next event."""
         self.events[event.shard, event.seq] = event
         for transfer in transfers_of(event):
             self._move(event, transfer)
@@ -101,7 +101,7 @@ class Tally:
         self.check(
             "every offer's events without a gap",
             event.offer_seq == offer.seq,
-            f"{where}: is its {event.offer_seq}. event",
+            f"{where}: its offer_seq is {event.offer_seq}, expected {offer.seq}",
         )
         if tag in self._takers:
             self._takers[tag](event, offer)
@@ -110,15 +110,14 @@ class Tally:
             self.check(
                 "never over-sold",
                 left == offer.left >= 0,
-                f"{where}: says {left} are left, {offer.left} are by its history",
+                f"{where}: says {left} left, its events lead to {offer.left}",
             )
-        together = offer.left + offer.held + offer.taken + offer.given_back
-        said = (
-            f"{where}: {offer.left} left + {offer.held} held + {offer.taken} taken + {offer.given_back} "
-            f"back ≠ {offer.total}"
-        )
+        units = offer.left + offer.held + offer.taken + offer.given_back
         self.check(
-            "left + held + taken = total", together == offer.total and min(offer.held, offer.taken) >= 0, said
+            "left + held + taken = total",
+            units == offer.total and min(offer.held, offer.taken) >= 0,
+            f"{where}: {offer.left} left + {offer.held} held + {offer.taken} taken + {offer.given_back} "
+            f"returned to the issuer ≠ {offer.total}",
         )
 
     def _move(self, event: AnyEvent, transfer: Transfer) -> None:
@@ -150,7 +149,7 @@ class Tally:
         self.check(
             "never over-sold",
             event.left == offer.left,
-            f"{event.offer}: closed with {event.left} left, {offer.left} by its history",
+            f"{event.offer}: closed with {event.left} left, its events lead to {offer.left}",
         )
         self._in_time("closed and retired in time", event, offer.terms.closes_at or event.at)
         offer.given_back, offer.left, offer.closed_at = offer.given_back + offer.left, 0, event.at
@@ -162,10 +161,10 @@ class Tally:
         offer.retired_at = event.at
 
     def _in_time(self, name: str, event: AnyEvent, due: int) -> None:
-        said = f"{event.offer}, seq {event.seq}: at {shown(event.at)}, due was {shown(due)}"
-        self.check(name, self._clock.in_time(due, event.at), said)
+        problem = f"{event.offer}, seq {event.seq}: at {shown(event.at)}, was due at {shown(due)}"
+        self.check(name, self._clock.in_time(due, event.at), problem)
 
-    def _back(self, offer: OfferTally, quantity: int) -> None:
+    def _return_units(self, offer: OfferTally, quantity: int) -> None:
         if offer.closed_at is None:
             offer.left += quantity
         else:
@@ -185,7 +184,7 @@ class Tally:
     def _held(self, event: Any, offer: OfferTally) -> None:
         if event.waited:
             grab = self.grabs[event.grab]
-            self._count_no_more(grab, grab.waiting - event.quantity)
+            self._uncount(grab, grab.waiting - event.quantity)
             grab.waiting = 0
         else:
             grab = self._grab(event, offer)
@@ -221,12 +220,12 @@ class Tally:
     def _released(self, event: Any, offer: OfferTally) -> None:
         grab = self.grabs[event.grab]
         if event.reason == "left_queue":
-            self._count_no_more(grab, grab.waiting)
+            self._uncount(grab, grab.waiting)
             grab.waiting = 0
             return
         offer.held, grab.held = offer.held - event.quantity, grab.held - event.quantity
-        self._count_no_more(grab, event.quantity)
-        self._back(offer, event.quantity)
+        self._uncount(grab, event.quantity)
+        self._return_units(offer, event.quantity)
         offer.sums["expired" if event.reason == "expired" else "released"] += event.quantity
         if event.reason == "expired":
             self._in_time("expiry at its deadline", event, grab.deadline + offer.terms.grace_ms)
@@ -235,8 +234,8 @@ class Tally:
         grab = self.grabs[event.grab]
         offer.taken, grab.taken = offer.taken - event.quantity, grab.taken - event.quantity
         if event.restored:
-            self._count_no_more(grab, event.quantity)
-        self._back(offer, event.quantity)
+            self._uncount(grab, event.quantity)
+        self._return_units(offer, event.quantity)
         offer.sums["returned"] += event.quantity
         for payment, amount in event.refunds:
             self.refunds[payment] += amount
@@ -263,7 +262,7 @@ class Tally:
         self.check(
             "an order uses a coupon once",
             event.order in grab.orders,
-            f"{event.grab}: {event.order} had used nothing",
+            f"{event.grab}: {event.order} did not use it",
         )
         grab.redeemed -= grab.orders.pop(event.order, 0)
         offer.sums["unredeemed"] += event.quantity
@@ -272,7 +271,7 @@ class Tally:
         self.payments[event.payment].append(("payment.refund_due", event.amount))
         offer.sums["refund due"] += event.amount
 
-    # -- limits: counted here by the calendar of the standard library, not by ours
+    # -- limits, counted by the calendar of the standard library, independently of models.calendar
 
     def _grab(self, event: Any, offer: OfferTally) -> GrabTally:
         grab = self.grabs[event.grab] = GrabTally(event.offer, event.user)
@@ -296,23 +295,23 @@ class Tally:
             self.check(
                 "nobody above a limit",
                 self.used[counter] <= int(counter[-1]),
-                f"{' '.join(counter)}: {self.used[counter]}",
+                f"{' '.join(counter[:-1])}: {self.used[counter]} used, the maximum is {counter[-1]}",
             )
 
-    def _count_no_more(self, grab: GrabTally, units: int) -> None:
-        """The units that were counted last leave first."""
+    def _uncount(self, grab: GrabTally, units: int) -> None:
+        """Subtracts units from their counters, those that were counted last first."""
         while units > 0 and grab.counted:
             counted, counters = grab.counted.pop()
-            back = min(units, counted)
-            units -= back
+            uncounted = min(units, counted)
+            units -= uncounted
             for counter in counters:
-                self.used[counter] -= back
-            if counted > back:
-                grab.counted.append((counted - back, counters))
+                self.used[counter] -= uncounted
+            if counted > uncounted:
+                grab.counted.append((counted - uncounted, counters))
 
 
 def _windows(at: int, zone: str) -> dict[str, str]:
-    """The windows of limits that a time is in, by their length."""
+    """The windows of limits that a time is in, by period."""
     local = datetime.fromtimestamp(at / 1000, ZoneInfo(zone))
     return {
         "offer": "",

@@ -1,8 +1,8 @@
-"""The story of the weekly flash sale, a week and a half in less than a minute.
+"""The story of a weekly flash sale: a week and a half in less than a minute.
 
-Monday: eight offers are loaded from a file · Wednesday: the data department corrects prices · Thursday: who
-may buy is loaded · Friday 10:00: the rush, then payments of every kind, refunds in the afternoon, the close
-at 22:00 · a week later the offers leave Redis, and the result of the week is published.
+Monday: eight offers are loaded from a file · Wednesday: the data department corrects prices · Thursday: the
+list of users who may buy is loaded · Friday 10:00: the rush, then payments of every kind, refunds in the
+afternoon, the close at 22:00 · a week later the offers are retired, and the result of the week is published.
 """
 
 import csv
@@ -37,7 +37,7 @@ SHARE_OF_DOUBLE_CLICKS: Final = 0.1
 SHARE_INVITED: Final = 0.6
 SHARE_REFUNDED: Final = 0.08
 
-#: name, price in minor units, units for a hundred people, how much it is wanted, further terms
+#: name, price in minor units, units per hundred people, weight in the users' choice, further terms
 GOODS: Final[tuple[tuple[str, int, int, int, dict[str, Any]], ...]] = (
     ("phone", 199_900, 4, 30, {"waiting_list": True}),
     ("headset", 29_900, 10, 15, {"late": "grace", "grace_ms": "10m"}),
@@ -48,9 +48,9 @@ GOODS: Final[tuple[tuple[str, int, int, int, dict[str, Any]], ...]] = (
     ("book", 1_900, 25, 7, {"late": "retake"}),
     ("toy", 3_900, 100, 5, {"opens_at": None, "hours": "fri 10:00-22:00", "return_restores": True}),
 )
-#: What the data department corrects on Wednesday.
+#: The prices that the data department corrects on Wednesday.
 NEW_PRICES: Final = {"phone": 189_900, "book": 1_790, "toy": 3_500}
-#: What becomes of a hold, and how often.
+#: What a user does with a hold, with weights.
 FATES: Final = {
     "pays": 50, "hears_back_twice": 7, "pays_twice": 5, "fails": 8, "abandons": 7, "is_late": 10,
     "pays_too_little": 5, "pays_in_part": 4,
@@ -58,17 +58,17 @@ FATES: Final = {
 }  # fmt: skip
 
 
-def written(at_ms: int) -> str:
-    """A time as people write it in a file of offers."""
+def as_in_file(at_ms: int) -> str:
+    """A time as it is written in a file of offers."""
     return datetime.fromtimestamp(at_ms / 1000, ZoneInfo(TIMEZONE)).isoformat()
 
 
 def offers_file(campaign: str, people: int) -> str:
-    """The file of the week, as the shop would write it."""
+    """The file of offers of the week, as a shop would write it."""
     defaults = {
         "kind": "stock", "issuer": "shop", "currency": "CNY", "hold_ms": "15m", "extensions": 1,
         "max_per_grab": 2,
-        "timezone": TIMEZONE, "opens_at": written(OPENS_MS), "closes_at": written(CLOSES_MS),
+        "timezone": TIMEZONE, "opens_at": as_in_file(OPENS_MS), "closes_at": as_in_file(CLOSES_MS),
         "limits": "user/offer/2; user/week/3/campaign",
     }  # fmt: skip
     offers = [
@@ -93,9 +93,9 @@ class Week(Story):
         self._waiting = 0
         #: late payments: command → (offer, deadline)
         self._late: dict[str, tuple[str, int]] = {}
-        self._unmet = list(FATES)
+        self._unused_fates = list(FATES)
         self._after_close: set[str] = set()
-        self._sent_back: set[str] = set()
+        self._returned: set[str] = set()
         self._ineligible: set[str] = set()
         self._fates: dict[str, Callable[[Grab, int, int, int], None]] = {
             "pays": self._pays, "hears_back_twice": self._hears_back_twice, "pays_twice": self._pays_twice,
@@ -105,7 +105,7 @@ class Week(Story):
         }  # fmt: skip
 
     async def play(self) -> None:
-        """The week from Monday to the Friday after."""
+        """Plays the week from Monday to Friday of the next week."""
         await self._monday()
         await self._wednesday()
         await self._thursday()
@@ -117,19 +117,19 @@ class Week(Story):
     # -- before the sale -------------------------------------------------------------------------------------
 
     async def _monday(self) -> None:
-        self.display.stage("Monday: check the file of the week, open the offers")
+        self.display.stage("Monday: the file of offers is checked, the offers are opened")
         text = offers_file(self.campaign, self.people)
         try:
             read_offers(text.replace("late: grace", "late: never", 1), "yaml")
-            self.told(False, "a file with a mistake was taken")
+            self.require(False, "a file with an error was accepted")
         except BadOfferFile as error:
-            self.told("late" in str(error), f"the mistake in the file is not named: {error}")
+            self.require("late" in str(error), f"the message does not name the error in the file: {error}")
         self.opens = read_offers(text, "yaml")
         for row in plan_rows(self.opens):
             self.display.note(" · ".join(row))
         await self.send([self.expect(command, "opened") for command in self.opens])
         self.terms = {command.offer: command.terms for command in self.opens}  # type: ignore[misc]
-        # Somebody loads the file a second time: nothing is opened twice.
+        # The file is loaded a second time: no offer is opened twice.
         await self.send(self.opens)
 
     async def _wednesday(self) -> None:
@@ -150,7 +150,7 @@ class Week(Story):
 
     async def _thursday(self) -> None:
         await self.run_until(moment(3, "10:00"), HOUR_MS)
-        self.display.stage("Thursday: who may buy is loaded")
+        self.display.stage("Thursday: the list of users who may buy is loaded")
         invited = [f"user-{number}" for number in range(int(self.people * SHARE_INVITED))]
         loads = chunks(self._offer("lamp"), "audience", invited, least=2)
         await self.send([self.expect(load, "loaded") for load in loads])
@@ -165,16 +165,16 @@ class Week(Story):
 
     async def _rush(self) -> None:
         await self.run_until(OPENS_MS - 1, HOUR_MS)
-        self.display.stage("Friday: too early by a millisecond")
+        self.display.stage("Friday: a millisecond too early")
         early = [
             self.expect(self._grab(f"user-{number}", name), "not_open_yet")
             for number in range(20)
             for name, *_ in GOODS
         ]
         for answer in await self.send(early):
-            self.told(
+            self.require(
                 answer.retry_at == OPENS_MS,
-                f"{answer.offer}: come again at {answer.retry_at}, not at {OPENS_MS}",
+                f"{answer.offer}: retry_at is {answer.retry_at}, expected {OPENS_MS}",
             )
         self.display.stage("10:00: the rush", OPENS_MS + RUSH_SECONDS * 1000)
         for number in range(self.people):
@@ -183,16 +183,16 @@ class Week(Story):
             )
         await self.step(OPENS_MS)
         await self.run_until(OPENS_MS + RUSH_SECONDS * 1000, 1000)
-        await self._hear_of_events()
+        await self._read_events()
 
     def _wish(self, user: str, begins: int, ends: int, mean_ms: float) -> None:
-        """Somebody wants some of the goods, soon after a time, and clicks twice now and then."""
+        """Plans a user's grabs of some of the goods soon after a time, some with a double click."""
         wanted = self.random.choices(
             [name for name, *_ in GOODS], [weight for *_, weight, _ in GOODS], k=self.random.randint(1, 4)
         )
         for name in dict.fromkeys(wanted):
             at = min(begins + self.random.expovariate(1 / mean_ms), ends)
-            # Some have their finger on the button.
+            # Some users click exactly at the opening.
             at = begins if self.random.random() < 0.1 else at
             grab = self._grab(user, name)
             for _ in range(1 + (self.random.random() < SHARE_OF_DOUBLE_CLICKS)):
@@ -209,8 +209,7 @@ class Week(Story):
             self._ineligible.add(grab.id)
         if chance < 0.1:
             return grab
-        # Most have a ticket; some have forged theirs, some have somebody else's, and some have one that ran
-        # out in the morning.
+        # Most users have a valid ticket; some have a forged ticket, one of another user, or an expired one.
         key = self._ticket_key if chance > 0.2 else bytes(32)
         owner = user if chance > 0.25 else "somebody"
         expires = CLOSES_MS if chance > 0.3 else OPENS_MS
@@ -224,44 +223,47 @@ class Week(Story):
         )
         return msgspec.structs.replace(grab, ticket=ticket)
 
-    # -- what becomes of holds -------------------------------------------------------------------------------
+    # -- holds and payments ----------------------------------------------------------------------------------
 
-    def heard(self, command: AnyCommand, answer: Answer) -> None:
-        """A buyer sees the payment page, or learns what became of a payment."""
+    def on_answer(self, command: AnyCommand, answer: Answer) -> None:
+        """Chooses what the user does with a hold, and checks the answer to a late payment."""
         if isinstance(command, Grab):
             if answer.outcome == "held":
                 self._choose(command, answer.quantity or 0, answer.due or 0, answer.deadline_at or 0)
             self._waiting += answer.outcome == "waiting"
-            self.told(
+            self.require(
                 not (answer.positive and command.id in self._ineligible),
-                f"{command.id}: {answer.outcome} without a good ticket",
+                f"{command.id}: {answer.outcome} without a valid ticket",
             )
         elif command.id in self._late:
-            self._judge_late(command, answer)
+            self._check_late(command, answer)
 
-    def happened(self, event: AnyEvent) -> None:
-        """Who waited is told that there are units now."""
+    def on_event(self, event: AnyEvent) -> None:
+        """Chooses what a user does who got units from the waiting list."""
         if isinstance(event, GrabHeld) and event.waited:
             command, _ = self.first[event.grab]
             assert isinstance(command, Grab)
             self._waiting -= 1
             self._choose(command, event.quantity, event.due or 0, event.deadline_at)
 
-    async def _hear_of_events(self) -> None:
+    async def _read_events(self) -> None:
         if self._waiting:
             await self.catch_up()
 
     def _choose(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
         if deadline > CLOSES_MS and self.clock.now_ms < CLOSES_MS:
-            # Held shortly before the close: the payment comes after it, but within its time.
+            # Held shortly before the close: the payment arrives after the close, but before its deadline.
             self._after_close.add(grab.id)
             if self.random.random() < 0.8:
                 self.plan(
                     deadline - self.random.uniform(1.5, 2.5) * MINUTE_MS, self._pay(grab, due, "confirmed")
                 )
             return
-        # Each fate once before chance decides, so that a small crowd meets them all.
-        fate = self._unmet.pop() if self._unmet else self.random.choices(list(FATES), list(FATES.values()))[0]
+        # Each fate is used once before they are chosen at random, so that a small crowd has all of them.
+        if self._unused_fates:
+            fate = self._unused_fates.pop()
+        else:
+            [fate] = self.random.choices(list(FATES), list(FATES.values()))
         self._fates[fate](grab, quantity, due, deadline)
 
     def _pay(self, grab: Grab, paid: int, *outcomes: str, quantity: int | None = None) -> Confirm:
@@ -279,14 +281,14 @@ class Week(Story):
         return confirm
 
     def _soon(self, deadline: int, least: float = 0.2, most: float = 12) -> float:
-        """A time so many minutes after a hold began, in good time before its deadline."""
+        """A time between `least` and `most` minutes after a hold began, before its deadline."""
         return deadline - HOLD_MS + self.random.uniform(least, most) * MINUTE_MS
 
     def _pays(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
         self.plan(self._soon(deadline), self._pay(grab, due, "confirmed"))
 
     def _hears_back_twice(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
-        """The payment side calls back again and again, under the same id and under another."""
+        """The payment service calls back several times, with the same id and with another."""
         at, pay = self._soon(deadline), self._pay(grab, due, "confirmed")
         other = msgspec.structs.replace(pay, id=self.new_id("callback"))
         self.expect(other, "confirmed")
@@ -294,13 +296,13 @@ class Week(Story):
             self.plan(at + later, command)
 
     def _pays_twice(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
-        """Two payments for one hold: the second is to be paid back."""
+        """Two payments for one hold: the second is to be refunded."""
         at = self._soon(deadline, most=9)
         self.plan(at, self._pay(grab, due, "confirmed"))
         self.plan(at + 2 * MINUTE_MS, self._pay(grab, due, "not_held"))
 
     def _fails(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
-        """The payment fails: the units go back, once, however often this is said."""
+        """The payment fails: two releases return the units once."""
         at = self._soon(deadline)
         for _ in range(2):
             release = Release(id=self.new_id("release"), offer=grab.offer, grab=grab.id)
@@ -314,15 +316,15 @@ class Week(Story):
         self._late[pay.id] = (grab.offer, deadline)
         self.plan(at, pay)
 
-    def _judge_late(self, command: AnyCommand, answer: Answer) -> None:
-        """What a late payment gets follows from the offer's policy."""
+    def _check_late(self, command: AnyCommand, answer: Answer) -> None:
+        """Checks that the answer to a late payment follows from the offer's policy."""
         offer, deadline = self._late[command.id]
         terms, now = self.terms[offer], self.clock.now_ms
-        served = {"confirmed"} if terms.late == "grace" and now < deadline + terms.grace_ms else {"expired"}
+        allowed = {"confirmed"} if terms.late == "grace" and now < deadline + terms.grace_ms else {"expired"}
         if terms.late == "retake":
-            served.add("confirmed")
-        said = f"{command.id}: {now - deadline} ms late, {terms.late}: {answer.outcome}"
-        self.tally.check("late payments as the offer says", answer.outcome in served, said)
+            allowed.add("confirmed")
+        problem = f"{command.id}: {now - deadline} ms late, with `late: {terms.late}`: {answer.outcome}"
+        self.tally.check("late payments as the offer says", answer.outcome in allowed, problem)
 
     def _pays_too_little(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
         at = self._soon(deadline, most=9)
@@ -337,7 +339,7 @@ class Week(Story):
             self.plan(at + 2 * MINUTE_MS, self._pay(grab, due - price, "confirmed"))
 
     def _extends(self, grab: Grab, quantity: int, due: int, deadline: int) -> None:
-        """One more quarter of an hour, but not two; then most pay."""
+        """The user gets one extension, is refused a second one, and mostly pays."""
         for minutes, outcome in ((8, "extended"), (10, "limit_reached")):
             extend = Extend(id=self.new_id("extend"), offer=grab.offer, grab=grab.id)
             self.plan(deadline - HOLD_MS + minutes * MINUTE_MS, self.expect(extend, outcome))
@@ -348,14 +350,14 @@ class Week(Story):
 
     async def _day_of_sale(self) -> None:
         await self._minutes("payments: in time, late, twice, wrong, not at all", moment(FRIDAY, "10:05"))
-        self.display.stage("stock is taken while most is held")
-        await self.take_stock()
-        await self._minutes("the rest of the payments, and holds that end", moment(FRIDAY, "14:00"))
+        self.display.stage("the system is verified while most units are held")
+        await self.verify_now()
+        await self._minutes("the other payments, and holds that expire", moment(FRIDAY, "14:00"))
         self._plan_refunds(moment(FRIDAY, "14:00"), moment(FRIDAY, "17:00"), SHARE_REFUNDED)
         for number in range(self.people // 4):
             self._wish(f"afternoon-{number}", moment(FRIDAY, "14:30"), moment(FRIDAY, "18:00"), HOUR_MS)
         await self._minutes(
-            "afternoon: refunds, and what comes back is grabbed again", moment(FRIDAY, "21:50")
+            "afternoon: refunds, and returned units are grabbed again", moment(FRIDAY, "21:50")
         )
         for number in range(max(self.people // 20, 8)):
             self.plan(
@@ -367,22 +369,22 @@ class Week(Story):
         self.display.stage(stage, until_ms)
         while self.clock.now_ms < until_ms:
             await self.step(min(self.clock.now_ms + MINUTE_MS, until_ms))
-            await self._hear_of_events()
+            await self._read_events()
 
     def _plan_refunds(self, begins: int, ends: int, share: float) -> None:
-        """Some send back what they bought, a part of it or all; the shop's clerk presses the button twice."""
+        """Plans returns of some bought units, of one unit or all. The shop sends each return twice."""
         bought = {
             answer.grab
             for command, answer in self.first.values()
             if isinstance(command, Confirm) and answer.outcome == "confirmed"
         }
-        for name in sorted(set(filter(None, bought)) - self._sent_back):
+        for name in sorted(set(filter(None, bought)) - self._returned):
             if self.random.random() >= share:
                 continue
-            self._sent_back.add(name)
+            self._returned.add(name)
             grab = self.first[name][0]
             quantity = self.random.choice((None, 1))
-            back = Return(
+            give_back = Return(
                 id=self.new_id("return"),
                 offer=grab.offer,
                 grab=name,
@@ -391,15 +393,15 @@ class Week(Story):
             )
             at = self.random.uniform(begins, ends)
             for _ in range(2):
-                self.plan(at, self.expect(back, "returned"))
-            if quantity is None:  # all of it came back: there is nothing more
-                again = msgspec.structs.replace(back, id=self.new_id("return"))
+                self.plan(at, self.expect(give_back, "returned"))
+            if quantity is None:  # all units are returned, so another return is refused
+                again = msgspec.structs.replace(give_back, id=self.new_id("return"))
                 self.plan(at + 5 * MINUTE_MS, self.expect(again, "not_held"))
 
     # -- after the sale --------------------------------------------------------------------------------------
 
     async def _close(self) -> None:
-        self.told(bool(self._after_close), "nobody held anything when it closed")
+        self.require(bool(self._after_close), "no user had a hold at the close")
         over = [
             self.expect(self._grab(f"user-{number}", name, 1), "over", "not_eligible")
             for number in range(5)
@@ -407,45 +409,44 @@ class Week(Story):
         ]
         await self.send(over)
         self._plan_refunds(CLOSES_MS, CLOSES_MS + HOUR_MS, SHARE_REFUNDED / 8)
-        await self._minutes("closed; payments within their time still count", CLOSES_MS + 70 * MINUTE_MS)
-        self.told(not self._agenda, f"{len(self._agenda)} things that were planned were not done")
+        await self._minutes("closed; payments before their deadline still count", CLOSES_MS + 70 * MINUTE_MS)
+        self.require(not self._agenda, f"{len(self._agenda)} planned commands were not sent")
 
     async def _retire(self) -> None:
         self.display.stage("the week after", CLOSES_MS + 7 * 24 * HOUR_MS)
         await self.run_until(CLOSES_MS + 7 * 24 * HOUR_MS + 2 * MINUTE_MS, HOUR_MS)
-        gone = [self.expect(self._grab("user-1", name, 1), "no_such_offer") for name, *_ in GOODS]
-        await self.send(gone)
+        await self.send([self.expect(self._grab("user-1", name, 1), "no_such_offer") for name, *_ in GOODS])
 
     # -- verdict and result ----------------------------------------------------------------------------------
 
-    def own_checks(self) -> list[Check]:
-        """All has ended, and all that the story is about has happened."""
+    def story_checks(self) -> list[Check]:
+        """Checks that all offers are retired, and that every outcome of the story has occurred."""
         offers = self.tally.offers
-        here = [name for name, offer in offers.items() if offer.retired_at is None]
-        seen = {answer.outcome for _, answer in self.first.values()}
-        wanted = {
+        not_retired = [name for name, offer in offers.items() if offer.retired_at is None]
+        outcomes = {answer.outcome for _, answer in self.first.values()}
+        expected = {
             "held", "waiting", "confirmed", "released", "extended", "returned", "not_open_yet",
             "not_eligible", "limit_reached",
             "sold_out", "over", "no_such_offer", "invalid", "expired", "not_held",
         }  # fmt: skip
-        again = [
+        from_queue = [
             event for event in self.tally.events.values() if isinstance(event, GrabHeld) and event.waited
         ]
-        missing = [f"nobody was answered {outcome}" for outcome in sorted(wanted - seen)] + (
-            [] if again else ["nobody was served who waited"]
+        missing = [f"no command was answered {outcome}" for outcome in sorted(expected - outcomes)] + (
+            [] if from_queue else ["no user got units from the waiting list"]
         )
         return [
             Check(
                 "every offer closed and retired",
                 len(offers),
                 "offers",
-                [f"{name}: still there" for name in here],
+                [f"{name}: not retired" for name in not_retired],
             ),
-            Check("everything has happened", len(wanted), "outcomes", missing),
+            Check("everything has happened", len(expected), "outcomes", missing),
         ]
 
     def result(self) -> list[dict[str, Any]]:
-        """The week, offer by offer: units, and money in minor units."""
+        """The result of each offer: units, and money in minor units."""
         return [
             {
                 "offer": name,
@@ -467,8 +468,8 @@ class Week(Story):
 
 
 def publish(result: dict[str, Any], folder: Path) -> list[str]:
-    """Writes what came out of a story as JSON, and its offers as CSV with a column for every refusal; returns
-    the paths.
+    """Writes the result of a story as JSON, and its offers as CSV with a column per outcome of refusals;
+    returns the paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = result["result"]

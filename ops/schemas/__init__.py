@@ -1,3 +1,1 @@
-"""What other people's programs can rely on, in their words: JSON Schemas, an AsyncAPI document, and what
-changed since a release.
-"""
+"""The contract with other programs: JSON Schemas, an AsyncAPI document, and the changes since a release."""

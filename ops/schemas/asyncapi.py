@@ -1,6 +1,4 @@
-"""The AsyncAPI document: which topics there are, what stands in them and under which key and headers, and how
-long they keep it.
-"""
+"""The AsyncAPI document: the topics, their records with keys and headers, and how long they are kept."""
 
 from typing import Any, Final, get_args
 
@@ -15,36 +13,33 @@ from grabstream.streams.topics import Topics, retention_ms
 
 ASYNCAPI_VERSION: Final = "3.0.0"
 BINDING: Final = "0.5.0"
-#: A schema of our own files: they are JSON Schema 2020-12, which has to be said.
+#: The files are JSON Schema 2020-12, which AsyncAPI does not assume.
 SCHEMA_FORMAT: Final = "application/schema+json;version=2020-12"
 PREFIX: Final = "{prefix}"
 
 Node = dict[str, Any]
 
 DESCRIPTION: Final = (
-    "Limited things that a crowd grabs at once. Commands go in, answers and events come out; the journal is "
-    "the truth. "
+    "Gives away or sells limited offers that many users grab at once. Commands go in, answers and events "
+    "come out; the journal is the truth. "
     "Partition = shard = CRC32(campaign) mod shards; the campaign of an offer is its id up to the first `:`."
 )
 DESCRIPTIONS: Final = {
     "commands": "Commands to decide, in any partition.",
-    "results": "Answers, once they are journaled; each in the partition its command came from, and maybe "
-    "twice.",
+    "results": "Answers, after they are journaled, each in the partition of its command. May be repeated.",
     "journal": "Blocks of events: the truth. A marker counts when its term is higher than that of every "
-    "marker before it; a block "
-    "counts when its term and owner are those of the last marker that counts. Drop events whose seq is "
-    "already seen, stop at a gap. "
-    "hash(n) = sha256(hash(n-1) ‖ line), from 32 zero bytes on. Events stay in the version they were written "
-    "in.",
-    "events": "Single events as CloudEvents in binary mode. May repeat, with the same id and bytes: drop seq "
-    "at or below the highest "
-    "seen in the partition. Events stay in the version they were written in.",
-    "rejected": "The original bytes of what could not be understood.",
+    "marker before it; a block counts when its term and owner are those of the last marker that counts. Drop "
+    "events whose seq was already read, stop at a gap. hash(n) = sha256(hash(n-1) ‖ line), starting from 32 "
+    "zero bytes. Events keep the version in which they were written.",
+    "events": "Single events as CloudEvents in binary mode. An event may be repeated, with the same id and "
+    "bytes: drop events whose seq is not above the highest seq read from the partition. Events keep the "
+    "version in which they were written.",
+    "rejected": "The original bytes of records that are not valid commands, and of undecidable commands.",
 }
 
 
 def document(version: str) -> Node:
-    """The document of a release; its schemas are the files beside it."""
+    """The document of a release. It refers to the schema files in the same folder."""
     return {
         "asyncapi": ASYNCAPI_VERSION,
         "info": {
@@ -71,7 +66,7 @@ def _channels() -> Node:
     topics = Topics(PREFIX)
     kept = retention_ms(topics)
     shards = Settings.model_fields["shards"].default
-    said = {
+    channels = {
         topics.commands: ("commands", ["command", "commands"]),
         topics.results: ("results", ["answer"]),
         topics.journal: ("journal", ["block", "marker"]),
@@ -95,42 +90,42 @@ def _channels() -> Node:
                 }
             },
         }
-        for topic, (name, messages) in said.items()
+        for topic, (name, messages) in channels.items()
     }
 
 
 def _operations() -> Node:
-    """What grabstream does, by its own point of view: it receives commands, and sends the rest."""
-    sent = {
+    """The operations from grabstream's point of view: it receives commands, and sends everything else."""
+    sends = {
         name: {"action": "send", "channel": {"$ref": f"#/channels/{name}"}, "summary": summary}
         for name, summary in (
-            ("journal", "One block for each piece of an outbox, by the shard's one relay."),
-            ("events", "Every event once more, for programs that do not read the journal."),
-            ("rejected", "What was no command."),
+            ("journal", "Blocks of events from a shard's outbox, written by the relay that owns the shard."),
+            ("events", "Every event as a single record, for programs that do not read the journal."),
+            ("rejected", "Records that could not be decided."),
         )
     }
     decide = {
         "action": "receive",
         "channel": {"$ref": "#/channels/commands"},
-        "summary": "Decides commands, in the order of each record.",
+        "summary": "Decides commands; those of one record in their order.",
         "reply": {
             "channel": {"$ref": "#/channels/results"},
             "messages": [{"$ref": "#/channels/results/messages/answer"}],
         },
     }
-    return {"decide": decide, **sent}
+    return {"decide": decide, **sends}
 
 
 # -- messages ------------------------------------------------------------------------------------------------
 
 
 def _messages() -> Node:
-    anything = {"oneOf": [_file(f"commands/{tag_of(command)}") for command in get_args(AnyCommand)]}
+    any_command = {"oneOf": [_file(f"commands/{tag_of(command)}") for command in get_args(AnyCommand)]}
     return {
-        "command": _message("one command", _schema(anything), _key("any; the offer's id is usual")),
+        "command": _message("one command", _schema(any_command), _key("any; the offer's id is usual")),
         "commands": _message(
-            "several commands, carried out in order; a bad one does not stop the others",
-            _schema({"type": "array", "items": anything}),
+            "several commands, decided in order; an invalid command does not stop the others",
+            _schema({"type": "array", "items": any_command}),
             _key("any; the offer's id is usual"),
         ),
         "answer": _message(
@@ -138,7 +133,7 @@ def _messages() -> Node:
         ),
         "block": {
             **_message(
-                "consecutive events of a shard, one a line (NDJSON)",
+                "consecutive events of a shard, one per line (NDJSON)",
                 _schema({"type": "string", "minLength": 1}),
                 None,
             ),
@@ -147,7 +142,7 @@ def _messages() -> Node:
         },
         "marker": {
             **_message(
-                "the begin of a term; its value is empty", _schema({"type": "string", "maxLength": 0}), None
+                "the start of a term; its value is empty", _schema({"type": "string", "maxLength": 0}), None
             ),
             "contentType": "application/x-ndjson",
             "headers": _schema(MARKER_HEADERS),
@@ -198,7 +193,7 @@ def _schema(schema: Node) -> Node:
     }
 
 
-# -- headers: their values are text --------------------------------------------------------------------------
+# -- headers, whose values are text --------------------------------------------------------------------------
 
 
 def _headers(required: Node, optional: Node | None = None) -> Node:
@@ -209,8 +204,8 @@ _NUMBER: Final = {"type": "string", "pattern": "^[0-9]+$"}
 _HASH: Final = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 _TERM: Final = {
     "shard": _NUMBER,
-    "term": {**_NUMBER, "description": "raised by every relay that takes the shard over"},
-    "owner": {"type": "string", "description": "drawn at random for each attempt to take the shard over"},
+    "term": {**_NUMBER, "description": "raised by each takeover of the shard"},
+    "owner": {"type": "string", "description": "a random id of the takeover"},
 }
 MARKER_HEADERS: Final = _headers({**_TERM, "count": {"const": "0"}})
 BLOCK_HEADERS: Final = _headers(
@@ -219,7 +214,7 @@ BLOCK_HEADERS: Final = _headers(
         "first_seq": _NUMBER,
         "count": {"type": "string", "pattern": "^[1-9][0-9]*$"},
         "prev": {**_HASH, "description": "the chain's hash before the first line"},
-        "head": {**_HASH, "description": "the chain's hash behind the last line"},
+        "head": {**_HASH, "description": "the chain's hash after the last line"},
     }
 )
 EVENT_HEADERS: Final = _headers(
@@ -232,7 +227,12 @@ EVENT_HEADERS: Final = _headers(
         "ce_time": {"type": "string", "format": "date-time"},
         "ce_subject": {"type": "string", "pattern": ID_PATTERN, "description": "the offer's id"},
     },
-    {"cursor": {"type": "string", "description": "the publisher's own, on some records: ignore it"}},
+    {
+        "cursor": {
+            "type": "string",
+            "description": "the publisher's position, on some records; readers ignore it",
+        }
+    },
 )
 REJECTED_HEADERS: Final = _headers(
     {
@@ -242,18 +242,21 @@ REJECTED_HEADERS: Final = _headers(
         "offset": _NUMBER,
         "index": {
             **_NUMBER,
-            "description": "ordinal of the command within the record, from 0; of several bad ones, the first",
+            "description": "ordinal of the first command within the record that is not valid, from 0",
         },
     },
     {
-        "piece": {**_NUMBER, "description": "bytes too long for one record: ordinal of the piece, from 1"},
+        "piece": {
+            **_NUMBER,
+            "description": "ordinal of the piece, from 1, when the bytes are too long for one record",
+        },
         "pieces": {
             **_NUMBER,
-            "description": "number of pieces that make up the bytes, when there are several",
+            "description": "number of pieces, when the bytes are too long for one record",
         },
         "part": {
             "const": "key",
-            "description": "the bytes are those of the record's key, which was too long to be kept as one",
+            "description": "the bytes are the original key, which was too long to be this record's key",
         },
     },
 )

@@ -1,12 +1,12 @@
-"""What a change of a JSON Schema means for the programs on the other side.
+"""What a change of a JSON Schema means for other programs.
 
-Who is on the other side decides. `reads`: we read what others wrote by the old schema (commands of senders
-that know nothing of the change; events that have been in the journal for years), so whatever fitted must
-still fit. `writes`: others read by the old schema what we write by the new one (answers, events), so nothing
-may come that the old one did not announce; they ignore unknown fields.
+It depends on the direction. `reads`: grabstream reads what others wrote by the old schema (commands of
+senders that do not know the change; old events of the journal), so every value that was valid must stay
+valid. `writes`: others read by the old schema what grabstream writes by the new one (answers, events), so no
+value may be written that the old schema does not allow; readers ignore unknown fields.
 
-Only what the schemas of this project are made of is understood; a difference in anything else is breaking
-until somebody looks.
+Only the keywords that the schemas of this project use are supported. A difference in any other keyword counts
+as breaking.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ Verdict = Literal["compatible", "warning", "breaking"]
 Schema = dict[str, Any]
 VERDICTS: Final[tuple[Verdict, ...]] = ("compatible", "warning", "breaking")
 
-#: What each kind of difference means when we read, and when we write.
+#: Kind of difference → its verdict in the direction `reads`, and in the direction `writes`.
 MEANING: Final[dict[str, tuple[Verdict, Verdict]]] = {
     "field added": ("compatible", "compatible"),
     "required field added": ("breaking", "compatible"),
     "field removed": ("breaking", "breaking"),
     "became required": ("breaking", "compatible"),
     "became optional": ("compatible", "breaking"),
-    # What is left out means the default: of the schema that the other side knows.
+    # A field that is left out means the default of the schema that the other program knows.
     "default changed": ("breaking", "breaking"),
     "value added": ("compatible", "warning"),
     "value removed": ("breaking", "compatible"),
@@ -37,7 +37,7 @@ MEANING: Final[dict[str, tuple[Verdict, Verdict]]] = {
     "unknown fields are allowed": ("compatible", "compatible"),
     "cannot be compared": ("breaking", "breaking"),
 }
-#: Words of a schema that constrain nothing.
+#: Keywords that constrain nothing.
 _NOTES: Final = frozenset(
     {"$schema", "$id", "$defs", "title", "description", "discriminator", "$comment", "examples"}
 )
@@ -50,7 +50,7 @@ _UNDERSTOOD: Final = _NOTES | {
 }  # fmt: skip
 
 _SIMPLE: Final = ("string", "integer", "number", "boolean", "null", "array", "choice", "anything")
-#: Free text that becomes a choice, a whole number that becomes any number, and back.
+#: Types that contain each other: text and a choice of texts, any number and whole numbers.
 _RELATED: Final = {
     ("string", "choice"): "narrowed", ("choice", "string"): "widened", ("integer", "number"): "widened",
     ("number", "integer"): "narrowed",
@@ -59,8 +59,8 @@ _ABSENT: Final = "nothing"
 
 
 class Difference(NamedTuple):
-    """One difference: where (`$.terms.price`), of which kind (a key of MEANING), and in words what was and
-    what is.
+    """A difference: where it is (`$.terms.price`), its kind (a key of MEANING), and a text with the old and
+    the new value.
     """
 
     where: str
@@ -68,9 +68,9 @@ class Difference(NamedTuple):
     words: str
 
     def verdict(self, *directions: Direction) -> Verdict:
-        """The worst of what it means in these directions."""
-        found = [MEANING[self.kind][0 if direction == "reads" else 1] for direction in directions]
-        return max(found, key=VERDICTS.index)
+        """The worst verdict in these directions."""
+        verdicts = [MEANING[self.kind][0 if direction == "reads" else 1] for direction in directions]
+        return max(verdicts, key=VERDICTS.index)
 
 
 def differences(old: Schema, new: Schema) -> list[Difference]:
@@ -79,7 +79,7 @@ def differences(old: Schema, new: Schema) -> list[Difference]:
 
 
 class _Comparison:
-    """Walks through two schemas at once, following their references."""
+    """Walks through two schemas in parallel, and follows their references."""
 
     def __init__(self, old: Schema, new: Schema) -> None:
         self._old_root, self._new_root = old, new
@@ -108,22 +108,22 @@ class _Comparison:
         for field, schema in olds.items():
             inside = f"{where}.{field}"
             if field not in news:
-                yield Difference(inside, "field removed", "the field is gone")
+                yield Difference(inside, "field removed", "the new schema lacks it")
                 continue
             was, is_ = field in old.get("required", ()), field in new.get("required", ())
             if was != is_:
                 yield Difference(
                     inside,
                     *(
-                        ("became required", "is always there")
+                        ("became required", "can no longer be left out")
                         if is_
                         else ("became optional", "may be left out")
                     ),
                 )
             elif not was and schema.get("default", _ABSENT) != news[field].get("default", _ABSENT):
-                meanings = [one.get("default", _ABSENT) for one in (schema, news[field])]
+                defaults = [either.get("default", _ABSENT) for either in (schema, news[field])]
                 yield Difference(
-                    inside, "default changed", f"left out, it meant {meanings[0]!r}, now {meanings[1]!r}"
+                    inside, "default changed", f"left out, it meant {defaults[0]!r}, now {defaults[1]!r}"
                 )
             yield from self.compare(inside, schema, news[field])
         for field in (field for field in news if field not in olds):
@@ -133,7 +133,7 @@ class _Comparison:
             )
 
     def _members(self, where: str, old: Schema, new: Schema) -> Iterator[Difference]:
-        """What stands in a list or in a map."""
+        """The members of a list or of a map."""
         for word, inside in (
             ("items", f"{where}[]"),
             ("additionalProperties", f"{where}.*"),
@@ -153,21 +153,21 @@ class _Comparison:
                 yield Difference(where, kind, kind)
         olds, news = old.get("prefixItems", []), new.get("prefixItems", [])
         if len(olds) != len(news):
-            yield Difference(where, "type changed", f"{len(olds)} places → {len(news)}")
+            yield Difference(where, "type changed", f"{len(olds)} members → {len(news)}")
             return
-        for place, (was, is_) in enumerate(zip(olds, news, strict=True)):
-            yield from self.compare(f"{where}[{place}]", was, is_)
+        for index, (was, is_) in enumerate(zip(olds, news, strict=True)):
+            yield from self.compare(f"{where}[{index}]", was, is_)
 
 
 def _refers(schema: Any) -> bool:
-    """Whether a schema refers to others, which may have changed although it has not."""
+    """Whether a schema refers to others, which may differ although the schema itself does not."""
     if isinstance(schema, dict):
         return "$ref" in schema or any(map(_refers, schema.values()))
     return isinstance(schema, list) and any(map(_refers, schema))
 
 
 def _resolved(root: Schema, schema: Schema) -> Schema:
-    """The schema with its reference followed; what stands beside the reference counts too."""
+    """The schema that a reference leads to, with the keywords next to the reference."""
     while "$ref" in schema:
         name = schema["$ref"].removeprefix("#/$defs/")
         schema = {**root["$defs"][name], **{word: value for word, value in schema.items() if word != "$ref"}}
@@ -175,18 +175,18 @@ def _resolved(root: Schema, schema: Schema) -> Schema:
 
 
 def _alternatives(root: Schema, schema: Schema) -> dict[str, Schema]:
-    """What a value may be, by type; structs of several sorts by the value that tells them apart."""
+    """The alternatives of a value by type; alternatives that are objects, by the value of their tag."""
     if "anyOf" not in schema:
         return {
             "choice" if "enum" in schema or "const" in schema else str(schema.get("type", "anything")): schema
         }
     tag = schema.get("discriminator", {}).get("propertyName")
-    found: dict[str, Schema] = {}
-    for one in schema["anyOf"]:
-        for name, alternative in _alternatives(root, _resolved(root, one)).items():
-            sort = f"{tag} {_enum(alternative['properties'][tag])[0]}" if tag else name
-            found[sort if sort not in found else f"{sort} {len(found)}"] = alternative
-    return found
+    alternatives: dict[str, Schema] = {}
+    for member in schema["anyOf"]:
+        for name, alternative in _alternatives(root, _resolved(root, member)).items():
+            label = f"{tag} {_enum(alternative['properties'][tag])[0]}" if tag else name
+            alternatives[label if label not in alternatives else f"{label} {len(alternatives)}"] = alternative
+    return alternatives
 
 
 def _enum(schema: Schema) -> list[Any]:
@@ -200,21 +200,22 @@ def _not_understood(where: str, old: Schema, new: Schema) -> Iterator[Difference
 
 
 def _other_alternatives(where: str, old: dict[str, Schema], new: dict[str, Schema]) -> Iterator[Difference]:
-    gone, come = [name for name in old if name not in new], [name for name in new if name not in old]
-    if gone and come:
+    removed = [name for name in old if name not in new]
+    added = [name for name in new if name not in old]
+    if removed and added:
         kind = (
-            _RELATED.get((gone[0], come[0]), "type changed")
-            if len(gone) == len(come) == 1
+            _RELATED.get((removed[0], added[0]), "type changed")
+            if len(removed) == len(added) == 1
             else "type changed"
         )
-        yield Difference(where, kind, f"{', '.join(gone)} → {', '.join(come)}")
+        yield Difference(where, kind, f"{', '.join(removed)} → {', '.join(added)}")
         return
-    for name in gone:
-        yield Difference(
-            where, "narrowed" if name in _SIMPLE else "alternative removed", f"no {name} any more"
-        )
-    for name in come:
-        yield Difference(where, "widened" if name in _SIMPLE else "alternative added", f"also {name}")
+    for name in removed:
+        kind = "narrowed" if name in _SIMPLE else "alternative removed"
+        yield Difference(where, kind, f"{name} is no longer allowed")
+    for name in added:
+        kind = "widened" if name in _SIMPLE else "alternative added"
+        yield Difference(where, kind, f"{name} is allowed too")
 
 
 def _values(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
@@ -226,10 +227,10 @@ def _values(where: str, old: Schema, new: Schema) -> Iterator[Difference]:
         return
     for value in was:
         if value not in is_:
-            yield Difference(where, "value removed", f"{value!r} is no value any more")
+            yield Difference(where, "value removed", f"{value!r} is no longer allowed")
     for value in is_:
         if value not in was:
-            yield Difference(where, "value added", f"{value!r} is a value too")
+            yield Difference(where, "value added", f"{value!r} is allowed too")
 
 
 def _bounds(where: str, old: Schema, new: Schema) -> Iterator[Difference]:

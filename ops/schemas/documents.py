@@ -1,9 +1,8 @@
-"""JSON Schemas (2020-12) of every command, answer and event, made from the models: one document each, with
-all that it refers to.
+"""JSON Schemas (2020-12) of every command, answer and event, generated from the models: one document each,
+with all its references included.
 
-Each says what one field says by itself. What ties fields together (a basket cannot wait, a price needs a
-hold) is checked at the door and said in the models' words; a command that fits its schema can still be
-answered `invalid`.
+A schema checks single fields. Rules about several fields (a basket cannot wait, a price needs a hold) are
+checked when a command is decoded, so a command that fits its schema can still be answered `invalid`.
 """
 
 import inspect
@@ -22,25 +21,23 @@ Schema = dict[str, Any]
 
 
 def documents() -> dict[str, Schema]:
-    """All schemas by name: `commands/grab`, `answers/answer`, `events/grab.granted.v1` …, in order of their
-    names.
-    """
-    found = {
+    """All schemas by name, sorted: `answers/answer`, `commands/grab`, `events/grab.granted.v1` …"""
+    schemas = {
         f"commands/{tag_of(command)}": schema_of(command, tag_of(command)) for command in get_args(AnyCommand)
     }
-    found[ANSWER] = schema_of(Answer, "answer", nulls=False)
-    found |= {
+    schemas[ANSWER] = schema_of(Answer, "answer", nulls=False)
+    schemas |= {
         event_name(tag_of(event)): schema_of(event, tag_of(event), nulls=False)
         for event in get_args(AnyEvent)
     }
     return {
-        name: {"$schema": DIALECT, "$id": f"urn:grabstream:{name.replace('/', ':')}", **found[name]}
-        for name in sorted(found)
+        name: {"$schema": DIALECT, "$id": f"urn:grabstream:{name.replace('/', ':')}", **schemas[name]}
+        for name in sorted(schemas)
     }
 
 
 def event_name(type_: str, version: int | None = None) -> str:
-    """What the schema of an event is called; without a version it is the current one."""
+    """The name of the schema of an event; without a version, of the current version."""
     return f"events/{type_}.v{version or CURRENT_VERSIONS[type_]}"
 
 
@@ -50,10 +47,10 @@ def tag_of(struct: type) -> str:
 
 
 def schema_of(struct: type, title: str, nulls: bool = True) -> Schema:
-    """The schema of one struct, with the ones it refers to under `$defs`.
+    """The schema of a struct, with the schemas it refers to under `$defs`.
 
-    `nulls`: whether a field that may be left out may as well be null. It may in what we read; what we write
-    has no null in it.
+    `nulls`: whether an optional field may be null. It may in what grabstream reads; what grabstream writes
+    leaves the field out instead.
     """
     _, components = msgspec.json.schema_components([struct], ref_template="#/$defs/{name}")
     plain = {name: _plain(component, nulls) for name, component in components.items()}
@@ -62,9 +59,9 @@ def schema_of(struct: type, title: str, nulls: bool = True) -> Schema:
 
 
 def _plain(schema: Any, nulls: bool) -> Any:
-    """The same without the line breaks of docstrings, and without null where it is not meant."""
+    """The schema without the line breaks of docstrings, and without null unless `nulls`."""
     if isinstance(schema, list | tuple):
-        return [_plain(one, nulls) for one in schema]
+        return [_plain(member, nulls) for member in schema]
     if not isinstance(schema, dict):
         return schema
     if not nulls and schema.get("anyOf", [])[1:] == [{"type": "null"}]:
@@ -78,4 +75,4 @@ def _plain(schema: Any, nulls: bool) -> Any:
 
 def _paragraphs(docstring: str) -> str:
     """The text without indentation and without the line breaks inside its paragraphs."""
-    return "\n\n".join(" ".join(one.split()) for one in inspect.cleandoc(docstring).split("\n\n"))
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))

@@ -1,9 +1,9 @@
-"""What changed since the last release, and whether other people's programs survive it.
+"""What changed since the last release, and whether it breaks other programs.
 
-A release is one file, `schemas/released/<version>.json`, never edited: all schemas and the AsyncAPI document
-as they were. Commands are compared as what we read, answers as what we write, events as both: consumers read
-what we write, and we read for ever what stands in the journal. A change that breaks events is no obstacle
-when the type's version was raised and an upcaster leads there.
+A release is one file that is never edited, `schemas/released/<version>.json`: all schemas and the AsyncAPI
+document as they were. Commands are compared in the direction `reads`, answers in the direction `writes`, and
+events in both: other programs read them, and grabstream itself reads the old events of the journal for ever.
+A breaking change of an event is allowed with a new version of its type and an upcaster.
 """
 
 import json
@@ -20,15 +20,15 @@ FOR_EVER: Final = -1
 
 
 class Contract(NamedTuple):
-    """What others rely on at one time: JSON Schemas by name, and the AsyncAPI document."""
+    """What other programs rely on: JSON Schemas by name, and the AsyncAPI document."""
 
     schemas: Mapping[str, Schema]
     asyncapi: Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """One change: of what, where in it, what it is, what it means, and what to do about it (empty:
-    nothing).
+    """A change: its verdict, the name of what changed, where in it, a description, and what to do instead
+    (empty when nothing has to be done).
     """
 
     verdict: Verdict
@@ -39,37 +39,37 @@ class Change(NamedTuple):
 
 
 def last_release(folder: Path) -> str | None:
-    """The highest version in the folder of releases; None when there was none."""
+    """The highest version in the folder of releases; None when the folder has no release."""
     versions = [path.stem for path in folder.glob("*.json")]
     return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
 
 
 def read_release(folder: Path, version: str) -> Contract:
-    """A release as it was; raises OSError when there is no such file."""
-    found = json.loads((folder / f"{version}.json").read_text(encoding="utf-8"))
-    return Contract(found["schemas"], found["asyncapi"])
+    """A release as it was; raises OSError when its file does not exist."""
+    released = json.loads((folder / f"{version}.json").read_text(encoding="utf-8"))
+    return Contract(released["schemas"], released["asyncapi"])
 
 
 def verdict_of(changes: Collection[Change]) -> Verdict:
-    """The worst of all changes."""
+    """The worst verdict of all changes."""
     return max((change.verdict for change in changes), key=VERDICTS.index, default="compatible")
 
 
 def changes_between(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) -> list[Change]:
-    """Every change since a release, the worst first; `upcasts` are the (type, version) that upcasters begin
-    at.
+    """Every change since a release, the worst first. `upcasts` are the (type, version) for which upcasters to
+    the next version exist.
     """
-    found = [
+    changes = [
         *_commands(old, new),
         *_answers(old, new),
         *_events(old, new, upcasts),
         *_topics(old.asyncapi, new.asyncapi),
     ]
-    return sorted(found, key=lambda change: -VERDICTS.index(change.verdict))
+    return sorted(changes, key=lambda change: -VERDICTS.index(change.verdict))
 
 
-def _of(contract: Contract, room: str) -> dict[str, Schema]:
-    return {name: schema for name, schema in contract.schemas.items() if name.startswith(f"{room}/")}
+def _of(contract: Contract, folder: str) -> dict[str, Schema]:
+    return {name: schema for name, schema in contract.schemas.items() if name.startswith(f"{folder}/")}
 
 
 def _changes(name: str, old: Schema, new: Schema, way_out: str, *directions: Direction) -> Iterator[Change]:
@@ -89,14 +89,14 @@ def _in_words(difference: Difference) -> str:
 def _commands(old: Contract, new: Contract) -> Iterator[Change]:
     olds, news = _of(old, "commands"), _of(new, "commands")
     way_out = (
-        "keep taking what was taken: make a new field optional, or add a command of another type "
-        "beside this one"
+        "keep accepting every command that was accepted: make a new field optional, or add a command of "
+        "another type"
     )
     for name, schema in olds.items():
         if name in news:
             yield from _changes(name, schema, news[name], way_out, "reads")
         else:
-            yield Change("breaking", name, "$", "the command is gone", "keep it")
+            yield Change("breaking", name, "$", "the command was removed", "keep it")
     yield from (Change("compatible", name, "$", "a new command") for name in news if name not in olds)
 
 
@@ -104,7 +104,7 @@ def _answers(old: Contract, new: Contract) -> Iterator[Change]:
     news = _of(new, "answers")
     for name, schema in _of(old, "answers").items():
         yield from _changes(
-            name, schema, news[name], "keep the field as it is, and say more in a new one", "writes"
+            name, schema, news[name], "keep the field as it is, and add a new field", "writes"
         )
 
 
@@ -113,11 +113,11 @@ def _answers(old: Contract, new: Contract) -> Iterator[Change]:
 
 def _versions(contract: Contract) -> dict[str, int]:
     """The newest version of every type."""
-    found: dict[str, int] = {}
+    newest: dict[str, int] = {}
     for name in contract.schemas:
         if event := _event_name(name):
-            found[event["type"]] = max(found.get(event["type"], 0), int(event["version"]))
-    return found
+            newest[event["type"]] = max(newest.get(event["type"], 0), int(event["version"]))
+    return newest
 
 
 def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) -> Iterator[Change]:
@@ -128,16 +128,16 @@ def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) 
                 "breaking",
                 f"events/{type_}",
                 "$",
-                "the type is gone",
-                "keep it: it stands in journals for ever",
+                "the type was removed",
+                "keep it: journals have such events for ever",
             )
         elif news[type_] < released:
             yield Change(
                 "breaking",
                 f"events/{type_}",
                 "$",
-                f"v{released} was released, this is v{news[type_]}",
-                "versions only rise",
+                f"v{released} was released, and this is v{news[type_]}",
+                f"set it to v{released} or higher: versions are never lowered",
             )
         else:
             yield from _raised(type_, released, news[type_], upcasts)
@@ -150,12 +150,12 @@ def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) 
                 "breaking",
                 name,
                 "$",
-                "the schema of an older version is gone",
-                "keep the file: such events are read for ever",
+                "the schema of an older version was removed",
+                "keep the file: journals have such events for ever",
             )
     for type_ in (type_ for type_ in news if type_ not in olds):
         yield Change(
-            "warning", f"events/{type_}", "$", "a new type: readers that know all types by name meet one more"
+            "warning", f"events/{type_}", "$", "a new type: readers that list all types must know it"
         )
 
 
@@ -165,12 +165,12 @@ def _raised(
     name = f"events/{type_}"
     for version in range(released, current):
         if (type_, version) not in upcasts:
-            words = f"v{version} was raised to v{version + 1}, and no upcaster leads there"
-            yield Change("breaking", name, "$.v", words, "write it in models/upcasters.py")
+            words = f"v{version} was raised to v{version + 1} without an upcaster"
+            yield Change("breaking", name, "$.v", words, "write the upcaster in models/upcasters.py")
     if current > released:
         words = (
             f"v{released} → v{current}: readers of the journal and of the events topic must know both "
-            "before the first is written"
+            f"before the first event of v{current} is written"
         )
         yield Change("warning", name, "$.v", words)
 
@@ -182,7 +182,7 @@ def _topics(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     for name, was in old["channels"].items():
         topic, is_ = f"topics/{name}", new["channels"].get(name)
         if is_ is None:
-            yield Change("breaking", topic, "$", "the topic is gone", "keep it")
+            yield Change("breaking", topic, "$", "the topic was removed", "keep it")
             continue
         if was["address"] != is_["address"]:
             yield Change(
@@ -194,7 +194,7 @@ def _topics(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
                 "warning",
                 topic,
                 "$.retention",
-                f"kept for {kept[1]} ms, before for {kept[0]} ms (-1: for ever)",
+                f"kept for {kept[1]} ms, formerly for {kept[0]} ms (-1: for ever)",
             )
         for message in was["messages"]:
             if message in is_["messages"]:
@@ -202,25 +202,27 @@ def _topics(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
                     f"{topic}/{message}", name, _message_in(old, message), _message_in(new, message)
                 )
             elif name != "events":
-                # What became of the types of events is said above.
-                yield Change("breaking", f"{topic}/{message}", "$", "stands in this topic no more", "keep it")
+                # Removed types of events are reported by _events.
+                yield Change(
+                    "breaking", f"{topic}/{message}", "$", "the topic no longer has this message", "keep it"
+                )
 
 
-def _message_in(document: Mapping[str, Any], message: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = document["components"]["messages"][message]
-    return found
+def _message_in(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    message: Mapping[str, Any] = document["components"]["messages"][name]
+    return message
 
 
 def _message(name: str, topic: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Its headers and its key."""
-    # Our own relays and projections read the journal's headers too, of blocks of any age.
+    """The changes of a message's headers and key."""
+    # grabstream itself reads the headers of old blocks of the journal.
     directions: tuple[Direction, ...] = ("reads", "writes") if topic == "journal" else ("writes",)
     headers = [message.get("headers", {}).get("schema", {}) for message in (old, new)]
     yield from _changes(
         f"{name}/headers",
         headers[0],
         headers[1],
-        "keep the header as it is, and say more in a new one",
+        "keep the header as it is, and add a new header",
         *directions,
     )
     keys = [message["bindings"]["kafka"].get("key") for message in (old, new)]
@@ -230,5 +232,5 @@ def _message(name: str, topic: str, old: Mapping[str, Any], new: Mapping[str, An
             f"{name}/key",
             "$",
             f"{keys[0]} → {keys[1]}",
-            "records of one key must stay together: keep it",
+            "keep the key: records of one key must stay in one partition",
         )

@@ -1,6 +1,6 @@
 """Local servers as plain processes: Redis, Kafka and PostgreSQL under one directory, on their own ports.
 
-For machines without a Docker engine, and for tests that need servers of their own to kill.
+For machines without a Docker engine, and for tests that kill servers.
 """
 
 from grabstream.ops.services.cluster import ClusterPorts, ClusterServices

@@ -1,5 +1,5 @@
-"""A set as it runs in production, on one machine: a Redis Cluster of three masters with a replica each, three
-Kafka brokers, PostgreSQL.
+"""A set of servers as in production, on one machine: a Redis Cluster of three masters with one replica each,
+three Kafka brokers, and PostgreSQL.
 """
 
 import base64
@@ -23,8 +23,8 @@ JOIN_SECONDS: Final = 30.0
 
 
 class ClusterPorts(NamedTuple):
-    """Ports of a set: six of Redis (masters first) and their buses, three of Kafka and their controllers,
-    PostgreSQL's.
+    """The ports of a set: six for Redis (masters first), six for their cluster buses, three for Kafka, three
+    for its controllers, and one for PostgreSQL.
     """
 
     redis: Sequence[int]
@@ -35,12 +35,12 @@ class ClusterPorts(NamedTuple):
 
 
 def ports_from(free: Sequence[int]) -> ClusterPorts:
-    """Deals nineteen ports out."""
+    """Divides nineteen free ports among the servers."""
     return ClusterPorts(free[:6], free[6:12], free[12:15], free[15:18], free[18])
 
 
 class ClusterServices(ServerSet):
-    """Ten servers: small heaps, since all of them share one machine."""
+    """The ten servers of a cluster, with small heaps, since they share one machine."""
 
     def __init__(self, directory: Path, ports: ClusterPorts, kafka_heap_mb: int = 320) -> None:
         directory = directory.resolve()
@@ -48,7 +48,7 @@ class ClusterServices(ServerSet):
             Redis(directory / f"redis-{number}", port, f"redis-{number}", bus)
             for number, (port, bus) in enumerate(zip(ports.redis, ports.bus, strict=True), 1)
         )
-        # The three are formatted one by one, and have to agree on the name of their cluster.
+        # The three brokers are formatted one by one and need the same cluster id.
         cluster_id = (
             base64.urlsafe_b64encode(hashlib.sha256(str(directory).encode()).digest()[:16])
             .decode()
@@ -56,15 +56,15 @@ class ClusterServices(ServerSet):
         )
         self.kafka = tuple(
             Kafka(
-                directory / f"kafka-{place + 1}",
+                directory / f"kafka-{index + 1}",
                 port,
                 ports.controller,
                 kafka_heap_mb,
-                f"kafka-{place + 1}",
-                place,
+                f"kafka-{index + 1}",
+                index,
                 cluster_id,
             )
-            for place, port in enumerate(ports.kafka)
+            for index, port in enumerate(ports.kafka)
         )
         super().__init__(directory, (*self.redis, *self.kafka), Postgres(directory, ports.postgres))
 
@@ -77,17 +77,17 @@ class ClusterServices(ServerSet):
         }
 
     def join(self, report: Say) -> None:
-        """Makes six Redis servers one cluster, once; raises ServiceError when they do not agree within
-        JOIN_SECONDS.
+        """Joins the six Redis servers into one cluster, unless they are one; raises ServiceError when the
+        cluster is not complete within JOIN_SECONDS.
         """
         join_redis(self.redis, MASTERS, report)
 
 
 def join_redis(servers: Sequence[Redis], masters: int, report: Say = lambda line: None) -> None:
-    """Makes running servers one cluster, unless they are: the first are masters, the others follow them in
-    turn.
+    """Joins running servers into one cluster, unless they are one. The first `masters` servers become
+    masters, the others their replicas in turn.
 
-    Raises ServiceError when they do not agree within JOIN_SECONDS.
+    Raises ServiceError when the cluster is not complete within JOIN_SECONDS.
     """
     clients = [redis.Redis(port=server.port, socket_timeout=5) for server in servers]
     try:
@@ -95,7 +95,8 @@ def join_redis(servers: Sequence[Redis], masters: int, report: Say = lambda line
             _form(servers, clients, masters)
             report(f"Redis Cluster of {masters} masters, {len(servers) - masters} replicas")
         _until(
-            lambda: all(_agrees(client, masters) for client in clients), "the Redis Cluster is not complete"
+            lambda: all(_is_complete(client, masters) for client in clients),
+            "the Redis Cluster is not complete",
         )
     finally:
         for client in clients:
@@ -103,29 +104,29 @@ def join_redis(servers: Sequence[Redis], masters: int, report: Say = lambda line
 
 
 def _form(servers: Sequence[Redis], clients: Sequence[Any], masters: int) -> None:
-    """Slots to the masters, an acquaintance of all, and replicas to the masters."""
-    bounds = [SLOTS * place // masters for place in range(masters + 1)]
-    for place, client in enumerate(clients[:masters]):
-        client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[place], bounds[place + 1] - 1)
-        client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", place + 1)
+    """Assigns slots to the masters, makes all servers meet, and assigns replicas to the masters."""
+    bounds = [SLOTS * index // masters for index in range(masters + 1)]
+    for index, client in enumerate(clients[:masters]):
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
+        client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
     for server in servers[1:]:
         clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, server.bus_port)
     _until(
         lambda: all(int(_info(client)["cluster_known_nodes"]) == len(clients) for client in clients),
-        "Redis servers do not meet",
+        "the Redis servers have not met",
     )
-    for place, replica in enumerate(clients[masters:]):
-        follow = partial(_replicates, replica, clients[place % masters])
-        _until(follow, "a replica does not know its master")
+    for index, replica in enumerate(clients[masters:]):
+        follow = partial(_replicate, replica, clients[index % masters])
+        _until(follow, "a replica has not met its master")
 
 
 def _info(client: Any) -> dict[str, str]:
-    found = client.execute_command("CLUSTER INFO")
-    return found if isinstance(found, dict) else dict(line.split(":", 1) for line in found.decode().split())
+    info = client.execute_command("CLUSTER INFO")
+    return info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.decode().split())
 
 
-def _replicates(replica: Any, master: Any) -> bool:
-    """Tells a server whose replica it is; false while it has not heard of its master."""
+def _replicate(replica: Any, master: Any) -> bool:
+    """Makes a server the replica of a master; returns False while it has not met the master."""
     try:
         replica.execute_command("CLUSTER", "REPLICATE", master.execute_command("CLUSTER", "MYID").decode())
     except redis.ResponseError:
@@ -133,17 +134,18 @@ def _replicates(replica: Any, master: Any) -> bool:
     return True
 
 
-def _agrees(client: Any, masters: int) -> bool:
+def _is_complete(client: Any, masters: int) -> bool:
+    """Whether this server sees all slots and masters, and is in sync if it is a replica."""
     try:
         state, replication = _info(client), client.info("replication")
     except redis.RedisError:
         return False
-    whole = (
+    slots_served = (
         state["cluster_state"] == "ok"
         and int(state["cluster_slots_ok"]) == SLOTS
         and int(state["cluster_size"]) == masters
     )
-    return whole and (replication["role"] == "master" or replication["master_link_status"] == "up")
+    return slots_served and (replication["role"] == "master" or replication["master_link_status"] == "up")
 
 
 def _until(condition: Any, problem: str) -> None:
@@ -151,7 +153,7 @@ def _until(condition: Any, problem: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise ServiceError(
-                f"{problem} after {JOIN_SECONDS:.0f} s: end the set with `grabstream down --remove` and "
-                "start it anew"
+                f"{problem} after {JOIN_SECONDS:.0f} s: remove the servers with `grabstream down --remove`, "
+                "then start them again"
             )
         time.sleep(POLL_SECONDS)

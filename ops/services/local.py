@@ -17,8 +17,8 @@ Say = Callable[[str], None]
 
 
 class ServerSet:
-    """Servers under one directory, started and ended together; a second set needs another directory and other
-    ports.
+    """Servers under one directory, started and stopped together. A second set needs another directory and
+    other ports.
     """
 
     def __init__(self, directory: Path, servers: Sequence[Process], postgres: Postgres) -> None:
@@ -27,7 +27,7 @@ class ServerSet:
         self.postgres = postgres
 
     def join(self, report: Say) -> None:
-        """Makes one cluster of servers that have just started, where they are to be one."""
+        """Joins servers that have just started into one cluster, in sets that have one."""
 
     def environment(self) -> dict[str, str]:
         """The settings (without GRAB_) that point at this set."""
@@ -35,13 +35,13 @@ class ServerSet:
 
     @property
     def _temporary(self) -> Path:
-        """There while PostgreSQL's data, which may lie outside of our directory, go when the servers end."""
+        """A file that exists while `down` must delete PostgreSQL's data, which may be outside `directory`."""
         return self.directory / "temporary"
 
     def up(self, report: Say = lambda line: None, temporary: bool = False) -> None:
-        """Starts what does not run, all at once; raises ServiceError with the way out.
+        """Starts the servers that do not run, all at once; raises ServiceError.
 
-        `temporary` servers leave nothing outside of their directory when they end, unless it was there
+        With `temporary`, `down` deletes what the servers have outside their directory, unless it existed
         before.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -49,18 +49,18 @@ class ServerSet:
             self._temporary.unlink(missing_ok=True)
         elif not self.postgres.data.exists():
             self._temporary.touch()
-        for server in self.all:  # packages one after the other: apt has a lock
+        for server in self.all:  # one after the other, since apt takes a lock
             if server.pid is None:
                 server.directory.mkdir(parents=True, exist_ok=True)
                 server.prepare(report)
         with ThreadPoolExecutor(len(self.all)) as pool:
             started = [pool.submit(server.start, report) for server in self.all]
-        for one in started:
-            one.result()
+        for future in started:
+            future.result()
         self.join(report)
 
     def down(self) -> list[str]:
-        """Ends those of this set that run, and only those; returns their names."""
+        """Stops the servers of this set that run; returns their names."""
         with ThreadPoolExecutor(len(self.all)) as pool:
             stopped = list(pool.map(Process.stop, self.all))
         if self._temporary.exists():
@@ -69,11 +69,11 @@ class ServerSet:
         return [server.name for server, ran in zip(self.all, stopped, strict=True) if ran]
 
     def status(self) -> dict[str, int | None]:
-        """The process id of every server, None for one that does not run."""
+        """Server → process id, None when it does not run."""
         return {server.name: server.pid for server in self.all}
 
     def remove(self) -> list[Path]:
-        """Ends all and deletes their data; returns the directories that were there."""
+        """Stops the servers and deletes their data; returns the directories that existed."""
         self.down()
         deleted = [path for path in dict.fromkeys((self.directory, self.postgres.data)) if path.exists()]
         self.postgres.remove()
@@ -108,10 +108,10 @@ class LocalServices(ServerSet):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on just now, from below the range that systems give to outgoing connections.
+    """Free ports, from below the range that systems use for outgoing connections.
 
-    From inside that range a client that tries to reconnect to a killed server can end up connected to itself,
-    and hold the port.
+    With a port from that range, a client that reconnects to a killed server could connect to itself and hold
+    the port.
     """
     sockets: list[socket.socket] = []
     try:
@@ -120,7 +120,7 @@ def free_ports(count: int) -> list[int]:
                 sockets.append(socket.create_server(("127.0.0.1", random.randint(*PORT_RANGE))))
             except OSError:
                 continue
-        return [one.getsockname()[1] for one in sockets]
+        return [listener.getsockname()[1] for listener in sockets]
     finally:
-        for one in sockets:
-            one.close()
+        for listener in sockets:
+            listener.close()

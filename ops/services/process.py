@@ -1,4 +1,4 @@
-"""One server process: started once, found again by its pid file, and never mistaken for a stranger."""
+"""One server process: started once, found again by its pid file, and never confused with another process."""
 
 import contextlib
 import os
@@ -18,15 +18,15 @@ POLL_SECONDS = 0.05
 
 
 class ServiceError(Exception):
-    """A server that cannot be started or stopped; the text says why, and the way out."""
+    """A server cannot be started or stopped; the text says why, and what to do."""
 
 
 class Process:
-    """A server process under `directory`. Subclasses say how it is prepared, started and asked whether it is
+    """A server process under `directory`. Subclasses define how it is prepared and started, and when it is
     ready.
     """
 
-    #: What it is, as the settings tell servers apart; `name` tells those of one kind apart.
+    #: `redis`, `kafka` or `postgres`; `name` distinguishes servers of one kind.
     kind = "server"
 
     def __init__(self, directory: Path, port: int, name: str | None = None) -> None:
@@ -34,39 +34,39 @@ class Process:
         self.port = port
         self.name = name or self.kind
 
-    # -- what a subclass says --------------------------------------------------------------------------------
+    # -- defined by subclasses -------------------------------------------------------------------------------
 
     def prepare(self, report: Callable[[str], None]) -> None:
-        """Installs and initialises what is missing."""
+        """Installs and initializes what is missing."""
 
     def command(self) -> list[str]:
         """The command that runs the server in the foreground."""
         raise NotImplementedError
 
     def ready(self) -> bool:
-        """Whether the server answers as its clients need it."""
+        """Whether the server serves its clients."""
         raise NotImplementedError
 
     def user(self) -> str | None:
-        """The system user to run it as; None for our own."""
+        """The system user that runs the server; None for the current user."""
         return None
 
-    # -- life ------------------------------------------------------------------------------------------------
+    # -- start and stop --------------------------------------------------------------------------------------
 
     @property
     def pid_file(self) -> Path:
-        """Where process id and start time are kept."""
+        """The file with the process id and start time."""
         return self.directory / f"{self.name}.pid"
 
     @property
     def log_file(self) -> Path:
-        """Where its output goes."""
+        """The file with the server's output."""
         return self.directory / f"{self.name}.log"
 
     @property
     def pid(self) -> int | None:
-        """The id of the running process, or None. A process that merely has got the same id is none of
-        ours.
+        """The id of the running process, or None. A process with the same id and another start time is
+        another process.
         """
         try:
             pid, started = self.pid_file.read_text().split()
@@ -75,7 +75,9 @@ class Process:
         return int(pid) if _start_time(int(pid)) == started else None
 
     def start(self, report: Callable[[str], None] = lambda line: None) -> bool:
-        """Starts it unless it runs, and returns whether it did; raises ServiceError with the way out."""
+        """Starts the server unless it runs, and waits until it is ready. Returns whether it started it;
+        raises ServiceError.
+        """
         if self.pid is not None:
             self._wait_until_ready()
             return False
@@ -98,15 +100,15 @@ class Process:
         return True
 
     def stop(self) -> bool:
-        """Ends it, gently at first; returns whether it ran."""
+        """Stops the server with SIGTERM, after STOP_SECONDS with SIGKILL; returns whether it ran."""
         return self._end(signal.SIGTERM)
 
     def kill(self) -> bool:
-        """kill -9, for crash tests; returns whether it ran."""
+        """Kills the server with SIGKILL, for crash tests; returns whether it ran."""
         return self._end(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends a signal, such as SIGSTOP; raises ServiceError when it does not run."""
+        """Sends a signal, such as SIGSTOP; raises ServiceError when the server does not run."""
         pid = self.pid
         if pid is None:
             raise ServiceError(f"{self.name} does not run")
@@ -119,7 +121,7 @@ class Process:
             return False
         os.kill(pid, first_signal)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)  # one that was stopped would not hear SIGTERM
+            os.kill(pid, signal.SIGCONT)  # a suspended process does not handle SIGTERM
         deadline = time.monotonic() + STOP_SECONDS
         while self._is_running(pid):
             if time.monotonic() > deadline:
@@ -129,12 +131,12 @@ class Process:
         return True
 
     def _is_running(self, pid: int) -> bool:
-        """Whether anything of it is left: a corpse whose other threads still hold the port is not gone
-        yet.
+        """Whether any thread of the process runs: a zombie whose other threads still hold the port counts as
+        running.
         """
         try:
             return os.waitpid(pid, os.WNOHANG)[0] == 0
-        except ChildProcessError:  # started by another process of ours
+        except ChildProcessError:  # not started by this process
             tasks = Path(f"/proc/{pid}/task")
             return self.pid is not None or (tasks.exists() and len(list(tasks.iterdir())) > 1)
 
@@ -143,14 +145,14 @@ class Process:
         while not self.ready():
             if process is not None and process.poll() is not None:
                 self.pid_file.unlink(missing_ok=True)
-                raise ServiceError(f"{self.name} ended with code {process.returncode}: {self._last_words()}")
+                raise ServiceError(f"{self.name} ended with code {process.returncode}: {self._end_of_log()}")
             if time.monotonic() > deadline:
-                raise ServiceError(f"{self.name} does not answer on port {self.port}: {self._last_words()}")
+                raise ServiceError(f"{self.name} does not answer on port {self.port}: {self._end_of_log()}")
             time.sleep(POLL_SECONDS)
 
-    def _last_words(self) -> str:
+    def _end_of_log(self) -> str:
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
-        return f"see {self.log_file}; it says: " + " / ".join(lines[-3:])
+        return f"see {self.log_file}, which ends with: " + " / ".join(lines[-3:])
 
     def _refuse_taken_port(self) -> None:
         with socket.socket() as probe:
@@ -159,8 +161,8 @@ class Process:
                 probe.bind(("127.0.0.1", self.port))
             except OSError:
                 raise ServiceError(
-                    f"port {self.port} for {self.name} is taken by another process: end that one "
-                    f"(`ss -ltnp 'sport = :{self.port}'` names it), or set another port in {self.setting()}"
+                    f"port {self.port} for {self.name} is taken by another process: end that process "
+                    f"(`ss -ltnp 'sport = :{self.port}'` shows it), or set another port in {self.setting()}"
                 ) from None
 
     def setting(self) -> str:
@@ -169,7 +171,7 @@ class Process:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot; None when there is none, or only its corpse."""
+    """When a process started, in clock ticks since boot; None when it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -178,19 +180,21 @@ def _start_time(pid: int) -> str | None:
 
 
 def install(report: Callable[[str], None], what: str, packages: list[str]) -> None:
-    """Installs Debian packages where we may; raises ServiceError with the command to run where we may not."""
+    """Installs Debian packages. Raises ServiceError with the command to run when the user is not root, or
+    when apt-get fails.
+    """
     command = f"apt-get install -y --no-install-recommends {' '.join(packages)}"
     if shutil.which("apt-get") is None:
-        raise ServiceError(f"{what} is missing: install it with your system's packages")
+        raise ServiceError(f"{what} is missing: install it with the package manager of your system")
     if os.geteuid() != 0:
         raise ServiceError(
-            f"{what} is missing and we may not install it: run `sudo {command}`, then try again"
+            f"{what} is missing, and only root may install it: run `sudo {command}`, then try again"
         )
     report(f"installing {' '.join(packages)}")
-    # Debian would start a server of its own right after installing it; policy-rc.d is its way to say no.
+    # Debian starts a server right after it is installed, unless policy-rc.d forbids it.
     policy = Path("/usr/sbin/policy-rc.d")
-    ours = not policy.exists()
-    if ours:
+    is_new = not policy.exists()
+    if is_new:
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
     try:
@@ -200,5 +204,5 @@ def install(report: Callable[[str], None], what: str, packages: list[str]) -> No
             if done.returncode != 0:
                 raise ServiceError(f"`{step}` failed: {done.stderr.strip()[-500:]}")
     finally:
-        if ours:
+        if is_new:
             policy.unlink()

@@ -1,4 +1,4 @@
-"""The three servers: how each is prepared, started, and asked whether it is ready."""
+"""The three servers: how each is prepared and started, and when it is ready."""
 
 import base64
 import hashlib
@@ -19,32 +19,34 @@ from grabstream.ops.services.process import Process, ServiceError, install
 OPS: Final = Path(__file__).resolve().parent.parent
 PROJECT: Final = OPS.parent
 
-#: A master of the local Redis Cluster that is silent for so long is replaced by its replica; 15 s is the
-#: server's own default.
+#: A master of the local Redis Cluster that does not answer for this long is replaced by its replica. The
+#: default of Redis is 15 s.
 NODE_TIMEOUT_MS: Final = 2_000
 
 Say = Callable[[str], None]
 
 
 class Redis(Process):
-    """Redis with AOF every second, and no eviction: the core must never forget by itself."""
+    """Redis with an append-only file, synced every second, and without eviction, which would lose
+    decisions.
+    """
 
     kind = "redis"
 
     def __init__(
         self, directory: Path, port: int, name: str | None = None, bus_port: int | None = None
     ) -> None:
-        """With a `bus_port` it is a node of a Redis Cluster."""
+        """With a `bus_port` the server is a node of a Redis Cluster."""
         super().__init__(directory, port, name)
         self.bus_port = bus_port
 
     def prepare(self, report: Say) -> None:
-        """Installs Debian's redis-server when there is none."""
+        """Installs Debian's redis-server when it is missing."""
         if shutil.which("redis-server") is None:
             install(report, "redis-server", ["redis-server"])
 
     def command(self) -> list[str]:
-        """redis-server with everything said on the command line."""
+        """redis-server with all settings as options, so that it needs no configuration file."""
         options: dict[str, object] = {
             "port": self.port,
             "bind": "127.0.0.1",
@@ -53,7 +55,8 @@ class Redis(Process):
             "appendfsync": "everysec",
             "save": "",
             "maxmemory-policy": "noeviction",
-            # Without replicas the replication id would change by itself, and with it the server's life.
+            # By default, a master without replicas changes its replication id after a while, and with it its
+            # server epoch.
             "repl-backlog-ttl": 0,
             "repl-diskless-sync-delay": 0,
         }
@@ -62,7 +65,7 @@ class Redis(Process):
                 "cluster-enabled": "yes",
                 "cluster-port": self.bus_port,
                 "cluster-node-timeout": NODE_TIMEOUT_MS,
-                # A shard whose server is away stops alone; the others go on.
+                # When a server does not answer, only its own shards stop.
                 "cluster-require-full-coverage": "no",
                 "cluster-allow-replica-migration": "no",
             }
@@ -72,15 +75,16 @@ class Redis(Process):
         ]
 
     def ready(self) -> bool:
-        """Whether it answers PING; while it loads its AOF it does not."""
+        """Whether the server answers PING, which it does not while it loads its append-only file."""
         return _ask(self.port, b"PING\r\n").startswith(b"+PONG")
 
 
 class Kafka(Process):
-    """A Kafka broker and controller (KRaft); its jars come from Maven and are shared by all sets of servers.
+    """A Kafka broker and controller (KRaft). Its jars are fetched with Maven and shared by all sets of
+    servers.
 
-    `controller_ports` are those of all brokers of its cluster, its own at `place`; `cluster_id` is the same
-    for all of them.
+    `controller_ports` are those of all brokers of the cluster, that of this broker at `index`. All brokers of
+    a cluster have the same `cluster_id`.
     """
 
     kind = "kafka"
@@ -92,29 +96,29 @@ class Kafka(Process):
         controller_ports: Sequence[int],
         heap_mb: int = 768,
         name: str | None = None,
-        place: int = 0,
+        index: int = 0,
         cluster_id: str | None = None,
     ) -> None:
         super().__init__(directory, port, name)
         self.controller_ports = controller_ports
         self.heap_mb = heap_mb
-        self.place = place
+        self.index = index
         self.cluster_id = cluster_id or new_cluster_id()
 
     @property
     def jars(self) -> Path:
-        """Where the broker's jars are kept, by version."""
+        """The directory of the broker's jars of this version."""
         return PROJECT / ".services" / f"kafka-{kafka_version()}"
 
     def prepare(self, report: Say) -> None:
-        """Fetches the jars and formats the storage, each once."""
+        """Fetches the jars and formats the storage, if that was not done yet."""
         if shutil.which("java") is None:
             install(report, "Java 17", ["openjdk-17-jre-headless"])
         self._fetch(report)
         properties = self.directory / "kafka.properties"
         properties.write_text("".join(f"{key}={value}\n" for key, value in self._properties().items()))
         if not (self.directory / "kafka" / "meta.properties").exists():
-            # As one word: one id in 64 begins with a dash, and would be taken for an option.
+            # As one word: an id may start with a dash, and would be read as an option.
             format_ = [
                 *self._java("kafka.tools.StorageTool"),
                 "format",
@@ -148,11 +152,11 @@ class Kafka(Process):
 
     def _properties(self) -> dict[str, object]:
         brokers = len(self.controller_ports)
-        controller_port = self.controller_ports[self.place]
-        voters = ",".join(f"{place + 1}@127.0.0.1:{port}" for place, port in enumerate(self.controller_ports))
+        controller_port = self.controller_ports[self.index]
+        voters = ",".join(f"{index + 1}@127.0.0.1:{port}" for index, port in enumerate(self.controller_ports))
         properties: dict[str, object] = {
             "process.roles": "broker,controller",
-            "node.id": self.place + 1,
+            "node.id": self.index + 1,
             "controller.quorum.voters": voters,
             "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{controller_port}",
             "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self.port}",
@@ -167,8 +171,8 @@ class Kafka(Process):
             "offsets.topic.num.partitions": 8,
         }
         if brokers > 1:
-            # A broker that is gone is noticed after 6 s, not 9, and leaves the replicas in sync as soon; few
-            # threads, since three share a small machine.
+            # A broker that does not answer leaves the cluster and the replicas in sync after 6 s, not 9 and
+            # 30 s. Few threads, since three brokers share a small machine.
             properties |= {
                 "min.insync.replicas": 2,
                 "broker.session.timeout.ms": 6_000,
@@ -190,12 +194,12 @@ class Kafka(Process):
         ]
 
     def command(self) -> list[str]:
-        """The broker; a heap of its own size, since several sets may run beside each other."""
+        """The broker, with a heap of `heap_mb`, since several sets of servers may share the machine."""
         java = ["java", f"-Xms{self.heap_mb // 2}m", f"-Xmx{self.heap_mb}m", "-cp", f"{self.jars}/*"]
         return [*java, "kafka.Kafka", str(self.directory / "kafka.properties")]
 
     def ready(self) -> bool:
-        """Whether it answers an ApiVersions request (key 18, version 0), which it does once it serves
+        """Whether the broker answers an ApiVersions request (key 18, version 0), which it does once it serves
         clients.
         """
         request = b"\x00\x12\x00\x00\x00\x00\x00\x01\xff\xff"
@@ -203,26 +207,26 @@ class Kafka(Process):
 
 
 class Postgres(Process):
-    """PostgreSQL from Debian's packages, as the user postgres where we are root, which it refuses to be."""
+    """PostgreSQL from Debian's packages. It refuses to run as root, so root runs it as the user postgres."""
 
     kind = "postgres"
 
     @property
     def data(self) -> Path:
-        """Its data directory: ours, or, where its user cannot reach that, one under /var/tmp named after
-        it.
+        """The data directory: under `directory`, or for root one under /var/tmp, named by a hash of
+        `directory`, which the user postgres may not be able to read.
         """
         if self.user() is None:
             return self.directory / "postgres"
-        mark = hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:12]
-        return Path("/var/tmp") / f"grabstream-{mark}"  # noqa: S108 - mode 700, and named after our directory
+        digest = hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:12]
+        return Path("/var/tmp") / f"grabstream-{digest}"  # noqa: S108 - mode 700, and a name of our own
 
     def user(self) -> str | None:
-        """postgres, where we are root."""
+        """`postgres` when the current user is root."""
         return "postgres" if os.geteuid() == 0 else None
 
     def prepare(self, report: Say) -> None:
-        """Installs it, and makes an empty cluster, each once."""
+        """Installs PostgreSQL and initializes an empty cluster, if that was not done yet."""
         if self._binary("initdb") is None:
             install(report, "PostgreSQL", ["postgresql", "postgresql-contrib"])
         self.log_file.touch()
@@ -250,13 +254,16 @@ class Postgres(Process):
             raise ServiceError(f"initdb failed: {done.stderr}")
 
     def _binary(self, name: str) -> Path | None:
-        found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: int(path.parts[4]))
-        if found and int(found[-1].parts[4]) >= 15:
-            return found[-1]
+        """The program of the newest installed version; None when that is older than 15."""
+        programs = sorted(
+            Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: int(path.parts[4])
+        )
+        if programs and int(programs[-1].parts[4]) >= 15:
+            return programs[-1]
         return None
 
     def command(self) -> list[str]:
-        """postgres on loopback; fsync stays on, since a commit is a promise."""
+        """postgres on the loopback interface. fsync stays on: committed rows must survive a crash."""
         options = {
             "port": self.port,
             "listen_addresses": "127.0.0.1",
@@ -269,37 +276,35 @@ class Postgres(Process):
         return [str(self._binary("postgres")), "-D", str(self.data), *settings]
 
     def ready(self) -> bool:
-        """Whether it answers SELECT 1 in our database, which is made when it is missing."""
+        """Whether the server answers queries. Creates the database `grabstream` when it is missing."""
         target = {"host": "127.0.0.1", "port": self.port, "user": "grabstream", "connect_timeout": 2}
         try:
             with psycopg.connect(dbname="postgres", autocommit=True, **target) as connection:  # type: ignore[arg-type]
-                known = connection.execute(
-                    "SELECT 1 FROM pg_database WHERE datname = 'grabstream'"
-                ).fetchone()
-                if known is None:
+                row = connection.execute("SELECT 1 FROM pg_database WHERE datname = 'grabstream'").fetchone()
+                if row is None:
                     connection.execute("CREATE DATABASE grabstream OWNER grabstream")
         except psycopg.OperationalError:
             return False
         return True
 
     def remove(self) -> None:
-        """Deletes its data, wherever they are."""
+        """Deletes the data directory."""
         shutil.rmtree(self.data, ignore_errors=True)
 
 
 def new_cluster_id() -> str:
-    """A random id of a Kafka cluster."""
+    """A random id for a Kafka cluster."""
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
 
 
 def kafka_version() -> str:
-    """The Kafka version that compose.yaml names, which is the one place for versions."""
+    """The Kafka version in compose.yaml, which is the only place that has it."""
     compose = yaml.safe_load((PROJECT / "compose.yaml").read_text())
     return str(compose["services"]["kafka"]["image"]).rpartition(":")[2]
 
 
 def _ask(port: int, request: bytes) -> bytes:
-    """The beginning of a server's answer to a request, or nothing."""
+    """The first 1,024 bytes of a server's answer to a request; empty when it does not answer."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
             connection.sendall(request)

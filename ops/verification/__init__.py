@@ -1,1 +1,1 @@
-"""Everything that is kept anywhere, against the journal."""
+"""Verification: compares read models, audit trail and Redis with the journal."""

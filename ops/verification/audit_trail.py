@@ -1,4 +1,4 @@
-"""The audit trail against the journal, row by row."""
+"""Compares the audit trail with the journal, row by row."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
@@ -11,18 +11,18 @@ from grabstream.ops.verification.checks import Problems
 from grabstream.projections.records.set_aside import SetAside
 
 
-class Lacks:
-    """The events that one projection lacks, as operators decided."""
+class SetAsideEvents:
+    """The events that one projection lacks because operators set them aside."""
 
-    def __init__(self, aside: Sequence[SetAside], projection: str) -> None:
+    def __init__(self, records: Sequence[SetAside], projection: str) -> None:
         self._spans = [
-            (one.shard, one.first_seq, one.last_seq)
-            for one in aside
-            if one.projection == projection and one.event_count
+            (record.shard, record.first_seq, record.last_seq)
+            for record in records
+            if record.projection == projection and record.event_count
         ]
 
     def has(self, shard: int, seq: int) -> bool:
-        """Whether it lacks this one."""
+        """Whether the event was set aside."""
         return any(of == shard and first <= seq <= last for of, first, last in self._spans)
 
 
@@ -38,7 +38,10 @@ class TrailRow(NamedTuple):
 
 
 class AuditTrail:
-    """The audit trail of a shard up to its cursor, held row by row against what the journal has."""
+    """The audit trail of a shard up to its cursor, compared row by row with the events of the journal.
+
+    `rows` must be closed by the caller. `compared` counts events, `sound` is whether none differed.
+    """
 
     def __init__(self, connection: AsyncConnection[Any], shard: int, end: int, problems: Problems) -> None:
         self.rows = self._read(connection, shard)
@@ -61,11 +64,9 @@ class AuditTrail:
             async for seq, offer, type_, at, body, hash_ in rows:
                 yield TrailRow(seq, offer, type_, at, body, bytes(hash_))
 
-    @property
-    def ended(self) -> "AuditTrail":
-        """The same, with nothing more to be compared."""
+    def stop_comparing(self) -> None:
+        """Makes `compare` do nothing from now on."""
         self._active = False
-        return self
 
     async def _row(self) -> TrailRow | None:
         if not self._began:
@@ -76,47 +77,54 @@ class AuditTrail:
     async def _step(self) -> None:
         self._next = await anext(self.rows, None)
 
-    def _wrong(self, seq: int, what: str) -> None:
+    def _add_problem(self, seq: int, what: str) -> None:
         self.sound = False
         self._problems.add(f"shard {self._shard}, seq {seq}: {what}")
 
-    async def compare(self, one: Accepted, event: AnyEvent) -> None:
-        """The row of the next event."""
+    async def compare(self, accepted: Accepted, event: AnyEvent) -> None:
+        """Compares the next event of the journal with its row."""
         if not self._active:
             return
-        while (row := await self._row()) is not None and row.seq < one.seq:
-            self._wrong(row.seq, "the audit trail has a row that the journal has not")
+        while (row := await self._row()) is not None and row.seq < accepted.seq:
+            self._add_problem(row.seq, "the audit trail has a row that is not in the journal")
             await self._step()
-        if row is None or row.seq > one.seq:
-            if one.seq > self._end:
-                return  # still to come
+        if row is None or row.seq > accepted.seq:
+            if accepted.seq > self._end:
+                return  # the audit trail has not applied it yet
             self.compared += 1
-            self._wrong(one.seq, "the audit trail lacks this event")
+            self._add_problem(accepted.seq, "the audit trail lacks this event")
             return
         self.compared += 1
-        said = TrailRow(
-            one.seq, event.offer, str(event.__struct_config__.tag), event.at, one.line.decode(), one.hash
+        expected = TrailRow(
+            accepted.seq,
+            event.offer,
+            str(event.__struct_config__.tag),
+            event.at,
+            accepted.line.decode(),
+            accepted.hash,
         )
-        if row != said:
-            fields = [name for name, is_, was in zip(TrailRow._fields, row, said, strict=True) if is_ != was]
-            self._wrong(
-                one.seq,
+        if row != expected:
+            fields = [
+                name for name, is_, was in zip(TrailRow._fields, row, expected, strict=True) if is_ != was
+            ]
+            self._add_problem(
+                accepted.seq,
                 f"{' and '.join(fields)} of the audit trail {'differs' if len(fields) == 1 else 'differ'} "
                 "from the journal",
             )
         await self._step()
 
-    async def end(self, lacks: Lacks) -> None:
-        """What is left belongs to nothing; but where events were set aside, the row may be of a record that
-        cannot be read.
+    async def end(self, set_aside: SetAsideEvents) -> None:
+        """Reports the remaining rows: the journal has ended. Rows of events that were set aside are left out,
+        since their record may be unreadable.
         """
         while (row := await self._row()) is not None:
-            if not lacks.has(self._shard, row.seq):
-                self._wrong(row.seq, "the audit trail has a row that the journal has not")
+            if not set_aside.has(self._shard, row.seq):
+                self._add_problem(row.seq, "the audit trail has a row that is not in the journal")
             await self._step()
 
     async def rest(self, seq: int) -> AsyncGenerator[TrailRow, None]:
-        """The rows behind a seq."""
+        """The rows after a seq."""
         while (row := await self._row()) is not None:
             if row.seq > seq:
                 yield row

@@ -1,4 +1,4 @@
-"""The journal read once, chained, and compared with the read models as they are at one snapshot."""
+"""Reads the journal once, checks its chain, and compares it with one snapshot of the read models."""
 
 import logging
 import time
@@ -14,9 +14,9 @@ from grabstream.models.events import AnyEvent, decode_event
 from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap, parse_block
 from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification.audit_trail import AuditTrail, Lacks
+from grabstream.ops.verification.audit_trail import AuditTrail, SetAsideEvents
 from grabstream.ops.verification.checks import PROGRESS_SECONDS, Check, Problems, RedisShard, Say, flattened
-from grabstream.ops.verification.places import Marks
+from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.projections.checking.rebuilt import REBUILT, RebuiltModels
 from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class Books:
-    """The journal against PostgreSQL, in one transaction; what it says of the journal is known when `checks`
-    was called.
+    """Compares the journal with PostgreSQL, in one transaction. The attributes about shards are complete
+    after `checks`.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Books:
         self._settings = settings
         self.shards = shards
         self._report = report
-        self._told_at = time.monotonic()
-        self._anew = RebuiltModels(connection, settings.schema_)
+        self._reported_at = time.monotonic()
+        self._rebuilt = RebuiltModels(connection, settings.schema_)
         self._chain, self._audit, self._cursors, self._checkpoints = (
             Problems(),
             Problems(),
@@ -51,32 +51,33 @@ class Books:
         )
         self._events = self._audited = 0
         self.aside: Sequence[SetAside] = ()
-        #: Shards whose journal is broken, and shards of which not all events could be folded.
+        #: Shards whose journal is broken.
         self.broken: set[int] = set()
+        #: Shard → why not all of its events could be applied.
         self.unfolded: dict[int, str] = {}
-        #: Cursors that are not as the journal has them, by projection and shard: what was made up to there
-        #: cannot be told.
-        self.untrue: set[tuple[str, int]] = set()
-        #: Shards of which Redis has decided more than is journaled.
+        #: (projection, shard) of cursors that differ from the journal: up to which event their rows should be
+        #: computed is unknown.
+        self.wrong_cursors: set[tuple[str, int]] = set()
+        #: Shards with events in Redis that are not in the journal.
         self.not_journaled: set[int] = set()
         #: The last seq of each shard's journal.
         self.ends: dict[int, int] = {}
-        #: Shards whose Redis says that more is journaled than there is.
+        #: Shards of which Redis counts events as journaled that are not in the journal.
         self.ahead: set[int] = set()
-        #: Shards whose audit trail is the journal, byte for byte.
+        #: Shards whose audit trail equals the journal, byte for byte.
         self.trail_is_sound: set[int] = set()
 
     async def checks(self) -> list[Check]:
-        """All of them."""
+        """Reads the journal, and returns all checks of the read models."""
         self._positions = {name: await load(self._connection, name) for name in PROJECTIONS}
         self.aside = await set_aside.load(self._connection)
-        self._lacks = {name: Lacks(self.aside, name) for name in PROJECTIONS}
-        await self._anew.begin()
+        self._set_aside = {name: SetAsideEvents(self.aside, name) for name in PROJECTIONS}
+        await self._rebuilt.begin()
         for shard in range(self._settings.shards):
             await self._shard(shard)
-        await self._shards_that_are_none()
-        self._report("making the read models of it")
-        await self._anew.finish()
+        await self._unknown_shards()
+        self._report("computing the read models from the journal")
+        await self._rebuilt.finish()
         self._report("comparing the read models")
         return [
             Check("chain of every shard", self._events, "events", self._chain.lines),
@@ -87,7 +88,7 @@ class Books:
             *[await self._compared(name) for name in REBUILT],
             await self._solvent(),
             await self._agree(),
-            Check("views show the read models", *flattened(*await self._anew.views(), "views")),
+            Check("views show the read models", *flattened(*await self._rebuilt.views(), "views")),
             Check(
                 "what Redis knows as journaled is", len(self.shards), "checkpoints", self._checkpoints.lines
             ),
@@ -96,53 +97,52 @@ class Books:
     async def _shard(self, shard: int) -> None:
         """Reads one shard's journal to its end."""
         audit = AuditTrail(self._connection, shard, self._positions["audit"][shard].seq, self._audit)
-        marks = Marks(shard, self._of(shard), self.shards[shard])
-        cursor, folded = Cursor(), Accepted(0, b"", GENESIS)
+        positions = PositionChecks(shard, self._of(shard), self.shards[shard])
+        cursor, last = Cursor(), Accepted(0, b"", GENESIS)
         async with aclosing(audit.rows):
             try:
                 async with aclosing(self._records(shard)) as records:
-                    async for offset, cursor, accepted in records:
-                        marks.after(offset, cursor, accepted)
-                        for one, event in zip(accepted, _decoded(accepted), strict=True):
-                            await self._event(shard, one, event, audit)
-                            folded = one
-                        self._tell(shard, cursor.seq)
+                    async for offset, cursor, events in records:
+                        positions.after(offset, cursor, events)
+                        for accepted, event in zip(events, _decoded(events), strict=True):
+                            await self._event(shard, accepted, event, audit)
+                            last = accepted
+                        self._report_progress(shard, cursor.seq)
             except (Corrupt, Gap, msgspec.DecodeError) as error:
                 self.broken.add(shard)
                 self._chain.add(f"shard {shard}: {error}")
-                await self._rest_of_trail(shard, folded, audit)
+                await self._rest_of_trail(shard, last, audit)
             else:
-                lost = [
+                further = [
                     name
-                    for name, one in self._of(shard).items()
-                    if one.next_offset > cursor.next_offset and one.seq > cursor.seq
+                    for name, of_model in self._of(shard).items()
+                    if of_model.next_offset > cursor.next_offset and of_model.seq > cursor.seq
                 ]
-                if lost:
+                if further:
                     self.broken.add(shard)
-                    names = " and ".join(lost)
                     self._chain.add(
-                        f"shard {shard}: it ends at seq {cursor.seq}, and {names} came further: it has lost "
-                        "its end"
+                        f"shard {shard}: the journal has lost its end: it ends at seq {cursor.seq}, but "
+                        f"{' and '.join(further)} applied later events"
                     )
-                    await self._rest_of_trail(shard, folded, audit)
+                    await self._rest_of_trail(shard, last, audit)
                 else:
-                    await audit.end(self._lacks["audit"])
+                    await audit.end(self._set_aside["audit"])
         self.ends[shard] = cursor.seq
-        for name, line in marks.problems(shard in self.broken):
-            self.untrue.add((name, shard))
+        for name, line in positions.cursor_problems(shard in self.broken):
+            self.wrong_cursors.add((name, shard))
             self._cursors.add(line)
         if shard not in self.broken:
-            if line := marks.checkpoint(cursor):
+            if line := positions.checkpoint_problem(cursor):
                 self.ahead.add(shard)
                 self._checkpoints.add(line)
             elif self.shards[shard].seq > cursor.seq:
                 self.not_journaled.add(shard)
-        if audit.sound and shard not in self.broken and ("audit", shard) not in self.untrue:
+        if audit.sound and shard not in self.broken and ("audit", shard) not in self.wrong_cursors:
             self.trail_is_sound.add(shard)
         self._audited += audit.compared
 
-    async def _shards_that_are_none(self) -> None:
-        """What stands under the number of a shard that this system has not."""
+    async def _unknown_shards(self) -> None:
+        """Reports rows and cursors of shards that this system does not have."""
         count = self._settings.shards
         rows = await self._rows(
             "SELECT shard, count(*) FROM audit WHERE shard < 0 OR shard >= %s GROUP BY shard ORDER BY shard",
@@ -150,21 +150,21 @@ class Books:
         )
         for shard, events in rows:
             self._audit.add(
-                f"shard {shard}: the audit trail has {events} rows of it, and there is no such shard"
+                f"shard {shard}: the system has no such shard, but the audit trail has {events} rows of it"
             )
         for name, cursors in self._positions.items():
             for shard in sorted(cursors.keys() - set(range(count))):
-                self._cursors.add(f"{name}, shard {shard}: it has a cursor, and there is no such shard")
+                self._cursors.add(f"{name}, shard {shard}: the system has no such shard, but a cursor of it")
 
     def _of(self, shard: int) -> dict[str, Cursor]:
         """The cursors of one shard."""
         return {name: cursors[shard] for name, cursors in self._positions.items()}
 
     async def _records(self, shard: int) -> AsyncGenerator[tuple[int, Cursor, Sequence[Accepted]], None]:
-        """Each record's offset, the cursor behind it, and what it adds; what operators have set aside is
-        passed over.
+        """Yields each record's offset, the cursor after it, and its accepted events. A corrupt record that
+        operators have set aside is skipped.
         """
-        past = {one.journal_offset: one.after for one in self.aside if one.shard == shard}
+        past = {record.journal_offset: record.after for record in self.aside if record.shard == shard}
         cursor = Cursor()
         async with aclosing(
             self._reader.read(shard, await self._reader.beginning(shard), await self._reader.end(shard))
@@ -180,68 +180,71 @@ class Books:
                     yield record.offset, cursor, accepted
 
     async def _event(
-        self, shard: int, one: Accepted, event: AnyEvent | msgspec.DecodeError, audit: "AuditTrail"
+        self, shard: int, accepted: Accepted, event: AnyEvent | msgspec.DecodeError, audit: "AuditTrail"
     ) -> None:
         self._events += 1
-        lacking = [name for name in PROJECTIONS if self._lacks[name].has(shard, one.seq)]
+        lacking = [name for name in PROJECTIONS if self._set_aside[name].has(shard, accepted.seq)]
         if isinstance(event, msgspec.DecodeError):
             if len(lacking) < len(PROJECTIONS):
                 raise event
             return
         if "audit" not in lacking:
-            await audit.compare(one, event)
-        fact = Fact(one.line, one.hash, event, ())
+            await audit.compare(accepted, event)
+        fact = Fact(accepted.line, accepted.hash, event, ())
         for name in REBUILT:
-            if name not in lacking and one.seq <= self._positions[name][shard].seq:
+            if name not in lacking and accepted.seq <= self._positions[name][shard].seq:
                 fact = fact if fact.transfers else fact._replace(transfers=transfers_of(event))
-                await self._anew.take(name, fact)
+                await self._rebuilt.take(name, fact)
 
-    async def _rest_of_trail(self, shard: int, folded: Accepted, audit: "AuditTrail") -> None:
-        """Behind a break of the journal: the audit trail goes on for as long as it follows from what stands
-        before.
+    async def _rest_of_trail(self, shard: int, last: Accepted, audit: "AuditTrail") -> None:
+        """Continues after a break of the journal with the rows of the audit trail, as long as they continue
+        the chain of the last event that was read.
         """
         wanted = max(cursors[shard].seq for name, cursors in self._positions.items() if name in REBUILT)
-        seq, head = folded.seq, folded.hash
+        seq, head = last.seq, last.hash
+        audit.stop_comparing()
         async for row in audit.rest(seq):
             text = row.body.encode()
             if row.seq != seq + 1 or sha256(head + text).digest() != row.hash:
                 break
             seq, head = row.seq, row.hash
             try:
-                await self._event(shard, Accepted(seq, text, head), decode_event(text), audit.ended)
+                await self._event(shard, Accepted(seq, text, head), decode_event(text), audit)
             except msgspec.DecodeError:
                 break
         if seq < wanted:
             self.unfolded[shard] = (
-                f"shard {shard} from seq {seq + 1} on stands in no journal, and in no audit trail that "
-                "follows from it"
+                f"events of shard {shard} from seq {seq + 1} on are neither in the journal nor in an audit "
+                "trail that continues its chain"
             )
 
-    def _unmade(self, *names: str) -> list[str]:
-        """Why these read models cannot be made of the journal up to where they are."""
-        untrue = [
-            f"the cursor of {name} in shard {shard} is not true"
-            for name, shard in sorted(self.untrue)
+    def _not_comparable(self, *names: str) -> list[str]:
+        """Why these read models cannot be computed from the journal up to their cursors; empty when they
+        can.
+        """
+        wrong_cursors = [
+            f"the cursor of {name} in shard {shard} is wrong"
+            for name, shard in sorted(self.wrong_cursors)
             if name in names
         ]
-        return [*self.unfolded.values(), *untrue]
+        return [*self.unfolded.values(), *wrong_cursors]
 
     async def _compared(self, name: str) -> Check:
-        title, notes = f"{name} = fold of the journal", self._unmade(name)
-        if (other := self._anew.other_definition(name)) is not None:
+        title, notes = f"{name} = fold of the journal", self._not_comparable(name)
+        if (other := self._rebuilt.other_definition(name)) is not None:
             notes.append(other)
         if notes:
             return Check(title, 0, "rows", [], [f"not compared: {note}" for note in notes])
-        if name in self._anew.refused:
-            return Check(title, 0, "rows", [self._anew.refused[name]])
-        return Check(title, *flattened(*await self._anew.differences(name), "rows"))
+        if name in self._rebuilt.refused:
+            return Check(title, 0, "rows", [self._rebuilt.refused[name]])
+        return Check(title, *flattened(*await self._rebuilt.differences(name), "rows"))
 
     async def _solvent(self) -> Check:
-        """By the journal, no guarded account is below 0."""
+        """Checks that no guarded account is below 0 by the journal."""
         name = "no account below 0"
-        if self._unmade("ledger") or "ledger" in self._anew.refused:
+        if self._not_comparable("ledger") or "ledger" in self._rebuilt.refused:
             return Check(
-                name, 0, "accounts", [], ["not looked at: the ledger could not be made of the journal"]
+                name, 0, "accounts", [], ["not checked: the ledger could not be computed from the journal"]
             )
         below = await self._rows(
             "SELECT account, asset, posted FROM accounts_1 WHERE posted < 0 AND account LIKE ANY(%s) ORDER "
@@ -257,17 +260,18 @@ class Books:
         )
 
     async def _agree(self) -> Check:
-        """By the journal, the ledger and the balances come to the same by different ways, where both are
-        equally far.
+        """Checks that ledger and balances, computed from the journal in different ways, have the same sums.
+        Only possible where both have applied the same events.
         """
         name = "ledger and balances agree"
-        abreast = all(
+        same_seqs = all(
             self._positions["ledger"][shard].seq == cursor.seq
             for shard, cursor in self._positions["balances"].items()
         )
-        gaps = any(one.event_count and one.projection in REBUILT for one in self.aside)
-        if self._unmade(*REBUILT) or self._anew.refused or gaps or not abreast:
-            return Check(name, 0, "accounts", [], ["not looked at: they do not stand at the same events"])
+        gaps = any(record.event_count and record.projection in REBUILT for record in self.aside)
+        if self._not_comparable(*REBUILT) or self._rebuilt.refused or gaps or not same_seqs:
+            notes = ["not checked: ledger and balances have not applied the same events"]
+            return Check(name, 0, "accounts", [], notes)
         wallets = await self._rows(
             "WITH kept AS (SELECT 'wallet:' || user_id AS account, asset, available AS amount FROM "
             "balances_1 "
@@ -290,10 +294,10 @@ class Books:
     async def _rows(self, query: str, *arguments: Any) -> list[Any]:
         return await (await self._connection.execute(query.encode(), arguments or None)).fetchall()
 
-    def _tell(self, shard: int, seq: int) -> None:
+    def _report_progress(self, shard: int, seq: int) -> None:
         now = time.monotonic()
-        if now - self._told_at > PROGRESS_SECONDS:
-            self._told_at = now
+        if now - self._reported_at > PROGRESS_SECONDS:
+            self._reported_at = now
             self._report(
                 f"reading the journal: shard {shard} of {self._settings.shards}, seq {seq:,}; "
                 f"{self._events:,} events in all"
@@ -301,7 +305,7 @@ class Books:
 
 
 def _fed(cursor: Cursor, record: Record) -> tuple[Cursor, Sequence[Accepted]]:
-    """Raises Corrupt or Gap with the record's offset."""
+    """The cursor after a record, and its accepted events; raises Corrupt or Gap with the record's offset."""
     try:
         block = parse_block(record.headers, record.value)
         if block.shard != record.shard:
@@ -314,13 +318,15 @@ def _fed(cursor: Cursor, record: Record) -> tuple[Cursor, Sequence[Accepted]]:
         raise type(error)(where + str(error)) from None
 
 
-def _decoded(accepted: Sequence[Accepted]) -> list[AnyEvent | msgspec.DecodeError]:
-    """The events, or why one cannot be decoded, with its seq."""
-    found: list[AnyEvent | msgspec.DecodeError] = []
-    for one in accepted:
+def _decoded(events: Sequence[Accepted]) -> list[AnyEvent | msgspec.DecodeError]:
+    """Each event, or the error with its seq when it cannot be decoded."""
+    decoded: list[AnyEvent | msgspec.DecodeError] = []
+    for accepted in events:
         try:
-            found.append(decode_event(one.line))
+            decoded.append(decode_event(accepted.line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            said = str(error)
-            found.append(msgspec.DecodeError(said if said.startswith("seq ") else f"seq {one.seq}: {said}"))
-    return found
+            text = str(error)
+            decoded.append(
+                msgspec.DecodeError(text if text.startswith("seq ") else f"seq {accepted.seq}: {text}")
+            )
+    return decoded

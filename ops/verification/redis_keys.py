@@ -1,4 +1,6 @@
-"""Redis against the journal: a second shard is made beside each, and the two are compared key by key."""
+"""Compares Redis with the journal: builds a second copy of each shard from the journal, and compares the two
+key by key.
+"""
 
 import asyncio
 import logging
@@ -24,8 +26,8 @@ from grabstream.streams.topics import Topics
 log = logging.getLogger(__name__)
 
 
-#: How full a server of Redis may become for a shard to be made a second time there: of `maxmemory`, and
-#: without one of the machine.
+#: A shard is copied only on a Redis server that uses less than this share of its `maxmemory`, or without a
+#: `maxmemory`, less than the other share of its machine's memory.
 ROOM_SHARE: Final = 0.9
 ROOM_SHARE_OF_MACHINE: Final = 0.7
 
@@ -34,16 +36,16 @@ async def redis_check(
     settings: Settings, redis: Any, reader: JournalReader, books: Books, wait_seconds: float, report: Say,
     share: float
 ) -> Check:  # fmt: skip
-    """Every key of every shard is what a recovery would make of the journal."""
+    """Checks that every key of every shard is what a recovery would make from the journal. Waits up to
+    `wait_seconds` for a shard that is being taken over.
+    """
     keys, problems, notes = 0, [], []
     for shard in range(settings.shards):
         if shard in books.broken:
             notes.append(f"shard {shard} is not compared: its journal is broken")
             continue
         if shard in books.ahead or shard in books.not_journaled:
-            notes.append(
-                f"shard {shard} is not compared: Redis and its journal do not stand at the same event"
-            )
+            notes.append(f"shard {shard} is not compared: Redis and the journal end at different events")
             continue
         seq, server_epoch = await redis.hmget(key_space(settings).shard(shard).state, ["seq", "life"])
         if seq is None and server_epoch is None:
@@ -62,15 +64,14 @@ async def redis_check(
         except NotComparable as error:
             problems.append(f"shard {shard}: {error}")
         except (NoRoom, NewerProgram, SteppedDown) as error:
-            problems.append(f"not compared: {error} (--quick leaves this out)")
+            problems.append(f"not compared: {error} (--quick skips this check)")
         except (CannotOpen, BadSettings) as error:
-            problems.append(f"shard {shard} is not compared: {error} (--quick leaves this out)")
+            problems.append(f"shard {shard} is not compared: {error} (--quick skips this check)")
         except (Impossible, msgspec.DecodeError) as error:
-            aside = [one for one in books.aside if one.shard == shard and one.event_count]
-            if aside:
+            if any(record.shard == shard and record.event_count for record in books.aside):
                 notes.append(f"shard {shard} is not compared: events of it were set aside ({error})")
             else:
-                problems.append(f"shard {shard}: what the journal says does not follow from itself: {error}")
+                problems.append(f"shard {shard}: the journal contradicts itself: {error}")
     return Check("Redis = fold of the journal", keys, "keys", problems, notes)
 
 
@@ -97,23 +98,23 @@ async def _compare_shard(
             try:
                 return await beside.compare()
             except NotComparable:
-                # A shard that is being taken over at this very moment is soon whole again.
+                # The shard may be in the middle of a takeover, which ends soon.
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(POLL_SECONDS)
 
 
 def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awaitable[list[str] | None]]:
-    """For the verifier: what of a shard in Redis is not what its journal makes of it, at a share of the time;
-    None: not to be told now.
+    """Returns the function with which the verifier compares a shard's keys. It takes the shard and the share
+    of the time that it may use, and returns the differences, or None when the shard cannot be compared now.
     """
 
     async def compare(shard: int, share: float) -> list[str] | None:
         if await redis.hget(key_space(settings).shard(shard).state, "life") is None:
             return None
         try:
-            # Of what has retired nothing is made again; what differs so is looked at once more, and then the
-            # journal alone is believed.
+            # The first pass starts from the audit trail and skips retired offers, which is faster.
+            # Differences count only after a second pass that reads the journal alone.
             for trail in (snapshots(settings, slowly=True), None):
                 async with (
                     open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
@@ -124,8 +125,8 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
                     ) as beside,
                 ):  # fmt: skip
                     await beside.make()
-                    found = (await beside.compare()).differences
-                if not found:
+                    differences = (await beside.compare()).differences
+                if not differences:
                     return []
         except (
             NotComparable,
@@ -138,23 +139,23 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
         ) as error:
             log.info("shard %d is not compared key by key: %s", shard, error)
             return None
-        return found
+        return differences
 
     return compare
 
 
 def _room_of(redis: Any) -> Callable[[str], Any]:
     async def room(key: str) -> str:
-        """Why the server of a key should not be given more to keep; '' while it may."""
+        """Why the server of a key has no room for a copy; '' when it has."""
         try:
             [(server, memory)] = (await information(redis, "memory", key)).items()
         except RedisError:
             return ""
-        most, share = int(memory.get("maxmemory", 0)), ROOM_SHARE
-        if not most:
-            most, share = int(memory.get("total_system_memory", 0)), ROOM_SHARE_OF_MACHINE
-        if most and int(memory["used_memory"]) > share * most:
-            return f"{server or 'Redis'} has {int(memory['used_memory']):,} of {most:,} bytes in use"
+        bytes_max, share = int(memory.get("maxmemory", 0)), ROOM_SHARE
+        if not bytes_max:
+            bytes_max, share = int(memory.get("total_system_memory", 0)), ROOM_SHARE_OF_MACHINE
+        if bytes_max and int(memory["used_memory"]) > share * bytes_max:
+            return f"{server or 'Redis'} has {int(memory['used_memory']):,} of {bytes_max:,} bytes in use"
         return ""
 
     return room

@@ -1,13 +1,13 @@
-"""Verification: journal, books, audit trail and Redis against each other.
+"""Verification: compares read models, audit trail and Redis with the journal.
 
-1. Wait until journal and read models have come as far as Redis was.
+1. Wait until the read models have applied what Redis had decided at the start.
 2. Take one snapshot of PostgreSQL.
-3. Read the whole journal, chain it, compare every line with the audit trail, and build from it, in temporary
-   tables, what the read models must be at the snapshot's cursors.
-4. Compare them row by row.
-5. Shard by shard, build from the journal, beside Redis' keys, what they must be, and compare these.
+3. Read the whole journal, check its chain, compare every line with the audit trail, and compute in temporary
+   tables what the read models must be at the snapshot's cursors.
+4. Compare the read models with these tables, row by row.
+5. Shard by shard, build a copy of Redis' keys from the journal, and compare the two.
 
-Each check is made against the journal, so that what is wrong in one place is named there, and nowhere else.
+Everything is compared with the journal, so a fault is reported where it is, and nowhere else.
 """
 
 import asyncio
@@ -32,10 +32,11 @@ async def verify(
     settings: Settings, wait_seconds: float = 30.0, report: Say = lambda line: None, quick: bool = False,
     share: float = 0.5
 ) -> list[Check]:  # fmt: skip
-    """Runs every check and returns them all; raises the clients' own errors when a server cannot be reached.
+    """Runs and returns all checks; raises the clients' errors when a server cannot be reached.
 
-    `quick` leaves out what takes room in Redis: a second copy of each shard, one after the other. That takes
-    at most this `share` of the time, so that whoever grabs is served; 1 where nobody does.
+    Waits up to `wait_seconds` for read models that lag. `report` is called with lines about the progress.
+    `quick` skips step 5, which needs room in Redis for a copy of one shard at a time. Step 5 uses at most
+    this `share` of the time, so that users are served; 1 where there are no users.
     """
     report("reading Redis")
     redis = open_redis(settings)
@@ -45,14 +46,14 @@ async def verify(
         async with connection, open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
             await use_schema(connection, settings.schema_)
             report("waiting for the read models")
-            caught_up = await _caught_up(connection, shards, wait_seconds)
+            lags = await _wait_for_read_models(connection, shards, wait_seconds)
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             async with connection.transaction():
                 books = Books(connection, reader, settings, shards, report)
                 of_books = await books.checks()
-            checks = [_of_the_rest(caught_up, books), *of_books]
+            checks = [_caught_up_check(lags, books), *of_books]
             if quick:
-                notes = ["left out: --quick"]
+                notes = ["skipped: --quick"]
                 checks.append(Check("Redis = fold of the journal", 0, "keys", [], notes))
             else:
                 checks.append(await redis_check(settings, redis, reader, books, wait_seconds, report, share))
@@ -63,7 +64,7 @@ async def verify(
                         len(books.aside),
                         "records",
                         [],
-                        [one.in_words() for one in books.aside],
+                        [record.in_words() for record in books.aside],
                     )
                 )
     finally:
@@ -72,7 +73,7 @@ async def verify(
 
 
 async def redis_shards(redis: Any, settings: Settings) -> dict[int, RedisShard]:
-    """How far every shard is."""
+    """The position of every shard in Redis."""
     shards = {}
     for number in range(settings.shards):
         seq, journaled, head, offset, term, owner, server_epoch = await redis.hmget(
@@ -95,51 +96,58 @@ async def redis_shards(redis: Any, settings: Settings) -> dict[int, RedisShard]:
     return shards
 
 
-class Waited(NamedTuple):
-    """What has not come as far as Redis was: (shard, projection, in words)."""
+class Lags(NamedTuple):
+    """How many cursors were compared with Redis, and the (shard, projection, problem) of those that lag."""
 
     cursors: int
-    behind: list[tuple[int, str, str]]
+    problems: list[tuple[int, str, str]]
 
 
-async def _caught_up(
+async def _wait_for_read_models(
     connection: AsyncConnection[Any], shards: dict[int, RedisShard], wait_seconds: float
-) -> Waited:
+) -> Lags:
     deadline = time.monotonic() + wait_seconds
     while True:
-        behind: list[tuple[int, str, str]] = []
+        lagging: list[tuple[int, str, str]] = []
         halted: list[tuple[int, str, str]] = []
         for name in PROJECTIONS:
             cursors = await load(connection, name)
-            at_rest = await stopped(connection, name)
+            stopped_shards = await stopped(connection, name)
             halted += [
-                (shard, name, f"{name} has stopped at shard {shard}, seq {cursors[shard].seq}: see status")
-                for shard in sorted(at_rest)
+                (
+                    shard,
+                    name,
+                    f"{name} has stopped at shard {shard}, seq {cursors[shard].seq}: see `grabstream doctor`",
+                )
+                for shard in sorted(stopped_shards)
             ]
-            behind += [
+            lagging += [
                 (
                     number,
                     name,
-                    f"{name} is at seq {cursors[number].seq} of shard {number}, Redis at {shard.seq}",
+                    f"{name} is at seq {cursors[number].seq} of shard {number}, Redis is at seq {shard.seq}",
                 )
                 for number, shard in shards.items()
-                if number not in at_rest and cursors[number].seq < shard.seq
+                if number not in stopped_shards and cursors[number].seq < shard.seq
             ]
-        if not behind or time.monotonic() > deadline:
-            return Waited(len(shards) * len(PROJECTIONS), halted + behind)
+        if not lagging or time.monotonic() > deadline:
+            return Lags(len(shards) * len(PROJECTIONS), halted + lagging)
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _of_the_rest(waited: Waited, books: "Books") -> Check:
-    """Who is behind; what follows from something that is named elsewhere is left out."""
+def _caught_up_check(lags: Lags, books: "Books") -> Check:
+    """Read models that lag, and shards that are not journaled. Lags that follow from a problem of another
+    check are left out.
+    """
     problems = [
-        f"shard {shard}: Redis is at seq {books.shards[shard].seq}, its journal ends at {books.ends[shard]}"
+        f"shard {shard}: Redis is at seq {books.shards[shard].seq}, but its journal ends at seq "
+        f"{books.ends[shard]}"
         for shard in sorted(books.not_journaled)
     ]
-    known = books.broken | books.ahead | books.not_journaled
+    reported = books.broken | books.ahead | books.not_journaled
     problems += [
-        what
-        for shard, name, what in waited.behind
-        if shard not in known and (name, shard) not in books.untrue
+        problem
+        for shard, name, problem in lags.problems
+        if shard not in reported and (name, shard) not in books.wrong_cursors
     ]
-    return Check("read models have caught up", waited.cursors, "cursors", problems)
+    return Check("read models have caught up", lags.cursors, "cursors", problems)

@@ -1,5 +1,5 @@
-"""The rehearsal of the envelopes: it ends with a verdict however slow the machine is, and whoever comes too
-late is counted so.
+"""The rehearsal of the envelopes: it ends with a verdict however slow the machine is, and counts users who
+are too late.
 """
 
 import asyncio
@@ -23,47 +23,47 @@ from tests.support.command_line import env_of, grabstream
 def rehearse(settings: Settings, *words: str) -> dict[str, Any]:
     done = grabstream("rehearse", "--seed", "7", "--json", *words, **env_of(settings))
     assert done.stdout, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    assert [check for check in told["checks"] if not check["passed"]] == []
-    assert (done.returncode, told["passed"]) == (0, True), done.stderr
-    return told
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert [check for check in report["checks"] if not check["passed"]] == []
+    assert (done.returncode, report["passed"]) == (0, True), done.stderr
+    return report
 
 
-def test_the_envelope_rehearsal_ends_with_its_verdict(settings: Settings) -> None:
-    told = rehearse(
+def test_the_envelope_rehearsal_passes_its_verdict(settings: Settings) -> None:
+    report = rehearse(
         settings, "--parts", "2000", "--envelopes", "6", "--small-parts", "100", "--deadline", "3"
     )
-    checked = {check["name"]: check["checked"] for check in told["checks"]}
-    assert checked["everybody was answered, always the same"] == told["attempts"] > 2_600
+    checked = {check["name"]: check["checked"] for check in report["checks"]}
+    assert checked["everybody was answered, always the same"] == report["attempts"] > 2_600
     assert (
         checked["granted = parts"]
         == checked["nobody twice"]
         == checked["every acknowledged grant is in the books"]
     )
-    # All but those that, on a slow machine, came after the deadline of their envelope.
+    # On a slow machine, some users arrive after the deadline of their envelope.
     assert 2_600 <= checked["granted = parts"] <= 2_720
-    assert checked["granted = parts"] == 2_720 or told["outcomes"]["over"] > 0
+    assert checked["granted = parts"] == 2_720 or report["outcomes"]["over"] > 0
     assert {
         "chain of every shard",
         "audit bytes = journal",
         "no account below 0",
         "Redis = fold of the journal",
     } <= checked.keys()
-    assert told["seconds_to_books"] > 3, "two envelopes close 3 s after the crowd was let in"
+    assert report["seconds_to_books"] > 3, "two envelopes close 3 s after the crowd has started"
 
 
-def test_a_crowd_that_takes_longer_than_the_deadline_is_too_late_and_all_adds_up(settings: Settings) -> None:
-    """Who is told `over` has no part: how many parts are awaited follows from what was decided."""
-    told = rehearse(
+def test_users_after_the_deadline_are_not_expected_to_have_parts(settings: Settings) -> None:
+    """The verdict expects no part for a user who was answered `over`."""
+    report = rehearse(
         settings, "--parts", "1000", "--envelopes", "0", "--small-parts", "30000", "--deadline", "1"
     )
-    assert told["outcomes"]["over"] > 0
-    [granted] = [check["checked"] for check in told["checks"] if check["name"] == "granted = parts"]
+    assert report["outcomes"]["over"] > 0
+    [granted] = [check["checked"] for check in report["checks"] if check["name"] == "granted = parts"]
     assert 1_000 <= granted < 37_000
 
 
 @pytest.mark.parametrize("words", [("--deadline", "0"), ("--deadline", "nan"), ("--seed", "-1")])
-def test_a_number_that_no_rehearsal_can_have_is_refused(words: tuple[str, ...]) -> None:
+def test_an_impossible_number_is_refused(words: tuple[str, ...]) -> None:
     done = grabstream("rehearse", *words)
     assert done.returncode == 2
     assert f"Invalid value for '{words[0]}'" in done.stderr
@@ -72,9 +72,7 @@ def test_a_number_that_no_rehearsal_can_have_is_refused(words: tuple[str, ...]) 
 async def test_the_deadline_counts_from_when_workers_answer(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """The workers start after the rehearsal has begun to wait for them; its deadline is shorter than such a
-    start.
-    """
+    """The workers start while the rehearsal waits for them, and take longer to start than its deadline."""
     chosen = envelopes(7, 200, 2, 50, 1_000)
     redis = open_redis(system)
     gate = Gate(redis, key_space(system), sealer(system), gate_limits(system))
@@ -86,7 +84,9 @@ async def test_the_deadline_counts_from_when_workers_answer(
         worker(system, "project,publish")
         await ready
         assert rehearsal.partitions_ready == system.shards
-        assert rehearsal.deadline_at_ms == rehearsal.began == 0, "no time runs before the workers answer"
+        assert rehearsal.deadline_at_ms == rehearsal.began == 0, (
+            "no deadline counts before the workers answer"
+        )
         await rehearsal.open()
         await rehearsal.crowd()
         async with await open_books(system) as books:
@@ -104,7 +104,7 @@ async def test_the_deadline_counts_from_when_workers_answer(
         await redis.aclose()
 
 
-def test_patience_ends_when_nothing_moves_and_begins_again_with_whatever_moves(
+def test_patience_ends_without_progress_and_starts_again_with_any_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1_000.0
@@ -115,5 +115,5 @@ def test_patience_ends_when_nothing_moves_and_begins_again_with_whatever_moves(
         now += 119
     patience.look(4, "too early")
     now += 121
-    with pytest.raises(CannotGoOn, match="nothing moved for 120 s: 5 of 7"):
+    with pytest.raises(CannotGoOn, match="no progress for 120 s: 5 of 7"):
         patience.look(4, "5 of 7")

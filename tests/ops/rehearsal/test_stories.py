@@ -1,6 +1,4 @@
-"""The stories through the command line, in small: a week's flash sale and a promotion of five days, each with
-its verdict.
-"""
+"""The stories through the command line, with few people: a week's flash sale and a promotion of five days."""
 
 import csv
 import json
@@ -28,25 +26,24 @@ def story(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
         **env_of(settings),
     )
     assert done.stdout, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    assert [check for check in told["checks"] if not check["passed"]] == []
-    assert (done.returncode, told["passed"]) == (0, True), done.stderr
-    return told
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert [check for check in report["checks"] if not check["passed"]] == []
+    assert (done.returncode, report["passed"]) == (0, True), done.stderr
+    return report
 
 
-def test_the_week_of_a_flash_sale(settings: Settings, tmp_path: Path) -> None:
-    told = story("week", settings, tmp_path)
-    checked = {check["name"] for check in told["checks"] if check["checked"]}
+def test_the_week_of_a_flash_sale_passes_its_verdict(settings: Settings, tmp_path: Path) -> None:
+    report = story("week", settings, tmp_path)
+    checked = {check["name"] for check in report["checks"] if check["checked"]}
     assert checked >= {
         "never over-sold", "left + held + taken = total", "nobody above a limit",
-        "each payment confirmed or "
-        "refunded, once",
+        "each payment confirmed or refunded, once",
         "money confirmed = issuer's + refunds", "all holds have ended", "expiry at its deadline",
         "late payments as the offer says",
         "Redis = fold of the journal, Fri 27 Nov 10:05", "chain of every shard",
     }  # fmt: skip
-    as_json, as_csv = (Path(file) for file in told["files"])
-    assert json.loads(as_json.read_text())["result"] == told["result"]
+    as_json, as_csv = (Path(file) for file in report["files"])
+    assert json.loads(as_json.read_text())["result"] == report["result"]
     rows = list(csv.DictReader(as_csv.read_text().splitlines()))
     assert [row["offer"].partition(":")[2] for row in rows] == [
         "phone",
@@ -62,16 +59,16 @@ def test_the_week_of_a_flash_sale(settings: Settings, tmp_path: Path) -> None:
     assert all(int(row["kept"]) + int(row["back"]) == int(row["total"]) for row in rows)
 
 
-def test_a_promotion_of_five_days(settings: Settings, tmp_path: Path) -> None:
-    told = story("promotion", settings, tmp_path)
-    checked = {check["name"] for check in told["checks"] if check["checked"]}
+def test_a_promotion_of_five_days_passes_its_verdict(settings: Settings, tmp_path: Path) -> None:
+    report = story("promotion", settings, tmp_path)
+    checked = {check["name"] for check in report["checks"] if check["checked"]}
     assert checked >= {
         "each code in one hand",
         "every limit was met",
         "an order uses a coupon once",
         "nothing used after it ran out",
     }
-    [row] = told["result"]
+    [row] = report["result"]
     assert row["taken"] + row["back"] == row["total"]
     assert row["redeemed"] > row["unredeemed"] > 0
 

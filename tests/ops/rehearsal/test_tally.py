@@ -1,5 +1,5 @@
-"""The tally of a rehearsal count limits by themselves: in the campaign's zone, and each unit in the window it
-was counted in.
+"""The tally of a story counts limits independently of the rules: in the campaign's zone, and each unit in the
+window of its grab.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ DAY = 1_800_057_600_000
 
 
 class History:
-    """Commands decided by the rules, their events folded into tally."""
+    """Commands decided by the rules, and a tally of their events."""
 
     def __init__(self) -> None:
         self.now = DAY
@@ -26,7 +26,7 @@ class History:
         self.commands = 0
 
     def send(self, make: Any, offer: str, **rest: Any) -> str:
-        """Sends one, which has to be carried out; returns its id."""
+        """Sends a command, which must succeed; returns its id."""
         self.commands += 1
         command: AnyCommand = make(id=f"c{self.commands}", offer=offer, **rest)
         answer, events, _ = decide(self.state, command, self.now)
@@ -47,7 +47,7 @@ def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer() -> None:
     for offer, zone in (("m:first", "Asia/Tokyo"), ("m:second", "UTC")):
         limit = Limit("user", "day", 2, "campaign")
         history.send(Open, offer, terms=StockTerms(issuer="shop", total=90, limits=(limit,), timezone=zone))
-    # It is the next day in Tokyo from 15:00 UTC on.
+    # In Tokyo the next day starts at 15:00 UTC.
     for _ in range(2):
         history.send(Grab, "m:second", user="ann")
         history.send(Grab, "m:second", user="ann")
@@ -56,7 +56,7 @@ def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer() -> None:
     assert not history.tally.problems
 
 
-def test_units_that_were_taken_anew_leave_the_window_they_were_counted_in() -> None:
+def test_returned_units_leave_the_window_in_which_they_were_retaken() -> None:
     history = History()
     terms = StockTerms(issuer="shop", total=9, limits=(Limit("user", "day", 9),), max_per_grab=9,
         hold_ms=1_000, late="retake",

@@ -1,4 +1,6 @@
-"""What a change of the schemas means: one line a case, and then whole contracts against a release."""
+"""The verdict about a change of the schemas: one case per line, first of single schemas, then of whole
+contracts compared with a release.
+"""
 
 import copy
 import json
@@ -31,7 +33,7 @@ def either(*alternatives: Any, **more: Any) -> dict[str, Any]:
 
 
 def tagged(*kinds: str) -> dict[str, Any]:
-    """A union of structs told apart by `kind`."""
+    """A union of structs, tagged by `kind`."""
     refs = [{"$ref": f"#/$defs/{kind}"} for kind in kinds]
     defs = {kind: struct("kind", kind={"enum": [kind]}) for kind in kinds}
     return {**struct("a", a=either(*refs, discriminator={"propertyName": "kind"})), "$defs": defs}
@@ -45,14 +47,14 @@ def mapping(values: Any) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": values}
 
 
-def places(*members: Any) -> dict[str, Any]:
+def members(*members: Any) -> dict[str, Any]:
     return {"type": "array", "prefixItems": list(members), "items": False}
 
 
 A = struct("a", a=TEXT)
 
-#: The old schema, the new one, where the difference is, its kind; what it means when we read, and when we
-#: write.
+#: The old schema, the new schema, where the difference is, its kind, and its verdicts in the directions
+#: `reads` and `writes`.
 CASES = [
     (A, {**A, "title": "b", "description": "c"}, None, None, None, None),
     (A, struct("a", a=TEXT, b=TEXT), "$.b", "field added", "compatible", "compatible"),
@@ -105,16 +107,16 @@ CASES = [
     (tagged("x", "y", "z"), tagged("x", "y"), "$.a", "alternative removed", "breaking", "compatible"),
     (struct("a", a=mapping(TEXT)), struct("a", a=mapping(INTEGER)), "$.a.*", "type changed", "breaking",
     "breaking"),
-    (struct("a", a=places(TEXT, TEXT)), struct("a", a=places(TEXT, INTEGER)), "$.a[1]", "type changed",
+    (struct("a", a=members(TEXT, TEXT)), struct("a", a=members(TEXT, INTEGER)), "$.a[1]", "type changed",
     "breaking", "breaking"),
-    (struct("a", a=places(TEXT)), struct("a", a=places(TEXT, TEXT)), "$.a", "type changed", "breaking",
+    (struct("a", a=members(TEXT)), struct("a", a=members(TEXT, TEXT)), "$.a", "type changed", "breaking",
     "breaking"),
     (A, struct("a", a={**TEXT, "multipleOf": 3}), "$.a", "cannot be compared", "breaking", "breaking"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "where", "kind", "reads", "writes"), CASES)
-def test_what_a_difference_means(
+def test_the_verdict_about_a_difference(
     old: dict[str, Any],
     new: dict[str, Any],
     where: str | None,
@@ -139,7 +141,7 @@ GRANTED, RELEASED_V1 = "events/grab.granted.v1", "events/grab.released.v1"
 
 
 def changed(name: str, **properties: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    """Changes properties of a schema; None takes one away."""
+    """Changes properties of a schema; None removes a property."""
 
     def change(schemas: dict[str, Any], asyncapi: dict[str, Any]) -> None:
         for field, value in properties.items():
@@ -166,7 +168,7 @@ def gone(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
 
 
 def come(name: str, like: str, keep: bool = True) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    """Another schema beside one; or, not to keep, instead of it."""
+    """Adds a copy of a schema under another name; without `keep`, renames the schema."""
 
     def change(schemas: dict[str, Any], asyncapi: dict[str, Any]) -> None:
         schemas[name] = copy.deepcopy(schemas[like])
@@ -188,8 +190,7 @@ def message(
     return lambda schemas, asyncapi: change(asyncapi["components"]["messages"][name])
 
 
-#: What is changed since the release, which upcasters there are, the verdict, and what the worst change says
-#: (name and words).
+#: The change since the release, the upcasters that exist, the verdict, and name and text of the worst change.
 CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple[str, int]], str, str,
     str]] = [
     (lambda schemas, asyncapi: None, set(), "compatible", "", ""),
@@ -206,7 +207,7 @@ CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple
     (changed("commands/grab", quantity={**INTEGER, "minimum": 1, "maximum": 9, "default": 1}), set(),
     "breaking", "commands/grab",
      "narrowed: maximum 10000000000000 → 9"),
-    (gone("commands/extend"), set(), "breaking", "commands/extend", "the command is gone"),
+    (gone("commands/extend"), set(), "breaking", "commands/extend", "the command was removed"),
     (come("commands/seize", "commands/grab"), set(), "compatible", "commands/seize", "a new command"),
     (changed("answers/answer", place=None), set(), "breaking", "answers/answer", "field removed"),
     (changed("answers/answer", queue=INTEGER), set(), "compatible", "answers/answer", "field added"),
@@ -219,7 +220,7 @@ CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple
     "answers/answer", "value added: 37"),
     (changed(GRANTED, channel=TEXT), set(), "compatible", GRANTED, "field added"),
     (required(GRANTED, "channel"), set(), "breaking", GRANTED, "required field added"),
-    # the journal's old lines have it not
+    # old lines of the journal do not have it
     (required(GRANTED, "ticket"), set(), "breaking", GRANTED, "became required"),
     (required(GRANTED, "left", False), set(), "breaking", GRANTED, "became optional"),
     (changed(GRANTED, user=None, taker=TEXT), set(), "breaking", GRANTED, "field removed"),
@@ -229,22 +230,21 @@ CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple
     RELEASED_V1,
      "value added: 'paid'"),
     (come("events/grab.seized.v1", GRANTED), set(), "warning", "events/grab.seized", "a new type"),
-    (gone(GRANTED), set(), "breaking", "events/grab.granted", "the type is gone"),
+    (gone(GRANTED), set(), "breaking", "events/grab.granted", "the type was removed"),
     (come("events/grab.granted.v2", GRANTED), {("grab.granted", 1)}, "warning", "events/grab.granted",
     "v1 → v2"),
     (come("events/grab.granted.v3", GRANTED), {("grab.granted", 1), ("grab.granted", 2)}, "warning",
     "events/grab.granted", "v1 → v3"),
     (come("events/grab.granted.v2", GRANTED), set(), "breaking", "events/grab.granted",
-    "no upcaster leads "
-    "there"),
+    "v1 was raised to v2 without an upcaster"),
     (come("events/grab.granted.v3", GRANTED), {("grab.granted", 1)}, "breaking", "events/grab.granted",
     "v2 was raised to v3"),
     (come("events/grab.granted.v2", GRANTED, keep=False), {("grab.granted", 1)}, "breaking", GRANTED,
-    "older version is gone"),
+    "older version was removed"),
     (come("events/grab.granted.v0", GRANTED, keep=False), set(), "breaking", "events/grab.granted",
-    "v1 was released, this is v0"),
+    "v1 was released, and this is v0"),
     (lambda schemas, asyncapi: asyncapi["channels"].pop("results"), set(), "breaking", "topics/results",
-    "the topic is gone"),
+    "the topic was removed"),
     (topic("events", lambda it: it.update(address="{prefix}.facts")), set(), "breaking", "topics/events",
     "events → {prefix}.facts"),
     (topic("journal", lambda it: it["bindings"]["kafka"]["topicConfiguration"].update({"retention.ms": 9})),
@@ -253,7 +253,7 @@ CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple
     (topic("results", lambda it: it["bindings"]["kafka"]["topicConfiguration"].update({"retention.ms": -1})),
     set(), "compatible", "", ""),
     (topic("journal", lambda it: it["messages"].pop("marker")), set(), "breaking", "topics/journal/marker",
-    "stands in this topic no more"),
+    "the topic no longer has this message"),
     (message("answer", lambda it: it["bindings"]["kafka"].pop("key")), set(), "breaking",
     "topics/results/answer/key", "→ None"),
     (message("block", lambda it: it["headers"]["schema"]["properties"].pop("prev")), set(), "breaking",
@@ -266,19 +266,19 @@ CONTRACTS: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], set[tuple
 
 
 @pytest.mark.parametrize(("change", "upcasts", "verdict", "name", "words"), CONTRACTS)
-def test_what_a_release_would_mean(
+def test_the_verdict_about_a_contract(
     change: Any, upcasts: set[tuple[str, int]], verdict: str, name: str, words: str
 ) -> None:
     schemas, asyncapi = copy.deepcopy(dict(RELEASED.schemas)), copy.deepcopy(dict(RELEASED.asyncapi))
     change(schemas, asyncapi)
-    found = changes_between(RELEASED, Contract(schemas, asyncapi), upcasts)
-    assert verdict_of(found) == verdict
+    changes = changes_between(RELEASED, Contract(schemas, asyncapi), upcasts)
+    assert verdict_of(changes) == verdict
     if not words:
-        assert found == []
+        assert changes == []
         return
-    assert (found[0].verdict, found[0].name) == (verdict, name)
-    assert words in found[0].words
-    assert bool(found[0].way_out) == (verdict == "breaking")
+    assert (changes[0].verdict, changes[0].name) == (verdict, name)
+    assert words in changes[0].words
+    assert bool(changes[0].way_out) == (verdict == "breaking")
 
 
 # -- the script ----------------------------------------------------------------------------------------------
@@ -289,14 +289,14 @@ def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_this_tree_breaks_nobody() -> None:
+def test_this_tree_is_compatible_with_the_last_release() -> None:
     done = compare(SCHEMAS, "--compare", "--json")
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout)["since"] == last_release(SCHEMAS / "released")
 
 
-def test_the_script_says_what_breaks_and_what_to_do(tmp_path: Path) -> None:
-    """A release that knew more than the models of today: they have taken it away."""
+def test_the_script_prints_what_breaks_and_what_to_do(tmp_path: Path) -> None:
+    """The release has a field that the models lack, and lacks an outcome that the models have."""
     shutil.copytree(SCHEMAS, tmp_path, ignore=shutil.ignore_patterns("released"), dirs_exist_ok=True)
     assert compare(tmp_path, "--release", "0.10.0").returncode == 0
     released = tmp_path / "released" / "0.10.0.json"
@@ -309,9 +309,9 @@ def test_the_script_says_what_breaks_and_what_to_do(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stdout.splitlines() == [
         "schemas since 0.10.0: breaking (1 breaking, 1 warning)",
-        f"  breaking  {GRANTED} $.colour: field removed: the field is gone",
+        f"  breaking  {GRANTED} $.colour: field removed: the new schema lacks it",
         "            → raise its version and write an upcaster (docs/events.md)",
-        "  warning   answers/answer $.outcome: value added: 'waiting' is a value too",
+        "  warning   answers/answer $.outcome: value added: 'waiting' is allowed too",
     ]
     as_json = json.loads(compare(tmp_path, "--compare", "--json").stdout)
     assert (as_json["since"], as_json["verdict"], len(as_json["changes"])) == ("0.10.0", "breaking", 2)
@@ -320,7 +320,7 @@ def test_the_script_says_what_breaks_and_what_to_do(tmp_path: Path) -> None:
     assert "0.2.0.json" in missing.stderr
 
 
-def test_a_release_is_kept_once(tmp_path: Path) -> None:
+def test_a_release_is_written_once(tmp_path: Path) -> None:
     folder = tmp_path / "schemas"
     shutil.copytree(SCHEMAS, folder, ignore=shutil.ignore_patterns("released"))
     first = compare(folder, "--compare")

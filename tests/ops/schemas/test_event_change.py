@@ -1,4 +1,4 @@
-"""docs/events.md, done: an event changes in a copy of this tree, by the steps and the code of that page."""
+"""An event is changed in a copy of this tree, by the steps and the code of docs/events.md."""
 
 import json
 import re
@@ -19,7 +19,7 @@ OLD_CLASS = re.compile(r"class GrabRedeemed\(.*?\n    digest: str\n", re.DOTALL)
 
 
 class Tree:
-    """A copy of what the steps touch."""
+    """A copy of the files that the steps need."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class Tree:
         )
 
     def decode(self) -> subprocess.CompletedProcess[str]:
-        """Reads the event as it was written under the first version."""
+        """Decodes an event of the first version."""
         line = json.loads((self.folder / "tests/golden/events/grab.redeemed.v1.json").read_text())["line"]
         code = (
             "import sys; from grabstream.models.events import decode_event as decode; e = "
@@ -71,7 +71,7 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
-def test_the_steps_of_the_page(tree: Tree) -> None:
+def test_the_steps_of_the_page_lead_to_a_compatible_tree(tree: Tree) -> None:
     tree.raise_version()
     ended = tree.decode()
     assert ended.returncode != 0
@@ -96,14 +96,14 @@ def test_the_steps_of_the_page(tree: Tree) -> None:
         "know both" in compared.stdout
     )
 
-    # Who clears away what seems old takes from readers what they still need.
+    # The schema of the old version must stay: readers still need it.
     (tree.folder / "schemas/events/grab.redeemed.v1.json").unlink()
     ended = tree.run("scripts/schemas.py", "--check")
     assert ended.returncode == 1
     assert "grab.redeemed is at v2; keep the schema of v1" in ended.stderr
 
 
-def test_the_same_without_a_new_version_breaks_readers(tree: Tree) -> None:
+def test_a_changed_event_without_a_new_version_breaks_readers(tree: Tree) -> None:
     tree.raise_version()
     events = tree.folder / "models" / "events.py"
     events.write_text(

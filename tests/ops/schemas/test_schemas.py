@@ -1,5 +1,5 @@
-"""The schemas in the tree: they are what the models say, they are right by their own standards, and they
-refuse what the door refuses.
+"""The schemas in the tree: they agree with the models, are valid by their own standards, and refuse what the
+decoder of commands refuses.
 """
 
 import copy
@@ -36,12 +36,12 @@ def schemas(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_tree_is_what_the_models_say() -> None:
+def test_the_schemas_in_the_tree_agree_with_the_models() -> None:
     done = schemas("--check")
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_a_stale_tree_is_found_and_mended(tmp_path: Path) -> None:
+def test_stale_schemas_are_named_and_written_again(tmp_path: Path) -> None:
     folder = tmp_path / "schemas"
     shutil.copytree(SCHEMAS, folder)
     (folder / "events" / "grab.held.v1.json").write_text("{}")
@@ -64,7 +64,7 @@ def test_a_stale_tree_is_found_and_mended(tmp_path: Path) -> None:
     }
 
 
-def test_there_is_one_for_every_command_answer_and_event() -> None:
+def test_every_command_answer_and_event_has_a_schema() -> None:
     commands = {f"commands/{tag_of(command)}" for command in get_args(AnyCommand)}
     assert documents().keys() == commands | {"answers/answer"} | {
         event_name(type_) for type_ in CURRENT_VERSIONS
@@ -72,7 +72,7 @@ def test_there_is_one_for_every_command_answer_and_event() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(documents()))
-def test_a_schema_is_one(name: str) -> None:
+def test_a_schema_is_valid(name: str) -> None:
     schema = json.loads((SCHEMAS / f"{name}.json").read_text())
     Draft202012Validator.check_schema(schema)
     assert schema["description"]
@@ -168,21 +168,21 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("said", RIGHT, ids=str)
-def test_a_right_command_fits_and_is_taken(said: dict[str, Any]) -> None:
-    assert problems(f"commands/{said['type']}", said) == []
-    decode_command(json.dumps(said).encode())
+@pytest.mark.parametrize("document", RIGHT, ids=str)
+def test_a_valid_command_fits_its_schema_and_is_decoded(document: dict[str, Any]) -> None:
+    assert problems(f"commands/{document['type']}", document) == []
+    decode_command(json.dumps(document).encode())
 
 
-@pytest.mark.parametrize("said", WRONG, ids=lambda said: str(said)[:120])
-def test_a_wrong_command_does_not_fit_and_is_refused(said: dict[str, Any]) -> None:
-    name = f"commands/{said.get('type')}"
+@pytest.mark.parametrize("document", WRONG, ids=lambda document: str(document)[:120])
+def test_an_invalid_command_fits_no_schema_and_is_not_decoded(document: dict[str, Any]) -> None:
+    name = f"commands/{document.get('type')}"
     assert all(
-        problems(one, said)
-        for one in ([name] if name in documents() else [f"commands/{type_}" for type_ in ABOUT])
+        problems(schema, document)
+        for schema in ([name] if name in documents() else [f"commands/{type_}" for type_ in ABOUT])
     )
     with pytest.raises(Undecodable):
-        decode_command(json.dumps(said).encode())
+        decode_command(json.dumps(document).encode())
 
 
 # -- answers and events --------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ LIMIT = {"by": "user", "per": "day", "max": 2, "left": 1, "resets_at": 5}
 
 
 @pytest.mark.parametrize(
-    ("said", "fits"),
+    ("answer", "fits"),
     [
         (ANSWER, True), ({**ANSWER, "new": 1}, True),
         ({**ANSWER, "limits": [LIMIT], "limit": {**LIMIT, "scope": "campaign", "new": 1}}, True),
@@ -203,10 +203,10 @@ LIMIT = {"by": "user", "per": "day", "max": 2, "left": 1, "resets_at": 5}
         ({**ANSWER, "limits": [{**LIMIT, "per": "year"}]}, False), ({**ANSWER, "currency": "yuan"}, False),
     ],
 )  # fmt: skip
-def test_answers(said: dict[str, Any], fits: bool) -> None:
-    assert (problems("answers/answer", said) == []) == fits
+def test_valid_answers_fit_their_schema_and_others_do_not(answer: dict[str, Any], fits: bool) -> None:
+    assert (problems("answers/answer", answer) == []) == fits
     if fits:
-        decode_answer(json.dumps(said).encode())
+        decode_answer(json.dumps(answer).encode())
 
 
 GOLDEN_LINES = {
@@ -215,13 +215,13 @@ GOLDEN_LINES = {
 }
 
 
-def test_golden_events_fit() -> None:
+def test_golden_events_fit_their_schemas() -> None:
     assert check_events(line.encode() for line in GOLDEN_LINES.values()).keys() == CURRENT_VERSIONS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN_LINES))
-def test_a_wrong_event_does_not_fit(name: str) -> None:
-    """Without a field it must have, with one of another type, of another version, of another type's name."""
+def test_an_invalid_event_does_not_fit_its_schema(name: str) -> None:
+    """Without a required field, with a field of another type, with another version, with another type."""
     event = json.loads(GOLDEN_LINES[name])
     schema = json.loads((SCHEMAS / f"events/{name}.json").read_text())
     for field in schema["required"]:
@@ -242,7 +242,7 @@ def test_a_wrong_event_does_not_fit(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(GOLDEN_LINES))
 def test_readers_ignore_fields_they_do_not_know(name: str) -> None:
-    """Ours and other people's; also inside of what an event carries."""
+    """Both this program and a program that uses the schemas; also in objects inside the event."""
     event = json.loads(GOLDEN_LINES[name])
     more = copy.deepcopy(event) | {"new": {"field": 1}}
     for entry in more.get("transfers", ()):
@@ -255,7 +255,7 @@ def test_readers_ignore_fields_they_do_not_know(name: str) -> None:
 # -- AsyncAPI ------------------------------------------------------------------------------------------------
 
 
-def test_the_asyncapi_document_is_one() -> None:
+def test_the_asyncapi_document_is_valid() -> None:
     assert asyncapi_problems(ASYNCAPI) == []
 
 
@@ -268,7 +268,7 @@ def test_the_asyncapi_document_is_one() -> None:
         (("components", "messages", "answer", "bindings", "kafka", "keys"), {}),
     ],
 )  # fmt: skip
-def test_a_wrong_asyncapi_document_is_none(path: tuple[str, ...], value: Any) -> None:
+def test_the_check_refuses_an_invalid_asyncapi_document(path: tuple[str, ...], value: Any) -> None:
     document = copy.deepcopy(ASYNCAPI)
     node = document
     for name in path[:-1]:
@@ -280,12 +280,14 @@ def test_a_wrong_asyncapi_document_is_none(path: tuple[str, ...], value: Any) ->
 def _references(node: Any) -> list[str]:
     if isinstance(node, dict):
         return [value for key, value in node.items() if key == "$ref"] + [
-            found for value in node.values() for found in _references(value)
+            reference for value in node.values() for reference in _references(value)
         ]
-    return [found for one in node for found in _references(one)] if isinstance(node, list) else []
+    return (
+        [reference for member in node for reference in _references(member)] if isinstance(node, list) else []
+    )
 
 
-def test_every_reference_leads_somewhere() -> None:
+def test_every_reference_exists() -> None:
     files = set()
     for reference in _references(ASYNCAPI):
         if reference.startswith("./"):
@@ -298,7 +300,7 @@ def test_every_reference_leads_somewhere() -> None:
     assert files == documents().keys()
 
 
-def test_topics_and_headers_are_those_of_the_code() -> None:
+def test_topics_and_headers_of_the_document_are_those_of_the_code() -> None:
     kept = {topic.partition(".")[2]: ms for topic, ms in retention_ms(Topics("x")).items()}
     channels = ASYNCAPI["channels"]
     assert {

@@ -1,4 +1,4 @@
-"""Local servers: taken ports, strangers, and a set that is started, stopped and started again."""
+"""Local servers: taken ports, process ids of other processes, and sets that are started and stopped again."""
 
 import json
 import os
@@ -25,28 +25,28 @@ from grabstream.ops.settings import child_environment
 from tests.conftest import until
 
 
-def test_a_taken_port_is_named_with_the_way_out(tmp_path: Path) -> None:
+def test_a_taken_port_is_named_with_the_setting_to_change(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServiceError, match=rf"port {port} for redis is taken.*GRAB_REDIS_URL"):
             Redis(tmp_path, port).start()
 
 
-def test_a_stranger_with_the_same_id_is_left_alone(tmp_path: Path) -> None:
-    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+def test_another_process_with_the_same_id_is_not_stopped(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         server = Redis(tmp_path, 1)
-        server.pid_file.write_text(f"{stranger.pid} 12345")
+        server.pid_file.write_text(f"{other.pid} 12345")
         assert server.pid is None
         assert server.stop() is False
-        assert stranger.poll() is None
-        assert _start_time(stranger.pid) is not None
+        assert other.poll() is None
+        assert _start_time(other.pid) is not None
     finally:
-        stranger.kill()
-        stranger.wait()
+        other.kill()
+        other.wait()
 
 
-def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
+def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
     server = Redis(tmp_path, free_ports(1)[0])
     server.command = lambda: ["redis-server", "--no-such-option", "1"]  # type: ignore[method-assign]
     with pytest.raises(ServiceError, match="redis ended with code 1: see .*redis.log"):
@@ -54,7 +54,7 @@ def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
     assert server.pid is None
 
 
-def test_data_are_there_again_after_a_stop_and_after_a_kill(private_services: LocalServices) -> None:
+def test_data_survive_a_stop_and_a_kill(private_services: LocalServices) -> None:
     services = private_services
     redis.Redis(port=services.redis.port).set("kept", "1")
     with psycopg.connect(services.environment()["postgres"], autocommit=True) as connection:
@@ -70,8 +70,8 @@ def test_data_are_there_again_after_a_stop_and_after_a_kill(private_services: Lo
     assert all(pid is not None and os.path.exists(f"/proc/{pid}") for pid in services.status().values())
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="the data are inside where PostgreSQL runs as ourselves")
-def test_temporary_servers_leave_nothing_outside_of_their_directory(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="data are outside the directory only when root runs PostgreSQL")
+def test_temporary_servers_leave_nothing_outside_their_directory(tmp_path: Path) -> None:
     services = LocalServices(tmp_path / "s", *free_ports(4))
     for kept in (False, True):
         if kept:
@@ -87,17 +87,17 @@ def test_temporary_servers_leave_nothing_outside_of_their_directory(tmp_path: Pa
 
 @pytest.fixture
 def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The addresses of the settings are the defaults, whatever servers the tests run on."""
+    """The settings have the default addresses, not those of the servers that the tests use."""
     for name in ("GRAB_REDIS_URL", "GRAB_KAFKA", "GRAB_POSTGRES"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("no_addresses")
-def test_the_local_servers_are_those_of_the_settings_however_they_are_written(
+def test_local_servers_have_the_ports_of_the_settings_in_either_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for written in ("postgresql://u:p@127.0.0.1:15999/d", "host=127.0.0.1 port=15999 dbname=d"):
-        monkeypatch.setenv("GRAB_POSTGRES", written)
+    for address in ("postgresql://u:p@127.0.0.1:15999/d", "host=127.0.0.1 port=15999 dbname=d"):
+        monkeypatch.setenv("GRAB_POSTGRES", address)
         assert services_verbs.local_services().postgres.port == 15999
     monkeypatch.setenv("GRAB_POSTGRES", "host=books.example port=15999")
     with pytest.raises(ServiceError, match=r"books\.example:15999, but `up` starts servers on this"):
@@ -105,89 +105,89 @@ def test_the_local_servers_are_those_of_the_settings_however_they_are_written(
 
 
 @pytest.mark.usefixtures("no_addresses")
-def test_down_says_that_it_deleted_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_down_names_the_deleted_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAB_SERVICES", "processes")
     monkeypatch.setattr(services_verbs, "PROJECT", tmp_path)
     data = tmp_path / ".services" / "redis"
     data.mkdir(parents=True)
-    said = CliRunner().invoke(grabstream, ["down", "--remove"]).output
-    assert "Deleted:" in said
-    assert ".services" in said
+    output = CliRunner().invoke(grabstream, ["down", "--remove"]).output
+    assert "Deleted:" in output
+    assert ".services" in output
     assert not data.exists()
     again = CliRunner().invoke(grabstream, ["down", "--remove", "--json"]).output
     assert json.loads(again) == {"stopped": [], "deleted": []}
 
 
-def test_what_is_built_is_ignored_by_git() -> None:
+def test_git_ignores_built_files() -> None:
     for folder in ("build", "dist"):
         assert subprocess.run(["git", "check-ignore", "-q", f"{folder}/x"], cwd=PROJECT).returncode == 0
 
 
 def _with_children(process: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True).stdout.split()
-    return [process, *map(int, found)]
+    children = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True).stdout.split()
+    return [process, *map(int, children)]
 
 
-async def test_a_worker_s_log_has_a_line_when_it_is_ready_and_when_a_server_goes_and_comes_back(
+async def test_a_worker_logs_when_it_is_ready_and_each_outage_of_a_server_once(
     private_services: LocalServices, prefix: str, tmp_path: Path
 ) -> None:
     services = private_services
-    own = services.environment() | {
+    environment = services.environment() | {
         "prefix": prefix, "schema": prefix, "shards": "4", "seal_keys": services_verbs.new_seal_key()
     }  # fmt: skip
     command = [sys.executable, "-m", "grabstream.ops.cli"]
-    subprocess.run([*command, "init"], env=child_environment(**own), check=True, timeout=100)
+    subprocess.run([*command, "init"], env=child_environment(**environment), check=True, timeout=100)
     log = tmp_path / "worker.log"
 
-    def said(words: str) -> int:
+    def logged(words: str) -> int:
         return log.read_text().count(words)
 
     with (
         log.open("w") as output,
-        subprocess.Popen([*command, "worker"], env=child_environment(**own), stderr=output) as worker,
+        subprocess.Popen([*command, "worker"], env=child_environment(**environment), stderr=output) as worker,
     ):
         try:
-            await until(lambda: said("ready: roles decide, relay, sweep, project"), 60, "the worker")
-            assert said("4 shards, of which this worker relays 0, 1, 2, 3") == 1
+            await until(lambda: logged("ready: roles decide, relay, sweep, project"), 60, "the worker")
+            assert logged("4 shards, of which this worker relays 0, 1, 2, 3") == 1
             for number, (name, server) in enumerate(
                 (("Redis", services.redis), ("Kafka", services.kafka), ("PostgreSQL", services.postgres)), 1
             ):
                 server.kill()
-                await until(lambda: said("does not answer") == number, 60, f"{name} away")  # noqa: B023
+                await until(lambda: logged("does not answer") == number, 60, f"{name} away")  # noqa: B023
                 assert len(re.findall(rf"ERROR .*: {name} \(.*\) does not answer", log.read_text())) == 1
                 server.start()
-                await until(lambda: said("answers again") == number, 60, f"{name} back")  # noqa: B023
+                await until(lambda: logged("answers again") == number, 60, f"{name} back")  # noqa: B023
                 assert len(re.findall(rf"{name} \(.*\) answers again", log.read_text())) == 1
-            # One that hangs is no different: here PostgreSQL with all of its processes.
+            # A server that hangs is logged in the same way: here PostgreSQL with all of its processes.
             assert services.postgres.pid is not None
             hung = _with_children(services.postgres.pid)
             for process in hung:
                 os.kill(process, signal.SIGSTOP)
             try:
-                await until(lambda: said("does not answer: TimeoutError") == 1, 60, "PostgreSQL hangs")
+                await until(lambda: logged("does not answer: TimeoutError") == 1, 60, "PostgreSQL hangs")
             finally:
                 for process in hung:
                     os.kill(process, signal.SIGCONT)
-            await until(lambda: said("answers again") == 4, 60, "PostgreSQL continues")
+            await until(lambda: logged("answers again") == 4, 60, "PostgreSQL continues")
         finally:
             worker.terminate()
     assert worker.returncode == 0
-    # Each shard's lease, relay and sweeper met the outages, too, and the log does not say so for each.
+    # Lease, relay and sweeper of each shard met the outages too, but do not log them again.
     assert not re.findall(r"(WARNING|ERROR) .*(lease of|sweeping) shard", log.read_text())
-    assert said("ready:") == 1
+    assert logged("ready:") == 1
 
 
 def test_the_init_step_of_compose_makes_a_seal_key_once(tmp_path: Path) -> None:
     step = yaml.safe_load((PROJECT / "compose.yaml").read_text())["services"]["seal-key"]
     command = [*step["entrypoint"], *(word.replace("$$", "$") for word in step["command"])]
-    # Neither ours nor that of the project is what the step is to find.
+    # The step must find no seal key, neither in this environment nor in the project's .env.
     environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    written = []
+    texts = []
     for _ in range(2):
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
-        written.append((tmp_path / ".env").read_text())
-    assert written[0] == written[1]
-    Sealer.from_text(written[0].removeprefix("GRAB_SEAL_KEYS=").strip())
+        texts.append((tmp_path / ".env").read_text())
+    assert texts[0] == texts[1]
+    Sealer.from_text(texts[0].removeprefix("GRAB_SEAL_KEYS=").strip())
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
     given = tmp_path / "given"
     given.mkdir()
@@ -196,5 +196,5 @@ def test_the_init_step_of_compose_makes_a_seal_key_once(tmp_path: Path) -> None:
     assert not (given / ".env").exists()
 
 
-def test_kafka_s_version_is_the_one_in_compose() -> None:
+def test_the_kafka_version_is_read_from_compose() -> None:
     assert kafka_version().count(".") == 2

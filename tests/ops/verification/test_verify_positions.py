@@ -1,5 +1,5 @@
-"""What `verify` compares beside the values themselves: whether a key will be forgotten, where the checkpoint
-of Redis says that the journal goes on, and whether another verifier is at work.
+"""What `verify` compares besides values: whether a key expires, whether the checkpoint of Redis has the right
+offset, and whether another verifier compares the shard.
 """
 
 import secrets
@@ -15,7 +15,7 @@ from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.settings import load_settings
 from grabstream.ops.verification.checks import RedisShard
-from grabstream.ops.verification.places import Marks
+from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.streams.relaying.recovery import literal
 from grabstream.streams.relaying.shadow import BESIDE_STEADILY, Beside, NoRoom, Pace, open_beside
 
@@ -29,14 +29,14 @@ async def redis() -> AsyncIterator[Any]:
 
 @pytest.fixture
 async def prefix(redis: Any) -> AsyncIterator[str]:
-    name = f"places-{secrets.token_hex(4)}"
+    name = f"positions-{secrets.token_hex(4)}"
     yield name
     if names := [key async for key in redis.scan_iter(match=f"{literal(name)}*", count=1_000)]:
         await redis.unlink(*names)
 
 
 @pytest.mark.parametrize("fields", [3, 700], ids=["small", "large"])
-async def test_a_key_that_will_be_forgotten_is_named(redis: Any, prefix: str, fields: int) -> None:
+async def test_a_key_that_expires_is_reported(redis: Any, prefix: str, fields: int) -> None:
     live, made = KeySpace(prefix, 1).shard(0), KeySpace(f"{prefix}/made", 1).shard(0)
     await redis.hset(live.state, mapping={"seq": 0, "life": "x"})
     for keys in (live, made):
@@ -51,7 +51,7 @@ async def test_a_key_that_will_be_forgotten_is_named(redis: Any, prefix: str, fi
     assert (await beside.compare()).differences == []
 
 
-async def test_two_verifiers_do_not_stand_in_each_others_way(redis: Any, prefix: str) -> None:
+async def test_verify_and_the_verifier_may_compare_a_shard_at_once(redis: Any, prefix: str) -> None:
     async def room(key: str) -> str:
         return ""
 
@@ -76,7 +76,7 @@ JOURNAL = [
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "problem"),
     [
         ({}, ""),
         ({"journaled_offset": 3, "journaled_term": 2, "journaled_owner": "another"}, ""),
@@ -85,13 +85,15 @@ JOURNAL = [
         ({"journaled_term": 7}, "term is 7, the journal has 1"),
         ({"journaled_owner": "nobody"}, "owner is nobody, the journal has 0123456789abcdef"),
         ({"journaled_term": 7, "decides": False}, ""),
-        ({"journaled_head": b"x"}, "the hash that Redis knows at seq 2"),
+        ({"journaled_head": b"x"}, "the hash at seq 2 is 78… in Redis, 6868686868686868… in the journal"),
     ],
 )
-def test_the_checkpoint_is_where_the_journal_has_it(changed: dict[str, Any], said: str) -> None:
-    known = RedisShard(2, 2, HEAD, 2, 1, OWNER, True)._replace(**changed)
-    marks = Marks(0, {}, known)
-    for offset, cursor, accepted in JOURNAL:
-        marks.after(offset, cursor, accepted)
-    found = marks.checkpoint(JOURNAL[-1][1])
-    assert said in found if said else found == ""
+def test_a_checkpoint_that_differs_from_the_journal_is_reported(
+    changed: dict[str, Any], problem: str
+) -> None:
+    in_redis = RedisShard(2, 2, HEAD, 2, 1, OWNER, True)._replace(**changed)
+    positions = PositionChecks(0, {}, in_redis)
+    for offset, cursor, events in JOURNAL:
+        positions.after(offset, cursor, events)
+    reported = positions.checkpoint_problem(JOURNAL[-1][1])
+    assert problem in reported if problem else reported == ""

@@ -1,0 +1,102 @@
+"""Compares positions with the journal: those of the read models' cursors and of Redis' checkpoint."""
+
+from collections.abc import Mapping, Sequence
+
+from grabstream.models.journal import Accepted, Cursor
+from grabstream.ops.verification.checks import RedisShard
+
+
+class PositionChecks:
+    """Compares the cursors of the read models, and Redis' checkpoint, with one shard's journal."""
+
+    def __init__(self, shard: int, cursors: Mapping[str, Cursor], redis: RedisShard) -> None:
+        self._shard = shard
+        self._cursors = cursors
+        #: projection → the cursor that the journal leads to at the offset of the projection's cursor
+        self._in_journal: dict[str, Cursor] = {
+            name: Cursor() for name, cursor in cursors.items() if cursor.next_offset == 0
+        }
+        self._redis = redis
+        self._head = b"" if redis.journaled_seq else redis.journaled_head
+        self._at_checkpoint: Cursor | None = None
+
+    def after(self, offset: int, cursor: Cursor, events: Sequence[Accepted]) -> None:
+        """Takes the next record: its offset, the cursor after it, and its events."""
+        for name, of_model in self._cursors.items():
+            if of_model.next_offset == offset + 1:
+                self._in_journal[name] = cursor
+        if self._redis.journaled_offset == offset + 1:
+            self._at_checkpoint = cursor
+        if events and events[0].seq <= self._redis.journaled_seq <= events[-1].seq:
+            self._head = events[self._redis.journaled_seq - events[0].seq].hash
+
+    def cursor_problems(self, broken: bool) -> list[tuple[str, str]]:
+        """(projection, problem) of each cursor that differs from the journal at its offset. Where the journal
+        is `broken`, cursors after the break are not compared.
+        """
+        problems = []
+        for name, cursor in self._cursors.items():
+            in_journal = self._in_journal.get(name)
+            if in_journal is None and not broken:
+                problems.append(
+                    (
+                        name,
+                        f"{name}, shard {self._shard}: no record of the journal ends at offset "
+                        f"{cursor.next_offset}",
+                    )
+                )
+            elif in_journal is not None and in_journal != cursor:
+                what = ", ".join(
+                    f"{field} is {as_hex(is_)}, the journal has {as_hex(was)}"
+                    for field, is_, was in zip(Cursor._fields, cursor, in_journal, strict=True)
+                    if is_ != was
+                )
+                problems.append(
+                    (name, f"{name}, shard {self._shard}, the cursor: {what} at offset {cursor.next_offset}")
+                )
+        return problems
+
+    def checkpoint_problem(self, end: Cursor) -> str:
+        """What is wrong with Redis' checkpoint; '' when nothing is. `end` is the cursor at the journal's
+        end.
+        """
+        if self._redis.journaled_seq > end.seq:
+            return (
+                f"shard {self._shard}: Redis counts seq {self._redis.journaled_seq} as journaled, but the "
+                f"journal ends at seq {end.seq}"
+            )
+        if self._head != self._redis.journaled_head:
+            return (
+                f"shard {self._shard}: the hash at seq {self._redis.journaled_seq} is "
+                f"{as_hex(self._redis.journaled_head)} in Redis, {as_hex(self._head)} in the journal"
+            )
+        # While a shard is being recovered, its checkpoint moves under the term of the new owner.
+        return self._checkpoint_offset() if self._redis.journaled_seq and self._redis.decides else ""
+
+    def _checkpoint_offset(self) -> str:
+        """What is wrong with the offset, term and owner of Redis' checkpoint; '' when nothing is."""
+        redis, in_journal = self._redis, self._at_checkpoint
+        if in_journal is None:
+            return (
+                f"shard {self._shard}: no record of the journal ends at offset {redis.journaled_offset}, "
+                "where Redis' checkpoint is"
+            )
+        checkpoint = {
+            "seq": redis.journaled_seq,
+            "term": redis.journaled_term,
+            "owner": redis.journaled_owner,
+        }
+        differences = [
+            f"{name} is {is_}, the journal has {was}"
+            for name, is_ in checkpoint.items()
+            if (was := getattr(in_journal, name)) != is_
+        ]
+        if not differences:
+            return ""
+        offset = redis.journaled_offset
+        return f"shard {self._shard}, Redis' checkpoint: {', '.join(differences)} at offset {offset}"
+
+
+def as_hex(value: object) -> object:
+    """The first 16 hex digits of a hash; other values unchanged."""
+    return f"{value.hex()[:16]}…" if isinstance(value, bytes) else value
