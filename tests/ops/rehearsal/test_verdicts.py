@@ -195,10 +195,10 @@ WEEK = [
     replaced(offer_seq=more(1)))), Damage("never over-sold", "says", with_("grab.held",
     replaced(left=more(1)), waited=False)), Damage("never over-sold", "closed with", with_("offer.closed",
     replaced(left=more(1)))), Damage("left + held + taken = total", "≠", twice("grab.confirmed",
-    retaken=False)), Damage("closed and retired in time", "due was", with_("offer.closed", replaced(at=more(9
-    * HOUR_MS)))), Damage("closed and retired in time", "due was", with_("offer.retired", replaced(at=more(-9
+    retaken=False)), Damage("closed and retired in time", "was due at", with_("offer.closed", replaced(at=more(9
+    * HOUR_MS)))), Damage("closed and retired in time", "was due at", with_("offer.retired", replaced(at=more(-9
     * HOUR_MS)))), Damage("what is due = price × units", "due for", with_("grab.held",
-    replaced(due=more(1)))), Damage("expiry at its deadline", "due was", with_("grab.released",
+    replaced(due=more(1)))), Damage("expiry at its deadline", "was due at", with_("grab.released",
     replaced(at=more(-HOUR_MS)), reason="expired")),
     Damage("no account below 0", "has -", twice("grab.released", reason="expired")),
     Damage("nobody above a limit", "", with_("grab.held", replaced(quantity=more(20)), waited=False)),
