@@ -191,36 +191,68 @@ class Damage(NamedTuple):
 
 
 WEEK = [
-    Damage("every offer's events without a gap", "its offer_seq is", with_("grab.held",
-    replaced(offer_seq=more(1)))), Damage("never over-sold", "says", with_("grab.held",
-    replaced(left=more(1)), waited=False)), Damage("never over-sold", "closed with", with_("offer.closed",
-    replaced(left=more(1)))), Damage("left + held + taken = total", "≠", twice("grab.confirmed",
-    retaken=False)), Damage("closed and retired in time", "was due at", with_("offer.closed", replaced(at=more(9
-    * HOUR_MS)))), Damage("closed and retired in time", "was due at", with_("offer.retired", replaced(at=more(-9
-    * HOUR_MS)))), Damage("what is due = price × units", "due for", with_("grab.held",
-    replaced(due=more(1)))), Damage("expiry at its deadline", "was due at", with_("grab.released",
-    replaced(at=more(-HOUR_MS)), reason="expired")),
+    Damage(
+        "every offer's events without a gap",
+        "its offer_seq is",
+        with_("grab.held", replaced(offer_seq=more(1))),
+    ),
+    Damage("never over-sold", "says", with_("grab.held", replaced(left=more(1)), waited=False)),
+    Damage("never over-sold", "closed with", with_("offer.closed", replaced(left=more(1)))),
+    Damage("left + held + taken = total", "≠", twice("grab.confirmed", retaken=False)),
+    Damage("closed and retired in time", "was due at", with_("offer.closed", replaced(at=more(9 * HOUR_MS)))),
+    Damage(
+        "closed and retired in time", "was due at", with_("offer.retired", replaced(at=more(-9 * HOUR_MS)))
+    ),
+    Damage("what is due = price × units", "due for", with_("grab.held", replaced(due=more(1)))),
+    Damage(
+        "expiry at its deadline",
+        "was due at",
+        with_("grab.released", replaced(at=more(-HOUR_MS)), reason="expired"),
+    ),
     Damage("no account below 0", "has -", twice("grab.released", reason="expired")),
     Damage("nobody above a limit", "", with_("grab.held", replaced(quantity=more(20)), waited=False)),
     Damage("each payment confirmed or refunded, once", "its events are []", without("grab.confirmed")),
-    Damage("each payment confirmed or refunded, once", "its events are [(",
-    twice("grab.confirmed", retaken=False)),
-    Damage("each payment confirmed or refunded, once", "no user made",
-    with_("grab.confirmed", replaced(payment="nobody"))),
-    Damage("each payment confirmed or refunded, once", "its events are [(",
-    with_("grab.confirmed", replaced(paid=more(1)))),
-    Damage("money confirmed = issuer's + refunds", "that the issuers have",
-    with_("grab.confirmed", replaced(issuer="other"), paid=True)),
-    Damage("money confirmed = issuer's + refunds", "on its refund account",
-    with_("grab.returned", replaced(refunds=raised), refunds=True)),
-    Damage("every promise is in the journal", "answered",
-    with_("grab.held", replaced(quantity=more(1)), waited=False)),
+    Damage(
+        "each payment confirmed or refunded, once",
+        "its events are [(",
+        twice("grab.confirmed", retaken=False),
+    ),
+    Damage(
+        "each payment confirmed or refunded, once",
+        "no user made",
+        with_("grab.confirmed", replaced(payment="nobody")),
+    ),
+    Damage(
+        "each payment confirmed or refunded, once",
+        "its events are [(",
+        with_("grab.confirmed", replaced(paid=more(1))),
+    ),
+    Damage(
+        "money confirmed = issuer's + refunds",
+        "that the issuers have",
+        with_("grab.confirmed", replaced(issuer="other"), paid=True),
+    ),
+    Damage(
+        "money confirmed = issuer's + refunds",
+        "on its refund account",
+        with_("grab.returned", replaced(refunds=raised), refunds=True),
+    ),
+    Damage(
+        "every promise is in the journal",
+        "answered",
+        with_("grab.held", replaced(quantity=more(1)), waited=False),
+    ),
     Damage("all holds have ended", "held", without("grab.released", reason="expired")),
     Damage("every offer closed and retired", "not retired", without("offer.retired")),
-    Damage("everything has happened", "no user got units from the waiting list",
-           lambda events: [msgspec.structs.replace(event, waited=False) if getattr(event, "waited",
-           False) else event for event in events]),
-]  # fmt: skip
+    Damage(
+        "everything has happened",
+        "no user got units from the waiting list",
+        lambda events: [
+            msgspec.structs.replace(event, waited=False) if getattr(event, "waited", False) else event
+            for event in events
+        ],
+    ),
+]
 
 
 def assert_problem(checks: list[Check], name: str, says: str) -> None:
