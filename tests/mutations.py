@@ -202,10 +202,15 @@ MUTATIONS: Final = (
         "models/journal.py",
         "if hash_at_cursor != self.head:",
         "if False:",
-        _in(JOURNAL, "test_another_history"),
+        _in(JOURNAL, "test_another_history_raises_corrupt"),
     ),
     Mutation(
-        "a gap", "models/journal.py", "if known < 0:", "if False:", _in(JOURNAL, "test_a_gap"), always=True
+        "a gap",
+        "models/journal.py",
+        "if known < 0:",
+        "if False:",
+        _in(JOURNAL, "test_missing_events_raise_gap"),
+        always=True,
     ),
     Mutation(
         "blocks of an earlier term",

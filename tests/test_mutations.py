@@ -40,7 +40,9 @@ def test_only_a_failed_test_counts_as_a_kill() -> None:
     """Not a mutant that survives, a guard that is not in its file, or a test that does not exist."""
     chain = next(mutation for mutation in MUTATIONS if mutation.guard == "the chain")
     assert (
-        play(chain._replace(tests=("tests/models/test_journal.py::test_blocks_in_order",))).outcome
+        play(
+            chain._replace(tests=("tests/models/test_journal.py::test_cursor_accepts_blocks_in_order",))
+        ).outcome
         == "SURVIVED"
     )
     assert (

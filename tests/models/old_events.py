@@ -1,8 +1,7 @@
-"""Events as they might have been before their first release, and the upcasters that raise them: what a later
-change will look like.
+"""Invented earlier versions of events, and the upcasters that raise them, as an example of a later change.
 
 `grab.granted` v0 had `units` for `quantity`, and one text for user and card. `offer.opened` v0 had `sum` for
-`total`, v-1 also `owner` for `issuer`. `grab.redeemed` v0 had no `amount`: it is what was redeemed.
+`total`, v-1 also `owner` for `issuer`. `grab.redeemed` v0 had no `amount`, which equals `quantity`.
 """
 
 import json
@@ -12,7 +11,7 @@ from grabstream.models.upcasting import Document, Upcaster
 
 
 def grab_granted_0(event: Document) -> Document:
-    """A field renamed, and one split in two."""
+    """Renames a field, and splits a field in two."""
     event["quantity"] = event.pop("units")
     event["user"], _, card = event.pop("who").partition("/")
     if card:
@@ -21,19 +20,19 @@ def grab_granted_0(event: Document) -> Document:
 
 
 def offer_opened_before_0(event: Document) -> Document:
-    """A field renamed."""
+    """Renames a field."""
     event["issuer"] = event.pop("owner")
     return event
 
 
 def offer_opened_0(event: Document) -> Document:
-    """Another one."""
+    """Renames another field."""
     event["total"] = event.pop("sum")
     return event
 
 
 def grab_redeemed_0(event: Document) -> Document:
-    """A field that is computed from others."""
+    """Computes a field from another field."""
     return {**event, "amount": event["quantity"]}
 
 
@@ -46,8 +45,8 @@ UPCASTERS = (
 
 
 def as_it_was(line: bytes) -> bytes:
-    """A current event as an earlier program would have written it; the same line when nothing has changed
-    since.
+    """A current event as an earlier program would have written it; the same line if its type has no earlier
+    version.
     """
     event: dict[str, Any] = json.loads(line)
     if event["type"] == "grab.granted":

@@ -1,14 +1,16 @@
-"""A stranger's few lines: every part of an envelope, from its `offer.opened` and `offer.closed` events and
-nothing of ours.
+"""Independent code that computes every part of an envelope from its events `offer.opened` and `offer.closed`.
+It does not import grabstream.
 """
 
 from hashlib import sha1, sha256
 
 
 def recompute(opened: dict, closed: dict) -> list[int]:
-    """The parts by place; with draw `at_grab` all that would have been drawn, had everybody come."""
+    """The parts by place. With draw `at_grab`, these include parts that no user has drawn."""
     terms, seed = opened["terms"], closed["seed"]
-    assert sha256(bytes.fromhex(seed)).hexdigest() == opened["seed_sha256"], "not the seed that was promised"
+    assert sha256(bytes.fromhex(seed)).hexdigest() == opened["seed_sha256"], (
+        "not the seed that was committed to"
+    )
 
     def draw(k: int, size: int) -> int:
         attempt = 0

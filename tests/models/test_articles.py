@@ -1,7 +1,7 @@
-"""What published ways of splitting an envelope get wrong, said as checks that fail on their forms and hold
-for ours.
+"""Errors of published methods of splitting an envelope, as checks that fail for these methods and pass for
+ours.
 
-The published forms stand here as the articles describe them, so that it is seen that the checks can fail.
+The published methods are implemented here as the articles describe them, to show that the checks can fail.
 """
 
 import math
@@ -17,7 +17,7 @@ Split = Callable[[int, int, int, int], list[int]]
 
 
 def ours(law: Any, drawn: str) -> Split:
-    """(total, parts, min, number of the run) → parts, by place."""
+    """A function from (total, parts, min, number of the run) to the parts by place."""
 
     def split(total: int, parts: int, least: int, number: int) -> list[int]:
         seed = f"{number:032x}"
@@ -35,7 +35,7 @@ OURS = {f"{law}, {drawn}": ours(law, drawn) for law in LAWS for drawn in ("ahead
 
 
 def double_mean_of_003(total: int, parts: int, least: int, number: int) -> list[int]:
-    """Uniform from one cent to twice the mean of what is left; the last takes the rest, whatever it is."""
+    """Uniform from one cent to twice the mean of the rest; the last part is the rest, whatever it is."""
     chance, amounts, left = random.Random(number), list[int](), total
     for others in range(parts - 1, 0, -1):
         amounts.append(chance.randint(1, max(2 * left // (others + 1), 1)) if left > 0 else 0)
@@ -44,8 +44,8 @@ def double_mean_of_003(total: int, parts: int, least: int, number: int) -> list[
 
 
 def bounded_of_001(total: int, parts: int, least: int, number: int) -> list[int]:
-    """Uniform from the minimum to the mean of what the others can spare; the last takes the rest. Of one part
-    it makes none.
+    """Uniform from the minimum to the mean of what the minimums of the other parts leave; the last part is
+    the rest. For one part, it returns no part.
     """
     chance, amounts, left = random.Random(number), list[int](), total
     for others in range(parts - 1, 0, -1):
@@ -60,7 +60,7 @@ RUNS = 2_000
 
 
 def runs_with_nothing(split: Split, total: int, parts: int) -> int:
-    """In how many runs somebody gets nothing, or less."""
+    """The number of runs with a part of 0 or less."""
     return sum(min(split(total, parts, 1, number)) < 1 for number in range(RUNS))
 
 
@@ -68,17 +68,17 @@ def runs_with_nothing(split: Split, total: int, parts: int) -> int:
 @pytest.mark.parametrize(
     ("total", "parts"), [(20, 10), (10, 10), (11, 10), (15, 10), (2, 2), (3, 2), (4, 2), (1, 1), (7, 5)]
 )
-def test_003_nobody_gets_nothing(name: str, total: int, parts: int) -> None:
-    """Twenty cents in ten parts, and still fewer."""
+def test_003_every_part_has_an_amount(name: str, total: int, parts: int) -> None:
+    """Twenty cents in ten parts, and less."""
     assert runs_with_nothing(OURS[name], total, parts) == 0
 
 
-def test_003_its_own_form_gives_parts_of_nothing() -> None:
+def test_003_published_form_makes_empty_parts() -> None:
     assert runs_with_nothing(double_mean_of_003, 20, 10) > RUNS / 10
 
 
-def test_003_a_part_is_between_one_cent_and_twice_the_mean_of_what_is_left() -> None:
-    """Drawn by place, all of that range is used, and nothing beyond it but the odd cent of a remainder."""
+def test_003_part_is_between_one_cent_and_twice_the_mean_of_the_rest() -> None:
+    """Parts drawn at the grab use the whole range, and exceed it at most by one cent of a remainder."""
     split = ours("double_mean", "at_grab")
     seen = {split(200, 10, 1, number)[0] for number in range(RUNS)}
     assert seen == set(range(1, 40))
@@ -99,7 +99,7 @@ def test_001_one_part_is_the_sum(name: str, total: int) -> None:
     assert {tuple(OURS[name](total, 1, 1, number)) for number in range(100)} == {(total,)}
 
 
-def test_001_its_own_form_makes_nothing_of_one_part() -> None:
+def test_001_published_form_loses_a_single_part() -> None:
     assert bounded_of_001(77, 1, 1, 0) == []
 
 
@@ -116,7 +116,7 @@ def test_001_no_part_is_below_the_minimum(name: str, total: int, parts: int, lea
 
 
 def means_by_place(split: Split, total: int, parts: int, least: int) -> tuple[list[float], float]:
-    """The mean of each place, and how many standard errors the worst is from total/parts."""
+    """The mean of each place, and the greatest distance from total/parts in standard errors."""
     columns: Sequence[Sequence[int]] = list(
         zip(*(split(total, parts, least, number) for number in range(RUNS)), strict=True)
     )
@@ -129,7 +129,7 @@ def means_by_place(split: Split, total: int, parts: int, least: int) -> tuple[li
     return means, max(errors)
 
 
-# Under 1 in 10 000 by chance, for all places together; the seeds are the same on every run.
+# Standard errors. By chance, less than 1 run in 10 000 exceeds this; the seeds are the same on every run.
 FAIR = 4.5
 
 
@@ -142,15 +142,15 @@ def test_001_and_003_every_place_has_the_same_mean(name: str, total: int, parts:
     assert worst < FAIR, means
 
 
-def test_001_its_own_form_favours_the_last() -> None:
-    """Instead of 100 each: far less for the first, far more for the last."""
+def test_001_published_form_favours_the_last_place() -> None:
+    """Instead of 100 for each: far less for the first place, far more for the last."""
     means, worst = means_by_place(bounded_of_001, 600, 6, 1)
     assert worst > 10 * FAIR
     assert means[0] < 65
     assert means[-1] > 140
 
 
-def test_003_its_own_form_favours_places_too() -> None:
-    """Of twenty cents: a cent too much, or a rounding, at every draw is the last one's loss."""
+def test_003_published_form_favours_places_too() -> None:
+    """With twenty cents: each draw rounds in favour of its place, at the cost of the last place."""
     _, worst = means_by_place(double_mean_of_003, 20, 10, 1)
     assert worst > 3 * FAIR

@@ -1,6 +1,4 @@
-"""Calendars against the time-zone database itself: windows of hours, days and weeks, and hours of the
-week.
-"""
+"""Calendars compared with the time-zone database: windows of hours, days and weeks, and hours of the week."""
 
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
@@ -30,7 +28,7 @@ FROM = 1_767_225_600_000  # 2026-01-01
 BERLIN = offsets_of("Europe/Berlin", FROM)
 
 zones = st.sampled_from(ZONES)
-#: Any time of nine years, and times around a change of the clock.
+#: Any time within nine years. `moments` adds times around changes of the clock.
 times = st.integers(FROM, FROM + 9 * 365 * DAY_MS)
 
 
@@ -53,7 +51,7 @@ def moments(draw: st.DrawFn) -> tuple[str, int]:
 
 
 @given(moments())
-def test_the_day_is_the_local_one(moment: tuple[str, int]) -> None:
+def test_day_window_is_the_local_day(moment: tuple[str, int]) -> None:
     zone, at_ms = moment
     offsets = offsets_of(zone, FROM)
     assert offset_at(offsets, at_ms) == local(zone, at_ms).utcoffset() // timedelta(milliseconds=1)  # type: ignore[operator]
@@ -64,7 +62,7 @@ def test_the_day_is_the_local_one(moment: tuple[str, int]) -> None:
 
 
 @given(moments(), st.sampled_from(("hour", "day", "week")))
-def test_a_window_ends_where_the_next_begins(moment: tuple[str, int], per: str) -> None:
+def test_window_ends_where_the_next_begins(moment: tuple[str, int], per: str) -> None:
     zone, at_ms = moment
     offsets = offsets_of(zone, FROM)
     window, ends = window_of(per, offsets, at_ms), window_ends(per, offsets, at_ms)  # type: ignore[arg-type]
@@ -90,13 +88,13 @@ def test_a_window_ends_where_the_next_begins(moment: tuple[str, int], per: str) 
         ("2027-10-31T02:30:00+01:00", "2027-11-01T00:00:00+01:00"),
     ],
 )
-def test_days_on_which_clocks_change(moment: str, ends: str) -> None:
+def test_day_window_ends_at_local_midnight_when_the_clock_changes(moment: str, ends: str) -> None:
     assert window_ends("day", BERLIN, at(moment)) == at(ends)
 
 
-def test_a_local_time_that_the_clock_jumps_over_is_when_it_jumps() -> None:
+def test_local_time_that_the_clock_skips_is_the_time_of_the_change() -> None:
     jump = at("2027-03-28T03:00:00+02:00")
-    wall = jump + HOUR_MS + HOUR_MS // 2  # 02:30, which that day does not have
+    wall = jump + HOUR_MS + HOUR_MS // 2  # 02:30, which does not exist on that day
     assert utc_of(BERLIN, wall, jump - DAY_MS // 2) == jump
 
 
@@ -115,13 +113,15 @@ FRIDAY_TEN = (Hours(("fri",), "10:00", "12:00"), Hours(("sat", "sun"), "00:00", 
         ("2027-03-22T08:00:00+01:00", "2027-03-26T10:00:00+01:00"),
     ],
 )
-def test_hours_of_the_week(moment: str, opens: str | None) -> None:
+def test_opens_next_returns_the_next_opening(moment: str, opens: str | None) -> None:
     assert opens_next(week_minutes(FRIDAY_TEN), BERLIN, at(moment)) == (at(opens) if opens else None)
 
 
 @given(moments())
-def test_hours_open_when_they_say(moment: tuple[str, int]) -> None:
-    """Within what `opens_next` names it is open, or the clock jumped over the beginning."""
+def test_offer_is_open_at_the_time_that_opens_next_returns(moment: tuple[str, int]) -> None:
+    """`opens_next` returns None exactly when the offer is open; at the time that it returns, the offer is
+    open.
+    """
     zone, at_ms = moment
     offsets, hours = offsets_of(zone, FROM), week_minutes(FRIDAY_TEN)
     opens = opens_next(hours, offsets, at_ms)

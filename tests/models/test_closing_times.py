@@ -1,6 +1,4 @@
-"""When an offer closes must be said by a time that is after its opening; nothing that is said counts as not
-said.
-"""
+"""`closes_at` must be after `opens_at`. The value 0 is not treated as absent."""
 
 import pytest
 
@@ -19,17 +17,17 @@ ENVELOPE = EnvelopeTerms(issuer="shop", total=10, parts=2, asset="CNY", funding=
         ENVELOPE,
     ],
 )
-def test_an_offer_that_closes_at_0_is_invalid_and_not_one_that_says_nothing(terms: Terms) -> None:
+def test_closes_at_0_is_invalid_and_not_absent(terms: Terms) -> None:
     with pytest.raises(Invalid, match="terms.closes_at: must be after opens_at"):
         check_terms(terms)
 
 
-def test_the_same_at_the_door_for_bytes() -> None:
+def test_decode_command_refuses_closes_at_0() -> None:
     terms = b'{"kind": "stock", "issuer": "shop", "total": 1, "opens_at": 0, "closes_at": 0}'
     raw = b'{"type": "open", "id": "o", "offer": "o", "terms": ' + terms + b"}"
     with pytest.raises(Undecodable, match="terms.closes_at: must be after opens_at"):
         decode_command(raw)
 
 
-def test_an_offer_that_opens_at_0_opens_at_once_and_may_close_from_then_on() -> None:
+def test_opens_at_0_opens_at_once_and_may_close_at_1() -> None:
     check_terms(StockTerms(issuer="shop", total=1, opens_at=0, closes_at=1))

@@ -1,4 +1,4 @@
-"""Digests: at least 128 bits, in a form that says itself; keyed where a command carries a secret; old forms
+"""Digests: at least 128 bits, with the name of their form; keyed if the command carries a secret; old forms
 are still compared.
 """
 
@@ -47,22 +47,22 @@ ADJUST = Adjust(id="a", offer="o", transfers=(ENTRY,), reason="a mistake", appro
 
 
 def first_form(command: AnyCommand) -> str:
-    """As releases before 0.2 made it."""
+    """The digest of releases before 0.2."""
     return b64encode(blake2b(encode_command(command), digest_size=6).digest()).decode()
 
 
 @pytest.mark.parametrize(
     "command", [PAUSE, CODES, TICKET, SEEDED, ADJUST, Confirm(id="c", offer="o", grab="g")]
 )
-def test_a_digest_has_128_bits_and_names_its_form(command: AnyCommand) -> None:
+def test_digest_has_128_bits_and_names_its_form(command: AnyCommand) -> None:
     form, _, value = ROTATED.of(command).rpartition("$")
     assert len(b64decode(value + "==")) == 16
     assert form == ("k:new" if command in (CODES, TICKET, SEEDED) else "b2")
     assert ROTATED.is_of(ROTATED.remembered(command), command)
 
 
-def test_only_a_grab_that_asks_for_nothing_more_is_plain() -> None:
-    """Every field that a grab has, or will have, is part of its body."""
+def test_only_a_grab_without_further_fields_is_plain() -> None:
+    """Every field of a grab, including later ones, must be covered."""
     assert ONE_KEY.of(PLAIN) == "plain"
     assert is_plain(PLAIN)
     others: dict[str, Any] = {
@@ -73,19 +73,19 @@ def test_only_a_grab_that_asks_for_nothing_more_is_plain() -> None:
         "wait": True,
     }
     fields = {field.name for field in msgspec.structs.fields(Grab)} - {"id", "offer", "user"}
-    assert fields <= others.keys(), "a new field of a grab must make it a grab that is not plain"
+    assert fields <= others.keys(), "a grab with a new field must not be plain"
     for name in fields:
         assert not is_plain(msgspec.structs.replace(PLAIN, **{name: others[name]})), name
 
 
-def test_what_is_remembered_of_plain_grabs_tells_every_body_apart() -> None:
+def test_remembered_plain_grabs_differ_for_different_bodies() -> None:
     names = ("x", "x:y", "y", "y:x", "a.b", "a", "b.a", "plain", "-")
     bodies = [ONE_KEY.remembered(Grab(id="g", offer=offer, user=user)) for offer in names for user in names]
     assert len(set(bodies)) == len(bodies)
 
 
 @pytest.mark.parametrize("command", [PLAIN, PAUSE, CODES, TICKET, SEEDED])
-def test_a_digest_of_every_form_is_compared_in_its_own(command: AnyCommand) -> None:
+def test_digest_of_every_form_is_compared(command: AnyCommand) -> None:
     other = msgspec.structs.replace(command, id="another")
     for kept in (
         first_form(command),
@@ -94,12 +94,12 @@ def test_a_digest_of_every_form_is_compared_in_its_own(command: AnyCommand) -> N
         ROTATED.remembered(command),
     ):
         assert ROTATED.is_of(kept, command)
-        if not kept.startswith("plain"):  # that is kept under the id, and does not repeat it
+        if not kept.startswith("plain"):  # it is stored under the id, and does not contain it
             assert not ROTATED.is_of(kept, other)
     assert not ROTATED.is_of(ONE_KEY.remembered(command), PAUSE if command is not PAUSE else PLAIN)
 
 
-def test_a_key_that_is_gone_is_named() -> None:
+def test_comparison_with_a_missing_key_names_the_key() -> None:
     with pytest.raises(CannotCompare, match="key 'old', which is not in GRAB_SEAL_KEYS"):
         OLD_GONE.is_of(ONE_KEY.of(CODES), CODES)
     assert OLD_GONE.is_of(ONE_KEY.of(PAUSE), PAUSE)
@@ -107,14 +107,14 @@ def test_a_key_that_is_gone_is_named() -> None:
         ROTATED.is_of("b9$AAAA", PAUSE)
 
 
-def test_the_sender_is_no_part_of_the_body() -> None:
+def test_digest_does_not_cover_the_operator() -> None:
     assert ONE_KEY.of(PAUSE) == ONE_KEY.of(Pause(id="p", offer="o", operator="olga"))
     assert ROTATED.is_of(first_form(PAUSE), Pause(id="p", offer="o", operator="olga"))
 
 
-def test_a_code_cannot_be_found_from_its_digest_without_the_key() -> None:
-    """All the codes near the right one, hashed in every form that needs no key, and keyed with what an
-    attacker may guess.
+def test_code_cannot_be_guessed_from_its_digest_without_the_key() -> None:
+    """Hashes all codes near the right code, in every form without a key, and with keys that an attacker may
+    guess.
     """
     digest = ONE_KEY.of(CODES)
     guessed = [Digests(), Digests({"old": bytes(32)}), Digests({"old": b"old".ljust(32, b"\0")})]
@@ -122,17 +122,18 @@ def test_a_code_cannot_be_found_from_its_digest_without_the_key() -> None:
         msgspec.structs.replace(CODES, items=(f"{code:06d}",)) for code in range(482_000, 484_000)
     ]
     values = {digest.rpartition("$")[2]}
-    found = [
-        one
-        for one in candidates
-        for by in guessed
-        if by.of(one).rpartition("$")[2] in values or first_form(one) in values
+    matches = [
+        candidate
+        for candidate in candidates
+        for digests in guessed
+        if digests.of(candidate).rpartition("$")[2] in values or first_form(candidate) in values
     ]
-    assert found == []
-    assert [one for one in candidates if ONE_KEY.of(one) == digest] == [CODES]  # who has the key compares
+    assert matches == []
+    # With the key, the right code is found.
+    assert [candidate for candidate in candidates if ONE_KEY.of(candidate) == digest] == [CODES]
 
 
-def test_the_key_of_digests_is_not_the_seal_key() -> None:
+def test_digest_key_differs_from_the_seal_key() -> None:
     body = encode_command(CODES)
     direct = b64encode(blake2b(body, digest_size=16, key=OLD).digest()).decode().rstrip("=")
     assert ONE_KEY.of(CODES).rpartition("$")[2] != direct
@@ -141,7 +142,7 @@ def test_the_key_of_digests_is_not_the_seal_key() -> None:
     assert ROTATED.names("x")[1:] == ONE_KEY.names("x")
 
 
-def test_an_adjustment_s_whole_body_is_read_back_from_its_event() -> None:
+def test_adjustment_text_is_restored_from_its_event() -> None:
     adjust = msgspec.structs.replace(ADJUST, reason='so "it" is 你好 \\ é')
     text = whole_of(adjust)
     head = '{"type":"ledger.adjusted","v":1,"shard":0,"seq":1,"offer_seq":1,"offer":"o","at":1,"command":"a"'
@@ -151,8 +152,8 @@ def test_an_adjustment_s_whole_body_is_read_back_from_its_event() -> None:
     assert [whole_of(command) for command in (PLAIN, PAUSE, CODES)] == [None] * 3
 
 
-def test_no_form_can_be_taken_for_another() -> None:
-    """A form ends at '$', which stands neither in base64 nor in an id; and the first form has none."""
+def test_forms_of_digests_cannot_be_confused() -> None:
+    """A form ends at '$', which occurs neither in base64 nor in an id. The first form has no '$'."""
     for command in (PAUSE, CODES, TICKET, SEEDED, ADJUST):
         assert re.fullmatch(r"(b2|k:[A-Za-z0-9._-]+)\$[A-Za-z0-9+/]{22}", ROTATED.of(command))
         assert re.fullmatch(r"[A-Za-z0-9+/]{8}", first_form(command))
@@ -160,17 +161,15 @@ def test_no_form_can_be_taken_for_another() -> None:
     assert ONE_KEY.of(Open(id="o", offer="o", terms=StockTerms(issuer="a", total=1))).startswith("b2$")
 
 
-def test_digests_of_old_are_made_again() -> None:
-    """The file is never edited: a form that changed would turn every repeat of a command from before into a
-    conflict.
-    """
+def test_golden_digests_are_reproduced() -> None:
+    """The file is never edited: with another form, every repeat of an earlier command would be a conflict."""
     golden = json.loads(GOLDEN.read_text())
     keyed = Digests({golden["key_id"]: bytes.fromhex(golden["key"])})
-    for one in golden["digests"]:
-        command = decode_command(one["command"].encode())
+    for case in golden["digests"]:
+        command = decode_command(case["command"].encode())
         assert (Digests().remembered(command), keyed.remembered(command)) == (
-            one["without_keys"],
-            one["with_key"],
+            case["without_keys"],
+            case["with_key"],
         )
         for form in ("first_form", "without_keys", "with_key"):
-            assert keyed.is_of(one[form], command), (form, one)
+            assert keyed.is_of(case[form], command), (form, case)

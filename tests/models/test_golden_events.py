@@ -1,8 +1,8 @@
-"""Old events keep decoding: every event type and version has a file that is never edited.
+"""Old events remain readable: every type and version of an event has a file that is never edited.
 
-A new version of a type gets a new file beside the old one. `python -m tests.models.test_golden_events` writes
-files that are missing. The transfers in an old version's file are those of that time: an upcaster that moved
-other money would turn a test red.
+A new version of a type gets a new file. `python -m tests.models.test_golden_events` writes missing files. A
+file contains the transfers of the version when it was current, so a test fails if an upcaster moves other
+money.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ GRAB: dict[str, Any] = {
     "left": 9,
 }
 ASKED: dict[str, Any] = {"asked": 3, "attributes": {"card": "k:1"}, "ticket": "t-1", "basket": "b-1"}
-#: What each type says, all of its fields set.
-SAID: dict[str, dict[str, Any]] = {
+#: An example of each type, with all its fields.
+EXAMPLES: dict[str, dict[str, Any]] = {
     "offer.opened": {
         "kind": "envelope", "issuer": "shop", "funding": "pay-1", "asset": "CNY", "total": 1000,
         "opens_at": 1800000000123,
@@ -103,7 +103,7 @@ SAID: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("type_", "version"), VERSIONS)
-def test_an_event_of_old_moves_the_same_money(type_: str, version: int) -> None:
+def test_old_event_moves_the_same_money(type_: str, version: int) -> None:
     golden = json.loads((FOLDER / f"{type_}.v{version}.json").read_text())
     assert json.loads(golden["line"])["v"] == version
     event = decode_event(golden["line"].encode())
@@ -112,18 +112,18 @@ def test_an_event_of_old_moves_the_same_money(type_: str, version: int) -> None:
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_an_event_of_today_is_read_as_it_is(type_: str) -> None:
-    """The bytes decode, say all they said, and encode to the same bytes."""
+def test_current_event_decodes_and_encodes_to_the_same_bytes(type_: str) -> None:
+    """The decoded event has all fields of the line, and encodes to the same bytes."""
     golden = json.loads((FOLDER / f"{type_}.v{CURRENT_VERSIONS[type_]}.json").read_text())
     event = decode_event(golden["line"].encode())
     assert encode_event(event).decode() == golden["line"]
-    said = json.loads(golden["line"])
+    fields = json.loads(golden["line"])
     assert {
-        name: json.loads(msgspec.json.encode(getattr(event, name))) for name in said if name != "type"
-    } == {name: value for name, value in said.items() if name != "type"}
+        name: json.loads(msgspec.json.encode(getattr(event, name))) for name in fields if name != "type"
+    } == {name: value for name, value in fields.items() if name != "type"}
 
 
-def test_golden_files_are_never_edited() -> None:
+def test_golden_files_are_unchanged() -> None:
     sums = dict(line.split("  ")[::-1] for line in SUMS.read_text().splitlines())
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FOLDER.glob("*.json")}
     assert files == sums
@@ -136,7 +136,7 @@ def _write_missing() -> None:
         path = FOLDER / f"{type_}.v{CURRENT_VERSIONS[type_]}.json"
         if not path.exists():
             line = json.dumps(
-                {"type": type_, "v": CURRENT_VERSIONS[type_], **HEAD, **SAID[type_]},
+                {"type": type_, "v": CURRENT_VERSIONS[type_], **HEAD, **EXAMPLES[type_]},
                 separators=(",", ":"),
                 ensure_ascii=False,
             )

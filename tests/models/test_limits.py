@@ -1,4 +1,4 @@
-"""docs/limits.md is what the code says."""
+"""docs/limits.md agrees with the code."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_of_bounds_is_made_of_the_code(tmp_path: Path) -> None:
+def test_page_of_bounds_agrees_with_the_code(tmp_path: Path) -> None:
     def limits(*arguments: str) -> int:
         return subprocess.run(
             [sys.executable, "scripts/limits.py", *arguments], cwd=ROOT, timeout=60

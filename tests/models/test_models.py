@@ -1,4 +1,4 @@
-"""Ids, commands, answers, transfers: one line a case."""
+"""Ids, commands, answers, transfers: one line for each case."""
 
 import json
 from typing import Any
@@ -49,16 +49,16 @@ ENVELOPE = {"kind": "envelope", "issuer": "a", "funding": "f", "asset": "CNY", "
         ("é", False), ("a{b}", False), ("a/b", False), ("a\0", False), ('"', False),
     ],
 )  # fmt: skip
-def test_ids(text: str, good: bool) -> None:
+def test_is_id_accepts_only_ids(text: str, good: bool) -> None:
     assert is_id(text) is good
     assert are_ids(["ok", text]) is good
 
 
-# Golden: other programs compute the shard themselves.
+# These values must not change: other programs compute the shard themselves.
 @pytest.mark.parametrize(
     ("offer", "campaign", "shard"), [("e1", "e1", 7), ("spring:a", "spring", 1), ("spring:b", "spring", 1)]
 )
-def test_campaign_and_shard(offer: str, campaign: str, shard: int) -> None:
+def test_campaign_and_shard_of_an_offer(offer: str, campaign: str, shard: int) -> None:
     assert campaign_of(offer) == campaign
     assert shard_of(campaign, 8) == shard
 
@@ -102,7 +102,7 @@ def grabbing(**changes: object) -> dict[str, object]:
         (grabbing(attributes={"a": {"b": "c"}}), "attributes"), (grabbing(attributes={"a": 1}), "attributes"),
     ],
 )  # fmt: skip
-def test_a_bad_command_names_the_field(command: object, word: str) -> None:
+def test_refusal_of_a_bad_command_names_the_field(command: object, word: str) -> None:
     [bad] = decode_commands(json.dumps(command).encode())
     assert isinstance(bad, Undecodable)
     assert word in bad.reason
@@ -112,14 +112,14 @@ def test_a_bad_command_names_the_field(command: object, word: str) -> None:
 @pytest.mark.parametrize(
     "title", ["", "春节红包 🧧", "👩‍👩‍👧 family", 'a "b" \\ </script>', "line\u2028separator"]
 )
-def test_a_title_may_be_any_text_of_one_line(title: str) -> None:
+def test_title_may_be_any_text_of_one_line(title: str) -> None:
     [command] = decode_commands(json.dumps(opening(title=title)).encode())
     assert isinstance(command, Open)
     assert command.terms.title == title
 
 
-def test_a_title_that_is_no_text_is_refused_also_when_made_in_python() -> None:
-    """Half a surrogate pair cannot be encoded: unrefused, it would fail the batches of others."""
+def test_title_with_a_single_surrogate_is_refused_in_python() -> None:
+    """A single surrogate cannot be encoded: the call would fail, with commands of other callers."""
     with pytest.raises(Invalid, match="title"):
         check(
             Open(
@@ -160,13 +160,13 @@ PIECES: dict[str, Any] = {"issuer": "a", "total": 9, "hold_ms": 9}
         (Load(id="i", offer="o", what="codes", chunk=1, chunks=1, items=(7,)), "load"),
     ],
 )  # fmt: skip
-def test_a_command_that_a_program_made_of_other_types_names_the_field(command: AnyCommand, word: str) -> None:
+def test_refusal_of_a_command_with_a_wrong_type_names_the_field(command: AnyCommand, word: str) -> None:
     """What no reader of its event would understand must not be decided."""
     with pytest.raises(Invalid, match=word):
         check(command)
 
 
-def test_terms_and_changes_of_events_are_read_whatever_else_they_have() -> None:
+def test_terms_and_changes_of_events_ignore_unknown_fields_and_bounds() -> None:
     """As the schemas promise: a newer program may add fields, and bounds may have been others."""
     limit = {"by": "user", "per": "day", "max": 10**15, "colour": "red"}
     terms = {"kind": "stock", "issuer": "a", "total": 9, "max_per_grab": 10**15, "limits": [limit],
@@ -194,7 +194,7 @@ def test_terms_and_changes_of_events_are_read_whatever_else_they_have() -> None:
         '{"kind":"stock","issuer":"a","total":9,"limits":7}',
     ],
 )
-def test_terms_of_an_event_that_are_none(text: str) -> None:
+def test_invalid_terms_of_an_event_raise_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="kind|JSON|StockTerms"):
         terms_of(text.encode())
 
@@ -214,18 +214,18 @@ def test_terms_of_an_event_that_are_none(text: str) -> None:
         b"\xef\xbb\xbf{}",
     ],
 )
-def test_what_is_no_command_keeps_its_bytes(raw: bytes) -> None:
+def test_undecodable_input_keeps_its_bytes(raw: bytes) -> None:
     for bad in decode_commands(raw):
         assert isinstance(bad, Undecodable)
         assert bad.raw == raw
         assert bad.id is None
 
 
-def test_a_bad_element_does_not_stop_the_others() -> None:
+def test_bad_element_does_not_affect_the_others() -> None:
     good = grabbing()
-    found = decode_commands(json.dumps([good, {"type": "grab", "id": "b", "offer": "o"}, 7, good]).encode())
-    assert [type(one).__name__ for one in found] == ["Grab", "Undecodable", "Undecodable", "Grab"]
-    assert (found[1].id, found[1].offer, found[2].raw) == ("b", "o", b"7")
+    decoded = decode_commands(json.dumps([good, {"type": "grab", "id": "b", "offer": "o"}, 7, good]).encode())
+    assert [type(command).__name__ for command in decoded] == ["Grab", "Undecodable", "Undecodable", "Grab"]
+    assert (decoded[1].id, decoded[1].offer, decoded[2].raw) == ("b", "o", b"7")
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_a_bad_element_does_not_stop_the_others() -> None:
         ),
     ],
 )
-def test_a_name_that_stands_twice_in_a_command_is_refused(raw: bytes, name: str) -> None:
-    """The decoder takes the last of them, others the first: two readers of the topic would see two
+def test_command_with_a_repeated_name_is_refused(raw: bytes, name: str) -> None:
+    """The decoder uses the last value, other decoders the first: two readers of the topic would read two
     commands.
     """
     [bad] = decode_commands(raw)
@@ -275,7 +275,7 @@ def test_equal_commands_have_equal_digests() -> None:
     assert remembered(ordered[0]) == remembered(ordered[1])
 
 
-def test_what_does_not_apply_is_absent() -> None:
+def test_answer_omits_fields_that_do_not_apply() -> None:
     assert json.loads(encode_answer(Answer("i", "sold_out", 32, "o"))) == {
         "id": "i",
         "outcome": "sold_out",
@@ -327,6 +327,6 @@ PAUSED = f'{{"type":"offer.paused",{HEAD},"digest":"d"}}'
         (PAUSED, []),
     ],
 )
-def test_transfers(line: str, expected: list[tuple[str, str, str, int]]) -> None:
+def test_transfers_of_events(line: str, expected: list[tuple[str, str, str, int]]) -> None:
     event: AnyEvent = decode_event(line.encode())
     assert list(transfers_of(event)) == expected

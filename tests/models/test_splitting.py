@@ -1,4 +1,4 @@
-"""Splitting money: the sum, the bounds and the fairness of every law, and that Lua draws the same."""
+"""Splitting money: sum, bounds and equal means for every law; Lua draws the same parts as Python."""
 
 import json
 import math
@@ -33,7 +33,7 @@ SPLITS = {"ahead": split_ahead, "at_grab": split_at_grab}
 
 @st.composite
 def legal(draw_: Any) -> tuple[str, int, int, int, int | None]:
-    """Every legal (law, total, parts, min, max), the narrow ones often."""
+    """Any legal (law, total, parts, min, max), often close to the bounds."""
     law = draw_(st.sampled_from(LAWS))
     parts = draw_(st.integers(1, 60))
     least = draw_(st.integers(1, 10**9))
@@ -55,7 +55,7 @@ seeds = st.binary(min_size=16, max_size=32).map(bytes.hex)
 
 @pytest.mark.parametrize("drawn", SPLITS)
 @given(case=legal(), seed=seeds)
-def test_sum_minimum_maximum(drawn: str, case: Any, seed: str) -> None:
+def test_split_keeps_sum_minimum_and_maximum(drawn: str, case: Any, seed: str) -> None:
     law, total, parts, least, most = case
     most_in_force = check_split(law, total, parts, least, most)
     amounts = SPLITS[drawn](law, total, parts, least, most_in_force, seed)
@@ -76,7 +76,7 @@ def test_sum_minimum_maximum(drawn: str, case: Any, seed: str) -> None:
         (10**7, 1_000_001, 1, None, "parts"),
     ],
 )  # fmt: skip
-def test_illegal_is_refused_with_a_reason(
+def test_illegal_split_is_refused_with_a_reason(
     total: int, parts: int, least: int, most: int | None, field: str
 ) -> None:
     with pytest.raises(Invalid, match=f"^{field}: "):
@@ -88,10 +88,10 @@ def test_only_bounded_takes_a_maximum() -> None:
         check_split("double_mean", 100, 10, 1, 50)
 
 
-# 003's code leaves a last part of 0 here one time in six; 001's gives an empty list for one part.
+# Here, the code of article 003 makes a last part of 0 in one of six runs; that of 001 makes no part of one.
 @pytest.mark.parametrize("drawn", SPLITS)
 @pytest.mark.parametrize("law", LAWS)
-def test_what_the_articles_get_wrong(law: Any, drawn: str) -> None:
+def test_split_has_no_empty_part_and_one_part_is_the_sum(law: Any, drawn: str) -> None:
     for number in range(300):
         amounts = SPLITS[drawn](law, 20, 10, 1, 20, f"{number:032x}")
         assert sum(amounts) == 20
@@ -119,9 +119,9 @@ def means_and_variances(law: Any, drawn: str) -> tuple[list[float], list[float],
 
 @pytest.mark.parametrize("drawn", SPLITS)
 @pytest.mark.parametrize("law", LAWS)
-def test_every_place_is_fair(law: Any, drawn: str) -> None:
-    """The mean of every place is total/parts within 4.5 standard errors (under 1 in 10 000 by chance, for all
-    places together).
+def test_every_place_has_the_same_mean(law: Any, drawn: str) -> None:
+    """The mean of every place is total/parts within 4.5 standard errors. By chance, less than 1 run in 10 000
+    fails.
     """
     means, variances, _ = means_and_variances(law, drawn)
     for mean, variance in zip(means, variances, strict=True):
@@ -129,7 +129,7 @@ def test_every_place_is_fair(law: Any, drawn: str) -> None:
 
 
 @pytest.mark.parametrize("law", ["double_mean", "bounded"])
-def test_the_spread_is_the_same_for_every_place_when_drawn_ahead(law: Any) -> None:
+def test_every_place_has_the_same_spread_when_drawn_ahead(law: Any) -> None:
     _, variances, columns = means_and_variances(law, "ahead")
     average = sum(variances) / PLACES
     for column, variance in zip(columns, variances, strict=True):
@@ -168,7 +168,7 @@ def test_golden_vectors_in_python(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
-def test_golden_vectors_by_a_stranger(case: dict[str, Any]) -> None:
+def test_golden_vectors_with_independent_code(case: dict[str, Any]) -> None:
     assert recompute(case["opened"], case["closed"]) == case["parts"]
 
 
@@ -205,8 +205,8 @@ def test_golden_vectors_in_lua(servers: Settings, case: dict[str, Any]) -> None:
     )
 
 
-def test_lua_draws_as_python(servers: Settings) -> None:
-    """Random legal inputs up to the greatest sums: exact in doubles as in integers."""
+def test_lua_draws_like_python(servers: Settings) -> None:
+    """Random legal inputs up to the greatest sums: doubles are as exact as integers."""
     client = redis.Redis.from_url(servers.redis_url)
     random_ = random.Random(7)
     for _ in range(150):
@@ -220,9 +220,9 @@ def test_lua_draws_as_python(servers: Settings) -> None:
         )
 
 
-def test_lua_rejects_as_python(servers: Settings) -> None:
-    """A draw beyond the last whole range is drawn again, or the low ends would come too often; so rare that
-    seeds are searched for.
+def test_lua_rejects_draws_like_python(servers: Settings) -> None:
+    """A draw beyond the last whole range is repeated; else low values would be too frequent. This is rare, so
+    the test searches for seeds.
     """
     client = redis.Redis.from_url(servers.redis_url)
     range_size = (2 * (10**13 // 2 - 1) + 1) * 2

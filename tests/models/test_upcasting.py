@@ -1,5 +1,5 @@
-"""Events of other versions: raised when they are older, refused when they are newer, and gaps are found when
-a program starts.
+"""Events of other versions: older ones are raised, newer ones are refused, and a program with a gap in its
+upcasters does not start.
 """
 
 import json
@@ -37,8 +37,8 @@ def line_of(type_: str, **changed: Any) -> bytes:
     return json.dumps({**said, **changed}, separators=(",", ":")).encode()
 
 
-def test_old_events_become_current_ones() -> None:
-    """Renamed, split, and raised over two versions; one by one and in a block, among current ones."""
+def test_old_events_are_raised_to_current_events() -> None:
+    """Covers renamed and split fields, and two versions; single events, and a block with current events."""
     decoder = EventDecoder(UPCASTERS)
     current = [decode_event(line) for line in LINES]
     assert [one != other for one, other in zip(LINES, OLD, strict=True)].count(True) == 3
@@ -65,7 +65,7 @@ def test_old_events_are_unreadable_without_their_upcasters() -> None:
     ],
 )
 def test_newer_events_are_refused(line: bytes, reason: str) -> None:
-    """Also when they could be decoded: what looks the same may mean something else."""
+    """Even if they could be decoded: the same fields may have another meaning."""
     for decode in (
         lambda: decode_event(line),
         lambda: decode_event_list(b"[" + LINES[0] + b"," + line + b"]"),
@@ -87,7 +87,7 @@ def test_newer_events_are_refused(line: bytes, reason: str) -> None:
         (b"{", "truncated"),
     ],
 )
-def test_what_is_no_event_says_why(line: bytes, reason: str) -> None:
+def test_text_that_is_not_an_event_is_refused_with_a_reason(line: bytes, reason: str) -> None:
     with pytest.raises(msgspec.DecodeError, match=reason):
         decode_event(line)
     with pytest.raises(msgspec.DecodeError):
@@ -114,7 +114,7 @@ def _same(event: dict[str, Any]) -> dict[str, Any]:
         "a: no upcaster from v1 to v2, although v2 is written now"),
     ],
 )  # fmt: skip
-def test_a_gap_is_found_at_once(
+def test_gap_in_upcasters_raises_broken_chain(
     steps: tuple[tuple[str, int], ...], current: dict[str, int], reason: str
 ) -> None:
     with pytest.raises(BrokenChain, match=f"^{re.escape(reason)}$"):
@@ -129,9 +129,9 @@ def test_a_gap_is_found_at_once(
         ("-m", "grabstream.ops.cli", "worker"),
     ],
 )
-def test_a_program_with_a_gap_does_not_start(tmp_path: Path, command: tuple[str, ...]) -> None:
-    """A type was raised, and nobody wrote the upcaster: no process that reads events gets so far as to
-    connect.
+def test_program_with_a_gap_in_upcasters_does_not_start(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """The version of a type was raised without an upcaster: no process that reads events connects to a
+    server.
     """
     copy_package(tmp_path)
     events = tmp_path / "models" / "events.py"
@@ -151,7 +151,7 @@ def test_a_program_with_a_gap_does_not_start(tmp_path: Path, command: tuple[str,
     )
 
 
-def test_an_upcaster_that_fails_says_where() -> None:
+def test_failing_upcaster_names_the_event() -> None:
     decoder = EventDecoder([Upcaster("grab.granted", 0, lambda event: {**event, "quantity": event["units"]})])
     with pytest.raises(
         UpcastFailed, match=r"seq 41: grab\.granted v0: the upcaster to v1 failed: KeyError\('units'\)"
@@ -162,14 +162,14 @@ def test_an_upcaster_that_fails_says_where() -> None:
         decoder.decode(line_of("grab.granted", v=0))
 
 
-def test_lua_writes_the_current_versions() -> None:
-    """The scripts say the version literally: one place for all types, and one of grab.granted's own."""
+def test_lua_writes_current_versions() -> None:
+    """The version is a literal in the scripts: one for grab.granted, and one for all other types."""
     written = {}
     for path in sorted((ROOT / "lua").rglob("*.lua")):
         for type_, version in re.findall(r'"type":"(.*?)","v":(\d+)', path.read_text()):
             written[type_] = int(version)
     assert written.keys() == {"grab.granted", "' .. type .. '"}, (
-        "an event is written in a place that this test does not know"
+        "a script writes events in a place that this test does not know"
     )
     common = written.pop("' .. type .. '")
     assert {type_: written.get(type_, common) for type_ in CURRENT_VERSIONS} == CURRENT_VERSIONS

@@ -1,4 +1,6 @@
-"""The pydantic models and their wire forms: same acceptance, same messages, same bytes, same schema."""
+"""The pydantic models and their wire forms accept the same values, and have the same messages, bytes and
+schemas.
+"""
 
 import json
 import math
@@ -41,8 +43,8 @@ MODELS: Final = {struct: getattr(vocabulary, struct.__name__) for struct in STRU
 
 def golden_event(type_: str) -> dict[str, Any]:
     path = Path(__file__).parents[1] / "golden" / "events" / f"{type_}.v{CURRENT_VERSIONS[type_]}.json"
-    found: dict[str, Any] = json.loads(json.loads(path.read_text())["line"])
-    return found
+    event: dict[str, Any] = json.loads(json.loads(path.read_text())["line"])
+    return event
 
 
 EVENTS: Final = [golden_event(type_) for type_ in CURRENT_VERSIONS]
@@ -67,7 +69,7 @@ ENVELOPE: Final[dict[str, Any]] = {
 }  # fmt: skip
 HEAD: Final = {"id": "i", "offer": "o", "operator": "p"}
 OPEN_STOCK: Final = {"type": "open", **HEAD, "terms": {"kind": "stock", **PIECES, "asset": "sku:x"}}
-#: With those of the fuzzing tests: a document of every type in which every field is set.
+#: A document of every type with every field, including those of the fuzzing tests.
 WHOLE: Final[list[dict[str, Any]]] = [
     *COMMANDS,
     {"type": "open", **HEAD, "terms": ENVELOPE},
@@ -105,12 +107,14 @@ def model_of(adapter: TypeAdapter[Any], document: Any) -> Any:
 
 
 def compare(document: Any) -> Any:
-    """The error of the wire form, when both refuse it; when both accept it, they are the same."""
+    """Checks that both forms accept or refuse a document alike. Returns the errors of both, or None if both
+    accept.
+    """
     wire, model = wire_of(document), model_of(ANY_COMMAND, document)
     refused = isinstance(wire, Exception), isinstance(model, Exception)
     assert refused in ((True, True), (False, False)), f"{document}: {wire!r}, {model!r}"
     if isinstance(wire, Exception):
-        # Where the wire form's types are right, a rule of ours refuses it: in the same words.
+        # If the types fit the wire form, a rule refuses it, with the same message.
         if isinstance(wire, Invalid):
             assert all(error["type"] == "invalid" for error in model.errors()), model
         return wire, model
@@ -127,7 +131,7 @@ def compare(document: Any) -> Any:
 
 
 @pytest.mark.parametrize("document", WHOLE, ids=lambda one: str(one)[:60])
-def test_right_commands_are_the_same_in_both_forms(document: dict[str, Any]) -> None:
+def test_valid_commands_are_the_same_in_both_forms(document: dict[str, Any]) -> None:
     assert compare(document) is None
 
 
@@ -160,7 +164,7 @@ OTHERS: Final = (
 
 
 @pytest.mark.parametrize("document", WHOLE, ids=lambda one: str(one)[:60])
-def test_every_field_takes_and_refuses_the_same_values(document: dict[str, Any]) -> None:
+def test_every_field_of_a_command_accepts_and_refuses_the_same_values(document: dict[str, Any]) -> None:
     refused = 0
     for path in places_in(document):
         for value in OTHERS:
@@ -188,12 +192,12 @@ def without(document: Any, path: tuple[Any, ...]) -> Any:
 
 
 @given(document=st.sampled_from(WHOLE).flatmap(wrong_in_places))
-def test_documents_that_are_wrong_in_places(document: Any) -> None:
+def test_damaged_documents_of_commands_are_treated_alike(document: Any) -> None:
     compare(document)
 
 
 def from_json(raw: bytes) -> Any:
-    """What the model that a text names makes of the text."""
+    """The command that the model named by a text decodes from it, or the error."""
     try:
         model = COMMAND_MODELS[json.loads(raw)["type"]]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -205,7 +209,7 @@ def from_json(raw: bytes) -> Any:
 
 
 @given(raw=damaged(of_command.map(encoded)))
-def test_json_texts_that_are_damaged(raw: bytes) -> None:
+def test_damaged_json_texts_are_treated_alike(raw: bytes) -> None:
     try:
         wire: Any = decode_command(raw)
     except Undecodable as error:
@@ -221,19 +225,19 @@ def test_json_texts_that_are_damaged(raw: bytes) -> None:
     [
         ('{"type":"grab","id":"i","offer":"o","user":"u","user":"v"}', "'user': is named twice; keep one"),
         ('{"type":"grab","id":"i","offer":"o","user":"u"}' + " " * COMMAND_BYTES_MAX, "at most 131072 bytes"),
-        # Its length is looked at before anything is parsed: this is no JSON either.
+        # The length is checked before parsing: this is not JSON either.
         ("[" * (COMMAND_BYTES_MAX + 1), "at most 131072 bytes"),
         ('{"id":"i","offer":"o","user":"u"}', "missing required field `type`"),
     ],
 )
-def test_what_only_a_text_shows_is_refused(text: str, word: str) -> None:
+def test_problems_of_the_json_text_are_refused(text: str, word: str) -> None:
     for raw in (text, text.encode(), bytearray(text.encode())):
         with pytest.raises(ValidationError, match=word):
             Grab.model_validate_json(raw)
 
 
 @given(command=of_python)
-def test_commands_made_in_python(command: commands.AnyCommand) -> None:
+def test_commands_made_in_python_are_treated_alike(command: commands.AnyCommand) -> None:
     try:
         check(command)
     except (Invalid, TypeError) as error:
@@ -243,7 +247,7 @@ def test_commands_made_in_python(command: commands.AnyCommand) -> None:
     try:
         encode_command(command)
     except (TypeError, ValueError, OverflowError):
-        assume(False)  # JSON has no such value, so there is no document either
+        assume(False)  # JSON has no such value, so there is no document to compare
     if refused is not None:
         with pytest.raises(ValidationError):
             from_wire(command)
@@ -253,7 +257,7 @@ def test_commands_made_in_python(command: commands.AnyCommand) -> None:
     assert model.model_dump_json().encode() == encode_command(model.to_wire())
 
 
-def test_a_default_that_is_given_is_left_out() -> None:
+def test_json_omits_given_defaults() -> None:
     terms = {"kind": "stock", "issuer": "a", "total": 5}
     given = {
         **terms, "timezone": "UTC", "retire_after_ms": 604_800_000, "title": "", "take": "all", "limits": [],
@@ -265,7 +269,7 @@ def test_a_default_that_is_given_is_left_out() -> None:
     assert encode_command(model.to_wire()) == encoded(plain).replace(b" ", b"")
 
 
-def test_a_message_is_that_of_the_check_and_stands_at_its_field() -> None:
+def test_error_has_the_message_of_the_check_and_its_field() -> None:
     with pytest.raises(ValidationError) as caught:
         Grab(id="a b", offer="o", user="u")
     [error] = caught.value.errors(include_url=False)
@@ -287,12 +291,12 @@ def test_a_message_is_that_of_the_check_and_stands_at_its_field() -> None:
         (vocabulary.Changes, {}, "nothing is to be changed"),
     ],
 )
-def test_parts_of_commands_are_checked_when_they_are_made(model: Any, said: Any, word: str) -> None:
+def test_parts_of_commands_are_checked_when_made(model: Any, said: Any, word: str) -> None:
     with pytest.raises(ValidationError, match=word):
         model(**said)
 
 
-def test_python_s_name_of_a_keyword_is_taken_in_python_only() -> None:
+def test_from_is_named_from_underscore_in_python_only() -> None:
     assert Hours(from_="10:00").to_wire() == offers.Hours(from_="10:00")
     assert Hours(from_="10:00").model_dump_json() == '{"from":"10:00"}'
     text = encoded(changed(OPEN_STOCK, ("terms", "hours", 0), {"from_": "10:00"}))
@@ -306,7 +310,7 @@ def test_models_cannot_be_changed() -> None:
     assert len({Limit(by="user", per="day", max=1), Limit(by="user", per="day", max=1)}) == 1
 
 
-def test_changes_name_what_changes() -> None:
+def test_changes_name_the_changed_fields() -> None:
     assert vocabulary.Changes(total=5).fields() == offers.Changes(total=5).fields() == {"total": 5}
     with pytest.raises(ValidationError, match="valid integer"):
         vocabulary.Changes(total=None)
@@ -323,7 +327,7 @@ def decoded(decode: Any, raw: bytes) -> Any:
 
 
 def compare_texts(decode: Any, encode: Any, adapter: TypeAdapter[Any], document: Any) -> None:
-    """As `compare`, for what is read from a topic."""
+    """Like `compare`, for values that are read from a topic."""
     raw = encoded(document)
     wire, model = decoded(decode, raw), decoded(adapter.validate_json, raw)
     assert isinstance(wire, Exception) == isinstance(model, Exception), f"{document}: {wire!r}, {model!r}"
@@ -333,12 +337,12 @@ def compare_texts(decode: Any, encode: Any, adapter: TypeAdapter[Any], document:
         assert type(model).from_wire(wire) == model
         raw = encode(model.to_wire())
         assert model.model_dump_json().encode() == raw
-        # Texts of terms and changes may be written in another way.
+        # The text of terms and changes may have another format.
         assert type(model).from_wire(decode(raw)) == model
 
 
 def is_json(document: Any) -> bool:
-    """Whether every reader takes it: no NaN, no half of a surrogate pair, no number that JSON has not."""
+    """Whether the document is valid JSON: no NaN, no single surrogate, no number that JSON lacks."""
     try:
         json.dumps(document, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, UnicodeEncodeError):
@@ -347,7 +351,7 @@ def is_json(document: Any) -> bool:
 
 
 def has_objects(document: Any) -> bool:
-    """Whether `terms` and `changes` of an event are objects; the wire form does not look."""
+    """Whether `terms` and `changes` of an event are objects. The wire form does not check this."""
     return not isinstance(document, dict) or all(
         isinstance(document.get(name, {}), dict) for name in ("terms", "changes")
     )
@@ -357,13 +361,13 @@ ANY_ANSWER: Final = TypeAdapter(Answer)
 
 
 @given(document=wrong_in_places(ANSWER))
-def test_answers_that_are_wrong_in_places(document: Any) -> None:
+def test_damaged_answers_are_treated_alike(document: Any) -> None:
     assume(is_json(document))
     compare_texts(decode_answer, encode_answer, ANY_ANSWER, document)
 
 
 @pytest.mark.parametrize("name", sorted(ANSWER))
-def test_every_field_of_an_answer_takes_and_refuses_the_same_values(name: str) -> None:
+def test_every_field_of_an_answer_accepts_and_refuses_the_same_values(name: str) -> None:
     for value in filter(is_json, OTHERS[:-3]):
         if not isinstance(value, bytes):
             compare_texts(decode_answer, encode_answer, ANY_ANSWER, {**ANSWER, name: value})
@@ -372,7 +376,7 @@ def test_every_field_of_an_answer_takes_and_refuses_the_same_values(name: str) -
     )
 
 
-def test_an_answer_knows_whether_it_is_positive_and_decided() -> None:
+def test_answers_agree_about_positive_and_decided() -> None:
     for outcome in ("granted", "fenced", "sold_out"):
         code = int(answers.Outcome[outcome])
         wire = answers.Answer("c", outcome, code)
@@ -381,13 +385,13 @@ def test_an_answer_knows_whether_it_is_positive_and_decided() -> None:
 
 
 @given(document=st.sampled_from(EVENTS).flatmap(wrong_in_places))
-def test_events_that_are_wrong_in_places(document: Any) -> None:
+def test_damaged_events_are_treated_alike(document: Any) -> None:
     assume(is_json(document) and has_objects(document))
     compare_texts(decode_event, encode_event, ANY_EVENT, document)
 
 
 @pytest.mark.parametrize("document", EVENTS, ids=lambda one: str(one["type"]))
-def test_every_field_of_an_event_takes_and_refuses_the_same_values(document: dict[str, Any]) -> None:
+def test_every_field_of_an_event_accepts_and_refuses_the_same_values(document: dict[str, Any]) -> None:
     compare_texts(decode_event, encode_event, ANY_EVENT, document)
     raw = msgspec.json.encode(document)
     assert ANY_EVENT.validate_json(raw).model_dump_json().encode() == raw
@@ -401,7 +405,7 @@ def test_every_field_of_an_event_takes_and_refuses_the_same_values(document: dic
 
 
 @given(value=st.one_of(ODD_TEXTS, ODD_NUMBERS, st.lists(st.integers(), max_size=2)))
-def test_terms_of_an_event_are_an_object(value: Any) -> None:
+def test_terms_of_an_event_must_be_an_object(value: Any) -> None:
     with pytest.raises(ValidationError, match="valid dictionary"):
         ANY_EVENT.validate_python({**golden_event("offer.opened"), "terms": value})
 
@@ -410,16 +414,16 @@ def test_terms_of_an_event_are_an_object(value: Any) -> None:
 
 
 def normal(schema: Any, where: str = "") -> Any:
-    """A schema without what two writers of schemas do differently: names and texts of objects, one choice as
-    `const` or `enum`, alternatives that a tag tells apart as `oneOf` or `anyOf`.
+    """A schema without the differences between two generators: names and descriptions of objects, `const` or
+    `enum` for a single value, `oneOf` or `anyOf` for alternatives with a tag.
     """
     if isinstance(schema, list | tuple):
-        return [normal(one) for one in schema]
+        return [normal(member) for member in schema]
     if not isinstance(schema, dict):
         return schema
     if where in ("properties", "$defs", "mapping"):
-        return {name: normal(one) for name, one in schema.items()}
-    plain = {word: normal(one, word) for word, one in schema.items() if word != "title"}
+        return {name: normal(member) for name, member in schema.items()}
+    plain = {word: normal(value, word) for word, value in schema.items() if word != "title"}
     if "properties" in plain:
         plain.pop("description", None)
         plain["required"] = sorted(plain.get("required", ()))
@@ -441,7 +445,7 @@ def normal(schema: Any, where: str = "") -> Any:
 
 @pytest.mark.parametrize("mode", ["validation", "serialization"])
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_a_model_has_the_schema_of_its_wire_form(struct: Any, mode: Any) -> None:
+def test_model_has_the_schema_of_its_wire_form(struct: Any, mode: Any) -> None:
     model = MODELS[struct]
     _, components = msgspec.json.schema_components([struct], ref_template="#/$defs/{name}")
     root = components.pop(struct.__name__)
@@ -455,12 +459,12 @@ def test_a_model_has_the_schema_of_its_wire_form(struct: Any, mode: Any) -> None
     [(commands.AnyCommand, ANY_COMMAND), (events.AnyEvent, ANY_EVENT), (offers.Terms, ANY_TERMS)],
     ids=["commands", "events", "terms"],
 )
-def test_a_union_has_the_schema_of_its_wire_forms(union: Any, adapter: TypeAdapter[Any]) -> None:
+def test_union_has_the_schema_of_its_wire_forms(union: Any, adapter: TypeAdapter[Any]) -> None:
     assert normal(adapter.json_schema()) == normal(msgspec.json.schema(union))
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_a_model_has_the_fields_of_its_wire_form(struct: Any) -> None:
+def test_model_has_the_fields_of_its_wire_form(struct: Any) -> None:
     model = MODELS[struct]
     assert model.struct is struct
     fields = {field.name: field for field in msgspec.structs.fields(struct)}
@@ -480,12 +484,12 @@ def test_a_model_has_the_fields_of_its_wire_form(struct: Any) -> None:
             assert made.default == (None if default is msgspec.UNSET else default), name
 
 
-def test_the_public_name_has_all_of_it() -> None:
+def test_public_module_has_all_models() -> None:
     assert set(vocabulary.__all__) <= set(dir(grabstream.vocabulary))
     assert grabstream.vocabulary.Grab is vocabulary.Grab
 
 
-def test_everything_has_a_model() -> None:
+def test_every_struct_has_a_model() -> None:
     assert COMMAND_MODELS.keys() == {struct.__struct_config__.tag for struct in get_args(commands.AnyCommand)}
     assert EVENT_MODELS.keys() == CURRENT_VERSIONS.keys()
     assert {model for model in vars(vocabulary).values() if hasattr(model, "struct")} == set(MODELS.values())

@@ -1,5 +1,5 @@
-"""Versions of read models: what migrations made is what a definition makes; what is shown, written, kept and
-dropped.
+"""Versions of read models: migrations and definitions make the same tables; versions are shown, written, kept
+and dropped.
 """
 
 import re
@@ -39,25 +39,23 @@ async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
 
 async def form(connection: AsyncConnection[Any], schema: str) -> dict[str, list[Any]]:
     await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
-    found = {
+    parts = {
         name: await (await connection.execute(query.encode(), (schema,))).fetchall()
         for name, query in FORM.items()
     }
-    # A view that was made from another one's text has parentheses that the parser takes apart differently.
-    found["views"] = [(view, re.sub(r"[()\s]+", " ", text)) for view, text in found["views"]]
+    # A view that was created from the text of another view may have other parentheses.
+    parts["views"] = [(view, re.sub(r"[()\s]+", " ", text)) for view, text in parts["views"]]
     return {
         name: [tuple(str(value).replace(schema, "home") for value in row) for row in rows]
-        for name, rows in found.items()
+        for name, rows in parts.items()
     }
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
-async def test_a_new_system_has_what_the_definition_makes(
+async def test_new_system_has_the_tables_of_the_definition(
     connection: AsyncConnection[Any], settings: Settings, projection: str
 ) -> None:
-    """The migrations made definition 1; where there is a later one, a system without events was given
-    that.
-    """
+    """Migrations make definition 1. A system without events then gets the current definition."""
     live = await versions.in_state(connection, settings.schema_, projection, "live")
     assert live is not None
     assert live.definition == definition_of(projection).number
@@ -75,11 +73,11 @@ async def test_a_new_system_has_what_the_definition_makes(
         assert migrated[name] == defined[name], name
 
 
-async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_its_views(
+async def test_migration_of_an_older_release_keeps_rows_and_dependent_views(
     settings: Settings,
 ) -> None:
-    """Rows, cursors, stops and grants are there after the migration, and somebody's view reads what is live
-    from then on.
+    """Rows, cursors, stops and grants survive the migration, and a user's view reads the live version from
+    then on.
     """
     main, folder = settings.schema_, files("grabstream.projections.migrations")
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
@@ -122,8 +120,8 @@ async def test_a_system_of_the_release_before_keeps_its_rows_and_what_stands_on_
                 await connection.execute(
                     "INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:v', 6, 1)"
                 )
-            # What an account has is another type in definition 2, so who stands on that view is named, and
-            # nothing is changed.
+            # Definition 2 changes a type of the view accounts, so the dependent view is named and nothing
+            # changes.
             with pytest.raises(versions.ViewsInUse, match="view has depends on view"):
                 async with connection.transaction():
                     await versions.show(connection, main, made)
@@ -146,7 +144,7 @@ async def fetch(connection: AsyncConnection[Any], query: str) -> list[Any]:
     return await (await connection.execute(query.encode())).fetchall()
 
 
-async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_others_stand_on_it(
+async def test_view_with_other_columns_is_created_again_with_its_grants_unless_views_depend_on_it(
     connection: AsyncConnection[Any], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = settings.schema_
@@ -183,7 +181,7 @@ async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_oth
     )
     assert await fetch(connection, columns) == [(["asset", "account", "posted"],)]
     assert await fetch(connection, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [(True,)]
-    # Of the two, workers with the one definition write the one, and workers with the other the other.
+    # Workers write the version that has their definition.
     assert await versions.use_read_model(connection, main, "ledger") == made.schema
     monkeypatch.undo()
     assert await versions.use_read_model(connection, main, "ledger") == f"{main}_ledger_2"
@@ -192,11 +190,11 @@ async def test_a_view_with_other_columns_is_made_anew_with_its_grants_unless_oth
         await versions.use_read_model(connection, main, "ledger")
 
 
-async def test_a_schema_made_anew_has_what_the_code_defines(
+async def test_system_without_events_gets_the_definitions_of_the_code(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without events there is nothing to rebuild: `init` itself brings the new definition; with events it
-    leaves them alone.
+    """Without events, `init` itself installs the new definition. With events, it does not change a read
+    model.
     """
     later = definition_of("audit")._replace(number=7)
     monkeypatch.setattr(
@@ -207,26 +205,26 @@ async def test_a_schema_made_anew_has_what_the_code_defines(
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
         await migrate(connection, settings.schema_, settings.shards)
         try:
-            found = await versions.versions(connection, settings.schema_, "audit")
-            assert [(one.definition, one.state) for one in found] == [(7, "live")]
+            audit = await versions.versions(connection, settings.schema_, "audit")
+            assert [(version.definition, version.state) for version in audit] == [(7, "live")]
             assert await fetch(connection, "SELECT count(*) FROM cursors WHERE projection = 'audit'") == [
                 (settings.shards,)
             ]
             await connection.execute(
-                f"UPDATE {found[0].schema}.projection_cursors SET next_offset = 1".encode()
+                f"UPDATE {audit[0].schema}.projection_cursors SET next_offset = 1".encode()
             )
             later = later._replace(number=8)
             await migrate(connection, settings.schema_, settings.shards)
-            assert await versions.versions(connection, settings.schema_, "audit") == found
+            assert await versions.versions(connection, settings.schema_, "audit") == audit
         finally:
             await versions.drop_all(connection, settings.schema_)
 
 
-async def test_init_leaves_a_view_that_others_stand_on_and_says_so(
+async def test_init_keeps_a_view_with_dependent_views_and_logs_it(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without events, too: it ends as it does otherwise, and the next one renews the version when they are
-    gone.
+    """Also without events. `init` succeeds, and a later `init` renews the version after the views are
+    dropped.
     """
     main, folder = settings.schema_, files("grabstream.projections.migrations")
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
@@ -251,7 +249,7 @@ async def test_init_leaves_a_view_that_others_stand_on_and_says_so(
             await versions.drop_all(connection, main)
 
 
-def test_a_definition_says_what_it_means_to_change() -> None:
+def test_definition_declares_its_changes() -> None:
     text = (
         "--- definition 3\n--- changes 2: a.x a.y\n--- changes 3: b.*\n--- part tables\nCREATE TABLE a (x "
         "int);\n"
@@ -269,10 +267,10 @@ def test_a_definition_says_what_it_means_to_change() -> None:
             parse("p", wrong)
 
 
-async def test_a_name_that_is_taken_is_no_version_s(
+async def test_new_version_skips_names_that_are_taken(
     connection: AsyncConnection[Any], settings: Settings
 ) -> None:
-    """Somebody's schema, or what an operator set aside in a version that is gone."""
+    """Names of other schemas, and of earlier versions with records that operators set aside."""
     schema = settings.schema_
     await connection.execute(
         f"CREATE SCHEMA {schema}_ledger_4; CREATE SCHEMA {schema}_ledger_9x; CREATE SCHEMA {schema}_"
@@ -301,11 +299,11 @@ async def test_a_name_that_is_taken_is_no_version_s(
         ("g_mine_4", False),
     ],
 )
-def test_names_that_others_may_not_take(name: str, expected: bool) -> None:
+def test_may_be_version_recognizes_reserved_names(name: str, expected: bool) -> None:
     assert versions.may_be_version("g", name) is expected
 
 
-async def test_tables_of_an_older_release_ask_for_init(
+async def test_tables_of_an_older_release_need_init(
     connection: AsyncConnection[Any], settings: Settings
 ) -> None:
     """A worker of this release that is started before `grabstream init` waits for it, instead of ending with

@@ -9,13 +9,13 @@ from tests.protocol.model import RULES, SCENARIOS, play
 
 
 def main() -> int:
-    """Plays histories and prints what broke; exit code 1 when an invariant broke."""
+    """Plays histories and prints broken invariants; the exit code is 1 if an invariant broke."""
     parser = argparse.ArgumentParser(prog="python -m tests.protocol", description=__doc__)
     parser.add_argument("--scenario", choices=SCENARIOS, default="all", help="which faults happen")
     parser.add_argument("--without", choices=RULES, action="append", default=[], help="leave a rule out")
-    parser.add_argument("--seconds", type=float, default=60, help="how long histories are played")
-    parser.add_argument("--seed", type=int, default=0, help="the first history's seed")
-    parser.add_argument("--trace", action="store_true", help="print one history, that of the seed")
+    parser.add_argument("--seconds", type=float, default=60, help="how long to play histories")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the first history")
+    parser.add_argument("--trace", action="store_true", help="print only the history of the seed")
     asked = parser.parse_args()
     rules = set(RULES) - set(asked.without)
     if asked.trace:

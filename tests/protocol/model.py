@@ -1,11 +1,11 @@
-"""A model of one shard's takeover protocol, checked by random histories (docs/protocol.md).
+"""A model of the takeover protocol of one shard, checked with random histories (docs/protocol.md).
 
-Actors are generators: between two `yield`s an actor is atomic, and at each `yield` any other actor may run.
-Each rule of the protocol is a flag in `RULES`. With all of them, no invariant may break in any history;
-without one of them, some history breaks.
+Actors are generators: an actor is atomic between two `yield`s, and at each `yield` any other actor may run.
+Each rule of the protocol is a flag in `RULES`. With all rules, no invariant may break in any history; without
+any one of them, some history breaks an invariant.
 
 Not modelled: leases, holds and limits, slots of a cluster, PostgreSQL, snapshots. The search is random, not
-exhaustive, and Kafka never loses a record that it acknowledged.
+exhaustive. Kafka never loses a record that it acknowledged.
 """
 
 import hashlib
@@ -15,22 +15,23 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-#: Each rule, and in parentheses what happens without it.
+#: Each rule, and in parentheses what replaces it when it is left out.
 RULES: Final = {
     "OWNER": "the owner is a fresh random id at every takeover (the name of the process)",
     "CMP": "every takeover compares Redis with the journal by hash, and rebuilds after a difference "
-    "(applies what is missing, and only when the run id differs)",
+    "(applies missing events, only when the run id differs)",
     "EPOCH": "a script reads run id and replication id of its server (the run id that the connection saw)",
     "BIND": "reading the outbox, trimming, applying and finishing are bound to term, owner and server epoch "
     "(trimming checks term and run id, the outbox is read freely)",
     "HIST": "a waiter trusts `journaled` only in the history that decided (compares the seq only)",
     "CURSOR": "a cursor has offset, term and owner (seq and hash, and Kafka's committed offset as a hint)",
-    "TRIM": "trims to the id of the entry that has the first event not acknowledged (to the seq itself)",
-    "TAIL": "an owner without work reads its partition, too, and steps down at a newer term "
-    "(looks only when it sends)",
-    "XADD": "a rebuild deletes the outbox, and XADD is the first write (the last; the last id is kept)",
+    "TRIM": "trims to the id of the entry with the first unacknowledged event (to the seq itself)",
+    "TAIL": "an owner without work also reads its partition, and steps down at a newer term "
+    "(reads only when it sends)",
+    "XADD": "a rebuild deletes the outbox, and XADD is the first write (it is the last, and the last id "
+    "is kept)",
 }
-#: What happens to the servers in each scenario.
+#: The faults of servers in each scenario.
 SCENARIOS: Final = {
     "plain": ["restart", "failover", "demote"],
     "split": ["split", "split", "demote", "back"],
@@ -52,15 +53,15 @@ class ServerError(Exception):
 
 
 class Fenced(ServerError):
-    """The server epoch is not the one under which the shard was reconciled."""
+    """The shard was reconciled in another server epoch."""
 
 
 class SteppedDown(Exception):
-    """An owner that is no owner any more."""
+    """The relay is no longer the owner."""
 
 
 class Event(NamedTuple):
-    """A unit that was given to a command."""
+    """A unit was given to a command."""
 
     seq: int
     command: str
@@ -87,7 +88,7 @@ def chained(head: str, event: Event) -> str:
 
 
 class Data:
-    """What Redis has of the shard."""
+    """The data of the shard in Redis."""
 
     def __init__(self) -> None:
         self.seq = 0
@@ -107,12 +108,12 @@ class Data:
         return other
 
     def signature(self) -> tuple[Any, ...]:
-        """Differs when something was written."""
+        """Changes with every write."""
         return (self.seq, self.term, self.journaled, self.epoch, self.history, len(self.outbox))
 
 
 class Server:
-    """A Redis server with its data, and the states that a fault may return it to."""
+    """A Redis server with its data, and the earlier data to which a fault may return it."""
 
     def __init__(self, world: "World", name: str) -> None:
         self.world, self.name = world, name
@@ -125,7 +126,7 @@ class Server:
         return (self.run, self.replication) if "EPOCH" in self.world.rules else self.run
 
     def call(self) -> Data:
-        """The data for one script; raises ServerError."""
+        """The data for a script; raises ServerError."""
         if not self.alive:
             raise ServerError("dead")
         if not self.is_master:
@@ -137,7 +138,7 @@ class Server:
 
 
 class Send:
-    """A record on its way to Kafka. It may be appended long after its sender has given up."""
+    """A record that is sent to Kafka. It may be appended long after its sender timed out."""
 
     def __init__(self, world: "World", record: Record) -> None:
         self.record = record
@@ -147,14 +148,14 @@ class Send:
 
 
 class World:
-    """One history: two Redis servers, the journal, and everything that chance decides."""
+    """One history: two Redis servers, the journal, and the source of random decisions."""
 
     def __init__(self, seed: int, rules: set[str]) -> None:
         self.random = random.Random(seed)
         self.rules = rules
         self.log: list[Record] = []
         self.sends: list[Send] = []
-        #: (seq, command, unit) of every answer that was given as journaled.
+        #: (seq, command, unit) of every answer that promised `journaled`.
         self.promises: list[tuple[int, str, int]] = []
         self.trace: list[str] = []
         self.problems: list[str] = []
@@ -164,7 +165,7 @@ class World:
         self.second.is_master = False
         self.primary = self.first
         self.faults = True
-        #: Which server a client still takes for the primary.
+        #: client → the server that it still regards as the primary.
         self.views: dict[str, Server] = {}
         self.fault_chance = self.random.choice([0.01, 0.03, 0.08])
         self.timeout_chance = 0.03
@@ -184,7 +185,7 @@ class World:
 
 
 class Cursor:
-    """A reader of the journal: what it accepts, in the order of offsets."""
+    """A reader of the journal. It accepts or ignores records in the order of offsets."""
 
     def __init__(self) -> None:
         self.term, self.owner = 0, None  # type: tuple[int, str | None]
@@ -205,7 +206,7 @@ class Cursor:
             if record.term > self.term:
                 self.term, self.owner = record.term, record.owner
             return
-        if self.owner is None and self.term == 0:  # it began in the middle
+        if self.owner is None and self.term == 0:  # it started in the middle of the journal
             self.term, self.owner = record.term, record.owner
         if record.term < self.term or (record.term == self.term and record.owner != self.owner):
             return
@@ -246,7 +247,7 @@ def scan(log: Sequence[Record], until: int | None = None) -> tuple[Cursor, dict[
 
 
 def sent(world: World, send: Send) -> Generator[None, None, int | None]:
-    """Returns the offset, or None when it is unknown: such a record may still be appended later."""
+    """Waits for a record; returns its offset, or None if unknown. It may then still be appended later."""
     while True:
         yield
         if send.offset is not None:
@@ -262,7 +263,7 @@ def sent(world: World, send: Send) -> Generator[None, None, int | None]:
 
 
 def guarded(world: World, server: Server, run: str) -> Data:
-    """The data for a deciding script, which refuses in another server epoch."""
+    """The data for a deciding script; raises Fenced in another server epoch."""
     data = server.call()
     if data.epoch != (server.epoch() if "EPOCH" in world.rules else run):
         raise Fenced
@@ -270,7 +271,7 @@ def guarded(world: World, server: Server, run: str) -> Data:
 
 
 def bound(world: World, server: Server, term: int, epoch: Any, owner: str) -> Data:
-    """The data for a script of an owner."""
+    """The data for a script of an owner; raises SteppedDown if it is no longer the owner."""
     data = server.call()
     if "BIND" in world.rules and (data.term, data.owner, server.epoch()) != (term, owner, epoch):
         raise SteppedDown
@@ -316,7 +317,7 @@ def raise_term(server: Server, above: int, owner: str) -> tuple[int, Any]:
 
 
 def trim(world: World, server: Server, term: int, epoch: Any, cursor: tuple[int, str], owner: str) -> None:
-    """Removes what is journaled from the outbox, and announces it."""
+    """Removes journaled events from the outbox, and records how far the journal is."""
     seq, head = cursor
     if "BIND" in world.rules:
         data = bound(world, server, term, epoch, owner)
@@ -332,12 +333,12 @@ def trim(world: World, server: Server, term: int, epoch: Any, cursor: tuple[int,
 
 
 def fold(events: Sequence[Event]) -> tuple[dict[str, tuple[int, int]], int]:
-    """The state that events lead to: what was given, and how many units are left."""
+    """The state after events: the units given, and the number of units left."""
     return {event.command: (event.unit, event.seq) for event in events}, UNITS - len(events)
 
 
 def position(data: Data, heads: dict[int, str], tail: int) -> str:
-    """How Redis stands to the journal: `ok` (equal or ahead), `behind`, or `diverged`."""
+    """Redis compared with the journal: `ok` (equal or ahead), `lagging`, or `diverged`."""
     if data.left is None or data.journaled > tail or heads.get(data.journaled) != data.journaled_head:
         return "diverged"
     seq, head = data.journaled, data.journaled_head
@@ -351,7 +352,7 @@ def position(data: Data, heads: dict[int, str], tail: int) -> str:
             return "diverged"
     if seq != data.seq:
         return "diverged"
-    return "ok" if data.seq >= tail else "behind"
+    return "ok" if data.seq >= tail else "lagging"
 
 
 def apply(data: Data, event: Event) -> None:
@@ -364,7 +365,7 @@ def apply(data: Data, event: Event) -> None:
 
 
 def relay(world: World, name: str) -> Actor:
-    """A process that takes the shard over, again and again. There are no leases: anybody tries."""
+    """A process that takes over the shard again and again. There are no leases, so every relay tries."""
     while True:
         yield
         if world.faults and world.random.random() > 0.06:
@@ -379,7 +380,7 @@ def relay(world: World, name: str) -> Actor:
 
 
 def own(world: World, name: str) -> Actor:
-    """Takes the shard over, and relays until it is no owner any more."""
+    """Takes over the shard, and relays until it is no longer the owner."""
     above = 0
     while True:
         server = world.server_of(name)
@@ -391,7 +392,7 @@ def own(world: World, name: str) -> Actor:
         if offset is None:
             continue
         yield
-        truth, heads = scan(world.log, offset + 1)  # 3. read up to it
+        truth, heads = scan(world.log, offset + 1)  # 3. read the journal up to the marker
         if (truth.term, truth.owner) != (term, owner):
             above = max(above, truth.term)
             if world.faults and world.random.random() < 0.3:
@@ -399,14 +400,14 @@ def own(world: World, name: str) -> Actor:
             continue
         world.tell(name, "is owner of term", term, "on", server.name, "tail", truth.seq)
         yield
-        if "CMP" in world.rules:  # 4. make Redis equal to it, or ahead of it
+        if "CMP" in world.rules:  # 4. make Redis equal to the journal, or ahead of it
             yield from reconcile(world, name, server, (term, epoch, owner), truth, heads)
         else:
             server = world.server_of(name)
             yield from apply_missing(world, name, server, (term, epoch, owner), truth)
         last, cursor = offset, (truth.seq, truth.head)
         yield
-        # What the predecessors have journaled is announced.
+        # Records in Redis what earlier owners have journaled.
         trim(world, server if "BIND" in world.rules else world.server_of(name), term, epoch, cursor, owner)
         if (yield from carry(world, name, server, (term, epoch, owner), last, cursor)):
             return
@@ -418,7 +419,7 @@ Owned = tuple[int, Any, str]
 def reconcile(
     world: World, name: str, server: Server, owned: Owned, truth: Cursor, heads: dict[int, str]
 ) -> Actor:
-    """Compares by hash; applies what is missing, or rebuilds."""
+    """Compares Redis with the journal by hash; applies missing events, or rebuilds."""
     term = owned[0]
     data = bound(world, server, *owned)
     if data.epoch == server.epoch() and position(data, heads, truth.seq) == "ok":
@@ -426,8 +427,8 @@ def reconcile(
     data.epoch = data.history = None
     yield
     data = bound(world, server, *owned)
-    found = position(data, heads, truth.seq)
-    if found == "diverged":
+    compared = position(data, heads, truth.seq)
+    if compared == "diverged":
         yield
         data = bound(world, server, *owned)
         world.tell(name, "REBUILDS", server.name, "seq", data.seq, "->", truth.seq)
@@ -435,7 +436,7 @@ def reconcile(
         data.seq, data.outbox = truth.seq, []
         data.journaled, data.journaled_head = truth.seq, truth.head
         data.last_id = 0 if "XADD" in world.rules else data.last_id
-    elif found == "behind":
+    elif compared == "lagging":
         for event in truth.events[data.seq :]:
             yield
             data = bound(world, server, *owned)
@@ -449,7 +450,7 @@ def reconcile(
 
 
 def apply_missing(world: World, name: str, server: Server, owned: Owned, truth: Cursor) -> Actor:
-    """What stands in place of `reconcile` without the rule CMP."""
+    """Replaces `reconcile` when the rule CMP is left out."""
     term = owned[0]
     data = server.call()
     if data.left is not None and data.epoch == server.epoch():
@@ -472,7 +473,9 @@ def apply_missing(world: World, name: str, server: Server, owned: Owned, truth: 
 def carry(
     world: World, name: str, server: Server, owned: Owned, last: int, cursor: tuple[int, str]
 ) -> Generator[None, None, bool]:
-    """Relays from the outbox to the journal, one send in flight. Returns whether it stops for good."""
+    """Relays from the outbox to the journal, one record at a time. Returns True if it stops, False if it
+    takes over again.
+    """
     term, epoch, owner = owned
     seq, head = cursor
     while True:
@@ -490,7 +493,7 @@ def carry(
             if data.term != term:
                 raise SteppedDown
             if ("EPOCH" in world.rules or not world.faults) and data.epoch != own_server.epoch():
-                raise SteppedDown  # somebody must recover
+                raise SteppedDown  # a takeover must recover the shard
             continue
         if [event.seq for event in events] != list(range(seq + 1, seq + 1 + len(events))):
             raise SteppedDown
@@ -499,7 +502,7 @@ def carry(
         if offset is None:
             return False
         if offset != last + 1:
-            # Something stands between: was it another owner's marker?
+            # There are other records in between; one may be the marker of another owner.
             yield
             if "OWNER" in world.rules:
                 if owner_of(world.log, offset) != (term, owner):
@@ -520,7 +523,7 @@ def owner_of(log: Sequence[Record], until: int | None = None) -> tuple[int, str 
 
 
 def decider(world: World, name: str) -> Actor:
-    """Sends commands until they are decided and journaled; sends them again when in doubt."""
+    """Sends commands until they are decided and journaled. Sends them again after an unknown result."""
     while True:
         yield
         if not world.faults:
@@ -541,8 +544,8 @@ def decider(world: World, name: str) -> Actor:
                 break
             if (yield from is_journaled(world, name, max(seq for _, _, seq in answers), history)):
                 world.promises.extend((seq, command, unit) for command, unit, seq in answers)
-                found = [(seq, command, "unit", unit) for command, unit, seq in answers]
-                world.tell(name, "ANSWERS JOURNALED", found)
+                promised = [(seq, command, "unit", unit) for command, unit, seq in answers]
+                world.tell(name, "ANSWERS JOURNALED", promised)
                 break
 
 
@@ -562,7 +565,9 @@ def is_journaled(world: World, name: str, seq: int, history: int | None) -> Gene
 
 
 def reader(world: World, name: str) -> Actor:
-    """A read model: rows and cursor move together; after a crash it reads again from somewhere."""
+    """A read model: rows and cursor move together. After a crash, it reads again from its cursor, or from
+    elsewhere without the rule CURSOR.
+    """
     cursor = world.readers[name] = Cursor()
     while True:
         yield
@@ -571,7 +576,7 @@ def reader(world: World, name: str) -> Actor:
         if cursor.offset < len(world.log):
             offset = cursor.offset
             cursor.feed(world.log[offset], offset)
-            if cursor.gap:  # it reads the journal by itself, from the beginning
+            if cursor.gap:  # it reads the journal again from the beginning
                 full, _ = scan(world.log, offset + 1)
                 cursor.gap = False
                 if full.events[: len(cursor.events)] != cursor.events:
@@ -587,7 +592,7 @@ def reader(world: World, name: str) -> Actor:
 
 
 def kafka(world: World) -> Actor:
-    """Appends records in some order, loses some that it has not acknowledged, and repeats some."""
+    """Appends records in any order, loses some unacknowledged records, and repeats some."""
     while True:
         yield
         waiting = [send for send in world.sends if send.offset is None and not send.is_lost]
@@ -607,7 +612,7 @@ def kafka(world: World) -> Actor:
 
 
 def chaos(world: World, kinds: Sequence[str]) -> Actor:
-    """Restarts, failovers, two masters at once, and servers that return with older data."""
+    """Faults: restarts, failovers, two masters at once, and servers that return with older data."""
     while True:
         yield
         if not world.faults:
@@ -638,7 +643,7 @@ def _promote(world: World, old: Server, other: Server, still_alive: bool) -> Non
     if not other.alive:
         other.alive = True
         other.run = world.new_id("run")
-    if other.is_master:  # the old primary has not become a replica yet
+    if other.is_master:  # the old primary is not a replica yet
         return
     lag = _loses(world, old, 7)
     other.data = (old.earlier[-lag] if lag else old.data).copy()
@@ -673,7 +678,7 @@ def _demote(world: World, old: Server, other: Server) -> None:
 
 
 def _back(world: World, old: Server, other: Server) -> None:
-    """Clients return to the other primary, which has its own data."""
+    """Clients return to the other primary, which has other data."""
     if other.alive and other.is_master and other.data.left is not None:
         world.primary = other
         world.views.clear()
@@ -681,7 +686,9 @@ def _back(world: World, old: Server, other: Server) -> None:
 
 
 def _there_and_back(world: World, old: Server, other: Server) -> None:
-    """A failover and one back: the same process, with another replication id and perhaps fewer writes."""
+    """A failover to the replica and back: the same process, with another replication id, and perhaps fewer
+    writes.
+    """
     if old.alive and old.is_master and not other.is_master:
         lag = _loses(world, old, 7)
         old.data = (old.earlier[-lag] if lag else old.data).copy()
@@ -709,7 +716,9 @@ def shown(events: Iterable[Event]) -> list[tuple[Any, ...]]:
 
 
 def play(seed: int, rules: set[str], scenario: str) -> tuple[list[str], World]:
-    """One history: chance decides who goes on, then the faults stop. Returns the invariants that broke."""
+    """Plays one history: random actors run, then the faults stop. Returns the broken invariants and the
+    world.
+    """
     world = World(seed, rules)
     kinds = SCENARIOS[scenario]
     actors: list[Actor] = [relay(world, name) for name in RELAYS]
@@ -717,13 +726,13 @@ def play(seed: int, rules: set[str], scenario: str) -> tuple[list[str], World]:
     actors += [reader(world, name) for name in READERS]
     actors += [kafka(world), kafka(world), kafka(world), chaos(world, kinds)]
     alone = scenario == "own"
-    if alone:  # one relay that times out often: its own late records are what it must recognize
+    if alone:  # one relay that often times out, and must recognize its own late records
         world.timeout_chance, world.fault_chance = 0.2, 0.15
     weights = [1.0] * len(actors)
     for step in range(STEPS):
-        if step % 40 == 0:  # a relay may pause for long
-            for place in range(len(RELAYS)):
-                weights[place] = (3 if place == 0 else 0) if alone else world.random.choice([0, 0.3, 1, 3, 3])
+        if step % 40 == 0:  # a relay may pause for a long time
+            for index in range(len(RELAYS)):
+                weights[index] = (3 if index == 0 else 0) if alone else world.random.choice([0, 0.3, 1, 3, 3])
         actor = world.random.choices(actors, weights)[0]
         try:
             next(actor)
@@ -734,7 +743,7 @@ def play(seed: int, rules: set[str], scenario: str) -> tuple[list[str], World]:
 
 
 def _end(world: World, actors: list[Actor]) -> bool:
-    """The faults stop; whether everything that was decided comes to be journaled."""
+    """Stops the faults; returns whether all decided events are journaled in the end."""
     world.faults = False
     world.tell("--- faults stop; primary", world.primary.name)
     for server in (world.first, world.second):
@@ -764,16 +773,16 @@ def _broken(world: World, drained: bool) -> list[str]:
     broken = sorted(set(world.problems))
     if cursor.bad:
         broken.append(f"I1 readers stop: {cursor.bad}")
-    for name, one in world.readers.items():
+    for name, reading in world.readers.items():
         for _ in range(400):
-            if one.offset >= len(world.log) or one.bad:
+            if reading.offset >= len(world.log) or reading.bad:
                 break
-            one.feed(world.log[one.offset], one.offset)
-            if one.gap:
-                one.bad = "gap"
-        if one.bad:
-            broken.append(f"I1 reader {name} stops: {one.bad}")
-        elif one.events != cursor.events[: len(one.events)]:
+            reading.feed(world.log[reading.offset], reading.offset)
+            if reading.gap:
+                reading.bad = "gap"
+        if reading.bad:
+            broken.append(f"I1 reader {name} stops: {reading.bad}")
+        elif reading.events != cursor.events[: len(reading.events)]:
             broken.append(f"I1 reader {name} contradicts")
     accepted = {(event.command, event.unit) for event in cursor.events}
     for seq, command, unit in world.promises:

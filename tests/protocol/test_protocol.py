@@ -1,4 +1,4 @@
-"""The takeover protocol keeps its promises in random histories, and needs each of its rules."""
+"""The takeover protocol keeps its invariants in random histories, and needs each of its rules."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from tests.protocol.model import RULES, SCENARIOS, play
 
 HISTORIES = 1_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 40
-#: For each rule a history, by scenario and seed, that breaks these invariants without it, and none with it.
+#: rule → a history (scenario, seed) that breaks these invariants without the rule, and none with it.
 NEEDED = {
     "OWNER": ("own", 553, {"I1", "I2"}),
     "CMP": ("split", 25, {"I3", "I4"}),
@@ -28,7 +28,7 @@ def test_protocol_keeps_its_invariants(scenario: str) -> None:
         broken, world = play(seed, set(RULES), scenario)
         assert not broken, f"{broken}; python -m tests.protocol --scenario {scenario} --seed {seed} --trace"
         promises += len(world.promises)
-    assert promises > HISTORIES, "histories in which nothing is promised prove nothing"
+    assert promises > HISTORIES, "histories without promises prove nothing"
 
 
 def test_every_rule_has_a_history() -> None:
