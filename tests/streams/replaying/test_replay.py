@@ -413,8 +413,8 @@ async def test_a_replay_into_a_topic_without_postgresql_warns_that_it_has_no_loc
     done = grabstream(*words, **{**env_of(recorded.settings), "postgres": "postgresql://127.0.0.1:1/x"})
     assert done.returncode == 0, done.stderr
     assert (
-        "goes on without a lock, since PostgreSQL cannot be reached: see to it that no other one writes "
-        f"topic {topic}" in done.stderr
+        "this replay holds no lock, because PostgreSQL cannot be reached: make sure that no other replay "
+        f"writes to topic {topic}" in done.stderr
     )
     assert len(await records(recorded.settings, topic)) == 5
 
