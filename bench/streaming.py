@@ -17,7 +17,7 @@ from bench.stage import envelope, grabs, private_redis, system
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import encode_command
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.rehearsal.run import Progress, look, open_books
+from grabstream.ops.rehearsal.run import Progress, open_books, read_progress
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams.topics import Topics
 
@@ -32,7 +32,7 @@ async def until_booked(settings: Settings, events_min: int) -> Progress:
     try:
         async with await open_books(settings) as books:
             while True:
-                progress = await look(client, key_space(settings), books)
+                progress = await read_progress(client, key_space(settings), books)
                 if progress.decided >= events_min and progress.complete:
                     return progress
                 await asyncio.sleep(0.02)

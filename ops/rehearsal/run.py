@@ -301,7 +301,7 @@ class Progress(msgspec.Struct):
     complete: bool = False
 
 
-async def look(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> Progress:
+async def read_progress(redis: Any, keys: KeySpace, connection: AsyncConnection[Any]) -> Progress:
     """Reads from Redis and PostgreSQL how many events each stage has.
 
     It is complete when every shard decides and all its stages are at the same event. A Redis that has lost
@@ -340,7 +340,7 @@ class Patience:
         self._seen: object = None
         self._until = 0.0
 
-    def look(self, seen: object, status: str, busy: bool = False) -> None:
+    def observe(self, seen: object, status: str, busy: bool = False) -> None:
         """Compares `seen` with the last call. Raises CannotGoOn with the status when it was the same for
         STILL_SECONDS; time during which `busy` is true does not count.
         """
@@ -358,9 +358,9 @@ async def until_in_books(
     CannotGoOn when there is no progress.
     """
     patience = Patience()
-    while not (progress := await look(redis, keys, connection)).complete:
+    while not (progress := await read_progress(redis, keys, connection)).complete:
         check()
-        patience.look(
+        patience.observe(
             progress,
             f"{progress.decided} events decided, {progress.journaled} journaled, read models at "
             f"{progress.read_models}",

@@ -283,7 +283,7 @@ class Story:
             self._stage.check()
             end = await self._reader.end(self._shard.shard)
             if end <= self._cursor.next_offset:
-                patience.look(self._cursor.seq, f"the journal has {self._cursor.seq} of {seq} events")
+                patience.observe(self._cursor.seq, f"the journal has {self._cursor.seq} of {seq} events")
                 await asyncio.sleep(0.005)
                 continue
             async with aclosing(self._reader.read(self._shard.shard, self._cursor.next_offset, end)) as lists:

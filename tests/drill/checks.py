@@ -16,7 +16,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, GrabCommand
 from grabstream.models.journal import Cursor, parse_block
 from grabstream.ops.connections.opening import key_space
-from grabstream.ops.rehearsal.run import look, open_books
+from grabstream.ops.rehearsal.run import open_books, read_progress
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.streams.journal import open_reader
@@ -43,7 +43,7 @@ async def level(settings: Settings, client: Any) -> bool:
     """
     try:
         async with await open_books(settings) as books:
-            return (await look(client, key_space(settings), books)).complete
+            return (await read_progress(client, key_space(settings), books)).complete
     except (RedisError, KafkaError, psycopg.Error, OSError):
         return False
 

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError
 from grabstream.lua.gate.gate import Gate
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.rehearsal.crowd import attempts, envelopes
-from grabstream.ops.rehearsal.run import Rehearsal, look, open_books
+from grabstream.ops.rehearsal.run import Rehearsal, open_books, read_progress
 from grabstream.ops.rehearsal.verdict import verdict
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
@@ -74,7 +74,7 @@ class Traffic:
 
                 async def complete() -> bool:
                     try:
-                        progress = await look(redis, key_space(self.settings), books)
+                        progress = await read_progress(redis, key_space(self.settings), books)
                         # A Redis that has just been emptied has decided nothing, so all of it is complete.
                         promised = sum(map(len, self.rehearsal.doors.granted.values()))
                         return progress.complete and progress.decided >= promised

@@ -11,7 +11,7 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.initialization import take_new_journal
-from grabstream.ops.rehearsal.run import look, open_books
+from grabstream.ops.rehearsal.run import open_books, read_progress
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics, create_topics
@@ -62,7 +62,7 @@ async def take_parts(settings: Settings, name: str) -> None:
         try:
 
             async def booked() -> Any:
-                progress = await look(redis, key_space(settings), books)
+                progress = await read_progress(redis, key_space(settings), books)
                 return progress.complete and await published(settings) >= before + OFFERS * 10
 
             await until(booked, 60, "the books")

@@ -25,7 +25,14 @@ from grabstream.ops.console.output import WholeNumber, console, json_option, pri
 from grabstream.ops.rehearsal.crowd import Envelope, attempts, envelopes
 from grabstream.ops.rehearsal.display import Display
 from grabstream.ops.rehearsal.promotion import Promotion
-from grabstream.ops.rehearsal.run import LOOK_EVERY_SECONDS, Patience, Rehearsal, closed, look, open_books
+from grabstream.ops.rehearsal.run import (
+    LOOK_EVERY_SECONDS,
+    Patience,
+    Rehearsal,
+    closed,
+    open_books,
+    read_progress,
+)
 from grabstream.ops.rehearsal.stage import CannotGoOn, Stage, set_up
 from grabstream.ops.rehearsal.story import Story, tell
 from grabstream.ops.rehearsal.verdict import verdict
@@ -267,7 +274,7 @@ async def _watch(
         # Before anything else is looked at: what it decided in the end is then seen below.
         gone = playing.done()
         stage.check()
-        progress = await look(redis, key_space(settings), connection)
+        progress = await read_progress(redis, key_space(settings), connection)
         if not quiet:
             display.show(rehearsal.doors, progress)
         closed_now = await closed(connection)
@@ -282,7 +289,7 @@ async def _watch(
         said += (
             f"read models at {progress.read_models}, {closed_now} of {rehearsal.envelopes} envelopes closed"
         )
-        patience.look(
+        patience.observe(
             (rehearsal.partitions_ready, progress, answered, closed_now),
             said,
             busy=now_ms() < rehearsal.deadline_at_ms,

@@ -111,9 +111,9 @@ def test_patience_ends_without_progress_and_starts_again_with_any_progress(
     monkeypatch.setattr("grabstream.ops.rehearsal.run.time.monotonic", lambda: now)
     patience = Patience()
     for seen, busy in ((1, False), (2, False), (2, True), (3, False)):
-        patience.look(seen, "too early", busy)
+        patience.observe(seen, "too early", busy)
         now += 119
-    patience.look(4, "too early")
+    patience.observe(4, "too early")
     now += 121
     with pytest.raises(CannotGoOn, match="no progress for 120 s: 5 of 7"):
-        patience.look(4, "5 of 7")
+        patience.observe(4, "5 of 7")

@@ -19,7 +19,7 @@ from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.rehearsal.clock import HOUR_MS
 from grabstream.ops.rehearsal.crowd import attempts, envelopes
 from grabstream.ops.rehearsal.promotion import VALID_UNTIL_MS, Promotion
-from grabstream.ops.rehearsal.run import Doors, Rehearsal, look, open_books
+from grabstream.ops.rehearsal.run import Doors, Rehearsal, open_books, read_progress
 from grabstream.ops.rehearsal.stage import set_up
 from grabstream.ops.rehearsal.story import Story
 from grabstream.ops.rehearsal.tally import Tally
@@ -384,7 +384,7 @@ async def crowd(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> 
 
         async def complete() -> bool:
             async with await open_books(settings) as books:
-                return (await look(redis, key_space(settings), books)).complete
+                return (await read_progress(redis, key_space(settings), books)).complete
 
         await until(complete, 120, "the read models")
         yield Crowd(settings, chosen, rehearsal)

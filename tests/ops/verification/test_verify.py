@@ -38,7 +38,7 @@ from grabstream.models.commands import (
 from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
-from grabstream.ops.rehearsal.run import look, open_books
+from grabstream.ops.rehearsal.run import open_books, read_progress
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import redis_keys, verifying
@@ -178,7 +178,7 @@ async def built(settings: Settings, log: Path) -> None:
 
         async def complete() -> bool:
             async with await open_books(settings) as books:
-                return (await look(redis, keys, books)).complete
+                return (await read_progress(redis, keys, books)).complete
 
         await until(complete, 30, "the read models")
     finally:
