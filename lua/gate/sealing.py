@@ -22,7 +22,7 @@ from grabstream.models.identifiers import is_id
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
-#: The name of a sealed code is so many characters of base64 at its beginning: 9 bytes of its nonce. Among ten
+#: The name of a sealed code is its first 12 characters of base64, that is 9 bytes of its nonce. Among ten
 #: million codes of an offer, two have the same name in one of 10^8 lists.
 NAME_LENGTH = 12
 _NONCES = b"grab code nonces"
