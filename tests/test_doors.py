@@ -1,7 +1,7 @@
-"""Fuzzing of every door: what comes from outside, as bytes, texts or objects, raises nothing but what is
-documented, loses nothing, and costs time and memory in proportion to its length.
+"""Fuzzing of every entry point: input from outside, as bytes, texts or objects, raises only documented
+errors, is never lost, and costs time and memory in proportion to its length.
 
-`GRAB_FUZZ_EXAMPLES=10000` looks longer than the usual run does.
+`GRAB_FUZZ_EXAMPLES=10000` tries more inputs than the usual run.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ BYTES_AT_FIRST: Final = 4 * 1024 * 1024
 
 
 def bounded(length: int, run: Callable[[], Any]) -> Any:
-    """Runs what reads an input of a length, within the time and memory that it may take."""
+    """Runs code that reads an input of this length, and checks its time and memory."""
     tracemalloc.start()
     began = time.thread_time()
     try:
@@ -78,7 +78,7 @@ def bounded(length: int, run: Callable[[], Any]) -> Any:
 
 
 def attempted(run: Callable[[], Any], *documented: type[Exception]) -> Any:
-    """The result, or the error, when it is one that is documented."""
+    """The result, or the error if it is a documented one."""
     try:
         return run()
     except documented as error:
@@ -110,7 +110,7 @@ class Record(NamedTuple):
 
 
 def whole_of(rejected: list[Rejected]) -> list[bytes]:
-    """What was kept, put together from its pieces."""
+    """The rejected record, joined from its pieces."""
     found: dict[tuple[bytes, bytes | None], bytes] = {}
     for one in rejected:
         headers = dict(one.headers)
@@ -128,7 +128,7 @@ TORN_BASKET: Final = (
 @FUZZED
 @example(value=TORN_BASKET, key=None)
 @given(value=of_record, key=st.one_of(st.none(), st.binary(max_size=50)))
-def test_whatever_stands_on_the_topic_is_a_command_or_is_kept(value: bytes, key: bytes | None) -> None:
+def test_record_of_the_topic_is_a_command_or_is_kept(value: bytes, key: bytes | None) -> None:
     found = bounded(len(value), lambda: list(commands_of(value)))
     understood = asyncio.run(understand(Record(value, key), Pace()))
     bad = [one for one in found if isinstance(one, Undecodable)]
@@ -151,7 +151,7 @@ def test_whatever_stands_on_the_topic_is_a_command_or_is_kept(value: bytes, key:
 
 @FUZZED
 @given(text=ODD_TEXTS, bytes_max=st.sampled_from((16, 100, REASON_BYTES_MAX)))
-def test_what_is_said_of_an_input_is_short_and_one_line(text: str, bytes_max: int) -> None:
+def test_quoted_input_is_short_and_one_line(text: str, bytes_max: int) -> None:
     short = shortened(text, bytes_max)
     assert len(short.encode()) <= bytes_max
     assert "\0" not in short
@@ -164,7 +164,7 @@ def test_what_is_said_of_an_input_is_short_and_one_line(text: str, bytes_max: in
 
 @FUZZED
 @given(command=of_python)
-def test_an_object_made_in_python_is_right_or_invalid(command: AnyCommand) -> None:
+def test_python_object_is_valid_or_invalid(command: AnyCommand) -> None:
     error = attempted(lambda: check(command), Invalid, TypeError)
     if error is not None:
         assert len(shortened(str(error)).encode()) <= REASON_BYTES_MAX
@@ -232,7 +232,7 @@ of_file = st.one_of(
 
 @FUZZED
 @given(text=of_file, form=st.sampled_from(get_args(Form)))
-def test_a_file_of_offers_is_read_or_bad(text: str, form: Form) -> None:
+def test_file_of_offers_is_read_or_refused(text: str, form: Form) -> None:
     opens = attempted(lambda: bounded(len(text), lambda: read_offers(text, form)), BadOfferFile)
     if isinstance(opens, BadOfferFile):
         assert opens.problems
@@ -268,7 +268,7 @@ in_environment = st.text(st.characters(codec="utf-8", exclude_characters="\0"), 
         ),
     ),
 )
-def test_a_setting_is_taken_or_named(name: str, text: str) -> None:
+def test_setting_is_accepted_or_named_in_the_error(name: str, text: str) -> None:
     variable = f"GRAB_{name.strip('_').upper()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(variable, text)
@@ -303,7 +303,7 @@ of_line = st.one_of(
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[list[tuple[str, bytes]], bytes | None]:
-    """Headers and value of a record: a right block, one with a header changed, or anything."""
+    """Headers and value of a record: a valid block, a block with a changed header, or anything."""
     if draw(st.booleans()):
         return draw(st.lists(st.tuples(header_names, header_values), max_size=9)), draw(
             st.none() | st.binary(max_size=100)
@@ -324,7 +324,7 @@ def blocks(draw: st.DrawFn) -> tuple[list[tuple[str, bytes]], bytes | None]:
 
 @FUZZED
 @given(records=st.lists(blocks(), max_size=5))
-def test_a_journal_record_counts_is_ignored_or_is_corrupt(
+def test_journal_record_counts_is_ignored_or_is_corrupt(
     records: list[tuple[list[tuple[str, bytes]], bytes | None]],
 ) -> None:
     cursor = Cursor()
@@ -342,7 +342,7 @@ def test_a_journal_record_counts_is_ignored_or_is_corrupt(
 
 @FUZZED
 @given(lines=st.lists(of_line, min_size=1, max_size=3))
-def test_a_line_is_an_event_or_none(lines: list[bytes]) -> None:
+def test_line_is_an_event_or_refused(lines: list[bytes]) -> None:
     documented = (msgspec.DecodeError, UpcastFailed, UnicodeDecodeError)
     for line in lines:
         found = bounded(len(line), lambda line=line: attempted(lambda: decode_event(line), *documented))
@@ -385,7 +385,7 @@ of_token = st.one_of(
 
 @FUZZED
 @given(text=of_token)
-def test_a_ticket_is_right_or_is_none(text: str) -> None:
+def test_ticket_is_valid_or_refused(text: str) -> None:
     found = bounded(len(text), lambda: KEYS.read(text, "u", "o"))
     assert found is None or isinstance(found, Ticket)
 
@@ -397,6 +397,6 @@ def test_a_ticket_is_right_or_is_none(text: str) -> None:
         structured({"id": "i", "outcome": "sold_out", "code": 32, "limits": [{"by": "user"}]}).map(encoded),
     )
 )
-def test_an_answer_is_read_back_or_is_none(raw: bytes) -> None:
+def test_answer_is_decoded_or_refused(raw: bytes) -> None:
     found = attempted(lambda: decode_answer(raw), msgspec.DecodeError, UnicodeDecodeError)
     assert isinstance(found, Answer | msgspec.DecodeError | UnicodeDecodeError)

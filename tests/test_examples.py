@@ -1,4 +1,4 @@
-"""The examples, each run as its own text says, against one running system."""
+"""Runs each example as its text describes, against one running system."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ class Stage:
             return connection.execute(query.encode()).fetchall()
 
     def answers(self, *commands: AnyCommand) -> list[Any]:
-        """What a gate answers; the first one while the worker starts."""
+        """The answers of a gate. The first call waits until the worker has started."""
 
         async def decide() -> list[Any]:
             async with open_gate(self.settings) as gate:
@@ -94,7 +94,7 @@ class Stage:
         return asyncio.run(decide())
 
     def until_booked(self) -> None:
-        """Returns when the read models have all that was decided before."""
+        """Waits until the read models have all events so far."""
 
         def caught_up() -> bool:
             lines = self.run("grabstream", "replay", "--into", "-").splitlines()
@@ -124,8 +124,8 @@ def stage(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         asyncio.run(take_down(settings))
 
 
-def test_service(stage: Stage) -> None:
-    """An answer that comes again, under the same id, is the first one; a refusal is an answer, too."""
+def test_service_gets_its_answers(stage: Stage) -> None:
+    """A repeat with the same id gets the first answer. A refusal is an answer too."""
     printed = stage.run(sys.executable, "service.py", "lunch", "erin", "--id", "erin-1")
     assert re.fullmatch(r"erin-1 granted \d+\n", printed)
     assert stage.run(sys.executable, "service.py", "lunch", "erin", "--id", "erin-1") == printed
@@ -170,7 +170,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_service_in_node(stage: Stage, node: Path) -> None:
+def test_service_in_node_gets_its_answers(stage: Stage, node: Path) -> None:
     printed = stage.run("node", "service.mjs", "lunch", "frank", "frank-1", folder=node)
     assert re.fullmatch(r"frank-1 granted \d+\n", printed)
     assert stage.run("node", "service.mjs", "lunch", "frank", "frank-1", folder=node) == printed
@@ -178,7 +178,7 @@ def test_service_in_node(stage: Stage, node: Path) -> None:
     assert re.fullmatch(r"[0-9a-f-]{36} already_taken \d+\n", refused)
 
 
-def test_the_lock_file_of_node_names_no_registry() -> None:
+def test_lock_file_of_node_names_no_registry() -> None:
     locked = json.loads((EXAMPLES / "service-node" / "package-lock.json").read_text())
     package = json.loads((EXAMPLES / "service-node" / "package.json").read_text())
     assert locked["packages"][""]["dependencies"] == package["dependencies"]
@@ -188,7 +188,7 @@ def test_the_lock_file_of_node_names_no_registry() -> None:
 
 
 def cells(notebook: Path) -> list[str]:
-    """The code of a notebook, which is kept without what it printed."""
+    """The code of a notebook, which must be stored without output."""
     found = json.loads(notebook.read_text())
     assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in found["cells"]}) == len(found["cells"])
@@ -210,7 +210,7 @@ asyncio.run(run(json.load(sys.stdin)))
 """
 
 
-def test_notebook(stage: Stage, tmp_path: Path) -> None:
+def test_notebook_runs(stage: Stage, tmp_path: Path) -> None:
     stage.until_booked()
     done = subprocess.run(
         [sys.executable, "-c", RUNS_CELLS],
@@ -230,8 +230,8 @@ def test_notebook(stage: Stage, tmp_path: Path) -> None:
     assert printed[-1] == f"1 offers, {amount:,} units of value: events and books agree"
 
 
-def test_points(stage: Stage, tmp_path: Path) -> None:
-    """In a schema of the test's own; a rebuild ends by itself, at the end of the journal."""
+def test_points_are_counted(stage: Stage, tmp_path: Path) -> None:
+    """In a schema of the test. A rebuild ends at the end of the journal."""
     schema = f"{stage.settings.schema_}_loyalty"
     text = (EXAMPLES / "points" / "points.py").read_text()
     assert 'schema="loyalty"' in text
@@ -245,7 +245,7 @@ def test_points(stage: Stage, tmp_path: Path) -> None:
     assert {name: points[name] for name in ("ann", "bob", "carol")} == {"ann": 20, "bob": 10, "carol": 10}
 
 
-def test_replay_job(stage: Stage, tmp_path: Path) -> None:
+def test_replay_job_writes_the_same_file_from_both_sources(stage: Stage, tmp_path: Path) -> None:
     """From both sources the same bytes. The command refuses a day that is not over, so the test calls what it
     calls.
     """
@@ -283,7 +283,7 @@ def test_replay_job(stage: Stage, tmp_path: Path) -> None:
     assert written["journal"].splitlines() == [columns, *expected]
 
 
-def test_the_table_names_every_example() -> None:
+def test_readme_table_names_every_example() -> None:
     table = (EXAMPLES / "README.md").read_text()
     named = set(re.findall(r"^\| \[[^\]]+\]\(([^)]+)\)", table, re.MULTILINE))
     listed = subprocess.run(

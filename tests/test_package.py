@@ -41,7 +41,7 @@ print(sorted(name for name in sys.modules if name.split(".")[0] in rooms))
 """
 
 
-def test_every_room_is_a_relative_link() -> None:
+def test_every_room_is_a_relative_symbolic_link() -> None:
     assert ROOMS == ("lua", "models", "ops", "projections", "streams")
     assert {name: str((PROJECT / "grabstream" / name).readlink()) for name in ROOMS} == {
         name: f"../{name}" for name in ROOMS
@@ -49,7 +49,7 @@ def test_every_room_is_a_relative_link() -> None:
 
 
 def bare_imports(text: str) -> list[int]:
-    """The lines that import a room as a package of its own."""
+    """The lines that import a room as a top-level package."""
     found = []
     for node in ast.walk(ast.parse(text)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -89,7 +89,7 @@ PYPROJECT: Final = tomllib.loads((PROJECT / "pyproject.toml").read_text())["proj
 
 
 def typed_names() -> Iterator[tuple[str, str, str]]:
-    """(name, module, name in the module) of all that type checkers see in the public door."""
+    """(name, module, name in the module) of every public name that type checkers see."""
     tree = ast.parse((PROJECT / "grabstream" / "__init__.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.If):
@@ -99,7 +99,7 @@ def typed_names() -> Iterator[tuple[str, str, str]]:
                     yield alias.asname or alias.name, str(line.module), alias.name
 
 
-def test_the_door_has_the_names_that_type_checkers_see() -> None:
+def test_public_names_are_those_that_type_checkers_see() -> None:
     typed = {name: (module, there) for name, module, there in typed_names()}
     assert sorted([*typed, "MissingExtra"]) == sorted(grabstream.__all__)
     assert {name: module for name, (module, _) in typed.items()} == {
@@ -113,7 +113,7 @@ def test_the_door_has_the_names_that_type_checkers_see() -> None:
 
 
 def modules_after(code: str) -> set[str]:
-    """The modules that a new process has loaded after some code."""
+    """The modules that a new process has loaded after running the code."""
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
         cwd=PROJECT,
@@ -134,7 +134,7 @@ def test_importing_the_package_loads_nothing_else() -> None:
     assert {name for name in new if name.partition(".")[0] not in standard} == set()
 
 
-def test_a_service_s_names_load_nothing_of_the_server_extra() -> None:
+def test_names_for_a_service_load_nothing_of_the_server_extra() -> None:
     names = "Grab, Confirm, EnvelopeTerms, encode_command, decode_answer, decode_event, load_settings"
     loaded = modules_after(f"from grabstream import {names}\nload_settings")
     assert not SERVER_MODULES & loaded
@@ -162,7 +162,7 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_the_modules_of_the_server_extra_are_known() -> None:
+def test_extras_names_all_modules_of_the_server_extra() -> None:
     """`grabstream.extras` names the modules, pyproject.toml the distributions."""
     base = distributions(PYPROJECT["dependencies"])
     extra = PYPROJECT["optional-dependencies"]["server"]
@@ -182,7 +182,7 @@ PIP: Final = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-che
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the tree as it is."""
+    """A wheel built from the present tree."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
     copy_tree(tree)
@@ -230,7 +230,7 @@ def service(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_the_wheel_works_beside_a_stranger_s_models(installed: Path, tmp_path: Path) -> None:
+def test_wheel_works_beside_another_package_named_models(installed: Path, tmp_path: Path) -> None:
     code = (
         "import models, grabstream.models.commands as ours, grabstream.lua.loader as loader, "
         "grabstream.projections.database.migrate\n"
@@ -248,7 +248,7 @@ def test_the_wheel_works_beside_a_stranger_s_models(installed: Path, tmp_path: P
     assert (done.stdout.split(), done.stderr) == (["False", *["True"] * 6], "")
 
 
-def test_the_wheel_has_the_command_line(installed: Path, tmp_path: Path) -> None:
+def test_wheel_has_the_command_line(installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [str(installed.parent / "grabstream"), "--help"],
         cwd=tmp_path,
@@ -276,7 +276,7 @@ for name in ("open_gate", "Projection", "read_events"):
 """
 
 
-def test_a_service_needs_the_base_dependencies_only(service: Path, tmp_path: Path) -> None:
+def test_service_needs_the_base_dependencies_only(service: Path, tmp_path: Path) -> None:
     environ = {"GRAB_KAFKA": "kafka:9092", "GRAB_REDIS_URL": "redis://r/0", "GRAB_POSTGRES": "host=p"}
     done = subprocess.run(
         [str(service), "-c", SERVES], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
@@ -297,7 +297,7 @@ def test_a_service_needs_the_base_dependencies_only(service: Path, tmp_path: Pat
         )
 
 
-def test_the_command_line_says_which_extra_it_needs(service: Path, tmp_path: Path) -> None:
+def test_command_line_names_the_extra_that_it_needs(service: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [str(service.parent / "grabstream"), "status"],
         cwd=tmp_path,
@@ -314,7 +314,9 @@ def test_the_command_line_says_which_extra_it_needs(service: Path, tmp_path: Pat
 
 
 def example_files(folder: Path) -> list[str]:
-    """Every Python program of the pages and of examples/, as files; a notebook's cells are one function."""
+    """Every Python program of the pages and of examples/, as files. The cells of a notebook become one
+    function.
+    """
     folder.mkdir()
     for page in ("README.md", "docs/commands.md", "docs/projection.md", "docs/replay.md"):
         blocks = re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
@@ -341,7 +343,7 @@ def test_examples_use_public_names_only(tmp_path: Path) -> None:
 
 
 def strict(python: Path, folder: Path, names: list[str]) -> str:
-    """What a stranger's `mypy --strict` says, without the settings of this tree."""
+    """The output of `mypy --strict` in another project, without the settings of this tree."""
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
     done = subprocess.run(
         [*command, "--config-file", "", "--cache-dir", str(folder / ".cache"), *names],
@@ -353,7 +355,7 @@ def strict(python: Path, folder: Path, names: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def test_every_example_passes_a_stranger_s_type_check(installed: Path, tmp_path: Path) -> None:
+def test_every_example_passes_the_type_check_of_another_project(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stranger"
     names = example_files(folder)
     assert {"notebook.py", "points.py", "projection_0.py", "readme_0.py", "service.py"} <= set(names)
@@ -371,7 +373,7 @@ def test_every_example_passes_a_stranger_s_type_check(installed: Path, tmp_path:
     assert said[-1] == f"Found 2 errors in 1 file (checked {len(names) + 1} source files)"
 
 
-def test_a_service_passes_the_type_check_with_the_base_dependencies(service: Path, tmp_path: Path) -> None:
+def test_service_passes_the_type_check_with_the_base_dependencies(service: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stranger"
     example_files(folder)
     assert strict(service, folder, ["service.py"]) == "Success: no issues found in 1 source file\n"

@@ -1,4 +1,4 @@
-"""What tests share of `tests/ops/test_neighbours.py`."""
+"""Helpers of `tests/ops/test_neighbours.py` that other tests use."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ NAMES = (("", ""), ("_b", "_b"), (".journal", "_balances"), ("-b", "__at_"))
 
 @asynccontextmanager
 async def systems(servers: Settings, count: int) -> AsyncIterator[list[Settings]]:
-    """So many systems with few shards."""
+    """Several systems with few shards."""
     start = f"test{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack:
         made = []

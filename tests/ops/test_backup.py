@@ -1,6 +1,4 @@
-"""Backup and restore as docs/backup.md says, by its own commands: PostgreSQL is lost, Redis is lost, and the
-books are right again.
-"""
+"""Executes the commands of docs/backup.md: after each loss, the restored books are right."""
 
 import asyncio
 from collections.abc import Callable
@@ -41,11 +39,11 @@ async def grab(settings: Settings, *users: str, opening: bool = False) -> None:
 
 
 @pytest.mark.parametrize("how", ["restore", "anew"])
-async def test_postgresql_is_lost(
+async def test_lost_postgresql_is_restored(
     system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str
 ) -> None:
-    """What came after the backup, and what comes while PostgreSQL is away, is in the books again; so it is
-    without any backup.
+    """With or without a backup, the books then have the events after the backup, and those decided while
+    PostgreSQL was away.
     """
     worker(system, DECIDING)
     projecting = worker(system, PROJECTING)
@@ -68,11 +66,11 @@ async def test_postgresql_is_lost(
 
 
 @pytest.mark.nightly
-async def test_restored_while_people_are_refused(
+async def test_restore_works_while_refusals_are_written(
     system: Settings, worker: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Deciders and gates write samples and counts of refusals all the time, before, between and after the
-    restore's steps.
+    """Deciders and gates write samples and counts of refusals before, between and after the steps of the
+    restore.
     """
     deciding, projecting = worker(system, DECIDING), worker(system, PROJECTING)
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
@@ -115,12 +113,12 @@ async def test_restored_while_people_are_refused(
 
 
 async def _has_rows(settings: Settings, table: str) -> bool:
-    """Whether somebody has written since the restore: in the backup nobody was refused."""
+    """Whether refusals were written since the restore: the backup has none."""
     return await rows(settings, f"SELECT EXISTS (SELECT FROM {table})") == [(True,)]
 
 
-async def test_redis_is_lost(system: Settings, worker: Callable[..., Any]) -> None:
-    """It needs no backup, and nobody has to type anything."""
+async def test_lost_redis_is_rebuilt_without_a_command(system: Settings, worker: Callable[..., Any]) -> None:
+    """Redis needs no backup."""
     worker(system, DECIDING)
     worker(system, PROJECTING)
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
@@ -135,7 +133,9 @@ async def test_redis_is_lost(system: Settings, worker: Callable[..., Any]) -> No
     await assert_verified(system)
 
 
-async def test_everything_is_lost(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+async def test_everything_is_restored_into_new_servers(
+    system: Settings, worker: Callable[..., Any], tmp_path: Path
+) -> None:
     """New servers have nothing of it: the books come from the backup, the journal from the books, Redis from
     the journal.
     """
@@ -157,14 +157,16 @@ async def test_everything_is_lost(system: Settings, worker: Callable[..., Any], 
 
 
 async def gone(settings: Settings) -> bool:
-    """Whether none of the topics is left."""
+    """Whether all topics are gone."""
     async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
         return not set(retention_ms(Topics(settings.prefix))) & set(await client.list_topics())
 
 
 @pytest.mark.parametrize("how", ["journal", "journal-with-loss"])
-async def test_kafka_is_lost(system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str) -> None:
-    """The journal comes back from the audit trail; a ledger that knew more than that begins anew."""
+async def test_lost_journal_is_restored_from_the_audit_trail(
+    system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str
+) -> None:
+    """A ledger that has more events than the audit trail starts again from the beginning."""
     workers = [worker(system, DECIDING), worker(system, PROJECTING)]
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
     await assert_verified(system)

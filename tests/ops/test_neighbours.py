@@ -24,9 +24,7 @@ async def sequences(settings: Settings) -> list[Any]:
     return await rows(settings, query.format(settings.schema_))
 
 
-async def test_a_backup_has_one_system_and_its_restore_touches_no_other(
-    servers: Settings, tmp_path: Path
-) -> None:
+async def test_backup_and_restore_concern_one_system_only(servers: Settings, tmp_path: Path) -> None:
     async with systems(servers, 3) as (first, *others):
         finding = "INSERT INTO findings (kind, shard, subject, what) VALUES ('keys', 0, '{}', 'w')"
         for settings in (first, *others):
@@ -62,8 +60,10 @@ async def test_a_backup_has_one_system_and_its_restore_touches_no_other(
             )
 
 
-async def test_announcements_of_another_database_of_the_same_redis(system: Settings) -> None:
-    """Channels are the server's, not a database's: the same prefix in another one has other channels."""
+async def test_channels_differ_between_databases_of_one_redis(system: Settings) -> None:
+    """Channels belong to the server, not to a database, so a prefix has different channels in each
+    database.
+    """
     if is_cluster(system.redis_url):
         pytest.skip("a cluster has one database")
     other = system.model_copy(update={"redis_url": system.redis_url.rpartition("/")[0] + "/1"})
@@ -82,7 +82,7 @@ async def test_announcements_of_another_database_of_the_same_redis(system: Setti
         await redis.aclose()
 
 
-def test_down_remove_leaves_a_set_whose_directory_begins_alike(tmp_path: Path) -> None:
+def test_down_remove_keeps_servers_in_a_directory_with_a_similar_name(tmp_path: Path) -> None:
     sets = []
     try:
         for name in ("s", "s_b"):

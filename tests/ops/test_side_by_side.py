@@ -37,7 +37,7 @@ AT_ONCE = 4
 
 
 class Crowd:
-    """Grabs parts of a system's envelopes, a few at a time, and remembers what everybody was given."""
+    """Grabs parts of a system's envelopes, a few at a time, and records the amount of each user."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -55,7 +55,7 @@ class Crowd:
             assert {answer.outcome for answer in opened} == {"opened"}
 
     async def run(self, times: float = float("inf")) -> None:
-        """So many times, or until it is `over`."""
+        """Repeats this many times, or until `over`."""
         self.over = False
         async with open_gate(self.settings) as gate:
             while times > 0 and not self.over:
@@ -71,7 +71,7 @@ class Crowd:
                 await asyncio.sleep(0.1)
 
     async def has_what_it_was_given(self) -> None:
-        """The whole system is verified, and its balances are what its own gate answered, nobody else's."""
+        """Verifies the system, and compares its balances with the answers of its gate."""
         await assert_verified(self.settings)
         assert (
             dict(await rows(self.settings, "SELECT user_id, available FROM balances WHERE user_id LIKE 'u%'"))
@@ -93,7 +93,7 @@ async def going_on(crowds: list[Crowd]) -> AsyncIterator[None]:
 
 
 async def everything_of(settings: Settings) -> dict[str, Any]:
-    """What a system has: rows and sequences by schema, topics with their ends, keys; a digest of each."""
+    """Digests of a system's rows and sequences by schema, its topics with their ends, and its keys."""
     found: dict[str, Any] = {}
     async with await open_books(settings) as books:
         for schema in await schemas_of(books, settings.schema_):
@@ -129,7 +129,7 @@ async def everything_of(settings: Settings) -> dict[str, Any]:
 
 
 async def verified(settings: Settings) -> bool:
-    """Whether the running verifier has come to the end of every shard's trail."""
+    """Whether the running verifier has reached the end of every shard's trail."""
     query = (
         "SELECT count(*) FROM verification JOIN cursors USING (shard) WHERE projection = 'audit' AND "
         "verification.seq >= cursors.seq"
@@ -138,7 +138,7 @@ async def verified(settings: Settings) -> bool:
 
 
 async def rebuilt(crowd: Crowd) -> None:
-    """Rebuilds all read models of a system, and waits for nobody for long."""
+    """Rebuilds all read models of a system, with a short patience."""
     words = ("rebuild", "all", "--no-keep", "--patience", "30")
     done = await asyncio.to_thread(
         grabstream, *words, **env_of(crowd.settings), shards=str(crowd.settings.shards)
@@ -148,7 +148,7 @@ async def rebuilt(crowd: Crowd) -> None:
 
 @asynccontextmanager
 async def reading_for_long(settings: Settings) -> AsyncIterator[None]:
-    """Somebody of a system has a snapshot for as long as it lasts, as `verify` has."""
+    """Holds a snapshot in a session of a system, like `verify`."""
     async with await connect(settings.postgres, settings.schema_) as reader:
         await reader.set_isolation_level(IsolationLevel.REPEATABLE_READ)
         async with reader.transaction():
@@ -156,10 +156,10 @@ async def reading_for_long(settings: Settings) -> AsyncIterator[None]:
             yield
 
 
-async def test_a_system_is_rebuilt_and_taken_away_beside_another(
+async def test_rebuild_and_removal_of_a_system_do_not_change_another(
     servers: Settings, worker: Callable[..., Any]
 ) -> None:
-    """The other one has a little of everything, and stands still, but for somebody who reads."""
+    """The other system has some rows of every kind, and no activity except a reader."""
     async with systems(servers, 2) as made:
         one, other = Crowd(made[0]), made[1]
         at_work = worker(one.settings, f"{DECIDING},{READING}")
@@ -187,7 +187,9 @@ async def test_a_system_is_rebuilt_and_taken_away_beside_another(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-async def test_none_notices_another(servers: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+async def test_systems_do_not_affect_each_other(
+    servers: Settings, worker: Callable[..., Any], tmp_path: Path
+) -> None:
     """One stands still; one is backed up and restored; two are rebuilt at the same time, and one of them is
     taken away.
     """

@@ -33,7 +33,7 @@ from tests.support.command_line import README, env_of, grabstream
 
 
 def in_a_terminal(*words: str, columns: int, stdin: str = "") -> str:
-    """What a verb prints in a terminal of so many columns."""
+    """The output of a verb in a terminal of this width."""
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     with subprocess.Popen(
@@ -49,7 +49,7 @@ def in_a_terminal(*words: str, columns: int, stdin: str = "") -> str:
         process.stdin.write(stdin)
         process.stdin.close()
         printed = b""
-        # A terminal whose other end is closed is an error, not an end of file.
+        # Reading a terminal whose other end is closed raises an error instead of an end of file.
         try:
             while piece := os.read(reader, 65536):
                 printed += piece
@@ -76,37 +76,37 @@ def test_every_verb_has_help(verb: str) -> None:
         ({"lease_ms": "-1"}, "GRAB_LEASE_MS"),
     ],
 )  # fmt: skip
-def test_a_wrong_setting_is_named(settings: dict[str, str], word: str) -> None:
+def test_error_names_the_wrong_setting(settings: dict[str, str], word: str) -> None:
     done = grabstream("config", **settings)
     assert done.returncode == 2
     assert word in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_number_that_is_none(settings: Settings) -> None:
+def test_argument_that_is_not_a_number_is_refused(settings: Settings) -> None:
     done = grabstream("dismiss", "x", "--reason", "r", "--operator", "o", **env_of(settings))
     assert (done.returncode, "'x' is not a valid whole number" in done.stderr) == (2, True), done.stderr
 
 
-def test_one_is_no_plural() -> None:
+def test_counted_uses_the_singular_for_one() -> None:
     assert [counted(number, "parts") for number in (0, 1, 2_000)] == ["0 parts", "1 part", "2,000 parts"]
 
 
-def test_secrets_are_masked() -> None:
+def test_config_masks_secrets() -> None:
     key = grabstream("config", "--new-seal-key").stdout.strip()
     done = grabstream("config", "--json", seal_keys=key)
     assert key not in done.stdout
     assert json.loads(done.stdout)["GRAB_SEAL_KEYS"]["value"].startswith(key.partition(":")[0])
 
 
-def test_a_worker_without_seal_keys_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_worker_without_seal_keys_is_refused_with_the_way_out(tmp_path: Path) -> None:
     done = grabstream("worker", folder=tmp_path, seal_keys="")
     assert done.returncode == 2
     assert "GRAB_SEAL_KEYS" in done.stderr
     assert "--new-seal-key" in done.stderr
 
 
-def test_a_role_that_does_not_exist() -> None:
+def test_unknown_role_is_refused() -> None:
     done = grabstream(
         "worker", "--roles", "decide,dance", seal_keys=grabstream("config", "--new-seal-key").stdout.strip()
     )
@@ -122,7 +122,7 @@ def test_a_role_that_does_not_exist() -> None:
         ("show", "postgres", "postgresql://127.0.0.1:1/x"),
     ],
 )
-def test_a_server_that_is_away_is_exit_code_3(
+def test_exit_code_is_3_when_a_server_is_away(
     settings: Settings, verb: str, setting: str, value: str
 ) -> None:
     done = grabstream(verb, *(["offer"] if verb == "show" else []), **{**env_of(settings), setting: value})
@@ -130,8 +130,10 @@ def test_a_server_that_is_away_is_exit_code_3(
     assert "Traceback" not in done.stderr
 
 
-async def test_status_says_what_it_does_not_know(system: Settings) -> None:
-    """Without PostgreSQL nothing is 0, but unknown; a read model that has more than Redis is ahead of it."""
+async def test_status_shows_unknown_values_as_unknown(system: Settings) -> None:
+    """Without PostgreSQL, its values are unknown, not 0. A read model with more events than Redis is ahead of
+    it.
+    """
     own = {**env_of(system), "postgres": "postgresql://127.0.0.1:1/x"}
     done = grabstream("status", "--json", **own)
     assert done.returncode == 3
@@ -164,12 +166,12 @@ def test_status_prints_a_reason_that_looks_like_markup(capsys: pytest.CaptureFix
     assert "cannot read [/x]" in capsys.readouterr().out
 
 
-def test_kafka_that_is_away_is_named_once(settings: Settings) -> None:
+def test_error_names_an_absent_kafka_once(settings: Settings) -> None:
     said = grabstream("init", **{**env_of(settings), "kafka": "127.0.0.1:1"}).stderr
     assert said.count("KafkaConnectionError") == 1, said
 
 
-def test_a_file_of_offers_is_checked_before_the_first_is_opened(settings: Settings) -> None:
+def test_file_of_offers_is_checked_before_the_first_offer_is_opened(settings: Settings) -> None:
     good = {
         "offer": "a",
         "terms": {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 10, "parts": 2},
@@ -194,12 +196,12 @@ def coupons(names: Sequence[str]) -> str:
     return json.dumps([{"offer": name, "terms": terms} for name in names])
 
 
-def test_a_table_in_a_narrow_terminal_shows_whole_ids() -> None:
+def test_table_in_a_narrow_terminal_shows_whole_ids() -> None:
     name = "friday:" + "p" * 52
     assert name in in_a_terminal("open", "-", "--dry-run", columns=80, stdin=coupons([name, "x"]))
 
 
-def test_a_dry_run_of_many_offers_prints_a_summary_and_the_first_ones() -> None:
+def test_dry_run_of_many_offers_prints_a_summary_and_the_first_offers() -> None:
     names = [f"offer-{number}" for number in range(1_000)]
     done = grabstream("open", "-", "--dry-run", stdin=coupons(names))
     assert done.returncode == 0, done.stderr
@@ -211,7 +213,7 @@ def test_a_dry_run_of_many_offers_prints_a_summary_and_the_first_ones() -> None:
     assert [one["offer"] for one in json.loads(as_json)] == names
 
 
-def test_a_bar_that_is_not_finished_is_not_red() -> None:
+def test_unfinished_bar_is_not_red() -> None:
     drawn = Console(force_terminal=True, color_system="truecolor", width=40)
     colors = [
         segment.style.color.get_truecolor()
@@ -222,7 +224,7 @@ def test_a_bar_that_is_not_finished_is_not_red() -> None:
     assert not [color for color in colors if color.red > 2 * max(color.green, color.blue)]
 
 
-async def test_replay_of_an_offer_that_is_not_there_is_refused(system: Settings) -> None:
+async def test_replay_of_an_unknown_offer_is_refused(system: Settings) -> None:
     for words in ([], ["--until", "2026-01-01T00:00:00Z"], ["--source", "audit"]):
         done = grabstream("replay", "--into", "-", "--offer", "nosuch", *words, **env_of(system))
         assert done.returncode == 1, done.stderr
@@ -230,7 +232,7 @@ async def test_replay_of_an_offer_that_is_not_there_is_refused(system: Settings)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-async def test_the_exit_code_of_a_worker_says_how_it_was_ended(
+async def test_exit_code_of_a_worker_depends_on_the_signal(
     system: Settings, worker: Callable[..., Any], number: signal.Signals, code: int
 ) -> None:
     running = worker(system, "relay")
@@ -256,15 +258,15 @@ async def test_another_number_of_shards_is_refused(system: Settings) -> None:
         ("dismiss", "1", "--reason", "r", "--operator", "o"),
     ],
 )  # fmt: skip
-def test_before_init_one_is_told_to_init(settings: Settings, words: tuple[str, ...]) -> None:
+def test_verbs_before_init_name_the_verb_init(settings: Settings, words: tuple[str, ...]) -> None:
     done = grabstream(*words, **env_of(settings))
     assert done.returncode == (1 if words == ("doctor",) else 2), done.stderr
     assert "grabstream init" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_while_the_command_line_is_imported() -> None:
-    """As early as can be and in a verb's own module: no traceback, and 130."""
+def test_ctrl_c_during_the_import_exits_with_130() -> None:
+    """At the first import, and at the import of a verb's module: without a traceback."""
     for module in ("click", "psycopg", "grabstream.ops.commands.operate.verify"):
         program = f"""
 import os, signal, sys
@@ -273,7 +275,7 @@ class Finder:
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
-# Where the tests run in the background it is ignored.
+# The signal is ignored in tests that run in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = ["grabstream", "verify"]
 from grabstream.ops import main
@@ -290,7 +292,7 @@ main()
         assert "Traceback" not in done.stderr
 
 
-async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[..., Any]) -> None:
+async def test_verbs_from_open_to_verify_on_one_offer(system: Settings, worker: Callable[..., Any]) -> None:
     worker(system)
     own = env_of(system)
     terms = {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 100, "parts": 3}
@@ -315,7 +317,7 @@ async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[.
     await until(
         lambda: grabstream("show", name, **own).stdout.count(name) == 4,
         30,
-        "its ids in full, although nobody has a terminal",
+        "whole ids in the output without a terminal",
     )
     shown = json.loads(grabstream("show", "x", "--json", **own).stdout)
     assert (shown["offer"]["state"], shown["offer"]["reason"], shown["luckiest"]["user_id"]) == (
@@ -329,7 +331,7 @@ async def test_an_offer_from_open_to_verify(system: Settings, worker: Callable[.
     assert grabstream("show", "nothing", **own).returncode == 1
 
 
-def test_the_commands_in_the_readme_are_understood() -> None:
+def test_commands_of_the_readme_are_decoded() -> None:
     block = re.search(r"<<'JSON'\n(.*?)\nJSON", README.read_text(), re.DOTALL)
     assert block
     found = [command for line in block.group(1).splitlines() for command in decode_commands(line.encode())]
@@ -338,7 +340,7 @@ def test_the_commands_in_the_readme_are_understood() -> None:
     assert isinstance(found[0], Open)
 
 
-async def test_a_core_that_may_evict_is_refused(system: Settings, tmp_path: Path) -> None:
+async def test_redis_that_may_evict_keys_is_refused(system: Settings, tmp_path: Path) -> None:
     server = Redis(tmp_path, free_ports(1)[0])
     server.start()
     try:
@@ -352,7 +354,7 @@ async def test_a_core_that_may_evict_is_refused(system: Settings, tmp_path: Path
         server.kill()
 
 
-def test_a_misspelt_verb_gets_a_suggestion() -> None:
+def test_misspelt_verb_gets_a_suggestion() -> None:
     done = grabstream("statsu")
     assert (done.returncode, "Did you mean 'status'?" in done.stderr) == (2, True)
 

@@ -1,4 +1,4 @@
-"""Every verb that sends a command, as an operator types it: on real servers, with exit codes and JSON."""
+"""Every verb that sends a command, with exit codes and JSON, on real servers."""
 
 import asyncio
 import base64
@@ -37,7 +37,7 @@ FRIDAY = 1_795_744_800_000
 
 
 class Operator:
-    """Types verbs into one system."""
+    """Runs verbs on one system."""
 
     def __init__(self, settings: Settings, **more: str) -> None:
         self.environment = {**env_of(settings), **more}
@@ -49,7 +49,7 @@ class Operator:
         return done
 
     def ask(self, *words: str, code: int = 0, stdin: str = "") -> Any:
-        """The JSON of a verb; of a command, its answer."""
+        """The JSON output of a verb; for a command, its answer."""
         said = json.loads(self.type(*words, "--json", code=code, stdin=stdin).stdout)
         return said[0] if isinstance(said, list) and len(said) == 1 else said
 
@@ -63,7 +63,7 @@ def operator(system: Settings, worker: Callable[..., Any]) -> Operator:
 
 @pytest.fixture
 def nobody(settings: Settings) -> Operator:
-    """Types where nothing may reach a server."""
+    """Runs verbs without servers, which must not be needed."""
     return Operator(
         settings.model_copy(update={"redis_url": "redis://127.0.0.1:1/0", "kafka": "127.0.0.1:1"})
     )
@@ -81,7 +81,7 @@ def in_an_hour() -> int:
 # -- without servers -----------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_shows_the_plan_and_opens_nothing(nobody: Operator, tmp_path: Path) -> None:
+def test_dry_run_shows_the_plan_and_opens_nothing(nobody: Operator, tmp_path: Path) -> None:
     file = tmp_path / "offers.csv"
     row = (
         "sale:fire:1,stock,shop,10,2026-11-27T10:00:00+08:00,user/day/2; card/offer/1,2,15m,1,500,CNY,,true\n"
@@ -96,7 +96,7 @@ def test_a_dry_run_shows_the_plan_and_opens_nothing(nobody: Operator, tmp_path: 
     assert nobody.ask("open", "-", "--format", "csv", "--dry-run", stdin=HEADER + row) == command
 
 
-def test_a_wrong_file_is_told_of_with_all_its_places(nobody: Operator, tmp_path: Path) -> None:
+def test_wrong_file_is_reported_with_all_its_problems(nobody: Operator, tmp_path: Path) -> None:
     rows = [HEADER + "a,stock,shop,ten,,,,,,,,,", "b,stock,shop,1,,user,,,,,,,"]
     done = nobody.type("open", written(tmp_path / "offers.csv", rows), code=2)
     assert "grabstream: line 2: terms.total" in done.stderr
@@ -123,13 +123,13 @@ def test_a_wrong_file_is_told_of_with_all_its_places(nobody: Operator, tmp_path:
         ("ticket o u --key-id k --key-file /dev/null --expires soon", "--expires"),
     ],
 )  # fmt: skip
-def test_used_wrongly_is_exit_code_2(words: str, said: str) -> None:
+def test_exit_code_is_2_for_wrong_usage(words: str, said: str) -> None:
     # In this process: a process for each would take half of the time of all tests here.
     done = CliRunner().invoke(cli.grabstream, words.split())
     assert (done.exit_code, said in done.stderr) == (2, True), done.output
 
 
-def test_lines_that_are_wrong_are_told_of_before_anything_is_sent(nobody: Operator, tmp_path: Path) -> None:
+def test_wrong_lines_are_reported_before_anything_is_sent(nobody: Operator, tmp_path: Path) -> None:
     file = written(tmp_path / "users.txt", ["anna", "", "two words", "  bob  ", *["é"] * 30])
     stderr = nobody.type("load", "o", "--audience", file, code=2).stderr
     assert "grabstream: line 3: must match" in stderr
@@ -147,7 +147,7 @@ def test_lines_that_are_wrong_are_told_of_before_anything_is_sent(nobody: Operat
     }
 
 
-def test_changes_are_written_as_in_a_file_of_offers() -> None:
+def test_amend_reads_changes_as_in_a_file_of_offers() -> None:
     pairs = [("closes_at", "2026-11-27T10:00:00+08:00"), ("hold_ms", "15m"), ("limits",
     "user/day/2; "
     "card/offer/1"),
@@ -188,7 +188,7 @@ def test_changes_are_written_as_in_a_file_of_offers() -> None:
 # -- with servers --------------------------------------------------------------------------------------------
 
 
-def test_codes_are_loaded_once_and_handed_out(operator: Operator, tmp_path: Path) -> None:
+def test_codes_are_loaded_once_and_given_out(operator: Operator, tmp_path: Path) -> None:
     codes = [f"CODE {number:04}" for number in range(2_500)]
     file = written(tmp_path / "codes.txt", codes)
     # What is refused is remembered under its id; neither it nor a wrong file must stand in the way when the
@@ -227,7 +227,7 @@ def test_codes_are_loaded_once_and_handed_out(operator: Operator, tmp_path: Path
     assert operator.ask("unredeem", "coupons", "g", "--order", "o1")["outcome"] == "unredeemed"
 
 
-def test_held_confirmed_and_returned(operator: Operator) -> None:
+def test_grab_is_held_confirmed_and_returned(operator: Operator) -> None:
     row = "phones,stock,shop,2,,user/offer/2; card/offer/2,2,1m,1,500,CNY,,true\n"
     operator.type("open", "-", "--format", "csv", stdin=HEADER + row)
     card = ("--attribute", "card=c1")
@@ -267,7 +267,7 @@ def test_held_confirmed_and_returned(operator: Operator) -> None:
     assert "over" in operator.type("grab", "phones", "dora", code=1).stdout
 
 
-def test_audiences_by_ticket_and_by_list(operator: Operator, tmp_path: Path) -> None:
+def test_audience_is_admitted_by_ticket_or_list(operator: Operator, tmp_path: Path) -> None:
     rows = f"vip:a,coupon,shop,9,,,1,,,,,ticket,\nvip:b,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n"
     assert [
         answer["outcome"] for answer in operator.ask("open", "-", "--format", "csv", stdin=HEADER + rows)
@@ -287,7 +287,7 @@ def test_audiences_by_ticket_and_by_list(operator: Operator, tmp_path: Path) -> 
     assert (loaded["loaded"], loaded["items"]) == (21, 20_500)
 
 
-def test_a_ticket_with_a_key_pair(operator: Operator, tmp_path: Path) -> None:
+def test_ticket_is_signed_with_a_key_pair(operator: Operator, tmp_path: Path) -> None:
     private = Ed25519PrivateKey.generate()
     (tmp_path / "key.pem").write_bytes(
         private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -301,7 +301,7 @@ def test_a_ticket_with_a_key_pair(operator: Operator, tmp_path: Path) -> None:
     assert operator.ask("grab", "vip", "anna", "--ticket", token.strip())["outcome"] == "granted"
 
 
-def test_many_offers_in_pieces(operator: Operator) -> None:
+def test_many_offers_are_opened_in_several_calls(operator: Operator) -> None:
     rows = "".join(f"many:{number},coupon,shop,1,,,1,,,,,,\n" for number in range(501))
     done = operator.type("open", "-", "--format", "csv", stdin=HEADER + rows)
     assert done.stdout.strip() == "501 opened"
@@ -318,7 +318,7 @@ def test_many_offers_in_pieces(operator: Operator) -> None:
     assert "many:7" in done.stdout
 
 
-def test_a_load_that_was_stopped_goes_on(operator: Operator, system: Settings, tmp_path: Path) -> None:
+def test_stopped_load_continues_when_repeated(operator: Operator, system: Settings, tmp_path: Path) -> None:
     operator.type(
         "open", "-", "--format", "csv", stdin=HEADER + f"crowd,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n"
     )

@@ -1,4 +1,4 @@
-"""README and docs/flash-sale.md, executed as they stand there, with topics and schema of the test."""
+"""Executes the commands of README.md and docs/flash-sale.md, with the topics and the schema of the test."""
 
 import json
 import os
@@ -23,7 +23,7 @@ FLASH_SALE = (PROJECT / "docs" / "flash-sale.md").read_text()
 
 
 def run(command: list[str], settings: Settings, folder: Path) -> str:
-    """What a command of a page prints; it must succeed."""
+    """The output of a command of a page, which must succeed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = child_environment(**env_of(settings), patience_ms="30000") | {"PATH": path}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
@@ -31,7 +31,9 @@ def run(command: list[str], settings: Settings, folder: Path) -> str:
     return done.stdout
 
 
-async def test_readme_grab_by_hand(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+async def test_readme_grab_by_hand_works(
+    system: Settings, worker: Callable[..., Any], tmp_path: Path
+) -> None:
     worker(system)
     [block] = re.findall(r"^```sh\n(kcat -P .*?)^```", README, re.MULTILINE | re.DOTALL)
     for there, here in (
@@ -63,7 +65,7 @@ async def test_readme_grab_by_hand(system: Settings, worker: Callable[..., Any],
     assert "wallet:carol" in shown
 
 
-async def test_readme_python(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+async def test_readme_python_works(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
     worker(system, "decide,relay,sweep")
     async with open_gate(system) as gate:
         terms = EnvelopeTerms(issuer="alice", funding="pay-1", asset="CNY", total=1_000, parts=5)
@@ -75,7 +77,7 @@ async def test_readme_python(system: Settings, worker: Callable[..., Any], tmp_p
     assert (outcome, again.repeated, again.amount) == ("granted", True, int(amount))
 
 
-async def test_flash_sale_page(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
+async def test_flash_sale_page_works(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
     worker(system)
     blocks = re.findall(r"^<!-- sale -->\n```sh\n(.*?)^```", FLASH_SALE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
@@ -86,7 +88,7 @@ async def test_flash_sale_page(system: Settings, worker: Callable[..., Any], tmp
     assert "due=19800" in printed[1]
     assert re.findall(r"^(confirmed|released) ", printed[2], re.MULTILINE) == ["confirmed", "released"]
     assert "not_held " in printed[3]
-    # The last block reads the books, which follow a moment later.
+    # The last block reads the books, which lag by a moment.
     take_back, show, why = blocks[-1].splitlines()
     assert "returned " in run(["bash", "-ec", take_back], system, tmp_path)
     await until(
@@ -95,7 +97,7 @@ async def test_flash_sale_page(system: Settings, worker: Callable[..., Any], tmp
             <= set(run(["bash", "-ec", show], system, tmp_path).splitlines())
         ),
         30,
-        "a refund due, and a payment that is paid back",
+        "a refund that is due, and a refunded payment",
     )
     assert "ann-1" in run(["bash", "-ec", why], system, tmp_path)
     held = await rows(system, "SELECT user_id, held FROM grabs WHERE offer = 'friday:phone' AND held > 0")
