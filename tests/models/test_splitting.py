@@ -88,7 +88,7 @@ def test_only_bounded_takes_a_maximum() -> None:
         check_split("double_mean", 100, 10, 1, 50)
 
 
-# Here, the code of article 003 makes a last part of 0 in one of six runs; that of 001 makes no part of one.
+# Here, the published form 003 makes a last part of 0 in one of six runs; the form 001 makes no part of one.
 @pytest.mark.parametrize("drawn", SPLITS)
 @pytest.mark.parametrize("law", LAWS)
 def test_split_has_no_empty_part_and_one_part_is_the_sum(law: Any, drawn: str) -> None:
