@@ -1,5 +1,5 @@
-"""`rehearse`: a crowd grabs at both doors, watched live, with a verdict; or a story of days with a clock of
-its own.
+"""`rehearse`: a made-up crowd grabs through topic and gate, shown live, with a verdict; or a story of several
+days with a faster clock.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
 #: Options that only one kind of rehearsal has.
 OF_ENVELOPES: Final = ("parts", "small", "small_parts", "deadline")
 OF_STORIES: Final = ("people", "result")
-#: What of a story's result is money.
+#: The columns of a story's result that are money.
 MONEY: Final = ("revenue", "refunded", "refund_due")
 
 
@@ -55,21 +55,22 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     type=click.Choice(["envelopes", *STORIES]),
     default="envelopes",
     show_default=True,
-    help="Envelopes now, or a flash sale's week or a coupon promotion's days, with a clock sped up.",
+    help="A crowd at envelopes; or, with a faster clock, the week of a flash sale or the days of a coupon "
+    "promotion.",
 )
 @click.option(
     "--people",
     type=WholeNumber(min=100),
     default=2_000,
     show_default=True,
-    help="People of the story week or promotion.",
+    help="How many users the stories week and promotion have.",
 )
 @click.option(
     "--result",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(".services"),
     show_default=True,
-    help="Folder for what the story week or promotion publishes, as JSON and CSV.",
+    help="Folder for the result of the stories week and promotion, as JSON and CSV.",
 )
 @click.option(
     "--parts",
@@ -84,7 +85,7 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     type=WholeNumber(min=0),
     default=24,
     show_default=True,
-    help="Small envelopes beside it.",
+    help="How many small envelopes there are beside it.",
 )
 @click.option(
     "--small-parts",
@@ -98,12 +99,12 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     type=WholeNumber(1, 3_600),
     default=20,
     show_default=True,
-    help="Seconds after which two envelopes close by themselves, counted from when the crowd is let in.",
+    help="Seconds after which two of the envelopes close by themselves, from the first grab on.",
 )
 @click.option(
-    "--seed", type=WholeNumber(0, 10**9), help="Repeats the same crowd; drawn if absent, and printed."
+    "--seed", type=WholeNumber(0, 10**9), help="Seed of the crowd; repeats a run. Default: random, printed."
 )
-@click.option("--keep", is_flag=True, help="Leave topics, tables and keys of the rehearsal in place.")
+@click.option("--keep", is_flag=True, help="Keep the topics, tables and keys of the rehearsal.")
 @json_option
 @click.pass_context
 def rehearse(
@@ -119,11 +120,11 @@ def rehearse(
     keep: bool,
     as_json: bool,
 ) -> None:
-    """Let a crowd of thousands grab through topic and gate at once, and print a verdict. Exit 1: something
-    does not add up.
+    """Let a made-up crowd of thousands grab through topic and gate at once, and print a verdict. Exit code 1:
+    a check of the verdict failed.
 
-    It makes a system of its own (topics, schema and keys under a fresh prefix) on the servers of the
-    settings, with two workers.
+    The rehearsal makes a separate system (topics, schema and keys under a new prefix) with two workers, on
+    the servers of the settings, and removes it at the end.
     """
     _refuse_foreign_options(context, story)
     seed = secrets.randbelow(10**6) if seed is None else seed
@@ -149,15 +150,15 @@ def rehearse(
 
 
 def _refuse_foreign_options(context: click.Context, story: str) -> None:
-    """An option that this rehearsal does not have would be taken for one that it obeys."""
+    """Raises UsageError for an option that has no effect in this rehearsal."""
     for name in OF_ENVELOPES if story in STORIES else OF_STORIES:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            option = next(one.opts[0] for one in context.command.params if one.name == name)
-            raise click.UsageError(f"{option} means nothing with --story {story}; leave it out")
+            option = next(param.opts[0] for param in context.command.params if param.name == name)
+            raise click.UsageError(f"{option} has no effect with --story {story}; leave it out")
 
 
 def _stop_on_sigterm() -> None:
-    """SIGTERM unwinds like Ctrl-C: workers end, and what was made is taken away again."""
+    """Makes SIGTERM act like Ctrl-C: workers end, and the rehearsal's system is removed."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -101,7 +101,7 @@ def set_aside(
         asyncio.run(_set_aside(settings, stop, stopped, str(reason).strip(), str(operator).strip()))
     except CursorMoved as error:
         _refuse(f"{error}; see the present state with --dry-run")
-    outcome = asyncio.run(_await_going_on(settings, projection, shard, stopped.after, wait))
+    outcome = asyncio.run(_await_progress(settings, projection, shard, stopped.after, wait))
     if as_json:
         print_json({**shown, "done": True, "reason": reason, "operator": operator, **outcome})
     else:
@@ -126,7 +126,7 @@ def retry(projection: str, shard: int, wait: float, as_json: bool) -> None:
         before = asyncio.run(_let_go_on(settings, projection, shard))
     except CannotSetAside as error:
         _refuse(str(error))
-    outcome = asyncio.run(_await_going_on(settings, projection, shard, before, wait))
+    outcome = asyncio.run(_await_progress(settings, projection, shard, before, wait))
     if as_json:
         print_json({"projection": projection, "shard": shard, **outcome})
     else:
@@ -208,19 +208,19 @@ async def _let_go_on(settings: Settings, projection: str, shard: int) -> Cursor:
 
 
 async def _is_beside_its_rows(settings: Settings, shard: int, cursor: Cursor) -> bool:
-    """Whether a cursor was moved to where it has nothing to read, although the journal goes on behind its
-    rows.
+    """Whether a cursor was moved to a position without anything to read, although the journal has more events
+    than the rows.
     """
     async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
         passed = await reader.seq_before(shard, cursor) if cursor.owner else 0
     return passed is None or passed > cursor.seq
 
 
-async def _await_going_on(
+async def _await_progress(
     settings: Settings, projection: str, shard: int, before: Cursor, wait_seconds: float
 ) -> dict[str, Any]:
-    """How the projection is after a worker had time to go on: `seq`, `moved`, and the reason for which it
-    stopped again.
+    """Waits until a worker has continued the projection: returns `seq`, whether it has `moved`, and the
+    reason why it has `stopped` again, if it has.
     """
     deadline = time.monotonic() + wait_seconds
     async with (
@@ -249,15 +249,15 @@ def _in_words(projection: str, shard: int, outcome: dict[str, Any]) -> str:
     if outcome["stopped"]:
         return f"{projection} has stopped again at shard {shard}, seq {outcome['seq']}: {outcome['stopped']}"
     if outcome["moved"]:
-        return f"{projection} goes on at shard {shard}, seq {outcome['seq']}."
+        return f"{projection} continues at shard {shard}, seq {outcome['seq']}."
     return (
-        f"{projection} may go on at shard {shard}, but no worker has taken it further yet: start one with "
+        f"{projection} may continue at shard {shard}, but no worker has continued it yet: start one with "
         "`grabstream worker`."
     )
 
 
 def _missing(stopped: StoppedRecord) -> dict[tuple[str, str], int]:
-    """What accounts will lack, by account and asset, as far as the events can be read."""
+    """The amounts that accounts will lack, by account and asset, for the events that can be read."""
     missing: Counter[tuple[str, str]] = Counter()
     for event in stopped.events if stopped.event_count else ():
         for asset, debit, credit, amount in transfers_of(event) if event is not None else ():
@@ -301,7 +301,7 @@ def _print_stopped_record(stop: Stop, stopped: StoppedRecord) -> None:
     if len(stopped.lines) > LINES_SHOWN_MAX:
         say(f"    … and {len(stopped.lines) - LINES_SHOWN_MAX:,} more lines; --json shows all")
     if stopped.event_count and not stopped.readable:
-        say("Not every event can be read: what the books will lack is not known in full.")
+        say("Some events cannot be read: the books may lack more than is listed here.")
     for (account, asset), amount in _missing(stopped).items():
         say(f"{stop.projection} will lack {amount:+,} {asset} on {account}")
 

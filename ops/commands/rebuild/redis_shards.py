@@ -176,7 +176,7 @@ async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> dict[
         except SteppedDown:
             if await lease.is_of_another():
                 return _refused(shard, OF_ANOTHER)
-            # The worker that relayed the shard has not let it go yet.
+            # The worker that relayed the shard has not released it yet.
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
             continue
         except (NotReconciled, NewerProgram) as error:
