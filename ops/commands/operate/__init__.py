@@ -1,1 +1,1 @@
-"""Verbs of whoever runs a system."""
+"""Verbs for operators of a system."""

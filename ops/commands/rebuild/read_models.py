@@ -224,7 +224,7 @@ async def _restore(
         {"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq, "given_up": plan.given_up}
         for plan in plans
     ]
-    anew = sorted({version.schema for plan in plans for version in plan.anew})
+    rebuilt = sorted({version.schema for plan in plans for version in plan.anew})
     events = sum(plan.end.seq for plan in plans)
     if as_json:
         print_json(
@@ -234,7 +234,7 @@ async def _restore(
                 "topics_created": created,
                 "dry_run": dry_run,
                 "shards": shards,
-                "made_anew": anew,
+                "made_anew": rebuilt,
             }
         )
     else:
@@ -245,9 +245,11 @@ async def _restore(
                 console.print(
                     f"Given up in shard {plan.shard}: seq {plan.end.seq + 1} to {last}.", highlight=False
                 )
-        if anew:
+        if rebuilt:
             console.print(
-                f"Rebuilt from the journal's beginning: {', '.join(anew)}.", highlight=False, soft_wrap=True
+                f"Rebuilt from the journal's beginning: {', '.join(rebuilt)}.",
+                highlight=False,
+                soft_wrap=True,
             )
         if dry_run:
             summary = f"Would restore {events:,} events."

@@ -1,5 +1,5 @@
-"""`rebuild redis`: shards made anew from the journal by hand. Workers do the same by themselves whenever
-Redis lost something.
+"""`rebuild redis`: rebuilds shards from the journal on request. Workers do the same by themselves whenever
+Redis has lost data.
 """
 
 import asyncio
