@@ -360,8 +360,8 @@ def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:
         findings.append(
             Finding(
                 "stuck",
-                f"{of_shards(shard.number for shard in without)}: no relay; "
-                f"{counted(waiting, 'events')} not in the journal",
+                f"{of_shards(shard.number for shard in without)}: no relay"
+                + (f"; {counted(waiting, 'events')} not in the journal" if waiting else ""),
                 ("" if decides else "a shard that no relay has taken over decides nothing; ")
                 + "callers that wait for the journal get no answer; holds and offers do not end",
                 "grabstream worker --roles relay,sweep",
