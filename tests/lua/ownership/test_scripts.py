@@ -46,10 +46,14 @@ def test_an_include_named_twice_is_inserted_once(tmp_path: Path) -> None:
         (HEADER + 'redis.call("GET", KEYS[2])\n', r"KEYS\[2\] is used but not in the header"),
         (HEADER + "return ARGV[3]\n", r"ARGV\[3\] is used"),
         (HEADER + '--- @include "none"\n', "there is no none.lua"),
-        (HEADER + '--- @include "round"\n', "cycle"),
+        (HEADER + '--- @include "round"\n', "includes form a cycle"),
         (HEADER + '--- @include "decide"\n', "does not say Outcomes:"),
     ],
-)
+    ids=[
+        "no shebang", "KEYS[1] not in the header", "KEYS[2] not in the header", "ARGV[3] not in the header",
+        "missing include", "cycle of includes", "no outcomes",
+    ],
+)  # fmt: skip
 def test_a_malformed_script_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
     write(tmp_path, "a", text)
     write(tmp_path / "includes", "round", '--- @include "round"\n')
