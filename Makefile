@@ -6,7 +6,7 @@ STAMP := $(VENV)/complete
 PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo test test-cluster drill upgrade lint docs format mutations nightly bench
+.PHONY: help setup up down demo test test-cluster drill upgrade lint docs format mutations nightly bench simulate
 .PHONY: lock clean
 
 help: ## List the targets.
@@ -68,6 +68,9 @@ mutations: setup ## Take each guard of the protocol out: does a test notice? (AR
 nightly: setup ## Play all that is too long for `make test`, with a summary (ARGS="--resume", "--list").
 	@scripts/packages.sh kcat redis-cli:redis-tools node:nodejs npm
 	@$(PYTHON) -m tests.nightly $(ARGS)
+
+simulate: setup ## Simulate the pipeline, faults and all, seed by seed (ARGS="--seconds 60", "--seed N").
+	@$(PYTHON) -m tests.simulation $(ARGS)
 
 bench: setup ## Measure against the classic way, as ratios (ARGS="--rows 1,7").
 	@scripts/with-servers.sh $(PYTHON) -m bench $(ARGS)

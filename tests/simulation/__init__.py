@@ -1,0 +1,1 @@
+"""A simulation of the whole pipeline: one process, one seed, every order of events (docs/simulation.md)."""

@@ -1,0 +1,182 @@
+"""An asyncio loop with a virtual clock, in which processes can be killed and paused at any await.
+
+Nothing waits: when no callback is ready, the clock jumps to the next timer. Callbacks run in the order that
+asyncio promises; what varies from seed to seed is how long each answer of a server takes.
+
+A process is a value of `PROCESS` in the context of a callback. The callbacks of a killed process are dropped,
+so none of its code runs any more, not even its clean-up. Those of a paused process wait until it wakes.
+"""
+
+import asyncio
+import contextvars
+import heapq
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+#: Callbacks in one run, before it counts as one that never ends.
+CALLBACKS_MAX: Final = 3_000_000
+
+
+class Endless(Exception):
+    """A run that does not end: nothing is left to happen, or too much happened."""
+
+
+class Process:
+    """A process of the simulated system, from its start until it is killed or ends."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.paused = False
+        self.waiting: list[asyncio.Handle] = []
+        #: Suspended coroutines run their clean-up when they are freed: a killed one must be kept until the
+        #: end.
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+PROCESS: Final[contextvars.ContextVar[Process | None]] = contextvars.ContextVar("process", default=None)
+
+
+class SimulatedTask(asyncio.Task[Any]):
+    """A task whose hash is its number, so that sets of tasks have the same order in every run."""
+
+    def __init__(self, number: int, work: Coroutine[Any, Any, Any], **options: Any) -> None:
+        self.number = number
+        super().__init__(work, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class SimulatedFuture(asyncio.Future[Any]):
+    """A future whose hash is its number."""
+
+    def __init__(self, number: int, **options: Any) -> None:
+        self.number = number
+        super().__init__(**options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """The loop of one run; `time` is virtual seconds from its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.callbacks = 0
+        self._numbers = 0
+        self._ready: Any
+        self._scheduled: list[asyncio.TimerHandle]
+        self._stopping: bool
+        self.failures: list[str] = []
+        self.set_exception_handler(self._failed)
+
+    def time(self) -> float:
+        """Virtual seconds since the run began."""
+        return self.now
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future whose hash is its number."""
+        return SimulatedFuture(self._next_number(), loop=self)
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Coroutine[Any, Any, Any],
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[Any]:
+        """A task whose hash is its number; a process keeps its tasks."""
+        process = context.get(PROCESS) if context else PROCESS.get()
+        number = self._next_number()
+        task = SimulatedTask(number, coro, loop=self, name=name or f"task {number}", context=context)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        if process is not None:
+            process.tasks.append(task)
+            if len(process.tasks) > 1_000:
+                process.tasks = [one for one in process.tasks if not one.done()]
+        return task
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Runs it at once: no threads."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _check_closed(self) -> None:
+        """After the end, clean-up code may still ask for callbacks: nothing comes of that."""
+
+    def spawn(self, process: Process, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Runs a coroutine, and all that it starts, as code of a process."""
+        context = contextvars.Context()
+        context.run(PROCESS.set, process)
+        return self.create_task(work, name=process.name, context=context)
+
+    def call_at_world(self, delay: float, callback: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+        """Like `call_later`, for what belongs to no process: it happens although its sender has died."""
+        return self.call_later(delay, callback, *args, context=contextvars.Context())
+
+    def kill(self, process: Process) -> None:
+        """From here on, no code of the process runs."""
+        process.alive = False
+        process.waiting.clear()
+
+    def wake(self, process: Process) -> None:
+        """Continues a paused process."""
+        process.paused = False
+        self._ready.extend(process.waiting)
+        process.waiting.clear()
+
+    def _run_once(self) -> None:
+        scheduled, ready = self._scheduled, self._ready
+        while scheduled and scheduled[0].cancelled():
+            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
+        if not ready and not self._stopping:
+            if not scheduled:
+                raise Endless(f"nothing is left to happen after {self.now:.3f} s")
+            self.now = max(self.now, scheduled[0].when())
+        while scheduled and scheduled[0].when() <= self.now:
+            handle: asyncio.Handle = heapq.heappop(scheduled)
+            handle._scheduled = False  # type: ignore[attr-defined]
+            ready.append(handle)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle.cancelled():
+                continue
+            process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
+            if process is not None:
+                if not process.alive:
+                    continue
+                if process.paused:
+                    process.waiting.append(handle)
+                    continue
+            handle._run()
+        self.callbacks += 1
+        if self.callbacks > CALLBACKS_MAX:
+            raise Endless(f"{CALLBACKS_MAX} rounds of callbacks after {self.now:.3f} s")
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What nobody caught, and what a callback of the simulation raised."""
+        if "never retrieved" in str(context.get("message")):
+            return
+        self.failures.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def _process_events(self, events: Any) -> None:
+        """There are none."""
+
+    def _write_to_self(self) -> None:
+        """There are no other threads to wake it."""

@@ -1,0 +1,528 @@
+"""Redis in the simulation: the real Lua on a private real server, called step by step in virtual time.
+
+Each simulated server is a database of it. Only what the world decides is replaced in the scripts: TIME and
+the two INFO of includes/shard.lua read a hash that is written before each call. Keys with a time to live
+expire in virtual time. What a server had on disk is a further database.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import random
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import redis
+from redis.commands import AsyncCoreCommands
+from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, ResponseError, TimeoutError
+
+from grabstream.lua import loader
+from tests.simulation.loop import SimulatedLoop
+from tests.simulation.machine import Clock, Trace
+
+SOCKET_TIMEOUT_SECONDS: Final = 5.0
+#: Fields of hashes keep the order in which they were written, so that a run is the same on every server.
+SERVER_OPTIONS: Final = (
+    *("--port", "0", "--save", "", "--appendonly", "no", "--databases", "16", "--hz", "1"),
+    *("--activerehashing", "no"),
+    *("--hash-max-listpack-entries", "100000", "--hash-max-listpack-value", "100000"),
+)
+#: Where the scripts read what the world decides.
+WORLD_KEY: Final = "sim"
+_REPLACED: Final = {
+    "redis.call('TIME')": "redis.call('HMGET', 'sim', 'seconds', 'micros')",
+    "redis.call('INFO', 'server')": "redis.call('HGET', 'sim', 'server')",
+    "redis.call('INFO', 'replication')": "redis.call('HGET', 'sim', 'replication')",
+}
+_COPY: Final = """
+redis.call('SELECT', ARGV[2])
+redis.call('FLUSHDB')
+redis.call('SELECT', ARGV[1])
+for _, key in ipairs(redis.call('KEYS', '*')) do redis.call('COPY', key, key, 'DB', ARGV[2]) end
+return 1
+"""
+#: Scripts that make events, by their include.
+_DECIDES = re.compile(r"append_events\(call\)")
+_WRITING_COMMANDS: Final = {"SET", "HSET", "HDEL", "UNLINK", "DEL", "PEXPIRE"}
+
+
+def _die_with_parent() -> None:
+    """The private server ends with us, however we end."""
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+class SimulatedScript:
+    """A script as the private server has it."""
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        script = loader.load(name)
+        text = script.text
+        for original, replacement in _REPLACED.items():
+            text = text.replace(original, replacement)
+        self.name = name
+        room = loader.script_path(name).parent.name
+        self.decides = room in ("commands", "sweeping") and _DECIDES.search(text) is not None
+        self.announces = "'PUBLISH'" in text
+        self.expires = name in ("lease", "stage")
+        self.writes = "flags=no-writes" not in text.partition("\n")[0]
+        self.sha: str = run("SCRIPT", "LOAD", text).decode()
+
+
+class Store:
+    """The private server: started once, for many runs."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="grabstream-simulation-"))
+        socket = self._directory / "redis.sock"
+        self._process = subprocess.Popen(
+            ["redis-server", "--unixsocket", str(socket), "--dir", str(self._directory), *SERVER_OPTIONS],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
+        )
+        self._socket = str(socket)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                self._clients = [self._client(number) for number in range(8)]
+                self._connections = [client.connection_pool.get_connection() for client in self._clients]
+                break
+            except redis.ConnectionError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        self._announcements = self._client(0, protocol=2).connection_pool.get_connection()
+        self._announcements.send_command("PSUBSCRIBE", "*")
+        self._announcements.read_response()
+        self.calls = 0
+        #: By the SHA-1 that the code under test names them by.
+        self.scripts: dict[str, SimulatedScript] = {}
+        self.by_text: dict[str, SimulatedScript] = {}
+        for name in loader.script_names():
+            script = loader.load(name)
+            made = SimulatedScript(name, lambda *args: self.run(0, [args])[0])
+            self.scripts[script.sha] = self.by_text[script.text] = made
+        self._copy_sha = self.run(0, [("SCRIPT", "LOAD", _COPY)])[0]
+
+    def _client(self, number: int, **options: Any) -> Any:
+        return redis.Redis(unix_socket_path=self._socket, db=number, socket_timeout=60, **options)
+
+    def run(self, database: int, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Carries out commands in a database; an error is a result."""
+        connection = self._connections[database]
+        connection.send_packed_command(connection.pack_commands(commands))
+        self.calls += len(commands)
+        replies = []
+        for _ in commands:
+            try:
+                replies.append(connection.read_response())
+            except ResponseError as error:
+                replies.append(error)
+        return replies
+
+    def parsed(self, command: str, reply: Any, options: dict[str, Any]) -> Any:
+        """A reply as the client gives it."""
+        callback = self._clients[0].response_callbacks.get(command)
+        return callback(reply, **options) if callback else reply
+
+    def announcement(self) -> tuple[bytes, bytes]:
+        """The next message that a script has published: channel and data."""
+        _, _, channel, data = self._announcements.read_response()
+        return channel, data
+
+    def copy(self, source: int, target: int) -> None:
+        """Makes a database equal to another."""
+        [reply] = self.run(source, [("EVALSHA", self._copy_sha, 0, source, target)])
+        if isinstance(reply, Exception):
+            raise reply
+
+    def flush(self) -> None:
+        """Empties all databases."""
+        self.run(0, [("FLUSHALL",)])
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._process.terminate()
+        self._process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class Weather:
+    """How the way to the servers of one kind is at the moment."""
+
+    def __init__(self) -> None:
+        self.slow = 1.0
+        self.request_lost = 0.0
+        self.reply_lost = 0.0
+        self.announcement_lost = 0.0
+
+    def delay(self, draw: random.Random) -> float:
+        """Seconds that a message is on its way."""
+        base = draw.uniform(0.0001, 0.0015)
+        if draw.random() < 0.04:
+            base += draw.uniform(0.0, 0.03)
+        return base * self.slow
+
+
+class Server:
+    """A simulated server. `epoch_parts` are its run id and its replication id."""
+
+    def __init__(self, name: str, store: Store, database: int, disk: int, clock: Clock, loop: SimulatedLoop,
+                 draw: random.Random) -> None:  # fmt: skip
+        self.name = name
+        self.store = store
+        self.database = database
+        self._disk = disk
+        self._clock = clock
+        self._loop = loop
+        self._draw = draw
+        self.up = True
+        self.is_master = True
+        self.is_full = False
+        self.skew_ms = 0
+        self.known: set[str] = set()
+        self.expiries: dict[Any, float] = {}
+        self._disk_expiries: dict[Any, float] = {}
+        self.blocked: list[tuple[Any, asyncio.Future[None]]] = []
+        self.subscriptions: list[Subscription] = []
+        self.run_id = self.new_id()
+        self.replication_id = self.new_id()
+
+    def new_id(self) -> str:
+        """A run id or replication id."""
+        return f"{self._draw.getrandbits(160):040x}"
+
+    @property
+    def epoch(self) -> str:
+        """The server epoch, as the scripts compute it."""
+        return self.run_id + self.replication_id
+
+    # -- what happens to it ----------------------------------------------------------------------------------
+
+    def fsync(self) -> None:
+        """What it has now survives a restart."""
+        self.store.copy(self.database, self._disk)
+        self._disk_expiries = dict(self.expiries)
+
+    def stop(self) -> None:
+        """It ends: whoever waits for it sees the connection break."""
+        self.up = False
+        for _, waiter in self.blocked:
+            if not waiter.done():
+                waiter.set_exception(ConnectionError(f"{self.name}: connection closed"))
+        self.blocked.clear()
+        for subscription in self.subscriptions:
+            subscription.fail()
+        self.subscriptions.clear()
+
+    def start(self, keeps: str) -> None:
+        """It starts again with `all` it had, with what was on `disk`, or with `nothing`."""
+        if keeps == "disk":
+            self.store.copy(self._disk, self.database)
+            self.expiries = dict(self._disk_expiries)
+        elif keeps == "nothing":
+            self.store.run(self.database, [("FLUSHDB",)])
+            self.expiries.clear()
+        self.known.clear()
+        self.run_id, self.replication_id = self.new_id(), self.new_id()
+        self.up = True
+
+    def replicate_to(self, replica: "Server") -> None:
+        """The replica has now what this server has."""
+        self.store.copy(self.database, replica.database)
+        replica.expiries = dict(self.expiries)
+        replica.replication_id = self.replication_id
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def time_ms(self) -> int:
+        """Its clock."""
+        return self._clock.ms() + self.skew_ms
+
+    def _expired(self) -> list[tuple[str, Any]]:
+        if not self.expiries:
+            return []
+        due = [key for key, at in self.expiries.items() if at <= self._loop.now]
+        for key in due:
+            del self.expiries[key]
+        return [("UNLINK", key) for key in due]
+
+    def carry_out(self, args: Sequence[Any], look: Sequence[tuple[Any, ...]] = ()) -> tuple[Any, Any, Any]:
+        """Carries a command out; returns its reply (or error) and what `look` reads before and after it."""
+        script = None
+        command = list(args)
+        if args[0] in ("EVALSHA", "EVAL"):
+            if args[0] == "EVAL":
+                script = self.store.by_text[args[1]]
+                self.known.add(script.sha)
+            else:
+                script = self.store.scripts[args[1]]
+                if script.sha not in self.known:
+                    return NoScriptError("No matching script."), None, None
+            command[:2] = ["EVALSHA", script.sha]
+            if script.writes and not self.is_master:
+                return ReadOnlyError("You can't write against a read only replica."), None, None
+        elif args[0] in _WRITING_COMMANDS and not self.is_master:
+            return ReadOnlyError("You can't write against a read only replica."), None, None
+        if args[0] == "HRANDFIELD":
+            command[0] = "HKEYS"
+        micros = self._clock.micros() + self.skew_ms * 1_000
+        batch: list[Sequence[Any]] = [*self._expired()]
+        if script is not None:
+            batch.append(
+                (
+                    "HSET", WORLD_KEY, "seconds", micros // 1_000_000, "micros", micros % 1_000_000,
+                    "server", f"run_id:{self.run_id}", "replication", f"master_replid:{self.replication_id}",
+                )
+            )  # fmt: skip
+        first = len(batch)
+        batch += look
+        if self.is_full:
+            batch.append(("CONFIG", "SET", "maxmemory", "1"))
+        place = len(batch)
+        batch.append(command)
+        if self.is_full:
+            batch.append(("CONFIG", "SET", "maxmemory", "0"))
+        after = len(batch)
+        batch += look
+        expiring = None
+        if (script is not None and script.expires) or args[0] in ("SET", "PEXPIRE"):
+            expiring = args[3] if script is not None else args[1]
+            batch += [("PTTL", expiring), ("PERSIST", expiring)]
+        replies = self.store.run(self.database, batch)
+        reply = replies[place]
+        if expiring is not None:
+            left_ms = replies[-2]
+            if left_ms > 0:
+                # Only a key that was just written has one; how much of it is left, real time would say.
+                self.expiries[expiring] = self._loop.now + _lifetime_ms(script, args) / 1_000
+            elif left_ms == -2:
+                self.expiries.pop(expiring, None)
+        if args[0] == "HRANDFIELD" and not isinstance(reply, Exception):
+            reply = self._draw.choice(sorted(reply)) if reply else None
+        if script is not None:
+            if script.announces and not isinstance(reply, Exception):
+                channel, data = self.store.announcement()
+                for subscription in list(self.subscriptions):
+                    subscription.announce(channel, data)
+            if script.decides or script.name == "apply":
+                self._wake_readers(args[4])
+        return reply, replies[first : first + len(look)], replies[after : after + len(look)]
+
+    def _wake_readers(self, stream: Any) -> None:
+        for entry in [one for one in self.blocked if one[0] == stream]:
+            self.blocked.remove(entry)
+            if not entry[1].done():
+                entry[1].set_result(None)
+
+
+class Subscription:
+    """A connection that listens to channels of a server."""
+
+    def __init__(self, client: "Client") -> None:
+        self._client = client
+        self._server: Server | None = None
+        self._channels: set[bytes] = set()
+        self._messages: list[dict[str, Any]] = []
+        self._failed = False
+        self._more: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> "Subscription":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._server is not None and self in self._server.subscriptions:
+            self._server.subscriptions.remove(self)
+
+    async def subscribe(self, *channels: str) -> None:
+        """Subscribes to channels of the server that the client is connected to."""
+        await asyncio.sleep(self._client.delay())
+        server = self._client.server
+        if not server.up:
+            raise ConnectionError(f"{server.name}: connection refused")
+        self._server = server
+        self._channels = {channel.encode() for channel in channels}
+        server.subscriptions.append(self)
+
+    def is_of(self, client: "Client") -> bool:
+        """Whether it is a connection of this client."""
+        return self._client is client
+
+    def announce(self, channel: bytes, data: bytes) -> None:
+        """A message was published at the server."""
+        if channel in self._channels and not self._client.loses_announcement():
+            message = {"type": "message", "channel": channel, "data": data}
+            self._client.loop.call_at_world(self._client.delay(), self._arrive, message)
+
+    def _arrive(self, message: dict[str, Any]) -> None:
+        self._messages.append(message)
+        self._wake()
+
+    def fail(self) -> None:
+        """The connection breaks."""
+        self._failed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+    async def listen(self) -> AsyncIterator[dict[str, Any]]:
+        """The messages, until the connection breaks."""
+        while True:
+            while self._messages:
+                yield self._messages.pop(0)
+            if self._failed:
+                raise ConnectionError("connection closed")
+            self._more = asyncio.get_running_loop().create_future()
+            await self._more
+
+
+#: Called with each call that was carried out: server, script, arguments, reply, what was read before it and
+#: after it.
+Observe = Callable[[Server, SimulatedScript, Sequence[Any], Any, Any, Any], None]
+
+
+class Client(AsyncCoreCommands):  # type: ignore[misc]
+    """What the code under test uses as its Redis client."""
+
+    def __init__(
+        self,
+        name: str,
+        server: Server,
+        weather: Weather,
+        loop: SimulatedLoop,
+        draw: random.Random,
+        trace: Trace,
+        observe: Observe | None = None,
+    ) -> None:
+        self.name = name
+        self.server = server
+        self.loop = loop
+        self._weather = weather
+        self._draw = draw
+        self._trace = trace
+        self._observe = observe
+
+    def delay(self) -> float:
+        """Seconds that a message is on its way."""
+        return self._weather.delay(self._draw)
+
+    def loses_announcement(self) -> bool:
+        """Whether a message to a subscriber is lost."""
+        return self._draw.random() < self._weather.announcement_lost
+
+    def pubsub(self) -> Subscription:
+        """A connection to listen on."""
+        return Subscription(self)
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+    async def initialize(self) -> "Client":
+        """Nothing to initialise."""
+        return self
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Sends a command, and returns its reply."""
+        options.pop("keys", None)
+        block_seconds = 0.0
+        if args[0] == "XREAD" and b"BLOCK" in args:
+            place = args.index(b"BLOCK")
+            block_seconds = int(args[place + 1]) / 1_000
+            args = (*args[:place], *args[place + 2 :])
+        server = self.server
+        until = self.loop.now + block_seconds
+        while True:
+            reply = await self._call(server, args)
+            if reply or self.loop.now >= until or not block_seconds:
+                return self._parsed(args, reply, options)
+            waiter = self.loop.create_future()
+            entry = (args[-2], waiter)
+            server.blocked.append(entry)
+            try:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    async with asyncio.timeout_at(until):
+                        await waiter
+            finally:
+                if entry in server.blocked:
+                    server.blocked.remove(entry)
+
+    def _parsed(self, args: Sequence[Any], reply: Any, options: dict[str, Any]) -> Any:
+        name = args[0]
+        return self.server.store.parsed(name, reply, options)
+
+    async def _call(self, server: Server, args: Sequence[Any]) -> Any:
+        replied = self.loop.create_future()
+        # What was sent arrives, whatever becomes of its sender.
+        self.loop.call_at_world(self.delay(), self._arrive, server, args, replied)
+        return await replied
+
+    def _arrive(self, server: Server, args: Sequence[Any], replied: "asyncio.Future[Any]") -> None:
+        weather, draw, words = self._weather, self._draw, _words(server, args)
+        if not server.up:
+            return self._reply(replied, ConnectionError(f"{server.name}: connection refused"))
+        if weather.request_lost and draw.random() < weather.request_lost:
+            self._trace.add("redis", f"{server.name}: a request of {self.name} is lost ({words})")
+            return self._lose(replied)
+        script = server.store.scripts.get(args[1]) if args[0] == "EVALSHA" else None
+        look: tuple[tuple[Any, ...], ...] = ()
+        if script is not None and script.decides and self._observe:
+            look = (("HMGET", args[3], "seq", "life"),)
+        reply, before, after = server.carry_out(args, look)
+        if script is not None and self._observe is not None and before:
+            self._observe(server, script, args, reply, before, after)
+        if args[0] not in ("HMGET", "XREAD") and (script is None or script.writes):
+            said = repr(reply) if isinstance(reply, Exception) else _short(reply)
+            self._trace.add("redis", f"{server.name}: {self.name}: {words} -> {said}")
+        if weather.reply_lost and draw.random() < weather.reply_lost:
+            self._trace.add("redis", f"{server.name}: the reply to {self.name} is lost ({words})")
+            return self._lose(replied)
+        return self._reply(replied, reply)
+
+    def _lose(self, replied: "asyncio.Future[Any]") -> None:
+        if self._draw.random() < 0.7:
+            self._reply(replied, ConnectionError("connection reset"))
+        else:
+            error = TimeoutError("timeout reading from the server")
+            self.loop.call_at_world(SOCKET_TIMEOUT_SECONDS, _set, replied, error)
+
+    def _reply(self, replied: "asyncio.Future[Any]", reply: Any) -> None:
+        self.loop.call_at_world(self.delay(), _set, replied, reply)
+
+
+def _lifetime_ms(script: SimulatedScript | None, args: Sequence[Any]) -> int:
+    """The time to live that a command gives its key."""
+    if script is not None:
+        return int(args[{"lease": 6, "stage": 7}[script.name]])
+    return int(args[2] if args[0] == "PEXPIRE" else args[list(args).index("PX") + 1])
+
+
+def _set(future: "asyncio.Future[Any]", reply: Any) -> None:
+    if future.done():
+        return
+    if isinstance(reply, Exception):
+        future.set_exception(reply)
+    else:
+        future.set_result(reply)
+
+
+def _words(server: Server, args: Sequence[Any]) -> str:
+    if args[0] in ("EVALSHA", "EVAL"):
+        script = server.store.scripts.get(args[1]) or server.store.by_text.get(args[1])
+        tag = str(args[3]).rpartition("}")[0].rpartition("-")[2]
+        return f"{script.name if script else '?'} {tag}"
+    return " ".join(str(one) for one in args[:2])[:70]
+
+
+def _short(reply: Any) -> str:
+    text = repr(reply)
+    return text if len(text) <= 70 else f"{text[:67]}..."
