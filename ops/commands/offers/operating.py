@@ -212,7 +212,7 @@ def _chunks(offer: str, operator: str | None, what: What, text: str) -> list[Loa
             [
                 (
                     "file",
-                    f"{len(twice):,} codes are repeated, such as {shown}; keep each code once",
+                    f"{len(twice):,} codes occur more than once, such as {shown}; keep each code once",
                 )
             ]
         )

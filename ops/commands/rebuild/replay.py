@@ -133,8 +133,8 @@ def replay(
     settings = load_settings()
     if into.kind == "schema" and first:
         raise click.UsageError(
-            "--from: read models need all events from the first, or their sums would be wrong; use "
-            "--until or --offer"
+            "--from: read models need all events from the first event on, or their sums would be "
+            "wrong; use --until or --offer"
         )
     if append and into.kind != "topic":
         raise click.UsageError("--append is only for --into topic:NAME")

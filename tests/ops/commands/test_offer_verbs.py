@@ -117,7 +117,7 @@ def test_wrong_file_is_reported_with_all_its_problems(nobody: Operator, tmp_path
         ("redeem o g", "--order"),
         ("amend o", "--set"), ("amend o --set total", "NAME=VALUE"), (
         "amend o --set total=x --set "
-        "kind=stock", "kind: stays"),
+        "kind=stock", "kind: cannot be amended"),
         ("adjust o --transfer 1:CNY:a:b --reason r --approved-by boss", "100 CNY issuer:alice wallet:bob"),
         ("load o", "--codes"), ("ticket o u --key-id k --key-file /dev/null", "32 bytes"),
         ("ticket o u --key-id k --key-file /dev/null --expires soon", "--expires"),
@@ -180,7 +180,7 @@ def test_amend_reads_changes_as_in_a_file_of_offers() -> None:
         "nearest is total",
         "late: must be one of",
         "total: must be a whole",
-        "give the zone",
+        "has no zone; add one",
     ):
         assert any(words in reason for reason in reasons), (words, reasons)
 

@@ -144,7 +144,8 @@ async def test_at_drops_its_schema_when_interrupted(recorded: RecordedSystem) ->
     [
         (("2999-01-01",), "after 2099"), (("2099-01-01",), "in the future"), (("noon",), "is not a time"),
         (("5",), "before 1973"),
-        (("2026-01-01", "--keep", "A B"), "no name of a schema"), (("2026-01-01", "--user", "a/b"), "--user"),
+        (("2026-01-01", "--keep", "A B"), "cannot name a schema"),
+        (("2026-01-01", "--user", "a/b"), "--user"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(words: tuple[str, ...], reason: str) -> None:

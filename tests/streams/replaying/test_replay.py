@@ -452,8 +452,9 @@ async def test_a_dry_run_of_a_replay_writes_nothing(recorded: RecordedSystem, to
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("schema:other", "--from", "2:5"), "from the first event"), (("schema:A-B",), "no name of a schema"),
-        (("topic:a b",), "no name of a topic"), (("nonsense",), "topic:NAME"),
+        (("schema:other", "--from", "2:5"), "from the first event"),
+        (("schema:A-B",), "cannot name a schema"),
+        (("topic:a b",), "cannot name a topic"), (("nonsense",), "topic:NAME"),
         (("-", "--until", "12"), "SHARD:12"),
         (("-", "--until", "12", "--offer", "a", "--offer", "b"), "exactly one --offer"),
         (("-", "--until", "99:12"), "8 shards"),
