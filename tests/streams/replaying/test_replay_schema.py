@@ -268,7 +268,7 @@ async def test_an_interrupted_replay_continues(recorded: RecordedSystem) -> None
             await until(lambda running=running: running.poll() is not None, 20, "the end")
         assert running.returncode == 128 + number
         assert running.stderr is not None
-        assert b"the same command goes on" in running.stderr.read()
+        assert b"repeat the same command to continue" in running.stderr.read()
         assert await tables(recorded.settings, schema) == recorded.then
     done = recorded.replay("--into", f"schema:{schema}")
     assert done.returncode == 0, done.stderr
