@@ -79,4 +79,4 @@ def test_a_promotion_of_five_days_passes_its_verdict(settings: Settings, tmp_pat
 def test_an_option_of_another_story_is_refused(words: tuple[str, ...], option: str) -> None:
     done = grabstream("rehearse", *words)
     assert done.returncode == 2
-    assert f"{option} means nothing" in done.stderr
+    assert f"{option} has no effect" in done.stderr
