@@ -553,14 +553,16 @@ class World:
         server = Server("fold", self._store, FOLD_DATABASE, FOLD_DATABASE, self.clock, self.loop, self._draw)
         client = AtOnce("fold", server, self.weather, self.loop, self._draw, self.trace)
         scratch = KeySpace("fold", SHARDS)
+        # The sweeper forgets by the clock, also when no event follows.
+        now_ms = self.clock.ms()
         for shard in range(SHARDS):
-            live = await contents(client, self.keys.shard(shard))
+            live = await contents(client, self.keys.shard(shard), now_ms)
             try:
                 await fold(client, scratch.shard(shard), lines[shard], SEALER, SHARDS)
             except Exception as error:
                 self.oracle.violations.append(f"shard {shard}: a recovery fails: {error!r}")
                 continue
-            found = differences(live, await contents(client, scratch.shard(shard)))
+            found = differences(live, await contents(client, scratch.shard(shard), now_ms))
             if found:
                 self.oracle.violations.append(f"shard {shard}: Redis / its journal: {found[:8]}")
 
