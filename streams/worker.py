@@ -25,7 +25,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
-from grabstream.streams.relaying.leases import LeaseKeeper
+from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.recovery import Recovered, Snapshots
 from grabstream.streams.relaying.relay import ShardRelay, Step
 from grabstream.streams.topics import Topics
@@ -125,7 +125,7 @@ def roles_of(
             relays(shards)
             ready("relay")
 
-        running["relay"] = LeaseKeeper(redis, keys, settings.lease_ms, tasks_of, asked).run
+        running["relay"] = Leases(redis, keys, settings.lease_ms, tasks_of, asked).run
 
     running.update(
         (role, again(role, of_books[role]))

@@ -15,7 +15,7 @@ from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, masters
 from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from grabstream.ops.settings import Settings
-from grabstream.streams.relaying.takeover import CANNOT_BE_MADE, JOURNAL_LOST
+from grabstream.streams.relaying.takeover import CANNOT_BE_REBUILT, JOURNAL_LOST
 
 #: A relay is late when an event has waited this long for the journal.
 RELAY_LATE_MS: Final = 10_000
@@ -317,7 +317,7 @@ def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str,
         command = "grabstream worker --roles relay,sweep"
     elif fault and JOURNAL_LOST in fault:
         command = RESTORE
-    elif fault and fault.startswith(CANNOT_BE_MADE):
+    elif fault and fault.startswith(CANNOT_BE_REBUILT):
         command = "grabstream rebuild redis"
     else:
         command = (

@@ -1,4 +1,4 @@
-"""Compares Redis with the journal: builds a second copy of each shard from the journal, and compares the two
+"""Compares Redis with the journal: builds a shadow of each shard from the journal, and compares the two
 key by key.
 """
 
@@ -20,7 +20,7 @@ from grabstream.ops.verification.checks import POLL_SECONDS, Check, Say
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.relaying.ownership import NewerProgram, SteppedDown
 from grabstream.streams.relaying.recovery import Impossible
-from grabstream.streams.relaying.shadow import BESIDE_STEADILY, NoRoom, NotComparable, Pace, open_beside
+from grabstream.streams.relaying.shadow import VERIFIER_SHADOW, NoRoom, NotComparable, Pace, open_shadow
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ async def _compare_shard(
     settings.require_seal_keys()
     deadline = time.monotonic() + wait_seconds
     trail = snapshots(settings, slowly=True) if trail_is_sound else None
-    async with open_beside(
+    async with open_shadow(
         redis,
         key_space(settings),
         shard,
@@ -92,11 +92,11 @@ async def _compare_shard(
         pace=Pace(share),
         room=_room_of(redis),
         wait_seconds=wait_seconds,
-    ) as beside:
-        await beside.make()
+    ) as shadow:
+        await shadow.make()
         while True:
             try:
-                return await beside.compare()
+                return await shadow.compare()
             except NotComparable:
                 # The shard may be in the middle of a takeover, which ends soon.
                 if time.monotonic() > deadline:
@@ -118,14 +118,14 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
             for trail in (snapshots(settings, slowly=True), None):
                 async with (
                     open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
-                    open_beside(
+                    open_shadow(
                         redis, key_space(settings), shard, sealer(settings), reader, trail, pace=Pace(share),
                         room=_room_of(redis),
-                        place=BESIDE_STEADILY,
-                    ) as beside,
+                        prefix=VERIFIER_SHADOW,
+                    ) as shadow,
                 ):  # fmt: skip
-                    await beside.make()
-                    differences = (await beside.compare()).differences
+                    await shadow.make()
+                    differences = (await shadow.compare()).differences
                 if not differences:
                     return []
         except (

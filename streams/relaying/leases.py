@@ -1,10 +1,10 @@
-"""The keeper: holds the leases of shards, and runs relay and sweeper of those it holds.
+"""Leases of shards: a worker runs relay and sweeper of the shards whose leases it holds.
 
-Each shard's lease is kept by itself, and asked for with a time-out well below its length: a server that hangs
-costs no lease but those of its own shards.
+Each lease is requested and renewed separately, with a timeout well below its length, so a server that hangs
+costs only the leases of its own shards.
 
-A lease only says who should try; two relays of a shard at once are harmless (the log fences them), merely
-wasteful.
+A lease only decides which worker tries. Two relays of a shard at once do no harm, because the journal fences
+them; they only waste work.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from grabstream.streams.clients import Trouble, in_words
 log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE: Final = 4
-#: How long a lease that is given back may take: who comes after waits no longer than for a lease that ends.
-GIVE_BACK_SECONDS_MAX: Final = 1.0
+#: How long returning a lease may take. The next holder waits no longer than for a lease that expires.
+RETURN_SECONDS_MAX: Final = 1.0
 
 
-class LeaseKeeper:
-    """One a worker. `tasks_of(shard)` gives the coroutines to run while the shard's lease is held; they run
-    until cancelled.
+class Leases:
+    """The leases of one worker. `tasks_of(shard)` returns the coroutines to run while the shard's lease is
+    held; they run until cancelled.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class LeaseKeeper:
         keys: KeySpace,
         lease_ms: int,
         tasks_of: Callable[[int], list[Any]],
-        asked: Callable[[Sequence[int]], None] = lambda held: None,
+        requested: Callable[[Sequence[int]], None] = lambda held: None,
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._lease_ms = lease_ms
         self._tasks_of = tasks_of
-        #: Called once, with the shards held, when every lease has been asked for.
-        self._asked = asked
+        #: Called once, with the shards held, when every lease has been requested.
+        self._requested = requested
         self._answered: set[int] = set()
-        self._is_asked = False
+        self._all_requested = False
         self._running: dict[int, asyncio.Task[None]] = {}
         self._troubles = [Trouble(log, f"lease of shard {shard}") for shard in range(keys.shards)]
         self.worker = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -60,11 +60,11 @@ class LeaseKeeper:
 
     @property
     def _renew_seconds(self) -> float:
-        """How long from one renewal to the next, and how long one may take."""
+        """The time between two renewals, and the longest time that one may take."""
         return self._lease_ms / 1000 / RENEWALS_PER_LEASE
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Takes free leases and renews its own until `stop`, then gives them back; raises what a task of a
+        """Takes free leases and renews those held until `stop`, then returns them; raises what a task of a
         shard raised.
         """
         holding = [asyncio.create_task(self._hold(shard, stop)) for shard in range(self._keys.shards)]
@@ -81,7 +81,7 @@ class LeaseKeeper:
             while not stop.is_set():
                 next_renewal = asyncio.get_running_loop().time() + self._renew_seconds
                 await self._renew(shard)
-                self._count_asked()
+                self._report_requested()
                 task = self._running.get(shard)
                 if task is not None and task.done():
                     task.result()
@@ -90,7 +90,7 @@ class LeaseKeeper:
                     async with asyncio.timeout_at(next_renewal):
                         await stop.wait()
         finally:
-            await self._give_back(shard)
+            await self._return_lease(shard)
 
     async def _renew(self, shard: int) -> None:
         try:
@@ -101,7 +101,7 @@ class LeaseKeeper:
         except BaseException as error:
             if not is_trouble(error):
                 raise
-            # Relays of shards we hold see for themselves whether their server is there.
+            # Relays of shards we hold notice by themselves whether their server answers.
             self._troubles[shard].say(in_words(error))
             return
         self._troubles[shard].over()
@@ -110,13 +110,13 @@ class LeaseKeeper:
             if shard not in self._running:
                 self._running[shard] = asyncio.create_task(self._keep(shard))
         elif shard in self._running:
-            log.warning("shard %d: the lease went to %s", shard, holder.decode())
+            log.warning("shard %d: %s holds the lease now", shard, holder.decode())
             await self._drop(shard)
 
-    def _count_asked(self) -> None:
-        if not self._is_asked and len(self._answered) == self._keys.shards:
-            self._is_asked = True
-            self._asked(self.held)
+    def _report_requested(self) -> None:
+        if not self._all_requested and len(self._answered) == self._keys.shards:
+            self._all_requested = True
+            self._requested(self.held)
 
     def _lease_keys(self, shard: int) -> list[str]:
         keys = self._keys.shard(shard)
@@ -134,14 +134,14 @@ class LeaseKeeper:
     async def _drop(self, shard: int) -> None:
         await end([self._running.pop(shard)], END_SECONDS_MAX + 1)
 
-    async def _give_back(self, shard: int) -> None:
+    async def _return_lease(self, shard: int) -> None:
         if shard not in self._running:
             return
         await self._drop(shard)
         try:
-            async with asyncio.timeout(GIVE_BACK_SECONDS_MAX):
+            async with asyncio.timeout(RETURN_SECONDS_MAX):
                 await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, 0])
         except BaseException as error:
             if not is_trouble(error):
                 raise
-            log.warning("giving back the lease of shard %d: %s", shard, in_words(error))
+            log.warning("returning the lease of shard %d: %s", shard, in_words(error))

@@ -1,5 +1,5 @@
-"""Owning a shard: the term, and the scripts that do nothing unless term, owner and the server's life are
-still those of the takeover.
+"""Owning a shard: the term, and the scripts that refuse unless term, owner and server epoch are still those
+of the takeover.
 """
 
 import secrets
@@ -15,23 +15,21 @@ READ_ENTRIES_MAX: Final = 16
 
 
 class SteppedDown(Exception):
-    """Another owner has the shard now; nothing was harmed."""
+    """Another owner has the shard now; nothing was damaged."""
 
 
 class NotReconciled(Exception):
-    """The journal lacks what was acknowledged, or contradicts itself: the shard stays fenced until somebody
-    mends that.
+    """The journal lacks acknowledged events, or contradicts itself: the shard stays fenced until an operator
+    repairs that.
     """
 
 
 class NewerProgram(Exception):
-    """The shard's keys were written by a newer program: this one must leave it alone."""
+    """The shard's keys were written by a newer program; this program must not change them."""
 
 
 class Ownership(NamedTuple):
-    """What binds every script of an owner: its term, its random id, and the server's life it took over
-    under.
-    """
+    """What every script of an owner checks: its term, its random id, and the server epoch of its takeover."""
 
     term: int
     owner: str
@@ -44,10 +42,10 @@ class Ownership(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """The reply of raise_term: the new ownership, and how Redis has the shard.
+    """The reply of raise_term: the new ownership, and the state of the shard in Redis.
 
-    `alive` when it was reconciled under this very life of the server. `form`: partial when a rebuild was
-    broken off, outdated when its keys have an older layout.
+    `alive`: the shard was reconciled in the present server epoch. `form`: `partial` after an interrupted
+    rebuild, `outdated` if its keys have an older layout.
     """
 
     ownership: Ownership
@@ -57,11 +55,10 @@ class Raised(NamedTuple):
 
 
 class Outbox(NamedTuple):
-    """The shard's seq, and the lines that follow the seq asked for: a bounded number, fewer than there are
-    where a hole is.
+    """The shard's seq, and a bounded number of lines after the requested seq; reading ends before a hole.
 
-    `incomplete` when the shard's state is not what its events lead to: it is being rebuilt, or a script broke
-    off while it wrote.
+    `incomplete`: the shard's state does not follow from its events, because it is being rebuilt, or a script
+    was interrupted while it wrote.
     """
 
     seq: int
@@ -70,7 +67,7 @@ class Outbox(NamedTuple):
 
 
 class OwnedShard:
-    """A shard's keys, and what its owner does with them. `redis` must not decode replies."""
+    """A shard's keys, and the operations of its owner. `redis` must not decode replies."""
 
     def __init__(self, redis: Any, keys: ShardKeys) -> None:
         self.redis = redis
@@ -86,26 +83,26 @@ class OwnedShard:
                 raise NewerProgram(str(error).removeprefix("NEWER ")) from None
             raise
         term, server_epoch, reconciled_epoch, seq, form = (value.decode() for value in reply)
-        known = cast(Literal["complete", "partial", "outdated"], form)
+        form_name = cast(Literal["complete", "partial", "outdated"], form)
         return Raised(
-            Ownership(int(term), owner, server_epoch), reconciled_epoch == server_epoch, int(seq), known
+            Ownership(int(term), owner, server_epoch), reconciled_epoch == server_epoch, int(seq), form_name
         )
 
-    async def run(self, name: str, keys: list[str], own: Ownership, *arguments: object) -> Any:
-        """A script of the owner; raises SteppedDown when another has the shard."""
+    async def run(self, name: str, keys: list[str], ownership: Ownership, *arguments: object) -> Any:
+        """Runs a script of the owner; raises SteppedDown if the shard has another owner."""
         try:
-            return await run_script(self.redis, name, keys, (*own.arguments, *arguments))
+            return await run_script(self.redis, name, keys, (*ownership.arguments, *arguments))
         except ResponseError as error:
             if str(error).startswith("LOST"):
                 raise SteppedDown(str(error)) from None
             raise
 
-    async def fence(self, own: Ownership, reason: str) -> None:
-        """From here on nothing is decided in the shard."""
-        await self.run("fence", [self.keys.state], own, reason)
+    async def fence(self, ownership: Ownership, reason: str) -> None:
+        """Stops all deciding in the shard."""
+        await self.run("fence", [self.keys.state], ownership, reason)
 
     async def checkpoint(self) -> Cursor:
-        """Where the last trim was, as a cursor; the journal's beginning when there was none."""
+        """The cursor of the last trim; the journal's beginning if there was none."""
         fields = await self.redis.hmget(
             self.keys.state,
             ["journaled_seq", "journaled_head", "journaled_offset", "journaled_term", "journaled_owner"],
@@ -115,25 +112,25 @@ class OwnedShard:
         seq, head, offset, term, owner = (value.decode() for value in fields)
         return Cursor(int(seq), bytes.fromhex(head), int(offset), int(term), owner)
 
-    async def read_outbox(self, own: Ownership, behind_seq: int) -> Outbox:
-        """The lines that follow `behind_seq`."""
+    async def read_outbox(self, ownership: Ownership, after_seq: int) -> Outbox:
+        """The lines after a seq."""
         reply = await self.run(
-            "read_outbox", [self.keys.state, self.keys.outbox], own, behind_seq + 1, READ_ENTRIES_MAX
+            "read_outbox", [self.keys.state, self.keys.outbox], ownership, after_seq + 1, READ_ENTRIES_MAX
         )
         lines: list[bytes] = []
         for entry_id, fields in reply[1]:
             first = int(entry_id.partition(b"-")[0])
             entry = fields[1::2]
-            known = behind_seq + len(lines) - first + 1
+            known = after_seq + len(lines) - first + 1
             if known < 0:
                 break
             lines.extend(entry[known:])
         return Outbox(int(reply[0]), lines, bool(reply[2]))
 
-    async def trim(self, own: Ownership, cursor: Cursor) -> None:
-        """What is journaled up to the cursor leaves the outbox and is announced; the cursor is the new
-        checkpoint.
+    async def trim(self, ownership: Ownership, cursor: Cursor) -> None:
+        """Removes what is journaled up to the cursor from the outbox, and announces it; the cursor becomes
+        the checkpoint.
         """
         arguments = (cursor.seq, cursor.head.hex(), cursor.next_offset, self.keys.channel)
-        while (await self.run("trim", [self.keys.state, self.keys.outbox], own, *arguments))[2]:
+        while (await self.run("trim", [self.keys.state, self.keys.outbox], ownership, *arguments))[2]:
             pass

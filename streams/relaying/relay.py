@@ -1,8 +1,9 @@
-"""The relay: from a shard's outbox to the journal, exactly once, fenced by the log itself (docs/protocol.md).
+"""The relay: copies a shard's outbox to the journal, each event exactly once, fenced by the journal itself
+(docs/protocol.md).
 
-It takes the shard over (`takeover`), then relays: one send in flight, a block counts when its offset directly
-follows the owner's last one. The order of these steps is the protocol; change it only together with
-tests/protocol/model.py.
+It takes the shard over (`takeover`), then relays: one send is in flight, and a block counts if its offset
+directly follows the owner's previous one. The order of these steps is the protocol; change it only together
+with tests/protocol/model.py.
 """
 
 import asyncio
@@ -37,16 +38,16 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES_MAX: Final = RECORD_BYTES_MAX // 4
 IDLE_WAIT_MS: Final = 500
 RETRY_SECONDS: Final = 0.2
-#: A server that is back is noticed within this time.
+#: A server that answers again is noticed within this time.
 RETRY_SECONDS_MAX: Final = 1.0
 FENCED_RETRY_SECONDS: Final = 10.0
 
-#: Called with the name of every step that a crash test may want to end the process at.
+#: Called with the name of each step; crash tests end the process there.
 Step = Callable[[str], None]
 
 
 class ShardRelay:
-    """Relays one shard until cancelled or another owner comes. One task, one producer, one consumer.
+    """Relays one shard until cancelled or until another owner takes it. One task, one producer, one consumer.
 
     `redis` must not decode replies. `block_events_max` bounds the events of a journal record.
     """
@@ -99,35 +100,35 @@ class ShardRelay:
                 self._pause_seconds = min(self._pause_seconds * 2, RETRY_SECONDS_MAX)
 
     async def rebuild(self, reason: str) -> None:
-        """Takes the shard over and rebuilds its state in Redis from the journal, whatever it is; raises what
-        `run` tries again after.
+        """Takes the shard over and rebuilds its state in Redis from the journal, whatever that state is;
+        raises the errors after which `run` tries again.
         """
         async with self._producer() as producer, self._consumer() as consumer:
             takeover = self._takeover(producer, consumer)
-            own, cursor = await takeover.run()
-            await takeover.rebuild(own, cursor, reason)
+            ownership, cursor = await takeover.run()
+            await takeover.rebuild(ownership, cursor, reason)
 
     def _takeover(self, producer: AIOKafkaProducer, consumer: AIOKafkaConsumer) -> Takeover:
         async def send(value: bytes, headers: list[tuple[str, bytes]]) -> int:
             return await self._send(producer, value, headers)
 
-        async def drain(own: Ownership, cursor: Cursor) -> Cursor:
-            return await self._drain(producer, own, cursor)
+        async def drain(ownership: Ownership, cursor: Cursor) -> Cursor:
+            return await self._drain(producer, ownership, cursor)
 
         reader = JournalReader(consumer, self._partition.topic)
         return Takeover(self._shard, self._shards, reader, send, drain, self._recovery)
 
     async def _tenure(self, producer: AIOKafkaProducer, consumer: AIOKafkaConsumer) -> None:
         self.state = "taking over"
-        own, cursor = await self._takeover(producer, consumer).run()
+        ownership, cursor = await self._takeover(producer, consumer).run()
         self._step("relay.took_over")
-        log.info("shard %d: owner of term %d from seq %d", self._shard.keys.shard, own.term, cursor.seq)
+        log.info("shard %d: owner of term %d from seq %d", self._shard.keys.shard, ownership.term, cursor.seq)
         self.state = "relaying"
         self._trouble.over()
         self._pause_seconds = RETRY_SECONDS
-        tail = _Tail(consumer, self._partition, own.term, cursor.next_offset)
+        tail = _Tail(consumer, self._partition, ownership.term, cursor.next_offset)
         watching = asyncio.create_task(tail.watch())
-        relaying = asyncio.create_task(self._relay(producer, own, cursor, tail))
+        relaying = asyncio.create_task(self._relay(producer, ownership, cursor, tail))
         try:
             done, _ = await asyncio.wait({watching, relaying}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -137,75 +138,83 @@ class ShardRelay:
 
     # -- relaying --------------------------------------------------------------------------------------------
 
-    async def _relay(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, tail: "_Tail") -> None:
-        read = await self._shard.read_outbox(own, cursor.seq)
+    async def _relay(
+        self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor, tail: "_Tail"
+    ) -> None:
+        outbox = await self._shard.read_outbox(ownership, cursor.seq)
         while True:
-            lines = read.lines
-            if not lines and read.seq > cursor.seq:
-                # Taking over again names it.
-                raise SteppedDown(f"the outbox has a hole behind seq {cursor.seq}")
-            if not lines and read.incomplete:
-                # All that it decided is journaled: taking over again rebuilds it.
+            lines = outbox.lines
+            if not lines and outbox.seq > cursor.seq:
+                # The next takeover reports it.
+                raise SteppedDown(f"the outbox has a hole after seq {cursor.seq}")
+            if not lines and outbox.incomplete:
+                # All its events are journaled: the next takeover rebuilds it.
                 raise SteppedDown("the shard is incomplete")
             if not lines:
                 await self._wait_for_more(cursor.seq)
-                read = await self._shard.read_outbox(own, cursor.seq)
+                outbox = await self._shard.read_outbox(ownership, cursor.seq)
                 continue
             last = cursor.seq + len(lines)
             for block in _blocks(lines, self._block_events_max):
-                after = await self._append(producer, own, cursor, block)
+                after = await self._append(producer, ownership, cursor, block)
                 if after.next_offset != cursor.next_offset + 1:
-                    # Something stands between: it counts only if it is not a newer owner's.
+                    # Other records lie between: the block counts only if no newer owner wrote one.
                     await tail.reached(after.next_offset - 1)
                 self._step("relay.acknowledged")
                 cursor = after
                 if cursor.seq == last:
-                    # What comes next is read while what was acknowledged is trimmed: one way to Redis less a
+                    # The next lines are read while the acknowledged ones are trimmed: one round trip less per
                     # block.
-                    _, read = await asyncio.gather(
-                        self._shard.trim(own, cursor), self._shard.read_outbox(own, cursor.seq)
+                    _, outbox = await asyncio.gather(
+                        self._shard.trim(ownership, cursor), self._shard.read_outbox(ownership, cursor.seq)
                     )
                 else:
-                    await self._shard.trim(own, cursor)
+                    await self._shard.trim(ownership, cursor)
                 self._step("relay.trimmed")
 
-    async def _drain(self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor) -> Cursor:
-        """Journals what a shard that decides nothing has left in its outbox."""
+    async def _drain(self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor) -> Cursor:
+        """Journals the rest of the outbox of a shard that decides nothing."""
         while True:
-            lines = (await self._shard.read_outbox(own, cursor.seq)).lines
+            lines = (await self._shard.read_outbox(ownership, cursor.seq)).lines
             if not lines:
                 return cursor
             for block in _blocks(lines, self._block_events_max):
-                after = await self._append(producer, own, cursor, block)
+                after = await self._append(producer, ownership, cursor, block)
                 if after.next_offset != cursor.next_offset + 1:
                     raise SteppedDown(
-                        f"something stands in the journal before offset {after.next_offset - 1}"
+                        f"another record is in the journal before offset {after.next_offset - 1}"
                     )
                 cursor = after
-            await self._shard.trim(own, cursor)
+            await self._shard.trim(ownership, cursor)
 
     async def _append(
-        self, producer: AIOKafkaProducer, own: Ownership, cursor: Cursor, lines: list[bytes]
+        self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor, lines: list[bytes]
     ) -> Cursor:
-        """Sends a block; returns the cursor behind it, which holds only if nothing that counts stands
+        """Sends a block; returns the cursor after it, which is valid only if no record that counts lies
         between.
         """
         head = chain(cursor.head, lines)[-1]
         headers = block_headers(
-            self._shard.keys.shard, own.term, own.owner, cursor.seq + 1, len(lines), cursor.head, head
+            self._shard.keys.shard,
+            ownership.term,
+            ownership.owner,
+            cursor.seq + 1,
+            len(lines),
+            cursor.head,
+            head,
         )
         offset = await self._send(producer, b"\n".join(lines), headers)
-        return Cursor(cursor.seq + len(lines), head, offset + 1, own.term, own.owner)
+        return Cursor(cursor.seq + len(lines), head, offset + 1, ownership.term, ownership.owner)
 
     async def _wait_for_more(self, seq: int) -> None:
-        """Returns when the outbox may hold something behind seq; only a hint, the bound script reads."""
+        """Returns when the outbox may have entries after a seq. A hint: the owner's script reads them."""
         await self._shard.redis.xread({self._shard.keys.outbox: f"{seq}-0"}, count=1, block=IDLE_WAIT_MS)
 
     # -- Kafka -----------------------------------------------------------------------------------------------
 
     async def _send(self, producer: AIOKafkaProducer, value: bytes, headers: list[tuple[str, bytes]]) -> int:
-        """The offset of the acknowledged record; an unknown one is an error, and the journal's tail has to be
-        read again.
+        """Returns the offset of the acknowledged record. An unknown offset is an error: the end of the
+        journal has to be read again.
         """
         metadata = await producer.send_and_wait(
             self._partition.topic, value, partition=self._partition.partition, headers=headers
@@ -216,8 +225,8 @@ class ShardRelay:
 
     @asynccontextmanager
     async def _producer(self) -> AsyncIterator[AIOKafkaProducer]:
-        # Idempotent: a batch that is retried inside the client must not be appended twice. A new one after
-        # every error.
+        # Idempotent: a batch that the client sends again must not be appended twice. After an error, a new
+        # producer is made.
         producer = AIOKafkaProducer(
             bootstrap_servers=self._bootstrap,
             enable_idempotence=True,
@@ -243,7 +252,7 @@ class ShardRelay:
 
 
 class _Tail:
-    """The owner's eye on its partition: sees a newer marker, with or without work of its own."""
+    """Watches the owner's partition for a newer marker, whether or not there is anything to relay."""
 
     def __init__(
         self, consumer: AIOKafkaConsumer, partition: TopicPartition, term: int, next_offset: int
@@ -270,7 +279,7 @@ class _Tail:
                     self._moved.notify_all()
 
     async def reached(self, offset: int) -> None:
-        """Returns when everything up to the offset was read, and no newer owner was there."""
+        """Returns when everything up to the offset was read and contained no newer marker."""
         async with self._moved:
             await self._moved.wait_for(lambda: self._next_offset > offset)
 

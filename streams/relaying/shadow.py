@@ -1,9 +1,10 @@
-"""A shard made anew beside the live one, from its events alone, and the two compared key by key.
+"""The shadow of a shard: the shard rebuilt from its events alone, beside the live one, and compared with it
+key by key.
 
-What is beside the live shard stands under a prefix of its own that no system can have, is made by the very
-scripts that recover a shard, and goes away afterwards. The live shard moves meanwhile: what seems to differ
-is read once more in one transaction with the seq it is at, the shard beside follows the journal to exactly
-that seq, and only what differs then, and stays so, is a difference.
+The keys of the shadow have a prefix that no system can have. The scripts that recover a shard make them, and
+they are deleted afterwards. The live shard changes meanwhile. So what seems to differ is read again, in one
+transaction with the live shard's seq; the shadow follows the journal to exactly that seq; and only what
+differs then, repeatedly, is a difference.
 """
 
 import asyncio
@@ -21,31 +22,31 @@ from grabstream.models.journal import Accepted, Cursor, parse_block
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.relaying.ownership import OwnedShard, Ownership
-from grabstream.streams.relaying.recovery import Recovery, Snapshot, Snapshots, literal
+from grabstream.streams.relaying.recovery import AcceptedEvents, Recovery, Snapshot, Snapshots, literal
 
-#: Behind the system's prefix, with a character that no prefix has: no other system's keys can begin so.
-BESIDE: Final = "/verify"
-#: … and there for the verifier that always runs: who is asked to verify now does not wait for it, nor fail
-#: because of it.
-BESIDE_STEADILY: Final = "/verifier"
-#: No events tell of these: refusals and how often there were any, what is not yet journaled, how far cleaning
-#: is, and who relays.
-NOT_TOLD: Final = ("refusals", "refusal_order", "demand", "outbox", "lease", "cleaning")
-#: Of the shard's own hash, what its events tell of.
-SHARD_TOLD: Final = (b"time",)
+#: Follows the system's prefix. No prefix contains its `/`, so no other system's keys can begin like this.
+SHADOW: Final = "/verify"
+#: The same for the verifier that always runs: `grabstream verify` neither waits for it nor fails because of
+#: it.
+VERIFIER_SHADOW: Final = "/verifier"
+#: Keys that do not follow from events: refusals and their counts, events not yet journaled, the progress of
+#: cleaning, and the lease.
+NOT_IN_EVENTS: Final = ("refusals", "refusal_order", "demand", "outbox", "lease", "cleaning")
+#: The fields of the shard's hash that follow from its events.
+SHARD_FIELDS_IN_EVENTS: Final = (b"time",)
 
 KEYS_AT_ONCE: Final = 200
-#: A key with more than so many fields is read in pages.
+#: A key with more fields than this is read in pages.
 PAGE: Final = 500
 DOUBTS_AT_ONCE: Final = 200
-#: When what differs is looked at again, in seconds: some steps, as those of a retirement, are in none of the
-#: events.
+#: The pauses, in seconds, before a difference is read again: some steps, such as those of a retirement, are
+#: not events.
 LOOKS: Final = (0.0, 0.1, 0.4, 1.0, 2.0)
-#: Further differences are counted no more.
+#: The comparison ends after so many differences.
 DIFFERENCES_MAX: Final = 500
 LEASE_MS: Final = 60_000
-#: A closed offer that has holds when it is due is looked at again so much later (lua/sweeping/sweep.lua), and
-#: a second for two clocks.
+#: The sweeper postpones a closed offer that still has holds by a minute (lua/sweeping/sweep.lua); one second
+#: more, because two clocks are compared.
 SWEPT_AGAIN_MS: Final = 61_000
 ROOM_SECONDS: Final = 1.0
 
@@ -53,17 +54,18 @@ Value = Any
 
 
 class NoRoom(Exception):
-    """The shard cannot be made beside the live one, in words."""
+    """The shadow cannot be made; the text states why."""
 
 
 class NotComparable(Exception):
-    """The live shard cannot be compared with its journal at all; the text says why, and is the difference."""
+    """The live shard cannot be compared with its journal; the text states why, and is reported as a
+    difference.
+    """
 
 
 class Part(NamedTuple):
-    """Something of a key that is read at once: fields of a hash, members of a set or sorted set, a range of a
-    list or string; or its `size`, or which kind of `key` it is, or its `expiry`, when Redis will forget
-    it.
+    """A part of a key that is read by one command: fields of a hash, members of a set or sorted set, a range
+    of a list or string. Or a property of the key: its `size`, its type (`key`), or its `expiry`.
     """
 
     name: str
@@ -72,8 +74,8 @@ class Part(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What came of it: the seq at which the two were compared last, how many keys there are, and what
-    differs, in words.
+    """The result: the seq at which the two were compared last, the number of keys, and the differences in
+    words.
     """
 
     seq: int
@@ -82,7 +84,7 @@ class Compared(NamedTuple):
 
 
 class Pace:
-    """Lets others work: of the time a task takes at most a share; `beat` is called about once a second."""
+    """Limits a task to a share of the time, by pauses; calls `beat` about once a second."""
 
     def __init__(self, share: float = 0.5, beat: Callable[[], Awaitable[None]] | None = None) -> None:
         self._rest = 1 / share - 1
@@ -90,7 +92,7 @@ class Pace:
         self.beat = beat
 
     async def __call__(self) -> None:
-        """Behind every step."""
+        """Pauses; called after every step."""
         now = time.monotonic()
         if self.beat is not None and now - self._beaten > ROOM_SECONDS:
             self._beaten = now
@@ -100,7 +102,7 @@ class Pace:
 
 
 class Events:
-    """The events of a shard that count, in order, read on in the journal as far as is asked for."""
+    """The events of a shard that count, in order, read from the journal up to a requested seq at a time."""
 
     def __init__(self, reader: JournalReader, shard: int, wait_seconds: float) -> None:
         self._reader = reader
@@ -110,12 +112,12 @@ class Events:
         self._over: list[Accepted] = []
 
     def begin(self, cursor: Cursor) -> None:
-        """From here on."""
+        """Starts reading at a cursor."""
         self._cursor, self._over = cursor, []
 
-    async def up_to(self, seq: int | None = None) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
-        """The next events up to a seq, which is waited for some time; or to the journal's end. Raises Corrupt
-        or Gap.
+    async def up_to(self, seq: int | None = None) -> AcceptedEvents:
+        """The next events up to a seq, for which it waits some time, or up to the journal's end. Raises
+        Corrupt or Gap.
         """
         over, self._over = self._over, []
         if over:
@@ -143,61 +145,61 @@ class Events:
                 return
 
     def _keep(self, news: list[Accepted], seq: int | None) -> list[Accepted]:
-        """What is asked for of these; the others are kept for the next time."""
+        """The events up to the seq; the others are kept for the next call."""
         if seq is None:
             return news
-        self._over += [one for one in news if one.seq > seq]
-        return [one for one in news if one.seq <= seq]
+        self._over += [event for event in news if event.seq > seq]
+        return [event for event in news if event.seq <= seq]
 
 
-class Beside:
-    """One shard beside the live one; `open_beside` makes it."""
+class ShadowShard:
+    """The shadow of one shard; `open_shadow` makes it."""
 
     def __init__(
         self,
         redis: Any,
         live: ShardKeys,
-        made: ShardKeys,
+        shadow: ShardKeys,
         events: Events,
         recovery: Recovery,
-        own: Ownership,
+        ownership: Ownership,
         pace: Pace,
     ) -> None:
         self._redis = redis
         self._live = live
-        self._made = made
+        self._shadow = shadow
         self._events = events
         self._recovery = recovery
-        self._own = own
+        self._ownership = ownership
         self._pace = pace
         self.seq = 0
 
     async def make(self) -> None:
-        """Makes the shard of the journal as far as it goes now; raises streams.recovery.Impossible."""
+        """Builds the shadow from the journal up to its present end; raises streams.recovery.Impossible."""
 
-        async def journal(base: Cursor) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
+        async def journal(base: Cursor) -> AcceptedEvents:
             self._events.begin(base)
             async with aclosing(self._paced(self._events.up_to())) as reading:
-                async for found in reading:
-                    yield found
+                async for events in reading:
+                    yield events
 
-        self.seq, _ = await self._recovery.make(self._own, journal)
+        self.seq, _ = await self._recovery.make(self._ownership, journal)
 
-    async def _paced(
-        self, reading: AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]
-    ) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
+    async def _paced(self, reading: AcceptedEvents) -> AcceptedEvents:
         async with aclosing(reading):
-            async for found in reading:
-                yield found
+            async for events in reading:
+                yield events
                 await self._pace()
 
     async def compare(self) -> Compared:
-        """Every key of both. Raises NotComparable when the live shard is not whole, or not where its journal
-        is.
+        """Compares every key of both. Raises NotComparable if the live shard is incomplete, or not at the seq
+        of its journal.
         """
-        names = sorted({*await self._names(self._live), *await self._names(self._made)} - set(NOT_TOLD))
-        found: list[str] = []
-        doubts: list[Part] = [Part("shard", "hash", SHARD_TOLD)]
+        names = sorted(
+            {*await self._names(self._live), *await self._names(self._shadow)} - set(NOT_IN_EVENTS)
+        )
+        differences: list[str] = []
+        doubts: list[Part] = [Part("shard", "hash", SHARD_FIELDS_IN_EVENTS)]
         for start in range(0, len(names), KEYS_AT_ONCE):
             async with aclosing(
                 self._doubts([name for name in names[start : start + KEYS_AT_ONCE] if name != "shard"])
@@ -205,13 +207,13 @@ class Beside:
                 async for doubt in doubting:
                     doubts.append(doubt)
                     if len(doubts) >= DOUBTS_AT_ONCE:
-                        found += await self._judge(doubts)
+                        differences += await self._judge(doubts)
                         doubts = []
-                    if len(found) >= DIFFERENCES_MAX:
-                        return Compared(self.seq, len(names), found)
+                    if len(differences) >= DIFFERENCES_MAX:
+                        return Compared(self.seq, len(names), differences)
             await self._pace()
-        found += await self._judge(doubts)
-        return Compared(self.seq, len(names), found)
+        differences += await self._judge(doubts)
+        return Compared(self.seq, len(names), differences)
 
     async def _names(self, keys: ShardKeys) -> list[str]:
         start = f"{keys.tag}:"
@@ -233,16 +235,17 @@ class Beside:
             return values
 
     async def _doubts(self, names: Sequence[str]) -> AsyncGenerator[Part, None]:
-        """What differs at a look at one after the other."""
+        """The parts that differ when the two shards are read one after the other."""
         kinds = dict(
-            zip(names, await self._read(self._made, [Part(name, "key") for name in names]), strict=True)
+            zip(names, await self._read(self._shadow, [Part(name, "key") for name in names]), strict=True)
         )
         kinds_live = dict(
             zip(names, await self._read(self._live, [Part(name, "key") for name in names]), strict=True)
         )
         for name in names:
             if _is_cleaned(name) and b"none" in (kinds[name], kinds_live[name]):
-                # All that is in it may count as forgotten: it is compared as an empty one.
+                # All that the key contains may count as forgotten: the missing key is compared as an empty
+                # one.
                 kinds[name] = kinds_live[name] = max(
                     kinds[name], kinds_live[name], key=lambda kind: kind != b"none"
                 )
@@ -255,70 +258,76 @@ class Beside:
         there = [(name, kinds[name].decode()) for name in names if kinds[name] == kinds_live[name] != b"none"]
         sized = [Part(name, "size", (kind,)) for name, kind in there]
         sizes = list(
-            zip(there, await self._read(self._made, sized), await self._read(self._live, sized), strict=True)
+            zip(
+                there, await self._read(self._shadow, sized), await self._read(self._live, sized), strict=True
+            )
         )
-        small = [Part(name, f"whole {kind}") for (name, kind), made, live in sizes if max(made, live) <= PAGE]
-        for part, made, live in zip(
-            small, await self._read(self._made, small), await self._read(self._live, small), strict=True
+        small = [
+            Part(name, f"whole {kind}") for (name, kind), shadow, live in sizes if max(shadow, live) <= PAGE
+        ]
+        for part, shadow, live in zip(
+            small, await self._read(self._shadow, small), await self._read(self._live, small), strict=True
         ):
-            for doubt in _differing(part, made, live):
+            for doubt in _differing(part, shadow, live):
                 yield doubt
-        for (name, kind), made, live in sizes:
-            if max(made, live) > PAGE:
+        for (name, kind), shadow, live in sizes:
+            if max(shadow, live) > PAGE:
                 yield Part(name, "size", (kind,))
-                async with aclosing(self._pages(self._made, name, kind, made)) as pages:
+                async with aclosing(self._pages(self._shadow, name, kind, shadow)) as pages:
                     async for page in pages:
-                        [one], [other] = (
-                            await self._read(self._made, [page]),
+                        [shadow_page], [live_page] = (
+                            await self._read(self._shadow, [page]),
                             await self._read(self._live, [page]),
                         )
-                        for doubt in _of_page(page, one, other):
+                        for doubt in _of_page(page, shadow_page, live_page):
                             yield doubt
                         await self._pace()
 
     async def _pages(self, keys: ShardKeys, name: str, kind: str, size: int) -> AsyncGenerator[Part, None]:
-        """A large key in parts."""
+        """The parts of a large key."""
         if kind in ("list", "string"):
-            # From behind: what is taken from the front of a list does not move the others.
+            # Indexes count from the end: taking elements from the front of a list does not change them.
             for start in range(-size, 0, PAGE):
                 yield Part(name, kind, (start, min(start + PAGE, 0) - 1))
             return
         scan: Any = {"hash": self._redis.hscan, "set": self._redis.sscan, "zset": self._redis.zscan}[kind]
         cursor: int | None = None
         while cursor != 0:
-            cursor, found = await scan(f"{keys.tag}:{name}", cursor or 0, count=PAGE)
-            members = [one[0] for one in found] if kind == "zset" else list(found)
+            cursor, page = await scan(f"{keys.tag}:{name}", cursor or 0, count=PAGE)
+            members = [member for member, _ in page] if kind == "zset" else list(page)
             for start in range(0, len(members), PAGE):
                 yield Part(name, kind, tuple(members[start : start + PAGE]))
 
     # -- what does differ ------------------------------------------------------------------------------------
 
     async def _judge(self, doubts: Sequence[Part]) -> list[str]:
-        """What of these differs at one and the same seq, in words, and does not cease to in a while."""
-        found: list[tuple[Part, Value, Value]] = []
+        """The doubts that differ at the same seq, repeatedly, in words."""
+        differing: list[tuple[Part, Value, Value]] = []
         for wait in LOOKS:
             await asyncio.sleep(wait)
             live = await self._at_one_seq(doubts)
-            made = await self._read(self._made, doubts)
-            found = [one for one in zip(doubts, made, live, strict=True) if not _same(*one)]
-            found = [
-                one
-                for one in found
-                if not await self._is_postponed(one[0]) and not await self._is_forgotten(*one)
+            shadow = await self._read(self._shadow, doubts)
+            differing = [
+                (part, shadow_value, live_value)
+                for part, shadow_value, live_value in zip(doubts, shadow, live, strict=True)
+                if not _same(part, shadow_value, live_value)
+                and not await self._is_postponed(part)
+                and not await self._is_forgotten(part, shadow_value, live_value)
             ]
-            doubts = [part for part, *_ in found]
-            if not found:
+            doubts = [part for part, *_ in differing]
+            if not differing:
                 return []
         words = []
-        for part, made_value, live_value in found:
+        for part, shadow_value, live_value in differing:
             if part.kind == "size" and ((surplus := await self._surplus(part)) or _is_cleaned(part.name)):
                 words += await self._judge(surplus) if surplus else []
             else:
-                words += _in_words(self._live.shard, part, made_value, live_value)
+                words += _in_words(self._live.shard, part, shadow_value, live_value)
         return words
 
     async def _at_one_seq(self, parts: Sequence[Part]) -> list[Value]:
-        """What the live shard has of these, all at one seq; behind it, the shard beside is at the same."""
+        """The live shard's values of these parts, all at one seq; afterwards the shadow is at the same seq.
+        """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(self._live.state, ["seq", "partial", "life", "fault"])
             for part in parts:
@@ -327,20 +336,23 @@ class Beside:
         [seq, partial, server_epoch, fault], *values = answers
         if partial is not None or server_epoch is None:
             raise NotComparable(
-                f"its relay has yet to reconcile it with the journal{f' ({fault.decode()})' if fault else ''}"
+                f"its relay has not reconciled it with the journal yet"
+                + (f" ({fault.decode()})" if fault else "")
             )
         await self._follow(int(seq or 0))
         return values
 
     async def _follow(self, seq: int) -> None:
         if seq > self.seq:
-            self.seq = await self._recovery.follow(self._own, self.seq, self._paced(self._events.up_to(seq)))
+            self.seq = await self._recovery.follow(
+                self._ownership, self.seq, self._paced(self._events.up_to(seq))
+            )
         if seq != self.seq:
-            raise NotComparable(f"it is at seq {seq}, and its journal at {self.seq}")
+            raise NotComparable(f"it is at seq {seq}, but its journal is at seq {self.seq}")
 
     async def _is_postponed(self, part: Part) -> bool:
-        """Whether this is when the sweeper looks again at a closed offer that had holds when it was due: no
-        event tells.
+        """Whether this is the time to which the sweeper postponed a closed offer that still had holds: that
+        is not an event.
         """
         if (part.name, part.kind) != ("due", "zset"):
             return False
@@ -348,28 +360,29 @@ class Beside:
             for member in part.what:
                 pipe.hget(self._live.offer(member.decode()), "state")
             states = await pipe.execute()
-        [made], [live] = await self._read(self._made, [part]), await self._read(self._live, [part])
+        [shadow], [live] = await self._read(self._shadow, [part]), await self._read(self._live, [part])
         now = max(
             await time_ms_of(self._redis, self._live.state),
             int(await self._redis.hget(self._live.state, "time") or 0),
         )
         return all(
             state == b"closed" and None not in (due, again) and due <= again <= now + SWEPT_AGAIN_MS
-            for state, due, again in zip(states, made, live, strict=True)
+            for state, due, again in zip(states, shadow, live, strict=True)
         )
 
-    async def _is_forgotten(self, part: Part, made: Value, live: Value) -> bool:
-        """Whether all that this says is of offers that have retired, so that it counts no more whether it is
-        deleted already or not.
+    async def _is_forgotten(self, part: Part, shadow: Value, live: Value) -> bool:
+        """Whether all differences in this part are about retired offers, whose records no longer count,
+        whether they are deleted already or not.
         """
         if not _is_cleaned(part.name) or part.kind not in ("hash", "zset"):
             return False
-        for member, one, other in zip(part.what, made, live, strict=True):
-            if _told(one) == _told(other):
+        for member, shadow_value, live_value in zip(part.what, shadow, live, strict=True):
+            if _unpacked(shadow_value) == _unpacked(live_value):
                 continue
-            if one is not None and other is not None:
+            if shadow_value is not None and live_value is not None:
                 return False
-            if not await self._counts_no_more(part.name, member.decode(), other if one is None else one):
+            value = live_value if shadow_value is None else shadow_value
+            if not await self._counts_no_more(part.name, member.decode(), value):
                 return False
         return True
 
@@ -383,25 +396,25 @@ class Beside:
         offer = offer_of_answer(value, campaign) if what == "answers" else offer_of_payment(value)
         if not await self._redis.sismember(self._live.retired, offer):
             return False
-        retired_at = [await self._redis.zscore(keys.past, offer) for keys in (self._live, self._made)]
+        retired_at = [await self._redis.zscore(keys.past, offer) for keys in (self._live, self._shadow)]
         return what == "answers" or all(at is None or now >= at + PAYMENTS_KNOWN_MS for at in retired_at)
 
     async def _surplus(self, part: Part) -> list[Part]:
-        """What only the live one of a large key has."""
+        """The parts of a large key that only the live shard has."""
         [kind] = part.what
         if kind in ("list", "string"):
             return []
-        found: list[Part] = []
+        surplus: list[Part] = []
         async with aclosing(self._pages(self._live, part.name, kind, 0)) as pages:
             async for page in pages:
-                [values] = await self._read(self._made, [page])
-                found += [
-                    Part(part.name, kind, (one,))
-                    for one, value in zip(page.what, values, strict=True)
+                [values] = await self._read(self._shadow, [page])
+                surplus += [
+                    Part(part.name, kind, (member,))
+                    for member, value in zip(page.what, values, strict=True)
                     if _absent(value)
                 ]
                 await self._pace()
-        return found[:DOUBTS_AT_ONCE]
+        return surplus[:DOUBTS_AT_ONCE]
 
 
 _SIZE: Final = {
@@ -420,7 +433,7 @@ _SOME: Final = {"hash": "hmget", "set": "smismember", "zset": "zmscore"}
 
 
 def _ask(pipe: Any, keys: ShardKeys, part: Part) -> None:
-    """One command for one part."""
+    """Queues the command that reads a part."""
     key = f"{keys.tag}:{part.name}"
     if part.kind == "key":
         pipe.type(key)
@@ -439,32 +452,32 @@ def _ask(pipe: Any, keys: ShardKeys, part: Part) -> None:
         getattr(pipe, _SOME[part.kind])(key, list(part.what))
 
 
-def _differing(part: Part, made: Value, live: Value) -> list[Part]:
-    """What of a small key, read whole, is to be judged: a part for each field."""
+def _differing(part: Part, shadow: Value, live: Value) -> list[Part]:
+    """The differing parts of a small key that was read whole: one for each field."""
     kind = part.kind.removeprefix("whole ")
-    if made == live:
+    if shadow == live:
         return []
     if kind in ("list", "string"):
         return [Part(part.name, kind, (0, -1))]
     if kind == "set":
-        return [Part(part.name, kind, (member,)) for member in sorted(made ^ live)]
-    one, other = dict(made), dict(live)
+        return [Part(part.name, kind, (member,)) for member in sorted(shadow ^ live)]
+    shadow_fields, live_fields = dict(shadow), dict(live)
     return [
         Part(part.name, kind, (field,))
-        for field in sorted(one.keys() | other.keys())
-        if one.get(field) != other.get(field)
+        for field in sorted(shadow_fields.keys() | live_fields.keys())
+        if shadow_fields.get(field) != live_fields.get(field)
     ]
 
 
-def _of_page(page: Part, made: Value, live: Value) -> list[Part]:
-    if made == live:
+def _of_page(page: Part, shadow: Value, live: Value) -> list[Part]:
+    if shadow == live:
         return []
     if page.kind in ("list", "string"):
         return [page]
     return [
         Part(page.name, page.kind, (field,))
-        for field, one, other in zip(page.what, made, live, strict=True)
-        if one != other
+        for field, shadow_value, live_value in zip(page.what, shadow, live, strict=True)
+        if shadow_value != live_value
     ]
 
 
@@ -473,71 +486,72 @@ def _absent(value: Value) -> bool:
 
 
 def _is_cleaned(name: str) -> bool:
-    """Whether what counts as forgotten may stand in the key until it is deleted."""
+    """Whether the key may still contain records that count as forgotten, until they are deleted."""
     return name == "past" or (
         name.startswith("campaign:") and name.endswith(("/answers", "/payments", "/state"))
     )
 
 
-def _same(part: Part, made: Value, live: Value) -> bool:
+def _same(part: Part, shadow: Value, live: Value) -> bool:
     if part.kind == "size" and _is_cleaned(part.name):
-        return False  # as many may be others
+        return False  # the same number may be other members
     if part.name == "shard":
-        # A shard without an event has no time, or the time 0.
-        return [value or b"0" for value in made] == [value or b"0" for value in live]
-    return bool(_told(made) == _told(live))
+        # A shard without events has no time, or the time 0.
+        return [value or b"0" for value in shadow] == [value or b"0" for value in live]
+    return bool(_unpacked(shadow) == _unpacked(live))
 
 
-def _told(value: Value) -> Any:
-    """A value in the form that is compared: what is packed, unpacked."""
+def _unpacked(value: Value) -> Any:
+    """A value in the form that is compared: packed bytes are unpacked."""
     if isinstance(value, bytes):
         return unpacked(value)
-    return list(map(_told, value)) if isinstance(value, list) else value
+    return list(map(_unpacked, value)) if isinstance(value, list) else value
 
 
-def _in_words(shard: int, part: Part, made: Value, live: Value) -> list[str]:
+def _in_words(shard: int, part: Part, shadow: Value, live: Value) -> list[str]:
     """A line for each difference."""
     where = f"shard {shard}: {part.name}"
     if part.kind == "key":
-        if made == b"none":
-            return [f"{where} is in Redis, and nothing the journal says makes it"]
+        if shadow == b"none":
+            return [f"{where} is in Redis, but no event creates it"]
         return [
             f"{where} is not in Redis"
             if live == b"none"
-            else f"{where} is a {live.decode()}, the journal makes it a {made.decode()}"
+            else f"{where} is a {live.decode()}, the journal makes it a {shadow.decode()}"
         ]
     if part.kind == "expiry":
         return [f"{where}: Redis will forget it in {live / 1000:.0f} s"] if live >= 0 else []
     if part.kind == "size":
-        return [f"{where}: Redis has {live} in it, the journal makes it {made}"]
+        return [f"{where}: Redis has {live} elements, the journal makes it {shadow}"]
     if part.kind == "string":
         at = next(
-            (at for at, (one, other) in enumerate(zip(made, live, strict=False)) if one != other),
-            min(len(made), len(live)),
+            (at for at, (one, other) in enumerate(zip(shadow, live, strict=False)) if one != other),
+            min(len(shadow), len(live)),
         )
         return [
             f"{where}: differs from byte {at} on; Redis has {len(live)} bytes there, the journal makes it "
-            f"{len(made)}"
+            f"{len(shadow)}"
         ]
     if part.kind == "list":
         at = next(
-            (at for at, (one, other) in enumerate(zip(made, live, strict=False)) if one != other),
-            min(len(made), len(live)),
+            (at for at, (one, other) in enumerate(zip(shadow, live, strict=False)) if one != other),
+            min(len(shadow), len(live)),
         )
         return [
-            f"{where}: differs from place {at} on; Redis has {len(live)} there, the journal makes it "
-            f"{len(made)}"
+            f"{where}: differs from index {at} on; Redis has {len(live)} elements there, the journal makes "
+            f"it {len(shadow)}"
         ]
     lines = []
-    for field, one, other in zip(part.what, made, live, strict=True):
-        if _told(one) == _told(other):
+    for field, shadow_value, live_value in zip(part.what, shadow, live, strict=True):
+        if _unpacked(shadow_value) == _unpacked(live_value):
             continue
         named = f"{where}, {_text(field)}"
-        fields = in_fields(one, other) if isinstance(one, bytes) and isinstance(other, bytes) else None
-        if (_absent(other) and part.kind != "zset") or other is None:
+        packed = isinstance(shadow_value, bytes) and isinstance(live_value, bytes)
+        fields = in_fields(shadow_value, live_value) if packed else None
+        if (_absent(live_value) and part.kind != "zset") or live_value is None:
             lines.append(f"{named} is not in Redis")
-        elif (_absent(one) and part.kind != "zset") or one is None:
-            lines.append(f"{named} is in Redis, and nothing the journal says makes it")
+        elif (_absent(shadow_value) and part.kind != "zset") or shadow_value is None:
+            lines.append(f"{named} is in Redis, but no event creates it")
         elif fields:
             lines.append(
                 f"{named}: "
@@ -547,7 +561,7 @@ def _in_words(shard: int, part: Part, made: Value, live: Value) -> list[str]:
                 )
             )
         else:
-            lines.append(f"{named}: is {_text(other)} in Redis, {_text(one)} by the journal")
+            lines.append(f"{named}: is {_text(live_value)} in Redis, {_text(shadow_value)} by the journal")
     return lines
 
 
@@ -563,33 +577,33 @@ def _text(value: Any) -> str:
 
 
 @asynccontextmanager
-async def open_beside(
+async def open_shadow(
     redis: Any, keys: KeySpace, shard: int, sealer: Sealer, reader: JournalReader,
     snapshots: Snapshots | None, *,
-    pace: Pace, room: Callable[[str], Awaitable[str]], wait_seconds: float = 10.0, place: str = BESIDE,
-) -> AsyncIterator[Beside]:  # fmt: skip
-    """A shard beside the live one, empty at first, and gone at the end. `room` says of the server with a key
-    why it has none, or ''.
+    pace: Pace, room: Callable[[str], Awaitable[str]], wait_seconds: float = 10.0, prefix: str = SHADOW,
+) -> AsyncIterator[ShadowShard]:  # fmt: skip
+    """The shadow of a shard, empty at first, deleted at the end. `room(key)` returns why the server with that
+    key has no room for it, or ''.
 
-    Raises NoRoom, also when another process is about the same shard at the same place.
+    Raises NoRoom, also when another process compares the same shard under the same prefix.
     """
-    made = KeySpace(keys.prefix + place, keys.shards).shard(shard)
+    shadow = KeySpace(keys.prefix + prefix, keys.shards).shard(shard)
     token = secrets.token_hex(8).encode()
-    if not await redis.set(made.lease, token, nx=True, px=LEASE_MS):
+    if not await redis.set(shadow.lease, token, nx=True, px=LEASE_MS):
         raise NoRoom(f"shard {shard} is being compared by another process: try again when it has ended")
 
     async def beat() -> None:
-        if await redis.get(made.lease) != token:
+        if await redis.get(shadow.lease) != token:
             raise NoRoom(
-                f"shard {shard}: comparing it was suspended for too long, and another process does it now"
+                f"shard {shard}: the comparison was suspended for too long, and another process has begun one"
             )
-        await redis.pexpire(made.lease, LEASE_MS)
-        if problem := await room(made.state):
-            raise NoRoom(f"shard {shard} cannot be made a second time: {problem}")
+        await redis.pexpire(shadow.lease, LEASE_MS)
+        if problem := await room(shadow.state):
+            raise NoRoom(f"shard {shard} cannot be shadow a second time: {problem}")
 
     async def paced(events: AsyncIterator[Sequence[Any]]) -> AsyncIterator[Sequence[Any]]:
-        async for found in events:
-            yield found
+        async for part in events:
+            yield part
             await pace()
 
     @asynccontextmanager
@@ -599,17 +613,23 @@ async def open_beside(
             yield snapshot and snapshot._replace(events=paced(snapshot.events))
 
     pace.beat = beat
-    owned = OwnedShard(redis, made)
+    owned = OwnedShard(redis, shadow)
     recovery = Recovery(owned, sealer, snapshots and Snapshots(open_snapshot, snapshots.newest))
     try:
         await beat()
-        own = (await owned.raise_term(0)).ownership
+        ownership = (await owned.raise_term(0)).ownership
         try:
-            yield Beside(
-                redis, keys.shard(shard), made, Events(reader, shard, wait_seconds), recovery, own, pace
+            yield ShadowShard(
+                redis,
+                keys.shard(shard),
+                shadow,
+                Events(reader, shard, wait_seconds),
+                recovery,
+                ownership,
+                pace,
             )
         finally:
-            await recovery.wipe(own)
+            await recovery.wipe(ownership)
     finally:
-        if await redis.get(made.lease) == token:
-            await redis.unlink(made.state, made.lease)
+        if await redis.get(shadow.lease) == token:
+            await redis.unlink(shadow.state, shadow.lease)

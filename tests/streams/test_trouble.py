@@ -36,7 +36,7 @@ from grabstream.streams.projecting import verifier
 from grabstream.streams.projecting.verifier import Verifier
 from grabstream.streams.relaying import leases as keeper
 from grabstream.streams.relaying import relay
-from grabstream.streams.relaying.leases import LeaseKeeper
+from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import Worker, until
@@ -222,7 +222,7 @@ async def test_sweeper_leases_and_gate_continue_after_trouble(words: str) -> Non
 
     await assert_continues(Sweeper(failing, KEYS.shard(0), 2, 5_000, record).run(), failing)
     failing = Failing(TROUBLE[words])
-    await assert_continues(LeaseKeeper(failing, KEYS, 1_000, lambda shard: []).run(asyncio.Event()), failing)
+    await assert_continues(Leases(failing, KEYS, 1_000, lambda shard: []).run(asyncio.Event()), failing)
     failing = Failing(TROUBLE[words])
     journaled = Journaled(failing, KEYS)
     journaled.start()
@@ -294,7 +294,7 @@ async def test_refusals_are_kept_until_they_can_be_written(words: str) -> None:
 async def test_a_program_error_is_raised_by_each_role(words: str) -> None:
     for work in (
         lambda client: Sweeper(client, KEYS.shard(0), 2, 5_000).run(),
-        lambda client: LeaseKeeper(client, KEYS, 1_000, lambda shard: []).run(asyncio.Event()),
+        lambda client: Leases(client, KEYS, 1_000, lambda shard: []).run(asyncio.Event()),
         lambda client: Gate(client, KEYS, SEALER).decide(grabs(1), "decided"),
     ):
         with pytest.raises(

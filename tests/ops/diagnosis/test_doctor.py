@@ -409,7 +409,7 @@ def test_fenced_shards_name_their_reason_and_command(settings: Settings) -> None
         shard_readings(0, fault=ends.format(0, 7), seq="7", time="3000"),
         shard_readings(1, fault=ends.format(0, 9), seq="9", time="2000"),
         shard_readings(2, **wiped),
-        shard_readings(3, fault="the shard cannot be made of the journal: no key k1 to open it with"),
+        shard_readings(3, fault="the shard cannot be rebuilt from the journal: no key k1 to open it with"),
         shard_readings(4, relay=None, life="before", seq="1", time="4000"),
         shard_readings(5, life="before", seq="1", time="4000"),
         shard_readings(6, life="life", seq="1"),

@@ -47,8 +47,8 @@ from grabstream.ops.verification.verifying import verify
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
-from grabstream.streams.relaying import shadow as beside
-from grabstream.streams.relaying.shadow import NOT_TOLD
+from grabstream.streams.relaying import shadow
+from grabstream.streams.relaying.shadow import NOT_IN_EVENTS
 from grabstream.streams.topics import Topics, create_topics, retention_ms
 from tests.conftest import Worker, make_system, until
 from tests.support.projecting import (
@@ -579,13 +579,13 @@ KEYS = [
     KeyDamage(
         "offer state",
         "gone",
-        "offer:gone is in Redis, and nothing the journal says makes it",
+        "offer:gone is in Redis, but no event creates it",
         hset("state", "open"),
     ),
     KeyDamage("offer users", "c:envelope", "users, u1: is", changed("u1", 4)),
     KeyDamage("offer users", "c:envelope", "users, u1 is not in Redis", hdel("u1")),
     KeyDamage(
-        "offer users", "c:envelope", "users, thief is in Redis, and nothing", hset("thief", b"12345678901234")
+        "offer users", "c:envelope", "users, thief is in Redis, but no event", hset("thief", b"12345678901234")
     ),
     KeyDamage("offer users", "c:stock", "users, ", counted_more),
     KeyDamage(
@@ -911,7 +911,7 @@ async def test_a_shard_at_another_seq_than_its_journal_is_reported(
         assert_only_problem(
             await verify(whole, 0),
             FOLD,
-            "shard 1: its relay has yet to reconcile it with the journal (somebody said so)",
+            "shard 1: its relay has not reconciled it with the journal yet (somebody said so)",
         )
         await redis.delete(state)
         assert_only_problem(

@@ -17,7 +17,7 @@ from grabstream.ops.settings import load_settings
 from grabstream.ops.verification.checks import RedisShard
 from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.streams.relaying.recovery import literal
-from grabstream.streams.relaying.shadow import BESIDE_STEADILY, Beside, NoRoom, Pace, open_beside
+from grabstream.streams.relaying.shadow import VERIFIER_SHADOW, NoRoom, Pace, ShadowShard, open_shadow
 
 
 @pytest.fixture
@@ -42,28 +42,28 @@ async def test_a_key_that_expires_is_reported(redis: Any, prefix: str, fields: i
     for keys in (live, made):
         for offer in ("a", "b"):
             await redis.hset(keys.offer(offer), mapping={str(n): n for n in range(fields)})
-    beside = Beside(redis, live, made, None, None, None, Pace(1.0))  # type: ignore[arg-type]
-    assert (await beside.compare()).differences == []
+    shadow = ShadowShard(redis, live, made, None, None, None, Pace(1.0))  # type: ignore[arg-type]
+    assert (await shadow.compare()).differences == []
     await redis.expire(live.offer("b"), 3_600)
-    [difference] = (await beside.compare()).differences
+    [difference] = (await shadow.compare()).differences
     assert difference.startswith("shard 0: offer:b: Redis will forget it in 3")
     await redis.persist(live.offer("b"))
-    assert (await beside.compare()).differences == []
+    assert (await shadow.compare()).differences == []
 
 
 async def test_verify_and_the_verifier_may_compare_a_shard_at_once(redis: Any, prefix: str) -> None:
     async def room(key: str) -> str:
         return ""
 
-    def beside(**place: Any) -> Any:
+    def open_one(**place: Any) -> Any:
         sealer = Sealer.from_text(new_seal_key())
-        return open_beside(
+        return open_shadow(
             redis, KeySpace(prefix, 1), 0, sealer, None, None, pace=Pace(1.0), room=room, **place
         )  # type: ignore[arg-type]
 
-    async with beside(place=BESIDE_STEADILY), beside():
+    async with open_one(prefix=VERIFIER_SHADOW), open_one():
         with pytest.raises(NoRoom):
-            async with beside():
+            async with open_one():
                 pass
 
 

@@ -21,7 +21,7 @@ from grabstream.ops.verification.redis_keys import compares_keys
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect, session_name, system_name
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone, with_snapshot
-from grabstream.streams.relaying.shadow import BESIDE_STEADILY
+from grabstream.streams.relaying.shadow import VERIFIER_SHADOW
 from tests.conftest import until
 from tests.support.projecting import rows
 
@@ -104,7 +104,7 @@ async def test_a_switch_does_not_wait_for_the_verifier_of_keys(
     shard = key_space(system).shard_of_offer("e")
     redis, beside = (
         open_redis(system),
-        KeySpace(f"{system.prefix}{BESIDE_STEADILY}", system.shards).shard(shard),
+        KeySpace(f"{system.prefix}{VERIFIER_SHADOW}", system.shards).shard(shard),
     )
 
     async def begun() -> bool:
