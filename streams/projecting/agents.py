@@ -1,8 +1,8 @@
 """The Faust app: one agent for each read model, all on the journal.
 
-An agent hands each record to its projector and lets no exception out, since Faust acknowledges a record whose
-agent failed. Faust's committed offsets are hints: where a read model really is, its own cursor says. So Faust
-decides who reads which partition, and after every assignment the projectors catch up by themselves.
+An agent passes each record to its projector and raises nothing, because Faust acknowledges a record whose
+agent failed. Faust's committed offsets are hints: the position of a read model is its cursor. So Faust
+decides which process reads which partition, and after every assignment the projectors catch up by themselves.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ STOP_SECONDS: Final = 8.0
 STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
 PAUSE_SECONDS_MAX: Final = 5.0
-LEFT_BEHIND_PAUSE_SECONDS: Final = 5.0
-#: How many apps of this process have not stopped.
-_left_behind = 0
+LEFT_APP_PAUSE_SECONDS: Final = 5.0
+#: The number of apps of this process that did not stop when asked.
+_apps_left = 0
 
 Step = Callable[[str], None]
 
@@ -44,7 +44,7 @@ def make_projectors(
     kafka: str, prefix: str, shards: int, postgres: str, schema: str, names: Sequence[str] = PROJECTIONS,
     step: Step = lambda name: None,
 ) -> list[Projector]:  # fmt: skip
-    """The projectors of these read models; nothing connects yet."""
+    """The projectors of these read models; not connected yet."""
     topics = Topics(prefix)
     where: dict[str, Any] = {"postgres": postgres, "schema": schema, "journal": topics.journal, "step": step}
     return [
@@ -56,10 +56,10 @@ def make_projectors(
 
 
 def group_of(prefix: str, names: Sequence[str]) -> str:
-    """The consumer group for a set of read models: its members share the partitions.
+    """The consumer group for a set of read models; its members share the partitions.
 
-    So workers that write other versions are in another group, or each version would get the events of some
-    partitions only.
+    Workers that write other versions are in another group. Otherwise each version would get the events of
+    some partitions only.
     """
     numbers = {name: definition_of(name).number for name in names}
     names = [name if number == 1 else f"{name}:{number}" for name, number in numbers.items()]
@@ -67,15 +67,15 @@ def group_of(prefix: str, names: Sequence[str]) -> str:
 
 
 async def _at_once() -> None:
-    """Nothing has to be waited for."""
+    """Returns at once: there is nothing to wait for."""
 
 
 def build_app(
     kafka: str, prefix: str, shards: int, projectors: Sequence[Projector],
     ready: Callable[[], Awaitable[None]] = _at_once
 ) -> faust.App:  # fmt: skip
-    """The app with an agent for each projector; nothing connects yet, and the projectors run with the app,
-    once it is `ready`.
+    """The app with an agent for each projector, not connected yet. The projectors start with the app, after
+    `ready` has returned.
     """
     app = faust.App(
         group_of(prefix, [projector.name for projector in projectors]),
@@ -91,8 +91,8 @@ def build_app(
         broker_session_timeout=10.0,
         broker_heartbeat_interval=2.0,
         broker_commit_interval=1.0,
-        # An agent may be waiting for a projector that waits for PostgreSQL: neither a rebalance nor our end
-        # may wait for that, and need not, since what is written where is in our cursors.
+        # An agent may wait for a projector that waits for PostgreSQL. Neither a rebalance nor our end may
+        # wait for that, and need not, because our cursors say what is written.
         stream_wait_empty=False,
         datadir=tempfile.gettempdir(),
     )
@@ -124,14 +124,14 @@ def build_app(
 
 
 def _agent_of(projector: Projector) -> Callable[[Any], Any]:
-    async def carry(stream: Any) -> None:
+    async def pass_on(stream: Any) -> None:
         async for event in stream.events():
             message = event.message
             headers = message.headers.items() if isinstance(message.headers, dict) else message.headers or ()
             record = Record(message.partition, message.offset, tuple(headers), message.value or b"")
             await projector.put(record)
 
-    return carry
+    return pass_on
 
 
 async def run_projections(
@@ -144,12 +144,11 @@ async def run_projections(
     names: Sequence[str] = PROJECTIONS,
     step: Step = lambda name: None,
 ) -> None:
-    """Runs the app inside this event loop until `stop` is set, and begins anew with another one when it
-    stalls or ends.
+    """Runs the app in this event loop until `stop` is set. When the app stalls or ends, a new one is started.
 
-    Raises RuntimeError when it keeps ending.
+    Raises RuntimeError if apps keep ending.
     """
-    global _left_behind
+    global _apps_left
     ends_in_a_row = 0
     while not stop.is_set():
         began = time.monotonic()
@@ -177,22 +176,20 @@ async def run_projections(
             for task in (watching, stopping, running):
                 task.cancel()
             if not await _stop(app):
-                _left_behind += 1
+                _apps_left += 1
                 log.error(
-                    "Faust does not stop and is left behind; the group gives its partitions to the next one "
-                    "after its session"
+                    "Faust does not stop and is abandoned; the group reassigns its partitions when its "
+                    "session ends"
                 )
-            # Cancelled, but not waited for without end either.
+            # They are cancelled, but waited for only so long.
             await asyncio.wait({watching, stopping, running}, timeout=STOP_SECONDS)
         if not stop.is_set():
             ends_in_a_row = ends_in_a_row + 1 if time.monotonic() - began < STEADY_SECONDS else 1
             if ends_in_a_row > ENDS_IN_A_ROW_MAX and not _is_servers_fault(app, running):
                 raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
             log.error("starting Faust again: %s", why)
-            # What is left behind keeps its thread: there is never more of that than some in an hour.
-            pause_seconds = (
-                min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_BEHIND_PAUSE_SECONDS * _left_behind**2
-            )
+            # An abandoned app keeps its thread, so the pause grows: a few such apps an hour at most.
+            pause_seconds = min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_APP_PAUSE_SECONDS * _apps_left**2
             await asyncio.wait({asyncio.create_task(stop.wait())}, timeout=pause_seconds)
 
 
@@ -205,7 +202,7 @@ def _why_it_ended(app: faust.App, watching: "asyncio.Task[str]", running: "async
 
 
 def _is_servers_fault(app: faust.App, running: "asyncio.Task[None]") -> bool:
-    """Whether it ended because a server is away, however long that lasts."""
+    """Whether the app ended because a server is down, however long that lasts."""
     failed = running.exception() if running.done() and not running.cancelled() else None
     reason = failed or app.crash_reason
     return reason is not None and is_trouble(reason)
@@ -217,13 +214,13 @@ async def _run(app: faust.App) -> None:
 
 
 async def _stop(app: faust.App) -> bool:
-    """Stops the app and its projectors; returns whether Faust went along. Its threads may hang on a broker
-    for ever.
+    """Stops the app and its projectors; returns whether Faust stopped. Its threads may wait for a broker for
+    ever.
     """
     for task in app.projector_tasks:
         task.cancel()
-    # Not wait_for: it waits for what it has cancelled, and Faust may swallow that, and its read models would
-    # stand still in silence.
+    # Not wait_for: it waits for the task that it has cancelled. Faust may swallow the cancellation, and the
+    # read models would stop without a message.
     stopping = asyncio.create_task(app.stop())
     await asyncio.wait({stopping}, timeout=STOP_SECONDS)
     if not stopping.done():
@@ -237,8 +234,8 @@ async def _stop(app: faust.App) -> bool:
 def _end_heartbeats(app: faust.App) -> None:
     """Stops the event loop of the thread in which an app is a member of its group.
 
-    Else the group would keep partitions for it, which nobody reads; so it gives them to the next one after
-    the session's time.
+    Otherwise the group would keep assigning partitions to it, which nothing reads. Now the group reassigns
+    them when the session of this member ends.
     """
     loop = app.consumer._thread.thread_loop
     if not loop.is_closed():

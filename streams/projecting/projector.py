@@ -1,9 +1,10 @@
-"""A projector: carries journal records into one read model, in groups, with cursor and rows in one
+"""A projector: writes journal records into one read model, in groups, with cursor and rows in one
 transaction.
 
-What it is handed are hints (Faust may skip or repeat); the cursor in PostgreSQL decides. A record below it is
-dropped, one above it makes the projector read the journal from the cursor by itself. A shard whose journal
-contradicts itself, or whose events the database refuses, stops alone, is written down, and the others go on.
+The records that it is handed are hints, because Faust may skip or repeat some; the cursor in PostgreSQL
+decides. A record below the cursor is dropped. A record above it makes the projector read the journal from the
+cursor by itself. A shard whose journal contradicts itself, or whose events the database refuses, stops alone;
+the stop is recorded, and the other shards continue.
 """
 
 import asyncio
@@ -31,22 +32,22 @@ log = logging.getLogger(__name__)
 
 GROUP_EVENTS_MAX: Final = 4_000
 QUEUE_RECORDS_MAX: Final = 256
-#: Bytes of journal text whose decoded form a process keeps; decoded it is several times as large.
+#: Bytes of journal text whose decoded form a process keeps; the decoded form is several times as large.
 DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
-#: A transaction costs as much as some hundred rows: what comes within this time goes along with a record that
-#: is smaller than this.
+#: A transaction costs as much as some hundred rows. So records that arrive within GATHER_SECONDS join the
+#: group of a record that is smaller than SMALL_BYTES.
 GATHER_SECONDS: Final = 0.005
 SMALL_BYTES: Final = 16_000
 RETRY_SECONDS: Final = 0.5
-#: How often a projector without a version of its definition looks whether there is one now.
-LOOK_SECONDS: Final = 1.0
+#: How often a projector polls for a version of its definition while there is none.
+POLL_VERSION_SECONDS: Final = 1.0
 RETRY_SECONDS_MAX: Final = 10.0
-#: … and, after unknown errors, the longest pause.
+#: The longest pause after unknown errors.
 FAILED_SECONDS_MAX: Final = 30.0
-#: How often a projector looks whether shards at which it has stopped may go on.
-LOOK_AGAIN_SECONDS: Final = 1.0
+#: How often a projector polls whether an operator has resumed shards at which it has stopped.
+POLL_STOPPED_SECONDS: Final = 1.0
 EXIT_UNKNOWN_ERROR: Final = 70
-#: A transaction that nothing is said in for so long is rolled back by PostgreSQL.
+#: PostgreSQL rolls back a transaction that is idle for so long.
 HANGS_MS_MAX: Final = 5_000
 
 Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
@@ -59,9 +60,9 @@ class CatchUp(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What goes into one transaction: cursor moves and facts, by shard.
+    """The contents of one transaction: cursor moves and facts, by shard.
 
-    `records` are the same once more, record by record: the cursor behind each, and its facts.
+    `records` are the same facts record by record, each with the cursor after it.
     """
 
     moves: dict[int, tuple[Cursor, Cursor]]
@@ -70,13 +71,13 @@ class Group(NamedTuple):
 
 
 class Decoded:
-    """A record taken apart: its block at once, a fact for each of its events when the block counts."""
+    """A decoded record: its block immediately, the facts of its events on demand, if the block counts."""
 
     def __init__(self, record: Record, events: EventDecoder = EVENTS) -> None:
         """Raises Corrupt when the record contradicts itself."""
         self.block = parse_block(record.headers, record.value)
         self._events = events
-        self.size = len(record.value) or 1_000  # a marker is no text, but not nothing
+        self.size = len(record.value) or 1_000  # a marker has no text, but takes memory
         self._facts: list[Fact] = []
         if self.block.shard != record.shard:
             raise Corrupt(
@@ -85,8 +86,8 @@ class Decoded:
 
     @property
     def facts(self) -> list[Fact]:
-        """A fact for each line; raises Corrupt when an event cannot be decoded or is not what its place
-        says.
+        """A fact for each line; raises Corrupt if an event cannot be decoded, or has another seq or shard
+        than its block says.
         """
         block = self.block
         if block.count and not self._facts:
@@ -94,8 +95,8 @@ class Decoded:
                 events = self._events.decode_list(b"[" + b",".join(block.lines) + b"]")
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
-            # Rows are written under the numbers in the text, the chain counts by the header: they must be the
-            # same.
+            # Rows are written under the numbers in the text, and the chain counts by the header: both must
+            # agree.
             numbers = list(range(block.first_seq, block.first_seq + block.count))
             if [event.seq for event in events] != numbers or {event.shard for event in events} != {
                 block.shard
@@ -106,7 +107,7 @@ class Decoded:
 
 
 class Decoder:
-    """Takes records apart. All projections of a process see the same records: each is decoded once, the
+    """Decodes records. All projections of a process read the same records, so each is decoded once, and the
     newest are kept.
     """
 
@@ -117,31 +118,30 @@ class Decoder:
         self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
 
     def decode(self, topic: str, record: Record) -> Decoded:
-        """The record taken apart; raises Corrupt when it contradicts itself."""
-        # The headers hold the hash that the text was proved to lead to, so they stand for it in the key.
+        """The decoded record; raises Corrupt if it contradicts itself."""
+        # The headers contain the hash that the text was checked against, so they replace the text in the key.
         key = (topic, record.shard, record.offset, tuple(record.headers))
-        found = self._newest.get(key)
-        if found is None:
-            found = self._newest[key] = Decoded(record, self._events)
-            self._bytes += found.size
+        decoded = self._newest.get(key)
+        if decoded is None:
+            decoded = self._newest[key] = Decoded(record, self._events)
+            self._bytes += decoded.size
             while self._bytes > self._bytes_max:
                 self._bytes -= self._newest.popitem(last=False)[1].size
-        return found
+        return decoded
 
 
 _decoder = Decoder()
 
 
 class Projector:
-    """Builds one read model. `put` hands over records; `run` writes them until cancelled, and lets no error
-    acknowledge a record.
+    """Builds one read model. `put` queues records; `run` writes them until cancelled. No error makes it skip
+    a record.
 
-    Where cursor and rows live is what `_open`, `_save` and `_disconnect` know: here PostgreSQL, in one
+    `_open`, `_save` and `_disconnect` determine where cursor and rows are stored: here in PostgreSQL, in one
     transaction.
     """
 
-    #: Errors that a record is to blame for, whoever raises them: it would raise them again, and its shard
-    #: stops in front of it.
+    #: Errors that are caused by a record. They would happen again, so its shard stops before the record.
     refusals: tuple[type[Exception], ...] = (
         psycopg.IntegrityError, psycopg.DataError,
         ArithmeticError, AttributeError, LookupError, TypeError, ValueError, msgspec.MsgspecError,
@@ -169,26 +169,27 @@ class Projector:
         self._queue: asyncio.Queue[Record | CatchUp] = asyncio.Queue(QUEUE_RECORDS_MAX)
         self._cursors: dict[int, Cursor] = {}
         self._stopped: set[int] = set()
-        self._look_again_at = 0.0
+        self._poll_stopped_at = 0.0
         self._connection: AsyncConnection[Any] | None = None
-        self._home = ""  # the schema of the version that is written
-        self._at_it_since: float | None = None
-        #: What has to be read from the journal before anything else.
-        self._owed: list[Record | CatchUp] = []
+        self._version_schema = ""  # the schema of the version that is written
+        self._writing_since: float | None = None
+        #: The shards to catch up before anything else.
+        self._to_catch_up: list[Record | CatchUp] = []
         self._pause_seconds = RETRY_SECONDS
-        #: Why nothing can be written, in words: no version of the read model has the definition of this code.
+        #: Why nothing can be written, in words, while no version of the read model has the definition of this
+        #: code.
         self.waits_for = ""
 
-    def seconds_at_it(self) -> float:
-        """For how long it has tried to write what it is writing; 0 when it has nothing to write."""
-        return 0.0 if self._at_it_since is None else time.monotonic() - self._at_it_since
+    def seconds_writing(self) -> float:
+        """Seconds since it began to write the present group; 0 if there is nothing to write."""
+        return 0.0 if self._writing_since is None else time.monotonic() - self._writing_since
 
     async def put(self, item: Record | CatchUp) -> None:
-        """Hands over a record; waits when many are waiting already."""
+        """Queues a record; waits while the queue is full."""
         await self._queue.put(item)
 
     async def run(self) -> None:
-        """Writes what was handed over until cancelled, whatever goes wrong meanwhile."""
+        """Writes the queued records until cancelled, and retries after every error."""
         try:
             while True:
                 try:
@@ -197,7 +198,7 @@ class Projector:
                 except (Exception, asyncio.CancelledError) as error:
                     if is_trouble(error):
                         log.warning("projection %s: %s; trying again", self.name, in_words(error))
-                        await self._rest(RETRY_SECONDS)
+                        await self._pause(RETRY_SECONDS)
                     elif isinstance(error, asyncio.CancelledError):
                         raise
                     else:
@@ -208,20 +209,20 @@ class Projector:
 
     async def _carry_all(self, reader: JournalReader) -> None:
         while True:
-            items = self._owed or await self._first()
+            items = self._to_catch_up or await self._next_items()
             if items and isinstance(items[0], Record) and len(items[0].value) < SMALL_BYTES:
                 await asyncio.sleep(GATHER_SECONDS)
             while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
                 items.append(self._queue.get_nowait())
-            # Faust acknowledges what was put, also when it is not written: the cursor tells where to read on.
-            self._owed = _catch_up(items)
-            self._at_it_since = time.monotonic()
+            # Faust acknowledges queued records, also those not written yet: the cursor says where to resume.
+            self._to_catch_up = _catch_up(items)
+            self._writing_since = time.monotonic()
             await self._carry(items, reader)
-            self._owed, self._at_it_since, self._pause_seconds = [], None, RETRY_SECONDS
+            self._to_catch_up, self._writing_since, self._pause_seconds = [], None, RETRY_SECONDS
 
     async def _failed(self) -> None:
-        """After an error of an unknown kind, which is being handled: rests, longer each time. Other read
-        models go on.
+        """Logs the unknown error that is being handled, and pauses, longer each time. Other read models
+        continue.
         """
         log.critical(
             "projection %s: unknown error; trying again in %.1f s",
@@ -230,62 +231,67 @@ class Projector:
             exc_info=True,
         )
         await self._disconnect()
-        await self._rest(self._pause_seconds)
+        await self._pause(self._pause_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, FAILED_SECONDS_MAX)
 
-    async def _rest(self, seconds: float) -> None:
-        """Waits, and drops what comes meanwhile, or Faust could feed nobody: it is owed."""
-        # Who watches shall see that this waits, and leave Faust alone.
-        self._at_it_since = time.monotonic()
-        while (left := self._at_it_since + seconds - time.monotonic()) > 0:
-            await asyncio.sleep(min(LOOK_SECONDS, left))
+    async def _pause(self, seconds: float) -> None:
+        """Waits. Drops records that arrive, because a full queue would block Faust; their shards catch up
+        later.
+        """
+        # The watchdog sees that this projector waits, and does not restart Faust.
+        self._writing_since = time.monotonic()
+        while (left := self._writing_since + seconds - time.monotonic()) > 0:
+            await asyncio.sleep(min(POLL_VERSION_SECONDS, left))
             self._drop_queue()
 
     def _drop_queue(self) -> None:
-        dropped = list(self._owed)
+        dropped = list(self._to_catch_up)
         while not self._queue.empty():
             dropped.append(self._queue.get_nowait())
-        self._owed = _catch_up(dropped)
+        self._to_catch_up = _catch_up(dropped)
 
-    async def _first(self) -> list[Record | CatchUp]:
-        """The next item of the queue; nothing, now and then, while shards have stopped."""
+    async def _next_items(self) -> list[Record | CatchUp]:
+        """The next item of the queue. While shards have stopped, it returns without one from time to time."""
         if not self._stopped:
             return [await self._queue.get()]
         try:
-            async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+            async with asyncio.timeout(POLL_STOPPED_SECONDS):
                 return [await self._queue.get()]
         except TimeoutError:
             return []
 
     async def _carry(self, items: list[Record | CatchUp], reader: JournalReader) -> None:
-        """Carries the items, however often PostgreSQL or Kafka goes away meanwhile."""
+        """Writes the items; retries for as long as PostgreSQL or Kafka is down."""
         pause = RETRY_SECONDS
         while True:
             try:
                 await self._connected()
-                # Kept among the items, so that what may go on is not forgotten when this has to be tried
-                # again.
-                items = [*items, *await self._let_go_on()]
+                # Resumed shards are added to the items, so that a retry includes them.
+                items = [*items, *await self._resumed()]
                 await self._process(items, reader)
                 return
             except CursorMoved as moved:
-                # Another process was quicker, or another version is live now.
+                # Another process was faster, or another version is live now.
                 log.info("%s; reading it again", moved)
                 self._cursors.clear()
                 items = _catch_up(items)
             except NoReadModel as reason:
                 items = await self._wait_for_version(items, reason)
             except psycopg.errors.UndefinedTable as error:
-                # The version we wrote was dropped. If ours lacks a table, it waits for whoever mends that.
+                # The version we wrote was dropped. If our version lacks a table, it waits until that is
+                # repaired.
                 items = await self._wait_for_version(items, NoReadModel(str(error)))
             except psycopg.errors.LockNotAvailable as error:
                 log.warning(
-                    "projection %s: %s; %d that hang were ended", self.name, error, await self._end_hanging()
+                    "projection %s: %s; ended %d hanging sessions",
+                    self.name,
+                    error,
+                    await self._end_hanging(),
                 )
                 await self._disconnect()
             except psycopg.ProgrammingError:
-                # Without the schema of the version, the same names mean the views of what is shown, which
-                # cannot be written.
+                # Without the schema of the version, the same names mean the public views, which cannot be
+                # written.
                 if not await self._version_dropped():
                     raise
                 items = await self._wait_for_version(
@@ -302,25 +308,25 @@ class Projector:
     async def _wait_for_version(
         self, items: Sequence[Record | CatchUp], reason: NoReadModel
     ) -> list[Record | CatchUp]:
-        """Drops what waits, or Faust could feed nobody, and returns what is to be caught up when there is a
-        version.
+        """Pauses until the next attempt, and drops queued records, because a full queue would block Faust.
+        Returns the shards to catch up.
         """
         if str(reason) != self.waits_for:
             log.warning("projection %s waits: %s", self.name, reason)
             self.waits_for = str(reason)
         await self._disconnect()
-        await self._rest(LOOK_SECONDS)
-        return _catch_up([*items, *self._owed])
+        await self._pause(POLL_VERSION_SECONDS)
+        return _catch_up([*items, *self._to_catch_up])
 
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None:
             self._connection = await connect(self._postgres, self._schema, self.name)
-            # A commit that PostgreSQL forgets in a crash takes its cursor along, and is read from the journal
-            # once more.
+            # If PostgreSQL loses a commit in a crash, it loses the cursor as well, and the events are read
+            # from the journal again.
             await self._connection.execute("SET synchronous_commit = off")
-            # A process that hangs in a transaction would hold its rows, and whoever takes its partitions over
-            # would wait for it: PostgreSQL ends it between two statements, and we do in the middle of one,
-            # such as a COPY.
+            # A process that hangs in a transaction would keep its row locks, and the process that takes its
+            # partitions over would wait for them. PostgreSQL ends such a session between two statements; we
+            # end it in the middle of one, such as a COPY.
             for setting in ("idle_in_transaction_session_timeout", "lock_timeout"):
                 await self._connection.execute(
                     "SELECT set_config(%s, %s, false)", (setting, str(HANGS_MS_MAX))
@@ -336,8 +342,8 @@ class Projector:
         return self._connection
 
     async def _end_hanging(self) -> int:
-        """Ends other connections that write this read model and have hung in a statement or a transaction;
-        returns how many.
+        """Ends other sessions that write this read model and hang in a statement or a transaction; returns
+        their number.
         """
         async with await connect(self._postgres, self._schema) as connection:
             ended = await connection.execute(
@@ -350,31 +356,31 @@ class Projector:
             return ended.rowcount
 
     async def _use(self, connection: AsyncConnection[Any]) -> None:
-        """Makes unqualified names those of the tables that are written; raises NoReadModel."""
-        self._home = await use_read_model(connection, self._schema, self.name)
+        """Makes unqualified names mean the tables to write; raises NoReadModel."""
+        self._version_schema = await use_read_model(connection, self._schema, self.name)
 
     async def _version_dropped(self) -> bool:
-        """Whether the schema of the version that is written is gone."""
-        if self._connection is None or not self._home:
+        """Whether the schema of the version that this writes was dropped."""
+        if self._connection is None or not self._version_schema:
             return False
         found = await self._connection.execute(
-            "SELECT to_regnamespace(quote_ident(%s)) IS NULL", (self._home,)
+            "SELECT to_regnamespace(quote_ident(%s)) IS NULL", (self._version_schema,)
         )
         return bool((await found.fetchone() or [False])[0])
 
-    async def _let_go_on(self) -> list[CatchUp]:
-        """Asks to catch up in shards that somebody let go on. They may have been moved past what stopped
-        them.
+    async def _resumed(self) -> list[CatchUp]:
+        """The shards that an operator has resumed, to be caught up. Their cursors may have been moved past
+        the record that stopped them.
         """
-        if not self._stopped or time.monotonic() < self._look_again_at:
+        if not self._stopped or time.monotonic() < self._poll_stopped_at:
             return []
-        self._look_again_at = time.monotonic() + LOOK_AGAIN_SECONDS
-        may_go_on = self._stopped - await cursors.stopped(await self._connected(), self.name)
-        if may_go_on:
-            log.info("projection %s goes on at shards %s", self.name, sorted(may_go_on))
+        self._poll_stopped_at = time.monotonic() + POLL_STOPPED_SECONDS
+        resumed = self._stopped - await cursors.stopped(await self._connected(), self.name)
+        if resumed:
+            log.info("projection %s: resuming at shards %s", self.name, sorted(resumed))
             self._cursors.clear()
             await self._connected()
-        return [CatchUp(shard) for shard in sorted(may_go_on)]
+        return [CatchUp(shard) for shard in sorted(resumed)]
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         return await cursors.load(connection, self.name)
@@ -393,15 +399,15 @@ class Projector:
             if item.shard in self._stopped:
                 continue
             if isinstance(item, CatchUp):
-                group = await self._read_own(group, item.shard, await reader.end(item.shard), reader)
+                group = await self._read_journal(group, item.shard, await reader.end(item.shard), reader)
                 continue
             if item.offset > self._cursor(group, item.shard).next_offset:
-                group = await self._read_own(group, item.shard, item.offset, reader)
+                group = await self._read_journal(group, item.shard, item.offset, reader)
             group = await self._add(group, item)
         await self._write(group)
 
-    async def _read_own(self, group: Group, shard: int, to_offset: int, reader: JournalReader) -> Group:
-        """Reads what lies between the cursor and an offset from the journal itself."""
+    async def _read_journal(self, group: Group, shard: int, to_offset: int, reader: JournalReader) -> Group:
+        """Reads the records between the cursor and an offset from the journal."""
         async for records in reader.read(shard, self._cursor(group, shard).next_offset, to_offset):
             for record in records:
                 if shard not in self._stopped:
@@ -412,8 +418,8 @@ class Projector:
         moved = group.moves.get(shard)
         if moved is None and shard not in self._cursors:
             raise NoReadModel(
-                f"{self._home or self._schema} has no cursor of shard {shard}: run `grabstream init`, or "
-                f"rebuild {self.name}"
+                f"{self._version_schema or self._schema} has no cursor of shard {shard}: run "
+                f"`grabstream init`, or rebuild {self.name}"
             )
         return moved[1] if moved else self._cursors[shard]
 
@@ -428,7 +434,7 @@ class Projector:
         try:
             decoded = self._decoder.decode(self._journal, record)
             after, accepted = cursor.feed(record.offset, decoded.block)
-            # What is accepted is always the end of the block.
+            # The accepted events are always the end of the block.
             news = decoded.facts[-len(accepted) :] if accepted else []
         except (Corrupt, Gap) as error:
             await self._write(group)
@@ -453,7 +459,7 @@ class Projector:
             await self._write_record_by_record(group)
 
     async def _write_record_by_record(self, group: Group) -> None:
-        """Finds out which record cannot be written: its shard stops in front of it, and nothing else does."""
+        """Finds the record that cannot be written. Only its shard stops, before that record."""
         for shard, records in group.records.items():
             cursor, _ = group.moves[shard]
             for after, facts in records:
@@ -467,7 +473,9 @@ class Projector:
                 except self.refusals as error:
                     log.critical("projection %s: shard %d", self.name, shard, exc_info=True)
                     await self._stop(
-                        shard, cursor, f"no rows can be made of its events: {type(error).__name__}: {error}"
+                        shard,
+                        cursor,
+                        f"its events cannot be turned into rows: {type(error).__name__}: {error}",
                     )
                     break
                 cursor = after
@@ -495,5 +503,5 @@ class Projector:
 
 
 def _catch_up(items: Sequence[Record | CatchUp]) -> list[Record | CatchUp]:
-    """The same work, read from the journal instead."""
+    """The shards of the items, to be read from the journal instead."""
     return [CatchUp(shard) for shard in sorted({item.shard for item in items})]

@@ -1,8 +1,7 @@
-"""The publisher: every event once more as a CloudEvent on `grab.events`, for programs of other people.
+"""The publisher: writes each event as a CloudEvent to `grab.events`, for other programs.
 
-Its cursor is in a header of the topic's own records, on the last one of every group. After a crash it goes on
-from the newest cursor it finds there, so some records may repeat, with the same id and bytes; none is left
-out.
+Its cursor is stored in a header of the last record of every group. After a crash it resumes from the newest
+cursor in the topic, so some records may repeat, with the same id and bytes; none is missing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ class Publisher(Projector):
     """A projector whose read model is a topic."""
 
     def __init__(self, kafka: str, events: str, shards: int, source: str, **rest: Any) -> None:
-        super().__init__(name="events", apply=_nothing, kafka=kafka, **rest)
+        super().__init__(name="events", apply=_no_rows, kafka=kafka, **rest)
         self._events = events
         self._shards = shards
         self._source = source.encode()
@@ -38,24 +37,24 @@ class Publisher(Projector):
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         await self._start_producer()
-        aside = await set_aside.load(connection, self.name)
+        records = await set_aside.load(connection, self.name)
         async with open_reader(self._kafka, self._events) as reader:
             return {
-                shard: set_aside.past(aside, shard, await newest_cursor(reader, shard))
+                shard: set_aside.past(records, shard, await newest_cursor(reader, shard))
                 for shard in range(self._shards)
             }
 
     async def _start_producer(self) -> None:
-        # A new producer each time: after an error the old one may refuse for ever, or send what we send
-        # again.
+        # A new producer each time: after an error, the old one may refuse all records, or send records again
+        # that we send again as well.
         await self._stop_producer()
         producer = self._producer = make_producer(self._kafka)
         await producer.start()
         await producer.partitions_for(self._events)
 
     async def repeat(self, last: Mapping[int, tuple[Fact, Cursor]]) -> None:
-        """Publishes the last event of each shard once more, the same id and bytes, with a cursor that goes on
-        from elsewhere.
+        """Publishes the last event of each shard again, with the same id and bytes, and with another cursor
+        to resume from.
         """
         await self._start_producer()
         try:
@@ -83,9 +82,9 @@ class Publisher(Projector):
             event_batches(self._producer, group.facts[shard], self._source, group.moves[shard][1])
             for shard in shards
         ]
-        # A partition's next batch goes out when the one before is acknowledged: a broker that knows nothing
-        # of a producer takes whatever batch it sees first, so an earlier one that expired on the way would be
-        # a gap below the cursor in the later one.
+        # A partition's next batch is sent after the previous one is acknowledged. A broker that does not know
+        # the producer accepts any batch first. So an earlier batch that expired on the way would leave a gap
+        # before the cursor in a later one.
         for abreast in zip_longest(*batches):
             sent = [
                 await self._producer.send_batch(batch, self._events, partition=shard)
@@ -97,12 +96,12 @@ class Publisher(Projector):
 
 
 def event_source(prefix: str) -> str:
-    """What `ce_source` says of the events of a system."""
+    """The `ce_source` of the events of a system."""
     return f"grabstream/{prefix}"
 
 
 def make_producer(kafka: str) -> AIOKafkaProducer:
-    """A producer of events, not started."""
+    """A producer for events, not started yet."""
     return AIOKafkaProducer(
         bootstrap_servers=kafka,
         enable_idempotence=True,
@@ -115,8 +114,8 @@ def make_producer(kafka: str) -> AIOKafkaProducer:
 def event_batches(
     producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, after: Cursor | None = None
 ) -> list[Any]:
-    """The events in as few batches as the size of a request allows, with a cursor (if there is one) on the
-    last of them.
+    """The events in as few batches as the size of a request allows. The last event carries the cursor
+    `after`, if given.
     """
     batches = [producer.create_batch()]
     for fact in facts:
@@ -136,7 +135,7 @@ def event_batches(
 
 
 def event_headers(fact: Fact, source: bytes) -> list[tuple[str, bytes]]:
-    """An event's headers: CloudEvents in binary mode."""
+    """The headers of an event: CloudEvents in binary mode."""
     event = fact.event
     return [
         ("content-type", b"application/json"),
@@ -155,24 +154,24 @@ def encode_cursor(cursor: Cursor) -> bytes:
 
 
 def decode_cursor(value: bytes) -> Cursor:
-    """What `encode_cursor` wrote."""
+    """The cursor in a header that `encode_cursor` wrote."""
     seq, head, next_offset, term, owner = value.decode().split(",", 4)
     return Cursor(int(seq), bytes.fromhex(head), int(next_offset), int(term), owner)
 
 
 async def newest_cursor(reader: JournalReader, shard: int) -> Cursor:
-    """The newest cursor in a partition of the events topic; the journal's beginning when there is none."""
+    """The newest cursor in a partition of the events topic; the journal's beginning if there is none."""
     end = await reader.end(shard)
     look_back = LOOK_BACK_RECORDS
     while end:
-        found: Cursor | None = None
+        newest: Cursor | None = None
         start = max(end - look_back, 0)
         async for records in reader.read(shard, start, end):
             for record in records:
                 value = dict(record.headers).get(CURSOR_HEADER)
-                found = decode_cursor(value) if value else found
-        if found or start == 0:
-            return found or Cursor()
+                newest = decode_cursor(value) if value else newest
+        if newest or start == 0:
+            return newest or Cursor()
         look_back *= 4
     return Cursor()
 
@@ -187,5 +186,5 @@ def _rfc3339(at_ms: int) -> bytes:
     )
 
 
-async def _nothing(connection: AsyncConnection[Any], facts: Any) -> None:
-    """A publisher writes no rows."""
+async def _no_rows(connection: AsyncConnection[Any], facts: Any) -> None:
+    """Writes nothing: a publisher has no rows."""

@@ -1,5 +1,5 @@
-"""The journal record at which a projection has stopped: what stands in it, and where the history
-continues after it.
+"""The journal record at which a projection has stopped: its contents, and where the history continues after
+it.
 """
 
 from collections.abc import AsyncGenerator
@@ -14,14 +14,14 @@ from grabstream.streams.journal import JournalReader, Record
 
 
 class CannotSetAside(Exception):
-    """There is no record that a projection could be let past; the text says why, and what to do."""
+    """There is no record to set aside; the text states why, and what to do."""
 
 
 class StoppedRecord(NamedTuple):
-    """A record that a projection did not take in: the cursors before and behind it, its lines as they stand,
-    and what of them reads.
+    """A record that a projection could not apply: the cursors before and after it, its lines, and their
+    events (None for a line that cannot be decoded).
 
-    Between the cursors lie the events that are lost to the projection; none when the record does not belong
+    The events between the cursors are those that the projection will lack; none if the record does not belong
     to the history.
     """
 
@@ -33,7 +33,7 @@ class StoppedRecord(NamedTuple):
 
     @property
     def event_count(self) -> int:
-        """How many events the projection will lack."""
+        """The number of events that the projection will lack."""
         return self.after.seq - self.before.seq
 
     @property
@@ -43,13 +43,13 @@ class StoppedRecord(NamedTuple):
 
     @property
     def readable(self) -> bool:
-        """Whether every event that will be lacking can be read, and is one of this record."""
+        """Whether every event that the projection will lack can be decoded, and is in this record."""
         seqs = [event.seq for event in self.events if event is not None]
         return seqs == list(range(self.before.seq + 1, self.after.seq + 1))
 
 
 async def find_stopped_record(reader: JournalReader, shard: int, cursor: Cursor) -> StoppedRecord:
-    """The first record behind a cursor that adds events or cannot be taken; raises CannotSetAside."""
+    """The first record after a cursor that adds events or cannot be applied; raises CannotSetAside."""
     end, before = await reader.end(shard), cursor
     async with aclosing(_records(reader, shard, cursor.next_offset, end)) as records:
         async for record in records:
@@ -62,12 +62,12 @@ async def find_stopped_record(reader: JournalReader, shard: int, cursor: Cursor)
                     "Restore the journal from the audit trail, then let the projection try again"
                 ) from None
             except Corrupt as corrupt:
-                after = await _behind_corrupt(reader, cursor, record, end, str(corrupt))
+                after = await _after_corrupt(reader, cursor, record, end, str(corrupt))
                 return _stopped_record(record, before, after, tuple(record.value.split(b"\n")))
             if accepted:
-                return _stopped_record(record, before, after, tuple(one.line for one in accepted))
+                return _stopped_record(record, before, after, tuple(event.line for event in accepted))
             cursor = after
-    raise CannotSetAside("the journal has no event behind the projection's cursor: let it try again")
+    raise CannotSetAside("the journal has no event after the projection's cursor: let it try again")
 
 
 async def _records(
@@ -79,11 +79,9 @@ async def _records(
                 yield record
 
 
-async def _behind_corrupt(
-    reader: JournalReader, cursor: Cursor, record: Record, end: int, why: str
-) -> Cursor:
-    """The cursor behind a record that contradicts itself: it cannot be asked, but the next block that counts
-    says what it follows.
+async def _after_corrupt(reader: JournalReader, cursor: Cursor, record: Record, end: int, why: str) -> Cursor:
+    """The cursor after a record that contradicts itself. The record itself is not usable, but the next block
+    that counts names the hash that it follows.
     """
     probe = cursor._replace(next_offset=record.offset + 1)
     async with aclosing(_records(reader, record.shard, record.offset + 1, end)) as records:
@@ -98,16 +96,15 @@ async def _behind_corrupt(
             elif (block.term, block.owner) == (probe.term, probe.owner):
                 return _follows(cursor, record, block)
     raise CannotSetAside(
-        f"the record at offset {record.offset} contradicts itself ({why}), and no block of the shard's owner "
-        "stands behind it yet that "
-        "would say how the history goes on: call this again after the next event of the shard"
+        f"the record at offset {record.offset} contradicts itself ({why}), and no later block of "
+        "the shard's owner shows yet how the history continues: try again after the next event of the shard"
     )
 
 
 def _follows(cursor: Cursor, record: Record, block: Block) -> Cursor:
     after = cursor._replace(next_offset=record.offset + 1)
     if block.first_seq <= cursor.seq + 1:
-        # Nothing is missing between what is known and what follows: the record is none of the history.
+        # No events are missing between the cursor and the next block: the record is not part of the history.
         return after
     return after._replace(seq=block.first_seq - 1, head=block.prev)
 

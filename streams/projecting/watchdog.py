@@ -1,9 +1,9 @@
-"""The watchdog of the read models: sees lag without progress, which Faust shows after some broker restarts
-and never mends.
+"""The watchdog of the read models: detects lag without progress.
 
-(Its assignor may meet a broker that does not know the topic yet, assign nothing, and wait for ever.)
-Beginning anew costs the group a rebalance, so it is not for lag that Faust has no part in: a projector that
-waits for PostgreSQL, or partitions that were assigned just now.
+After some restarts of a broker, Faust stops without an error: its assignor may meet a broker that does not
+know the topic yet, assign nothing, and wait for ever. Restarting Faust costs the group a rebalance, so the
+watchdog ignores lag that Faust does not cause: a projector that waits for PostgreSQL, or partitions that were
+assigned just now.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from grabstream.streams.projecting.projector import Projector
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_SECONDS: Final = 2.0
-#: Longer than the group waits for a member that has died.
+POLL_SECONDS: Final = 2.0
+#: Longer than the group waits for a member that has ended.
 STALLED_SECONDS: Final = 15.0
-#: A projector that has written at one thing for so long waits for PostgreSQL …
+#: A projector that has tried to write one group for this long waits for PostgreSQL …
 WAITS_SECONDS: Final = 2.0
-#: … and one that has for so long is lost in it.
+#: … and after this long it is stalled.
 LOST_SECONDS: Final = 90.0
 
 
@@ -42,10 +42,10 @@ async def until_stalled(
     projectors: Sequence[Projector],
     assigned_at: Callable[[], float],
 ) -> str:
-    """Returns what is stalled: a cursor that has not moved for STALLED_SECONDS though the journal goes on
-    behind it.
+    """Waits until a cursor has not moved for STALLED_SECONDS although the journal has more records; returns
+    which one, in words.
 
-    `assigned_at` is when partitions were assigned last, on the monotonic clock; the time before it does not
+    `assigned_at` returns when partitions were last assigned, on the monotonic clock; earlier time does not
     count.
     """
     lagging: dict[tuple[str, int], tuple[int, float]] = {}
@@ -56,22 +56,22 @@ async def until_stalled(
                 await connect(postgres, schema) as connection,
             ):
                 while True:
-                    reason = await _look(
+                    reason = await _find_stalled(
                         reader, connection, schema, shards, projectors, lagging, assigned_at()
                     )
                     if reason is not None:
                         return reason
-                    await asyncio.sleep(LOOK_EVERY_SECONDS)
+                    await asyncio.sleep(POLL_SECONDS)
         except BaseException as error:
             if not is_trouble(error):
                 raise
-            # A server is away: nobody can make progress, and the projectors say so themselves.
+            # A server is down: no projector can make progress, and each logs that itself.
             log.info("watchdog: %s", in_words(error))
             lagging.clear()
-            await asyncio.sleep(LOOK_EVERY_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
 
-async def _look(
+async def _find_stalled(
     reader: JournalReader,
     connection: AsyncConnection[object],
     schema: str,
@@ -84,14 +84,14 @@ async def _look(
     ends = [await reader.end(shard) for shard in range(shards)]
     for projector in projectors:
         name = projector.name
-        waiting = WAITS_SECONDS < projector.seconds_at_it() < LOST_SECONDS
+        waiting = WAITS_SECONDS < projector.seconds_writing() < LOST_SECONDS
         try:
             await use_read_model(connection, schema, name)
         except NoReadModel:
-            continue  # its projector waits, and says so
-        at_rest = await cursors.stopped(connection, name)
+            continue  # its projector waits, and logs that
+        stopped = await cursors.stopped(connection, name)
         for shard, cursor in (await cursors.load(connection, name)).items():
-            if waiting or shard in at_rest or shard >= shards or cursor.next_offset >= ends[shard]:
+            if waiting or shard in stopped or shard >= shards or cursor.next_offset >= ends[shard]:
                 lagging.pop((name, shard), None)
                 continue
             offset, since = lagging.setdefault((name, shard), (cursor.next_offset, now))

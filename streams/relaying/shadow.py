@@ -326,8 +326,7 @@ class ShadowShard:
         return words
 
     async def _at_one_seq(self, parts: Sequence[Part]) -> list[Value]:
-        """The live shard's values of these parts, all at one seq; afterwards the shadow is at the same seq.
-        """
+        """The live shard's values of these parts, all at one seq; then the shadow is at that seq, too."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(self._live.state, ["seq", "partial", "life", "fault"])
             for part in parts:
@@ -336,7 +335,7 @@ class ShadowShard:
         [seq, partial, server_epoch, fault], *values = answers
         if partial is not None or server_epoch is None:
             raise NotComparable(
-                f"its relay has not reconciled it with the journal yet"
+                "its relay has not reconciled it with the journal yet"
                 + (f" ({fault.decode()})" if fault else "")
             )
         await self._follow(int(seq or 0))

@@ -252,5 +252,5 @@ async def test_an_event_that_cannot_become_rows_stops_only_its_shard(
         await until_at_seq(system, 2, "balances", shard=SHARD + 1)
     [(shard, seq, reason)] = await rows(system, "SELECT shard, seq, reason FROM stopped_shards")
     assert (shard, seq) == (SHARD, 2)
-    assert "no rows can be made of its events: ValueError" in reason
+    assert "its events cannot be turned into rows: ValueError" in reason
     assert await rows(system, "SELECT offer, grabs FROM offers ORDER BY offer") == [("e", 1), ("f", 1)]

@@ -97,7 +97,7 @@ async def test_a_corrupt_record_is_set_aside_once_a_later_block_exists(
             await until_stopped(system, name)
         code, said = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
         assert code == 1
-        assert "no block of the shard's owner stands behind it yet" in said
+        assert "no later block of the shard's owner shows yet" in said
         await journal.block(LINES, 10, 20)
         for name in names:
             code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
