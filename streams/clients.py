@@ -1,6 +1,7 @@
-"""Kafka clients, opened and closed. A client whose broker went away may take for ever to close, raise the
-cancellation of a task of its own as if it were ours, or swallow ours; nothing of that may end, or keep, who
-merely wanted to be rid of it.
+"""Opening and closing Kafka clients, and logging trouble with servers.
+
+A client whose broker is gone may take for ever to close, may raise the cancellation of one of its own tasks
+as if it were ours, or may swallow ours. None of this may end or block the caller that closes it.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS_MAX: Final = 5.0
-#: How long it may take until the log says that a server does not answer.
+#: How long it may take until an outage of a server is logged.
 UNEXPLAINED_SECONDS: Final = 10.0
 
 Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
@@ -24,7 +25,7 @@ Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClie
 
 @asynccontextmanager
 async def started(client: Client) -> AsyncIterator[Client]:
-    """Starts a client, and closes it, also when starting it fails or is cancelled; raises the client's errors
+    """Starts a client, and closes it at the end, also when starting fails or is cancelled; raises the errors
     of starting.
     """
     try:
@@ -35,8 +36,8 @@ async def started(client: Client) -> AsyncIterator[Client]:
 
 
 async def close(closing: Coroutine[Any, Any, Any]) -> None:
-    """Awaits the closing of a client, for a time; what goes wrong with it is logged. Only our own
-    cancellation is raised.
+    """Awaits the closing of a client for a bounded time, and logs errors. Only the caller's cancellation is
+    raised.
     """
     task = asyncio.create_task(closing)
     try:
@@ -45,20 +46,20 @@ async def close(closing: Coroutine[Any, Any, Any]) -> None:
         if not task.done():
             task.cancel()
     if not task.done() or task.cancelled():
-        log.warning("closing a Kafka client: it was given up")
+        log.warning("closing a Kafka client: gave up waiting for it")
     elif error := task.exception():
         log.warning("closing a Kafka client: %r", error)
 
 
 def in_words(error: BaseException) -> str:
-    """The kind of an error and what it says; those of Kafka begin with their kind by themselves."""
-    kind, said = type(error).__name__, str(error).strip()
-    return said if kind in said else f"{kind}: {said}"
+    """The type and text of an error. The texts of Kafka errors begin with the type already."""
+    kind, text = type(error).__name__, str(error).strip()
+    return text if kind in text else f"{kind}: {text}"
 
 
 class Outages:
-    """Which servers do not answer, as the log of this process says. Every role meets an outage in each shard:
-    what it explains is not said again by each of them.
+    """The servers that do not answer, as logged by this process. Each role meets an outage in each of its
+    shards; what the outage explains is not logged again by each of them.
     """
 
     def __init__(self) -> None:
@@ -67,57 +68,57 @@ class Outages:
         self.is_watched = False
 
     def began(self, server: str) -> None:
-        """The log says that a server does not answer."""
+        """The log reports that a server does not answer."""
         self._away.add(server)
 
     def ended(self, server: str) -> None:
-        """The log says that it answers again."""
+        """The log reports that it answers again."""
         self._away.discard(server)
         self._ended_at = time.monotonic()
 
     def may_explain(self, since: float) -> bool:
-        """Whether an outage is the cause, or may turn out to be the cause, of what goes wrong since then."""
+        """Whether an outage is, or may turn out to be, the cause of trouble that began at `since`."""
         if not self.is_watched:
             return False
         return bool(self._away) or time.monotonic() - max(since, self._ended_at) < UNEXPLAINED_SECONDS
 
 
-#: One a process, as its log is.
+#: One per process, like its log.
 OUTAGES: Final = Outages()
 
 
 class Trouble:
-    """What goes wrong again and again: said in the log once until it changes, and once that it is over. What
-    an outage explains is said at level INFO only.
+    """Repeated trouble, logged once until its text changes, and once when it is over. Trouble that an outage
+    explains is logged at level INFO only.
     """
 
     def __init__(self, log: logging.Logger, where: str) -> None:
         self._log, self._where = log, where
         self._words = ""
         self._since = 0.0
-        #: The words that were said as a warning, and those that were said at all.
-        self._warned, self._said = "", ""
+        #: The text last logged as a warning, and the text last logged at any level.
+        self._warned, self._logged = "", ""
 
     @property
-    def is_said(self) -> bool:
-        """Whether it went wrong the last time."""
+    def is_present(self) -> bool:
+        """Whether the last attempt failed."""
         return bool(self._words)
 
     def say(self, words: str) -> None:
-        """It went wrong, and is tried again."""
+        """Records a failed attempt; it will be repeated."""
         if not self._words:
             self._since = time.monotonic()
         self._words = words
         if OUTAGES.may_explain(self._since):
-            if words != self._said:
+            if words != self._logged:
                 self._log.info("%s: %s; trying again", self._where, words)
         elif words != self._warned:
             self._log.warning("%s: %s; trying again", self._where, words)
             self._warned = words
-        self._said = words
+        self._logged = words
 
     def over(self) -> None:
-        """It went right."""
+        """Records a successful attempt."""
         if self._words:
             self._log.log(logging.WARNING if self._warned else logging.INFO, "%s: continues", self._where)
-        self._words = self._warned = self._said = ""
+        self._words = self._warned = self._logged = ""

@@ -1,6 +1,4 @@
-"""Reading the journal by ourselves: one partition, from an offset on. Projections that fell behind, `verify`
-and replay use it.
-"""
+"""Reading one partition of the journal between two offsets, without a consumer group."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,25 +24,25 @@ class Record(NamedTuple):
 
 
 class JournalReader:
-    """Reads partitions of a journal without any group; positions are the caller's business."""
+    """Reads partitions of a journal without a consumer group; the caller keeps the positions."""
 
     def __init__(self, consumer: AIOKafkaConsumer, topic: str) -> None:
         self._consumer = consumer
         self._topic = topic
 
     async def end(self, shard: int) -> int:
-        """The offset behind the last record."""
+        """The offset after the last record."""
         partition = TopicPartition(self._topic, shard)
         return int((await self._consumer.end_offsets([partition]))[partition])
 
     async def beginning(self, shard: int) -> int:
-        """The offset of the first record that is still there."""
+        """The offset of the first record that still exists."""
         partition = TopicPartition(self._topic, shard)
         return int((await self._consumer.beginning_offsets([partition]))[partition])
 
     async def last_seq(self, shard: int) -> int:
-        """The highest seq among the newest blocks; 0 when the partition has markers only. Blocks that do not
-        count are not told apart.
+        """The highest seq among the newest blocks; 0 if the partition has markers only. Includes blocks that
+        do not count.
         """
         beginning, start = await self.beginning(shard), await self.end(shard)
         last, look_back = 0, LOOK_BACK_RECORDS
@@ -56,10 +54,10 @@ class JournalReader:
         return last
 
     async def seq_before(self, shard: int, cursor: Cursor) -> int | None:
-        """The last seq that the cursor's owner wrote before it, 0 when that is its marker only; all those
-        count.
+        """The last seq that the cursor's owner wrote before the cursor; 0 if that is its marker only. All
+        these blocks count.
 
-        None when there is no record of that owner, whose id was drawn at random: the cursor is of another
+        None if there is no record of that owner: because owner ids are random, the cursor is of another
         journal, or beyond the end.
         """
         beginning, start = await self.beginning(shard), cursor.next_offset
@@ -80,8 +78,8 @@ class JournalReader:
         return None
 
     async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
-        """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises when they are
-        not there any more.
+        """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises if they no
+        longer exist.
         """
         partition = TopicPartition(self._topic, shard)
         if from_offset >= to_offset:
@@ -101,7 +99,7 @@ class JournalReader:
 
 
 def last_seq_of(headers: Headers) -> int:
-    """The last seq that a record's headers tell of; 0 of a marker, and of what is no block at all."""
+    """The last seq in a record's headers; 0 for a marker, and for a record that is not a block."""
     named = dict(headers)
     try:
         count = int(named["count"])
@@ -112,16 +110,16 @@ def last_seq_of(headers: Headers) -> int:
 
 @asynccontextmanager
 async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader]:
-    """A reader with a consumer of its own."""
+    """A reader; its consumer is closed at the end."""
     consumer = AIOKafkaConsumer(
         bootstrap_servers=bootstrap,
         auto_offset_reset="none",
         enable_auto_commit=False,
         max_partition_fetch_bytes=RECORD_BYTES_MAX,
-        # We read to a known end; a fetch that waited there for more would hold up the one for the next
+        # Reads have a known end; a fetch that waited there for more would delay the fetch of the next
         # partition.
         fetch_max_wait_ms=10,
-        # A broker that died in the middle of an answer is noticed after this long, not after the client's 40
+        # A broker that dies in the middle of an answer is noticed after this time, not after the client's 40
         # s.
         request_timeout_ms=8_000,
     )

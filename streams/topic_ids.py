@@ -1,8 +1,9 @@
-"""The id that Kafka gives a topic (KIP-516): another one whenever a topic of the same name is made anew, and
-on other brokers.
+"""The id of a topic in Kafka (KIP-516). A topic that is deleted and created again has another id, and so has
+a topic of the same name on other brokers.
 
-aiokafka asks for metadata in a version that has no ids yet, so the question stands here in a newer one (12,
-Kafka 2.8 and later).
+aiokafka requests metadata in a version without ids, so this module sends the request in a newer version (12,
+Kafka
+2.8 and later).
 """
 
 from typing import Any, NamedTuple
@@ -78,7 +79,7 @@ class _Metadata(Response):  # type: ignore[misc]
     )
 
 
-class _AskForMetadata(RequestStruct):  # type: ignore[misc]
+class _MetadataRequestBody(RequestStruct):  # type: ignore[misc]
     API_KEY = 3
     API_VERSION = 12
     FLEXIBLE_VERSION = True
@@ -94,30 +95,30 @@ class _AskForMetadata(RequestStruct):  # type: ignore[misc]
     )
 
 
-class _Topics(Request[_AskForMetadata]):  # type: ignore[misc]
+class _MetadataRequest(Request[_MetadataRequestBody]):  # type: ignore[misc]
     API_KEY = 3
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def build(self, request_struct_class: type[_AskForMetadata]) -> _AskForMetadata:
+    def build(self, request_struct_class: type[_MetadataRequestBody]) -> _MetadataRequestBody:
         return request_struct_class([(bytes(16), self._name, {})], False, False, {})
 
 
 class Topic(NamedTuple):
-    """A topic as the brokers have it: its id, 32 hex digits, and how many partitions it has."""
+    """A topic: its id, 32 hex digits, and its number of partitions."""
 
     id: str
     partitions: int
 
 
 async def find_topic(bootstrap: str, name: str) -> Topic | None:
-    """The topic of a name; None when there is none. Raises aiokafka's errors when the brokers cannot be
+    """The topic with a name, None if it does not exist; raises aiokafka's errors if the brokers cannot be
     reached.
     """
     client = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=REQUEST_TIMEOUT_MS)
     async with started(client):
-        answer = await client._send_request(_Topics(name))
+        answer = await client._send_request(_MetadataRequest(name))
     [(code, _, topic_id, _, partitions, *_)] = answer.topics
     if code == UnknownTopicOrPartitionError.errno:
         return None

@@ -1,4 +1,4 @@
-"""Topics: the only file that names them, and what creates them.
+"""Topics: the only module that names them, and the functions that create them.
 
 Partition = shard, so every topic but `rejected` has as many partitions as there are shards.
 """
@@ -14,9 +14,9 @@ from grabstream.streams.clients import started
 
 DAY_MS: Final = 24 * 3600 * 1000
 REPLICATION_MAX: Final = 3
-#: The broker unpacks what producers compressed, and `max.message.bytes` bounds what it then has.
+#: The broker unpacks compressed batches, so `max.message.bytes` bounds the unpacked size.
 COMPRESSION: Final = "uncompressed"
-#: Where a setting of a topic comes from, as brokers number it.
+#: The brokers' number for a setting that was made for the topic itself.
 CONFIGURED_FOR_TOPIC: Final = 1
 
 
@@ -27,12 +27,12 @@ class Topics(NamedTuple):
 
     @property
     def commands(self) -> str:
-        """Commands to decide: one JSON object a record, or an array of them."""
+        """Commands to decide: one JSON object per record, or an array of them."""
         return f"{self.prefix}.commands"
 
     @property
     def results(self) -> str:
-        """Answers to commands that came by the commands topic."""
+        """Answers to commands from the commands topic."""
         return f"{self.prefix}.results"
 
     @property
@@ -42,12 +42,12 @@ class Topics(NamedTuple):
 
     @property
     def events(self) -> str:
-        """Single events as CloudEvents, for other people's programs."""
+        """Single events as CloudEvents, for other programs."""
         return f"{self.prefix}.events"
 
     @property
     def rejected(self) -> str:
-        """The original bytes of what could not be understood."""
+        """The original bytes of records that could not be decoded."""
         return f"{self.prefix}.rejected"
 
 
@@ -65,12 +65,12 @@ def retention_ms(topics: Topics) -> dict[str, int]:
 async def create_topics(
     bootstrap: str, topics: Topics, shards: int, replication: int | None = None
 ) -> list[str]:
-    """Creates the topics that are missing and returns their names; what exists is left as it is, but for
+    """Creates the missing topics and returns their names. Existing topics are not changed, except by
     `bound_batches`.
 
-    `replication` is how many brokers keep a copy of each; absent: all there are, three at most. From three
-    on, a record is acknowledged by two at least. Raises aiokafka's errors when the brokers cannot be reached
-    or refuse.
+    `replication` is the number of copies; by default one per broker, three at most. With three copies or
+    more, a record is acknowledged by at least two brokers. Raises aiokafka's errors if the brokers cannot be
+    reached or refuse.
     """
     if replication is None:
         async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
@@ -82,7 +82,7 @@ async def create_topics(
 
 
 async def keeps_compressed(client: AIOKafkaAdminClient, name: str) -> dict[str, str] | None:
-    """The settings that a topic has of its own, when it keeps compressed batches; None when it does not."""
+    """The settings made for a topic, if it keeps compressed batches; None if it does not."""
     [described] = await client.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name)])
     code, message, _, _, entries = described.resources[0]
     if code != 0:
@@ -93,14 +93,14 @@ async def keeps_compressed(client: AIOKafkaAdminClient, name: str) -> dict[str, 
 
 
 async def bound_batches(bootstrap: str, name: str) -> None:
-    """Makes a topic refuse batches that are too large when they are unpacked: a reader would unpack them
-    whole, however large.
+    """Makes a topic refuse batches that are too large when unpacked, because a reader unpacks a whole batch,
+    however large.
     """
     async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
-        own = await keeps_compressed(client, name)
-        if own is None:
+        settings = await keeps_compressed(client, name)
+        if settings is None:
             return
-        wanted = ConfigResource(ConfigResourceType.TOPIC, name, {**own, "compression.type": COMPRESSION})
+        wanted = ConfigResource(ConfigResourceType.TOPIC, name, {**settings, "compression.type": COMPRESSION})
         [altered] = await client.alter_configs([wanted])
     code, message, *_ = altered.resources[0]
     if code != 0:
@@ -108,8 +108,8 @@ async def bound_batches(bootstrap: str, name: str) -> None:
 
 
 async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -> None:
-    """Creates a topic of somebody's own, if it is not there: for ever, a partition a shard, as many copies as
-    the topic `like` has.
+    """Creates a user's topic if it does not exist: without expiry, one partition per shard, with as many
+    copies as the topic `like`.
     """
     copies = len((await partitions_of(bootstrap, like))[0]["replicas"])
     configs = {"retention.ms": "-1", "max.message.bytes": str(RECORD_BYTES_MAX)}
@@ -119,19 +119,19 @@ async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -
 
 
 async def partitions_of(bootstrap: str, name: str) -> list[dict[str, Any]]:
-    """What the brokers say of each partition of a topic; nothing when there is no such topic."""
+    """The partitions of a topic as the brokers describe them; empty if there is no such topic."""
     async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
         described = await client.describe_topics([name])
     return list(described[0]["partitions"])
 
 
 def delete_command(bootstrap: str, name: str) -> str:
-    """How somebody deletes a topic by hand, with the tool that comes with Kafka."""
+    """The command that deletes a topic, with the tool that comes with Kafka."""
     return f"kafka-topics.sh --bootstrap-server {bootstrap} --delete --topic {name}"
 
 
 async def _create(bootstrap: str, wanted: list[NewTopic]) -> list[str]:
-    """Creates what is missing; returns its names."""
+    """Creates the missing topics; returns their names."""
     async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
         response = await client.create_topics(wanted)
     created = []

@@ -1,10 +1,15 @@
-"""A worker: the roles one process plays, started together and stopped together.
+"""A worker: the roles of one process, started and stopped together.
 
-`decide` answers commands of the topic · `relay` moves outboxes to the journal · `sweep` closes what is due
-and carries counts of refusals to SQL (it runs where the shard is relayed) · `project` builds the read models
-in PostgreSQL · `publish` puts single events on `grab.events` · `verify` walks behind the read models and
-compares them with Redis. One of the first three failing ends all: a process that plays half its roles looks
-alive and is not. The others are about the books: they begin again, and deciding goes on.
+- `decide` answers commands of the topic.
+- `relay` copies outboxes to the journal.
+- `sweep` ends holds and offers that are due, and copies counts of refusals to SQL. It runs where the shard is
+  relayed.
+- `project` builds the read models in PostgreSQL.
+- `publish` writes single events to `grab.events`.
+- `verify` compares the read models and Redis with the audit trail.
+
+If one of the first three fails, all end: a process that plays half of its roles looks alive but is not. The
+others only concern the books: they are restarted, and deciding continues.
 """
 
 import asyncio
@@ -32,17 +37,17 @@ from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-#: How long roles have to end when they are told to, before they are cancelled.
+#: How long roles may take to stop before they are cancelled.
 STOP_SECONDS: Final = 12.0
-#: After which pause a role of the books begins again.
-AGAIN_SECONDS_MIN: Final = 1.0
-AGAIN_SECONDS_MAX: Final = 60.0
+#: The pause before a failed role of the books is restarted.
+RESTART_SECONDS_MIN: Final = 1.0
+RESTART_SECONDS_MAX: Final = 60.0
 
 ROLES: Final = ("decide", "relay", "sweep", "project", "publish", "verify")
 
 
 class WorkerSettings(NamedTuple):
-    """What a worker is told; see `ops/settings.py` for meanings and units."""
+    """The settings of a worker; `ops/settings.py` describes them."""
 
     kafka: str
     prefix: str
@@ -121,34 +126,34 @@ def roles_of(
                 )
             return tasks
 
-        def asked(shards: Sequence[int]) -> None:
+        def requested(shards: Sequence[int]) -> None:
             relays(shards)
             ready("relay")
 
-        running["relay"] = Leases(redis, keys, settings.lease_ms, tasks_of, asked).run
+        running["relay"] = Leases(redis, keys, settings.lease_ms, tasks_of, requested).run
 
     running.update(
-        (role, again(role, of_books[role]))
+        (role, restarting(role, of_books[role]))
         for role in ("project", "publish", "verify")
         if role in roles and role in of_books
     )
     return running
 
 
-def again(name: str, role: Role) -> Role:
-    """The role, begun again whenever it fails, until it is told to stop: after a second, and longer and
-    longer.
+def restarting(name: str, role: Role) -> Role:
+    """The role, restarted whenever it fails or ends before `stop`: after a second, then after ever longer
+    pauses.
     """
 
     async def run(stop: asyncio.Event) -> None:
-        pause_seconds = AGAIN_SECONDS_MIN
+        pause_seconds = RESTART_SECONDS_MIN
         while not stop.is_set():
             began = time.monotonic()
             try:
                 await role(stop)
                 if not stop.is_set():
                     log.critical(
-                        "role %s ended by itself: it begins again in %.0f s, other roles go on",
+                        "role %s ended by itself: restarting it in %.0f s, other roles continue",
                         name,
                         pause_seconds,
                     )
@@ -156,27 +161,27 @@ def again(name: str, role: Role) -> Role:
                 if not isinstance(error, Exception) and not is_trouble(error):
                     raise
                 log.critical(
-                    "role %s: unknown error, it begins again in %.0f s, other roles go on",
+                    "role %s: unknown error, restarting it in %.0f s, other roles continue",
                     name,
                     pause_seconds,
                     exc_info=True,
                 )
-            if time.monotonic() - began > AGAIN_SECONDS_MAX:
-                pause_seconds = AGAIN_SECONDS_MIN
+            if time.monotonic() - began > RESTART_SECONDS_MAX:
+                pause_seconds = RESTART_SECONDS_MIN
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_seconds):
                     await stop.wait()
-            pause_seconds = min(pause_seconds * 2, AGAIN_SECONDS_MAX)
+            pause_seconds = min(pause_seconds * 2, RESTART_SECONDS_MAX)
 
     return run
 
 
 async def run_worker(roles: dict[str, Role], stop: asyncio.Event) -> list[str]:
-    """Plays the roles until `stop` is set or one ends; then stops the others and raises what went wrong, if
-    anything did.
+    """Plays the roles until `stop` is set or one of them ends. Then stops the others, and raises the error of
+    a role that failed.
 
-    Returns within a bound from then on (STOP_SECONDS and END_SECONDS_MAX), with the names of roles that do
-    not end.
+    From then on it takes at most STOP_SECONDS and END_SECONDS_MAX. Returns the names of roles that do not
+    end.
     """
     tasks = {asyncio.create_task(role(stop), name=f"role {name}"): name for name, role in roles.items()}
     try:

@@ -1,16 +1,20 @@
-"""The verifier: walks steadily behind the read models, and says how far all of it is proved.
+"""The verifier: follows the read models, compares all of them with the audit trail, and records how far they
+are verified.
 
-A pass goes over every shard and then over a page of accounts and offers:
-1. the walk: the audit trail's chain row by row, each row against the ledger's lines, folded into what
-   accounts and offers must be ·
-2. where that has caught up, the next round: the same rows once more, since what was proved may have been
-   changed ·
-3. accounts and users' balances against the fold · 4. offers: read model and Redis against the fold, at the
-   same event ·
-5. from time to time grabs and payments: the rows of a few offers that stand still, against what their events
-   make of them. Beside it, at the same pace, the keys of Redis: shard by shard, each is compared with what
-   its journal makes of it. Then it rests, so that it takes the share of time it was given. One verifier a
-   system works, the others wait for its lock.
+A pass covers every shard, and then a page of accounts and offers:
+
+1. The walk: chain the rows of the audit trail, compare each with the ledger's rows, and fold the events into
+   what accounts and offers must be.
+2. Where the walk has caught up, the next round: the same rows again, because verified rows may be changed
+later.
+3. Compare accounts and users' balances with the fold.
+4. Compare offers, in the read model and in Redis, with the fold at the same event.
+5. From time to time, compute the rows of grabs and payments of a few unchanged offers again from their
+events, and compare them.
+
+In parallel, at the same pace, each key of Redis is compared with what the journal makes it, shard by shard.
+Between passes the verifier pauses, so that it uses only its share of the time. Per system one verifier works;
+the others wait for its lock.
 """
 
 import asyncio
@@ -44,23 +48,23 @@ from grabstream.streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
 
-#: Hashing and decoding them takes some ms, in an event loop that others may live in as well.
+#: Hashing and decoding so many events takes some ms, in an event loop that other tasks may share.
 EVENTS_A_STEP: Final = 250
-#: Steps of a shard that is behind, before the others have their turn.
+#: Steps of a lagging shard before the next shard has its turn.
 STEPS_A_PASS: Final = 16
 ROWS_A_PAGE: Final = 500
-#: How far the ledger may be ahead of the walk for accounts to be compared: its lines behind the walk are
-#: summed up each time.
+#: Accounts are compared only while the ledger is at most so many events ahead of the walk, because its rows
+#: after the walk are added up each time.
 AHEAD_EVENTS_MAX: Final = 2_000
 OBSERVATIONS_MAX: Final = 10_000
-#: How often rows of grabs and payments are made of events once more, and of how many offers and about how
+#: How often rows of grabs and payments are computed again from events, of how many offers, and from about how
 #: many events each time.
 ROWS_EVERY_SECONDS: Final = 10.0
 ROWS_OFFERS_MAX: Final = 100
 ROWS_EVENTS_MAX: Final = 5_000
 REST_SECONDS_MIN: Final = 0.25
 RETRY_SECONDS: Final = 2.0
-#: How long Redis may take to say something of a shard.
+#: How long Redis may take to answer about a shard.
 ANSWER_SECONDS_MAX: Final = 2.0
 
 T = TypeVar("T")
@@ -69,7 +73,7 @@ _ADVISORY_LOCK: Final = "SELECT pg_try_advisory_lock(hashtext(%s))"
 
 
 class Observation(NamedTuple):
-    """An offer as Redis had it behind its event `offer_seq`, in one history of the shard."""
+    """The numbers that Redis had of an offer after its event `offer_seq`, in one history of the shard."""
 
     history: str
     offer_seq: int
@@ -80,16 +84,16 @@ class Observation(NamedTuple):
         return numbers_in_words(self.numbers)
 
 
-#: What of a shard (its number) differs in Redis from what its journal makes of it, in words, found at a share
-#: of the time.
+#: Called with a shard and a share of the time; returns the differences between the shard's keys in Redis and
+#: its journal, in words, or None if they cannot be compared now.
 CompareKeys = Callable[[int, float], Awaitable[list[str] | None]]
 
 
 class Verifier:
-    """Verifies until stopped. `share` is the part of the time it may take, above 0 and at most 1; `redis`
+    """Verifies until stopped. `share` is the part of the time that it may use, above 0 and at most 1. `redis`
     must not decode replies.
 
-    With `compare_keys` half of that goes to Redis: shard by shard, every key.
+    With `compare_keys`, half of that time is spent on the keys of Redis, shard by shard.
     """
 
     def __init__(
@@ -111,28 +115,28 @@ class Verifier:
         self._rows_at = 0.0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Verifies until `stop`; servers that go away are waited for."""
+        """Verifies until `stop`; waits for servers that are down."""
         trouble = Trouble(log, "verifier")
         while not stop.is_set():
             try:
                 await self._run(stop, trouble)
             except psycopg.errors.UndefinedTable as error:
                 trouble.say(f"tables are missing ({error.diag.message_primary}): run `grabstream init`")
-                await _rest(stop, RETRY_SECONDS)
+                await _pause(stop, RETRY_SECONDS)
             except BaseException as error:
-                # What PostgreSQL refuses, too: a wrong row in the tables of checking stops nothing but
-                # checking, and `doctor` sees that.
+                # Errors of PostgreSQL included: a wrong row in the verifier's tables stops only the verifier,
+                # and `doctor` reports that.
                 if not (is_trouble(error) or isinstance(error, psycopg.Error | LookupError)):
                     raise
                 trouble.say(in_words(error))
-                await _rest(stop, RETRY_SECONDS)
+                await _pause(stop, RETRY_SECONDS)
 
     async def _run(self, stop: asyncio.Event, trouble: Trouble) -> None:
         async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
             await connection.execute("SET synchronous_commit = off")
-            while not await self._alone(connection):
-                if await _rest(stop, RETRY_SECONDS):
+            while not await self._try_lock(connection):
+                if await _pause(stop, RETRY_SECONDS):
                     return
             await verified.begin(connection, self._keys.shards)
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
@@ -148,52 +152,52 @@ class Verifier:
             more = await self.verify_once(connection)
             trouble.over()
             took = time.monotonic() - began
-            await _rest(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
+            await _pause(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
 
     # -- every key of Redis ----------------------------------------------------------------------------------
 
     async def _compare_all_keys(self, compare: CompareKeys, stop: asyncio.Event) -> None:
-        """Shard by shard, round and round."""
+        """Compares the keys of all shards, again and again."""
         trouble, shard = Trouble(log, "verifier, keys of Redis"), 0
-        while not await _rest(stop, REST_SECONDS_MIN / self._share):
+        while not await _pause(stop, REST_SECONDS_MIN / self._share):
             try:
-                found = await compare(shard, self._share)
-                if found is not None:
-                    await self._judge_keys(shard, found)
+                differences = await compare(shard, self._share)
+                if differences is not None:
+                    await self._judge_keys(shard, differences)
                 trouble.over()
                 shard = (shard + 1) % self._keys.shards
             except BaseException as error:
                 if not (is_trouble(error) or isinstance(error, psycopg.Error)):
                     raise
                 trouble.say(in_words(error))
-                # Whose server hangs keeps nobody else from being compared.
+                # A shard whose server hangs does not delay the others.
                 shard = (shard + 1) % self._keys.shards
 
-    async def _judge_keys(self, shard: int, found: Sequence[str]) -> None:
+    async def _judge_keys(self, shard: int, differences: Sequence[str]) -> None:
         problems = [
             Problem(_subject(line), line)
-            for line in (line.removeprefix(f"shard {shard}: ") for line in found)
+            for line in (line.removeprefix(f"shard {shard}: ") for line in differences)
         ]
-        # The numbers of an offer are compared at each pass, and named there.
+        # The numbers of an offer are compared in each pass, and reported there.
         problems = [problem for problem in problems if not _number_of_offer(problem.subject)]
         async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
             for problem in problems:
-                await self._wrong(connection, "keys", shard, problem)
+                await self._record_problem(connection, "keys", shard, problem)
             await verified.clear_others(connection, "keys", shard, [problem.subject for problem in problems])
 
-    async def _alone(self, connection: AsyncConnection[Any]) -> bool:
+    async def _try_lock(self, connection: AsyncConnection[Any]) -> bool:
         found = await (
             await connection.execute(_ADVISORY_LOCK, (f"grabstream-verifier-{self._schema}",))
         ).fetchone()
         return bool(found and found[0])
 
     async def verify_once(self, connection: AsyncConnection[Any]) -> bool:
-        """One pass; returns whether the walk has more to do at once."""
-        aside = await set_aside.load(connection)
-        gaps = {shard: Gaps(aside, shard) for shard in range(self._keys.shards)}
+        """One pass; returns whether the walk can continue at once."""
+        records = await set_aside.load(connection)
+        gaps = {shard: Gaps(records, shard) for shard in range(self._keys.shards)}
         async with connection.transaction():
-            await self._know_gaps(connection, gaps)
+            await self._update_gaps(connection, gaps)
         more = False
         for shard in range(self._keys.shards):
             for _ in range(STEPS_A_PASS):
@@ -214,9 +218,9 @@ class Verifier:
         await verified.record_pass(connection)
         return more
 
-    async def _know_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
-        """Begins anew when read models have events that they lacked, or lack some that were verified: another
-        version is live.
+    async def _update_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
+        """Starts again from the first event if read models have events that they lacked, or lack verified
+        ones: then another version is live.
         """
         at = await verified.progress(connection)
         changed = [
@@ -227,7 +231,7 @@ class Verifier:
         for shard in changed:
             known, firsts = set(at[shard].gaps), gaps[shard].ids
             if known - firsts.keys() or any(firsts[new] <= at[shard].seq for new in firsts.keys() - known):
-                log.warning("verifier: a read model has other events than before: all of it is verified anew")
+                log.warning("verifier: a read model has other events than before: verifying everything again")
                 await verified.reset_progress(connection)
                 self._observed.clear()
                 break
@@ -256,14 +260,14 @@ class Verifier:
     async def _walk_again(
         self, connection: AsyncConnection[Any], at: VerifiedTo, end: int, gaps: Gaps
     ) -> None:
-        # A read model that was just put in the place of another may have some of it still to come.
+        # A read model that has just become live may not have all these events yet.
         if at.again_seq >= end:
             return
         walked, _ = await self._step(connection, at.shard, at.again_seq, at.again_head, end, gaps)
         await verified.clear_range(connection, at.shard, at.again_seq, walked.seq)
         done = walked.seq >= at.seq
         if done:
-            what = f"the audit trail up to seq {at.seq} is another one than was verified before"
+            what = f"the audit trail up to seq {at.seq} is not the one that was verified before"
             problems = [Problem("round", what, at.seq)] if walked.head != at.head else []
             await self._judge(connection, "heads", at.shard, ["round"], problems)
         await verified.move_again(connection, at.shard, walked.seq, walked.head, done)
@@ -278,7 +282,7 @@ class Verifier:
         walked = proof.walk(shard, seq, head, rows, lines, gaps, None if full else end)
         if walked.wrong is not None:
             wrong = walked.wrong
-            await self._wrong(
+            await self._record_problem(
                 connection, wrong.kind, shard, Problem(f"seq {wrong.seq}", wrong.what, wrong.seq)
             )
         return walked, full
@@ -286,7 +290,7 @@ class Verifier:
     async def _compare_heads(
         self, connection: AsyncConnection[Any], at: VerifiedTo, positions: dict[str, Cursor]
     ) -> None:
-        """Where a projection stands at the very seq that is verified, its hash must be the trail's."""
+        """If a projection is at exactly the verified seq, its hash must be the trail's."""
         for name, cursor in positions.items():
             if cursor.seq == at.seq:
                 what = (
@@ -316,7 +320,7 @@ class Verifier:
     # -- comparing -------------------------------------------------------------------------------------------
 
     async def _compare_accounts(self, connection: AsyncConnection[Any]) -> None:
-        """The next page of accounts, and what users are shown of them, against the fold."""
+        """Compares the next page of accounts, and the balances that users see, with the fold."""
         at = await verified.progress(connection)
         ledger, balances = (
             await cursors.load(connection, "ledger"),
@@ -338,14 +342,12 @@ class Verifier:
                 accounts.append(
                     Problem(
                         subject,
-                        f"account {subject}: {row.posted} stand there, its events lead to {row.expected}",
+                        f"account {subject} has {row.posted}, its events lead to {row.expected}",
                     )
                 )
             elif row.balance is not None and row.balance != row.posted:
                 shown.append(
-                    Problem(
-                        subject, f"balances: {subject} is shown as {row.balance}, the ledger has {row.posted}"
-                    )
+                    Problem(subject, f"balances: {subject} has {row.balance}, the ledger has {row.posted}")
                 )
         subjects = [f"{row.account} {row.asset}" for row in rows]
         await self._judge(connection, "accounts", ALL_SHARDS, subjects, accounts)
@@ -353,8 +355,8 @@ class Verifier:
             await self._judge(connection, "balances", ALL_SHARDS, subjects, shown)
 
     async def _compare_offers(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
-        """The next page of offers against the fold: the read model's row now, Redis' state at its very event,
-        now or later.
+        """Compares the next page of offers with the fold: the read model's row now, and the state in Redis
+        when the walk is at the same event, now or later.
         """
         async with connection.transaction():
             at = await verified.progress(connection)
@@ -393,8 +395,8 @@ class Verifier:
             await self._observe(connection, shard, states)
 
     async def _compare_rows(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
-        """Grabs and payments of the next offers, of which nothing has come since they were verified, against
-        what their events make.
+        """Compares the grabs and payments of the next offers without new events with the rows that their
+        events make.
         """
         at = await verified.progress(connection)
         audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
@@ -426,8 +428,8 @@ class Verifier:
     async def _differences(
         self, connection: AsyncConnection[Any], chosen: dict[str, OfferState]
     ) -> dict[str, list[str]]:
-        """What differs by offer, in words, of those whose events stand in the audit trail as they were
-        chained; nothing of it stays.
+        """The differences by offer, in words, for offers whose events in the audit trail are intact.
+        Everything written for it is rolled back.
         """
         known: dict[str, int] = dict.fromkeys(chosen, 0)
         async with connection.transaction(force_rollback=True):
@@ -439,7 +441,7 @@ class Verifier:
                 await verified.events_of_offers(connection, list(chosen))
             ):
                 fact = _fact(body.encode(), hash_, before or bytes(32))
-                # What is damaged there, the walk names.
+                # The walk reports damaged events.
                 if fact is not None and known.get(fact.event.offer) == fact.event.offer_seq - 1:
                     known[fact.event.offer] = fact.event.offer_seq
                     await anew.take("balances", fact)
@@ -452,13 +454,13 @@ class Verifier:
     async def _observe(
         self, connection: AsyncConnection[Any], shard: int, states: Sequence[OfferState]
     ) -> None:
-        said = await self._said(shard, self._read(shard, states))
-        if said is None:
+        answer = await self._answered(shard, self._read(shard, states))
+        if answer is None:
             return
-        history, seq, offers = said
+        history, seq, offers = answer
         for state, values in zip(states, offers, strict=True):
             if values[0] is None:
-                # Retired or lost: that can be told only when nothing more is on its way.
+                # Retired or lost: that is certain only if no more events are on their way.
                 if int(seq or 0) == (await verified.progress(connection))[shard].seq:
                     problem = Problem(
                         state.offer, f"{state.offer} is not in Redis, though it has not retired"
@@ -471,8 +473,8 @@ class Verifier:
                 await self._judge_redis(connection, state, observed)
             elif len(self._observed) < OBSERVATIONS_MAX or state.offer in self._observed:
                 before = self._observed.get(state.offer)
-                # The older one is kept, or the walk would never meet it; one of another history never comes
-                # true.
+                # The older observation is kept, or the walk would never meet it. One of another history is
+                # never met.
                 if (
                     before is None
                     or before.history != observed.history
@@ -483,7 +485,7 @@ class Verifier:
     async def _read(
         self, shard: int, states: Sequence[OfferState]
     ) -> tuple[bytes, bytes | None, list[Any]] | None:
-        """History and seq of a shard, and the numbers of offers there; None while it is to be reconciled."""
+        """History and seq of a shard, and the numbers of offers; None while the shard is not reconciled."""
         keys = self._keys.shard(shard)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(keys.state, ["life", "history", "seq"])
@@ -491,34 +493,34 @@ class Verifier:
                 pipe.hmget(
                     keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"]
                 )
-            [[of_life, history, seq], *offers] = await pipe.execute()
-        # Asked behind the reading: in another life what was read may be taken back.
-        if of_life is None or of_life.decode() != await server_epoch_of(self._redis, keys.state):
+            [[shard_epoch, history, seq], *offers] = await pipe.execute()
+        # Checked after reading: in another server epoch, what was read may be undone.
+        if shard_epoch is None or shard_epoch.decode() != await server_epoch_of(self._redis, keys.state):
             return None
         return history, seq, offers
 
-    async def _said(self, shard: int, asking: Awaitable[T]) -> T | None:
-        """What Redis says of a shard; None while its server does not answer, which keeps no other shard from
-        being verified.
+    async def _answered(self, shard: int, asking: Awaitable[T]) -> T | None:
+        """The answer of Redis about a shard; None while its server does not answer, which does not delay the
+        verification of other shards.
         """
         try:
             async with asyncio.timeout(ANSWER_SECONDS_MAX):
-                said = await asking
+                answer = await asking
         except BaseException as error:
             if not is_trouble(error):
                 raise
             self._troubles[shard].say(in_words(error))
             return None
         self._troubles[shard].over()
-        return said
+        return answer
 
     async def _judge_met(self, connection: AsyncConnection[Any]) -> None:
-        """What Redis had at events that the walk has come to meanwhile, unless the shard goes on in another
-        history since.
+        """Compares what Redis had at events that the walk has reached since, unless the shard has another
+        history now.
         """
         met, self._met = self._met, []
         for state, observed in met:
-            history = await self._said(
+            history = await self._answered(
                 state.shard, self._redis.hget(self._keys.shard(state.shard).state, "history")
             )
             if history is not None and history.decode() == observed.history:
@@ -530,12 +532,13 @@ class Verifier:
         problems = []
         if observed.offer_seq < state.offer_seq:
             what = (
-                f"{state.offer}: Redis is at its event {observed.offer_seq}, the books at {state.offer_seq}"
+                f"{state.offer}: Redis is at its event {observed.offer_seq}, the books are at "
+                f"{state.offer_seq}"
             )
             problems.append(Problem(state.offer, what, state.seq))
         elif observed.numbers != state.numbers:
             what = (
-                f"{state.offer}, behind its event {state.offer_seq}: Redis has {observed.in_words()}; its "
+                f"{state.offer}, after its event {state.offer_seq}: Redis has {observed.in_words()}; its "
                 f"events lead to {state.in_words()}"
             )
             problems.append(Problem(state.offer, what, state.seq))
@@ -551,9 +554,11 @@ class Verifier:
         if right := [subject for subject in subjects if subject not in wrong]:
             await verified.clear(connection, kind, shard, right)
         for problem in problems:
-            await self._wrong(connection, kind, shard, problem)
+            await self._record_problem(connection, kind, shard, problem)
 
-    async def _wrong(self, connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem) -> None:
+    async def _record_problem(
+        self, connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem
+    ) -> None:
         if await verified.record_finding(connection, kind, shard, problem):
             where = "" if shard == ALL_SHARDS else f", shard {shard}"
             log.critical("verification%s: %s", where, problem.what)
@@ -564,14 +569,12 @@ _number_of_offer = re.compile(r"offer:[^/]+, (?:offer_seq|amount_left|units_left
 
 
 def _subject(line: str) -> str:
-    """What a difference is about: the key, and the field where it has one."""
+    """The subject of a difference: the key, and the field if there is one."""
     return _subject_of.split(line, maxsplit=1)[0]
 
 
 def _fact(line: bytes, hash_: bytes, before: bytes) -> cursors.Fact | None:
-    """An event of the audit trail; None where its text is not the one that was chained, or of a newer
-    program.
-    """
+    """An event of the audit trail; None if its text does not match its hash, or is of a newer program."""
     if hashlib.sha256(before + line).digest() != hash_:
         return None
     try:
@@ -585,8 +588,8 @@ def _seq(positions: dict[int, Cursor], shard: int) -> int:
     return positions.get(shard, Cursor()).seq
 
 
-async def _rest(stop: asyncio.Event, seconds: float) -> bool:
-    """Waits, or until `stop`; returns whether it was stopped."""
+async def _pause(stop: asyncio.Event, seconds: float) -> bool:
+    """Waits so long, or until `stop`; returns whether it was stopped."""
     try:
         async with asyncio.timeout(seconds):
             await stop.wait()

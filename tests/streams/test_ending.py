@@ -20,7 +20,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import open_gate, open_redis
 from grabstream.ops.console.stopping import END_SECONDS_MAX
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.streams.worker import again, run_worker
+from grabstream.streams.worker import restarting, run_worker
 from tests.conftest import until
 from tests.support.command_line import env_of
 from tests.support.projecting import rows
@@ -158,7 +158,7 @@ async def test_run_worker_names_roles_that_do_not_end_and_restarts_failed_ones(
 
     left_alone = asyncio.Event()
     began = time.monotonic()
-    assert await run_worker({"stubborn": stubborn, "project": again("project", failing)}, stop) == [
+    assert await run_worker({"stubborn": stubborn, "project": restarting("project", failing)}, stop) == [
         "stubborn"
     ]
     assert begun == 2

@@ -237,7 +237,7 @@ async def test_a_finding_of_the_verifier_is_reported(system: Settings, journal: 
         [difference] = await passes()
     examination = await examine(system)
     finding = only(examination, "the books agree")
-    assert "wallet:u2 CNY: 11 stand there, its events lead to 10" in finding.what
+    assert "wallet:u2 CNY has 11, its events lead to 10" in finding.what
     assert f"grabstream dismiss {difference.id}" in finding.command
     assert not findings_of(examination, "somebody verifies")
     status = json.loads(grabstream("status", "--json", **env_of(system)).stdout)

@@ -157,7 +157,7 @@ async def test_the_verifier_compares_large_sums(large: Settings) -> None:
         async with await open_tables(large) as books:
             await books.execute("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u1'")
         [finding] = await passes()
-        assert f"{SUM + 1} stand there, its events lead to {SUM}" in finding.what
+        assert f"has {SUM + 1}, its events lead to {SUM}" in finding.what
 
 
 async def test_json_output_has_integers(large: Settings) -> None:
