@@ -101,7 +101,7 @@ class Decider:
                 if not is_trouble(error):
                     raise
                 # Commands that were read and not committed are delivered again.
-                pause = RETRY_SECONDS if not trouble.is_said else min(2 * pause, RETRY_SECONDS_MAX)
+                pause = RETRY_SECONDS if not trouble.is_present else min(2 * pause, RETRY_SECONDS_MAX)
                 trouble.say(in_words(error))
                 await asyncio.wait({stopping := asyncio.create_task(stop.wait())}, timeout=pause)
                 stopping.cancel()

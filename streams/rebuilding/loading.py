@@ -1,7 +1,8 @@
-"""Loading in several processes: decoding is what takes the time, and one Python decodes on one core only.
+"""Loading in several processes, because decoding takes most of the time, and a Python process decodes on one
+core.
 
-Shards are dealt out; each process carries its own ones, with connections of its own, into the same version.
-Cursor and rows are committed together there too, so it does not matter when a process ends.
+The shards are distributed. Each process loads its shards into the same version, through its own connections.
+Cursor and rows are committed together, so a process may end at any time.
 """
 
 import asyncio
@@ -19,91 +20,89 @@ from grabstream.streams.rebuilding.reading import RebuildRefused
 
 POLL_SECONDS: Final = 0.2
 
-#: Carries some shards to their targets; a function of a module, since another process looks it up by its
+#: Loads some shards up to their targets; a function of a module, because another process imports it by its
 #: name.
-Carry = Callable[..., Coroutine[Any, Any, None]]
+Load = Callable[..., Coroutine[Any, Any, None]]
 
 
 def deal(work: Mapping[int, int], jobs: int) -> list[list[int]]:
-    """Deals shards with so many events out to so many processes, the largest first, each to whoever has
-    least.
+    """Distributes shards, given their numbers of events, to `jobs` processes: the largest first, each to the
+    process with the fewest events.
     """
     hands: list[list[int]] = [[] for _ in range(min(jobs, len(work)))]
     for shard in sorted(work, key=lambda shard: -work[shard]):
-        min(hands, key=lambda hand: sum(work[one] for one in hand)).append(shard)
+        min(hands, key=lambda hand: sum(work[dealt] for dealt in hand)).append(shard)
     return hands
 
 
 async def in_processes(
-    carry: Carry,
+    load: Load,
     arguments: Sequence[Any],
     targets: Mapping[int, Cursor],
     hands: Sequence[Sequence[int]],
-    look: Callable[[], Any],
+    update_progress: Callable[[], Any],
 ) -> None:
-    """Runs `carry(*arguments, targets)` in a process for each hand of shards, and `look` now and then, until
-    all have ended.
+    """Runs `load(*arguments, targets)` in one process for each hand of shards, and `update_progress` from
+    time to time, until all have ended.
 
-    Raises Refused with what one of them said when it could not go on; the others are ended then, as at a
-    cancellation.
+    Raises RebuildRefused with the error of a process that failed. Then, and when cancelled, it ends the other
+    processes.
     """
     tasks: dict[asyncio.Task[None], Process] = {}
     try:
         for hand in hands:
-            process = await _start(carry, (*arguments, {shard: targets[shard] for shard in hand}))
+            process = await _start(load, (*arguments, {shard: targets[shard] for shard in hand}))
             tasks[asyncio.create_task(_done(process))] = process
         working = set(tasks)
         while working:
             ended, working = await asyncio.wait(
                 working, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
-            await look()
+            await update_progress()
             for task in ended:
                 task.result()
     finally:
         for process in tasks.values():
             if process.returncode is None:
-                process.kill()  # cursors and rows are committed together: it does not matter when it ends
-        # What the others say is no news any more, but has to be taken.
+                process.kill()  # cursors and rows are committed together, so it may end at any time
+        # Errors of the other processes are ignored, but must be retrieved.
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start(carry: Carry, arguments: Sequence[Any]) -> Process:
-    # Not multiprocessing: a process that was forked would share our connections, and one that it spawns
-    # imports our main module first, which for the command line is most of this program. In a session of its
-    # own: Ctrl-C goes to all of a terminal's processes, but who started us ends us.
-    words = (sys.executable, "-m", "grabstream.streams.rebuilding.loading")
-    process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
+async def _start(load: Load, arguments: Sequence[Any]) -> Process:
+    # Not multiprocessing: a forked process would share our connections, and a spawned one imports our main
+    # module first, which for the command line is most of this program. In a new session, because Ctrl-C is
+    # sent to all processes of a terminal, but only the parent ends this process.
+    command = (sys.executable, "-m", "grabstream.streams.rebuilding.loading")
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
     assert process.stdin is not None
-    process.stdin.write(pickle.dumps((os.getpid(), carry, arguments)))
+    process.stdin.write(pickle.dumps((os.getpid(), load, arguments)))
     process.stdin.close()
     return process
 
 
 async def _done(process: Process) -> None:
-    """Waits for its end; raises Refused with what it said if it could not go on."""
-    said, _ = await process.communicate()
+    """Waits for the end of a process; raises RebuildRefused with its error if it failed."""
+    output, _ = await process.communicate()
     if process.returncode:
         raise RebuildRefused(
-            said.decode()
-            or f"a loading process ended with code {process.returncode}; the same command goes on"
+            output.decode()
+            or f"a loading process ended with code {process.returncode}; the same command resumes"
         )
 
 
 def _main() -> None:
     gc.set_threshold(50_000, 20, 50)
-    parent, carry, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started us
+    parent, load, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started us
     try:
-        asyncio.run(carry(*arguments, require_parent(parent)))
+        asyncio.run(load(*arguments, require_parent(parent)))
     except Exception as error:
         sys.stdout.write(str(error) if isinstance(error, RebuildRefused) else in_words(error))
         sys.exit(1)
 
 
 def require_parent(parent: int) -> Callable[..., None]:
-    """A step that ends this process when the one that started it is gone, by kill -9: another rebuild may go
-    on instead.
-    """
+    """A step that ends this process if its parent is gone (kill -9): another rebuild may continue instead."""
 
     def step(*_: Any) -> None:
         if os.getppid() != parent:

@@ -1,12 +1,15 @@
 """Rebuilding a read model: a new version beside the live one, loaded at bulk speed, compared, and shown in
 one transaction.
 
-1. load into bare tables up to where the live version is, then finish (sums, constraints, indexes) · 2. follow
-   with what the workers apply · 3. hold the live version's cursors for a moment, feed the new version up to
-   exactly them, and compare both in one snapshot ·
-4. follow to the journal's end; hold the live cursors again, wait until no reader has an older snapshot, and
-   replace the views. Cursors and rows are committed together throughout, so a build that was stopped, or
-   killed, goes on where it was.
+1. Load into tables without indexes up to the position of the live version; then add sums, constraints and
+indexes.
+2. Follow with the functions that the workers use.
+3. Lock the live version's cursors for a moment, bring the new version to exactly these cursors, and compare
+both in one snapshot.
+4. Follow to the journal's end; lock the live cursors again, wait until no reader has an older snapshot, and
+replace the views.
+
+Cursors and rows are always committed together, so a build that was stopped or killed resumes where it was.
 """
 
 import asyncio
@@ -43,14 +46,14 @@ FOLLOW_EVENTS: Final = 2_000
 CHUNKS_AHEAD: Final = 1
 #: With fewer events to load, starting processes takes longer than loading.
 PROCESSES_EVENTS_MIN: Final = 100_000
-#: A build whose distance to the live version is below this is finished, and follows from there.
+#: A build that lags behind the live version by fewer events is finished, and follows from there.
 NEAR_EVENTS: Final = 20_000
 POLL_SECONDS: Final = 0.05
 LOCK_PATIENCE_SECONDS: Final = 2.0
 
 
 class RebuildProgress(NamedTuple):
-    """How far a build is in a step: events done of `total`, and how many a second."""
+    """The progress of a build in a step: events done of `total`, and events per second."""
 
     step: str
     done: int = 0
@@ -59,17 +62,17 @@ class RebuildProgress(NamedTuple):
 
     @property
     def seconds_left(self) -> float | None:
-        """At this rate; None when nothing is known yet."""
+        """The seconds left at this rate; None if the rate is not known yet."""
         return (self.total - self.done) / self.rate if self.rate else None
 
 
 ReportRebuild = Callable[[RebuildProgress], None]
-#: Called with the name of every step that a crash test may want to end the process at.
+#: Called with the name of each step; crash tests end the process there.
 Step = Callable[[str], None]
 
 
 class Rebuild:
-    """The rebuilding of one projection; `open_rebuild` makes it. Only one at a time does it."""
+    """The rebuild of one projection; `open_rebuild` makes it. Only one runs at a time."""
 
     def __init__(
         self, where: Servers, projection: str, control: AsyncConnection[Any], writer: AsyncConnection[Any],
@@ -78,18 +81,18 @@ class Rebuild:
         self._where = where
         self._projection = projection
         self._model = READ_MODELS[projection]
-        #: reads the live version and holds its cursors; the writer's names are those of the new version
+        #: Reads the live version and locks its cursors. The writer's unqualified names mean the new version.
         self._control = control
         self._writer = writer
         self._report = report
         self._step = step
         self._jobs = jobs
-        self._own: dict[int, Cursor] = {}
+        self._cursors: dict[int, Cursor] = {}
 
     # -- building --------------------------------------------------------------------------------------------
 
     async def live(self) -> Version:
-        """The version that is shown; raises NoReadModel or Refused when there is none."""
+        """The live version; raises RebuildRefused if there is none."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, "live")
         if found is None:
             raise RebuildRefused(
@@ -103,7 +106,7 @@ class Rebuild:
         return bool(await versions.lost(self._control, [version]))
 
     async def begun(self, source: str, keeps_set_aside: bool) -> Version | None:
-        """A build that was begun and can go on: of this code's definition, from the same source."""
+        """An unfinished build that can be resumed: of this code's definition, from the same source."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         wanted = (definition_of(self._projection).number, source, keeps_set_aside)
         if (
@@ -115,23 +118,23 @@ class Rebuild:
         return found
 
     async def in_state(self, state: str) -> Version:
-        """The version in a state, `building` or `previous`; raises Refused when there is none."""
+        """The version in a state, `building` or `previous`; raises RebuildRefused if there is none."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, state)
         if found is None:
-            words = "previous version to go back to" if state == "previous" else "version that was begun"
+            words = "previous version to return to" if state == "previous" else "unfinished build"
             raise RebuildRefused(f"{self._projection} has no {words}")
         return found
 
     async def set_aside(self) -> list[SetAside]:
-        """What the live version lacks."""
+        """The records that were set aside for the live version."""
         return await set_aside.load(self._control, self._projection)
 
     async def events(self) -> int:
-        """How many events the live version has, all shards together."""
+        """The number of events of the live version, over all shards."""
         return sum(cursor.seq for cursor in (await self._cursors_of(await self.live())).values())
 
     async def build(self, source: RebuildSource) -> Version:
-        """Makes a new version, or goes on with one, until it is complete and near the live one; returns
+        """Builds a new version, or resumes a build, until it is complete and close to the live one; returns
         it.
         """
         await versions.sweep(self._control, self._where.schema, self._projection)
@@ -147,15 +150,18 @@ class Rebuild:
             lacking = 0 if keeps else len(await self.set_aside())
             if not lacking:
                 raise
-            records = "1 record, which is" if lacking == 1 else f"{lacking} records, which are"
+            records = (
+                "1 record was set aside that is"
+                if lacking == 1
+                else f"{lacking} records were set aside that are"
+            )
             raise RebuildRefused(
-                f"{error}. The live version was let past {records} read again now: --keep-set-aside goes "
-                "past them"
+                f"{error}. For the live version, {records} read again now: --keep-set-aside skips them"
             ) from None
         return building
 
     async def restore(self, source: RebuildSource, patience_seconds: float) -> Version:
-        """Makes a new version up to the source's end and shows it, where the live one's tables are gone."""
+        """Builds a new version up to the source's end and shows it, if the live version's tables are gone."""
         await versions.sweep(self._control, self._where.schema, self._projection)
         building = await self.begun(source.name, source.skips_set_aside) or await self._begin(
             source.name, source.skips_set_aside
@@ -163,13 +169,13 @@ class Rebuild:
         await self._use(building)
 
         async def ends() -> dict[int, Cursor]:
-            found = {shard: await source.end(shard) for shard in range(self._where.shards)}
-            if None in found.values():
-                # The audit trail knows no offsets; it ends where its own cursors are.
+            ends_of_source = {shard: await source.end(shard) for shard in range(self._where.shards)}
+            if None in ends_of_source.values():
+                # The audit trail has no offsets; it ends at the cursors of its read model.
                 trail = await versions.in_state(self._control, self._where.schema, "audit", "live")
                 assert trail is not None
                 return await self._cursors_of(trail)
-            return {shard: end for shard, end in found.items() if end is not None}
+            return {shard: end for shard, end in ends_of_source.items() if end is not None}
 
         if building.phase == "loading":
             await self._load(source, ends)
@@ -179,7 +185,7 @@ class Rebuild:
             await self._follow(source, await ends())
 
         async def reach(held: Mapping[int, Cursor]) -> None:
-            """Nobody writes the live version."""
+            """Does nothing: no worker writes the live version."""
 
         await Switch(self._control, self._where.schema, None, building, near, reach, False, self._wait).run(
             patience_seconds
@@ -190,14 +196,14 @@ class Rebuild:
         return await self._cursors_of(await self.live())
 
     async def _begin(self, source: str, keeps_set_aside: bool) -> Version:
-        useless = await versions.in_state(self._control, self._where.schema, self._projection, "building")
-        if useless is not None:
+        stale = await versions.in_state(self._control, self._where.schema, self._projection, "building")
+        if stale is not None:
             log.warning(
                 "%s was begun with another definition, from another source, with another --keep-set-aside, "
-                "or is gone: begun anew",
-                useless.schema,
+                "or its tables are gone: starting again",
+                stale.schema,
             )
-            await versions.discard(self._control, self._where.schema, useless)
+            await versions.discard(self._control, self._where.schema, stale)
         async with self._writer.transaction():
             return await versions.create(
                 self._writer,
@@ -210,7 +216,7 @@ class Rebuild:
 
     async def _use(self, version: Version) -> None:
         await versions.use_version(self._writer, self._where.schema, version)
-        self._own = await cursors.load(self._writer, self._projection)
+        self._cursors = await cursors.load(self._writer, self._projection)
 
     async def _load(
         self, source: RebuildSource, targets_now: Callable[[], Awaitable[dict[int, Cursor]]]
@@ -218,26 +224,26 @@ class Rebuild:
         while True:
             targets = await targets_now()
             work = {
-                shard: target.seq - self._own[shard].seq
+                shard: target.seq - self._cursors[shard].seq
                 for shard, target in targets.items()
-                if target.seq > self._own[shard].seq
+                if target.seq > self._cursors[shard].seq
             }
             if self._jobs > 1 and sum(work.values()) >= PROCESSES_EVENTS_MIN:
                 await self._load_in_processes(source, targets, deal(work, self._jobs))
             await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
             now = await targets_now()
-            if sum(now[shard].seq - self._own[shard].seq for shard in now) < NEAR_EVENTS:
+            if sum(now[shard].seq - self._cursors[shard].seq for shard in now) < NEAR_EVENTS:
                 return
 
     async def _load_in_processes(
         self, source: RebuildSource, targets: Mapping[int, Cursor], hands: list[list[int]]
     ) -> None:
         began, total = time.monotonic(), sum(target.seq for target in targets.values())
-        first = sum(cursor.seq for cursor in self._own.values())
+        first = sum(cursor.seq for cursor in self._cursors.values())
 
-        async def look() -> None:
-            self._own = await cursors.load(self._writer, self._projection)
-            done = sum(cursor.seq for cursor in self._own.values())
+        async def update_progress() -> None:
+            self._cursors = await cursors.load(self._writer, self._projection)
+            done = sum(cursor.seq for cursor in self._cursors.values())
             self._report(
                 RebuildProgress(
                     "loading", done, max(total, done), (done - first) / (time.monotonic() - began)
@@ -250,23 +256,21 @@ class Rebuild:
                 (self._where, self._projection, source.name, source.skips_set_aside),
                 targets,
                 hands,
-                look,
+                update_progress,
             )
         finally:
-            self._own = await cursors.load(self._writer, self._projection)
+            self._cursors = await cursors.load(self._writer, self._projection)
 
     async def load_shards(self, source: RebuildSource, targets: Mapping[int, Cursor]) -> None:
-        """Loads some shards only, into the version that is being built: what one of several processes
-        does.
-        """
+        """Loads some shards into the version that is being built; one of several processes calls this."""
         building = await self.begun(source.name, source.skips_set_aside)
         if building is None:
-            raise RebuildRefused(f"nothing of {self._projection} is being built")
+            raise RebuildRefused(f"no version of {self._projection} is being built")
         await self._use(building)
         await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
 
     async def _finish(self, building: Version) -> Version:
-        done = sum(cursor.seq for cursor in self._own.values())
+        done = sum(cursor.seq for cursor in self._cursors.values())
         self._report(RebuildProgress("sums, constraints and indexes", done, done))
         try:
             async with self._writer.transaction():
@@ -277,7 +281,7 @@ class Rebuild:
                 building = await versions.set_phase(self._writer, self._where.schema, building, "following")
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             raise RebuildRefused(
-                f"PostgreSQL refuses what {building.schema} was loaded with: {error}"
+                f"PostgreSQL refuses the rows that were loaded into {building.schema}: {error}"
             ) from None
         self._step("rebuild.finished")
         for table in definition_of(self._projection).tables:
@@ -298,18 +302,21 @@ class Rebuild:
         step: str,
         frozen: bool = False,
     ) -> None:
-        """Carries every shard from its own cursor to its target, a chunk a transaction."""
-        began, done = time.monotonic(), sum(cursor.seq for cursor in self._own.values())
+        """Brings every shard from its cursor to its target, one chunk per transaction."""
+        began, done = time.monotonic(), sum(cursor.seq for cursor in self._cursors.values())
         total = max(sum(target.seq for target in targets.values()), done)
         first = done
         skipped = await source.set_aside()
         for shard, target in targets.items():
-            if self._own[shard].next_offset >= target.next_offset and self._own[shard].seq >= target.seq:
+            if (
+                self._cursors[shard].next_offset >= target.next_offset
+                and self._cursors[shard].seq >= target.seq
+            ):
                 continue
-            chunks = gathered(source.chunks(shard, self._own[shard], target, skipped), chunk_events)
+            chunks = gathered(source.chunks(shard, self._cursors[shard], target, skipped), chunk_events)
             async with aclosing(read_ahead(chunks, CHUNKS_AHEAD)) as read:
                 async for chunk in read:
-                    passed = _between(skipped, shard, self._own[shard], chunk.after)
+                    passed = _between(skipped, shard, self._cursors[shard], chunk.after)
                     await self._write(chunk, apply, frozen, passed)
                     done += len(chunk.facts)
                     self._report(
@@ -323,7 +330,7 @@ class Rebuild:
         try:
             async with self._writer.transaction():
                 await cursors.advance(
-                    self._writer, self._projection, {shard: (self._own[shard], after)}, frozen
+                    self._writer, self._projection, {shard: (self._cursors[shard], after)}, frozen
                 )
                 if skipped:
                     await set_aside.carry_over(self._writer, skipped)
@@ -331,10 +338,10 @@ class Rebuild:
                     await apply(self._writer, chunk.facts)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             raise RebuildRefused(
-                f"shard {shard}, seq {self._own[shard].seq + 1} to {after.seq}: PostgreSQL refuses its "
+                f"shard {shard}, seq {self._cursors[shard].seq + 1} to {after.seq}: PostgreSQL refuses its "
                 f"events: {error}"
             ) from None
-        self._own[shard] = after
+        self._cursors[shard] = after
         self._step("rebuild.committed")
 
     # -- aligning and comparing ------------------------------------------------------------------------------
@@ -343,8 +350,8 @@ class Rebuild:
         return await cursors_of(self._control, version, lock)
 
     async def difference(self, source: RebuildSource, building: Version) -> list[TableDifference]:
-        """Compares both versions at the same cursors: the live one stands still for as long as it takes to
-        get there, not to compare.
+        """Compares both versions at the same cursors. The live version is locked only while the new one
+        catches up, not during the comparison.
         """
         live = await self.live()
         await self._follow(source, await self._cursors_of(live))
@@ -353,8 +360,8 @@ class Rebuild:
             async with self._control.transaction():
                 held = await self._cursors_of(live, lock=True)
                 await self._follow(source, held)
-                _require_same(self._projection, held, self._own)
-                # The first statement takes the snapshot that all others read in.
+                _require_same(self._projection, held, self._cursors)
+                # The first statement takes the snapshot in which all others read.
                 await snapshot.execute("SELECT 1")
             self._report(RebuildProgress("comparing"))
             return await compare(snapshot, definition_of(self._projection), live, building)
@@ -362,21 +369,22 @@ class Rebuild:
     # -- showing ---------------------------------------------------------------------------------------------
 
     async def agree(self, building: Version) -> Version:
-        """Writes down that the differences are accepted: a switch that is cut off need not compare again."""
+        """Records that the differences are accepted: an interrupted switch need not compare again."""
         return await versions.set_phase(self._control, self._where.schema, building, "agreed")
 
     async def switch(
         self, source: RebuildSource, building: Version, keep: bool, patience_seconds: float
     ) -> Version:
-        """Shows the new version in one transaction; returns the one that was live. Raises RebuildRefused when
-        readers do not let go.
+        """Shows the new version in one transaction; returns the one that was live. Raises RebuildRefused if
+        readers keep the views locked.
         """
         live = await self.live()
 
         async def near() -> None:
-            # Behind the live version it may not be shown; ahead of it, it may: readers never go back.
+            # A version that lags behind the live one must not be shown, or readers would go back; one ahead
+            # may.
             await self._follow(source, await self._cursors_of(live))
-            ends = {shard: await source.end(shard) for shard in self._own}
+            ends = {shard: await source.end(shard) for shard in self._cursors}
             await self._follow(source, {shard: end for shard, end in ends.items() if end is not None})
 
         async def reach(held: Mapping[int, Cursor]) -> None:
@@ -390,24 +398,24 @@ class Rebuild:
     async def undo(
         self, source: RebuildSource, accept: bool, patience_seconds: float
     ) -> tuple[Version, Version]:
-        """Shows the previous version again; returns what was live, and what is. Raises Refused when it would
-        lead readers back in time.
+        """Shows the previous version again; returns the version that was live, and the one that is. Raises
+        RebuildRefused if readers would go back in time.
         """
         live, previous = await self.live(), await self.in_state("previous")
-        for one in (live, previous):
-            if await self.is_lost(one):
+        for version in (live, previous):
+            if await self.is_lost(version):
                 raise RebuildRefused(
-                    f"the tables in schema {one.schema} are gone: `grabstream rebuild {self._projection}`, "
-                    "without --undo"
+                    f"the tables in schema {version.schema} are gone: run `grabstream rebuild "
+                    f"{self._projection}` without --undo"
                 )
         await self._use(previous)
         ours = previous.definition == definition_of(self._projection).number
-        # A version of the same definition stood still, frozen, since it was replaced; another one is kept by
-        # workers that have its code.
+        # A version of the same definition is frozen since it was replaced. One of another definition is kept
+        # current by workers that have its code.
         frozen = ours and previous.definition == live.definition
 
         async def follow(targets: Mapping[int, Cursor]) -> None:
-            self._own = await cursors.load(self._writer, self._projection)
+            self._cursors = await cursors.load(self._writer, self._projection)
             try:
                 if ours:
                     await self._follow(source, targets, frozen)
@@ -419,15 +427,15 @@ class Rebuild:
 
         async def reach(held: Mapping[int, Cursor]) -> None:
             await follow(held)
-            self._own = await cursors.load(self._writer, self._projection)
-            after = [
-                f"shard {shard}: seq {self._own[shard].seq} of {held[shard].seq}"
+            self._cursors = await cursors.load(self._writer, self._projection)
+            lagging = [
+                f"shard {shard}: seq {self._cursors[shard].seq} of {held[shard].seq}"
                 for shard in held
-                if self._own[shard].seq < held[shard].seq
+                if self._cursors[shard].seq < held[shard].seq
             ]
-            if after and not accept:
+            if lagging and not accept:
                 raise Busy(
-                    f"{previous.schema} is behind the live version ({'; '.join(after[:3])}), and readers "
+                    f"{previous.schema} lags behind the live version ({'; '.join(lagging[:3])}), and readers "
                     "would go back in time: "
                     f"run workers of the release that has definition {previous.definition}, or --accept"
                 )
@@ -440,10 +448,10 @@ class Rebuild:
     def _wait(self, reason: str) -> None:
         self._report(RebuildProgress(f"waiting to switch: {reason}"))
 
-    # -- what is no longer needed ----------------------------------------------------------------------------
+    # -- dropping --------------------------------------------------------------------------------------------
 
     async def drop(self, state: str) -> Version | None:
-        """Drops the version in a state, `building` or `previous`; returns it, or None when there was none."""
+        """Drops the version in a state, `building` or `previous`; returns it, None if there was none."""
         found = await versions.in_state(self._control, self._where.schema, self._projection, state)
         if found is not None:
             await versions.discard(self._control, self._where.schema, found)
@@ -464,17 +472,17 @@ def _between(records: Sequence[SetAside], shard: int, before: Cursor, after: Cur
     ]
 
 
-def _require_same(projection: str, live: Mapping[int, Cursor], ours: Mapping[int, Cursor]) -> None:
+def _require_same(projection: str, live: Mapping[int, Cursor], new: Mapping[int, Cursor]) -> None:
     for shard, cursor in live.items():
-        if ours[shard] != cursor:
+        if new[shard] != cursor:
             raise RebuildRefused(
-                f"{projection}, shard {shard}: the live version is at {_place(cursor)}, the new one came to "
-                f"{_place(ours[shard])}: "
-                "they are of different histories; `grabstream verify` says which one the journal has"
+                f"{projection}, shard {shard}: the live version is at {_in_words(cursor)}, the new one "
+                f"reached {_in_words(new[shard])}: "
+                "they are of different histories; `grabstream verify` shows which one the journal has"
             )
 
 
-def _place(cursor: Cursor) -> str:
+def _in_words(cursor: Cursor) -> str:
     return f"seq {cursor.seq}, hash {cursor.head.hex()[:12]}…, offset {cursor.next_offset}"
 
 
@@ -482,7 +490,7 @@ async def load_part(
     where: Servers, projection: str, source_name: str, keeps_set_aside: bool, targets: Mapping[int, Cursor],
     step: Step
 ) -> None:  # fmt: skip
-    """Loads some shards in a process of its own, for a rebuild that another process conducts and reports."""
+    """Loads some shards in a separate process, for a rebuild that another process controls and reports."""
     past = projection if keeps_set_aside else None
     async with (
         _connections(where) as (control, writer),
@@ -499,7 +507,7 @@ async def _connections(where: Servers) -> AsyncIterator[tuple[AsyncConnection[An
     ):
         await use_schema(control, where.schema)
         await use_schema(writer, where.schema)
-        # A commit that PostgreSQL forgets in a crash takes its cursor along.
+        # If PostgreSQL loses a commit in a crash, it loses the cursor as well.
         await writer.execute("SET synchronous_commit = off")
         yield control, writer
 
@@ -512,25 +520,25 @@ async def open_rebuild(
     step: Step = lambda name: None,
     jobs: int = 1,
 ) -> AsyncIterator[Rebuild]:
-    """A rebuild with connections of its own, loading in so many processes; raises Refused when another one of
-    it runs.
+    """A rebuild with its connections, loading in `jobs` processes; raises RebuildRefused if another rebuild
+    of the projection runs.
     """
     async with _connections(where) as (control, writer):
         await hold_projection(control, where.schema, projection, f"rebuild of {projection}")
         try:
             yield Rebuild(where, projection, control, writer, report, step, jobs)
         except CursorMoved as moved:
-            raise RebuildRefused(f"{moved}: another process wrote it; the same command goes on") from None
+            raise RebuildRefused(f"{moved}: another process wrote it; the same command resumes") from None
 
 
 async def hold_projection(connection: AsyncConnection[Any], schema: str, projection: str, work: str) -> None:
-    """Makes sure that nobody else makes, shows or drops versions of a projection until the connection ends;
-    raises RebuildRefused.
+    """Locks a projection until the connection ends, so that no other process makes, shows or drops versions
+    of it; raises RebuildRefused.
     """
     deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
     while True:
         try:
-            # Held by the session: it goes with the process, however that ends.
+            # The session holds the lock, so it is released when the process ends, however it ends.
             return await hold(connection, f"grabstream-rebuild-{schema}-{projection}", work)
         except Held as held:
             if time.monotonic() > deadline:

@@ -1,7 +1,9 @@
-"""Switching what is shown, so that no reader sees a mixture, goes back in time, or queues behind us.
+"""Switching the live version, so that no reader sees a mixture, goes back in time, or queues behind the
+switch.
 
-The live version's cursors are held while the one that takes its place comes to them; then nobody may have a
-snapshot from before, and the views are replaced in the transaction that holds the cursors.
+The live version's cursors are locked while the version that replaces it catches up to them. Then the switch
+waits until no session has an older snapshot, and replaces the views in the transaction that holds the
+cursors.
 """
 
 import asyncio
@@ -27,16 +29,16 @@ RETRY_SECONDS: Final = 0.5
 
 
 class Busy(Exception):
-    """Readers or writers hold what a switch needs, for now; the text says who."""
+    """Readers or writers hold locks that a switch needs, for now; the text names them."""
 
 
 class Switch(NamedTuple):
-    """A switch of main schema `schema` from `live` to `chosen`; what was live is kept as the previous
-    version, or not.
+    """A switch of main schema `schema` from version `live` to `chosen`. With `keep`, the live version becomes
+    the previous one.
 
-    `near` brings the chosen one close while nothing is held, `reach` to the cursors that are held; both may
-    raise Busy. Without a `live` one, whose tables are gone, nothing is held. `control` is a connection in
-    autocommit, `wait` is told why it has to be tried again.
+    `near` brings the chosen version close while nothing is locked, `reach` brings it to the locked cursors;
+    both may raise Busy. If `live` is None, because its tables are gone, nothing is locked. `control` is a
+    connection in autocommit; `wait` is called with the reason of each retry.
     """
 
     control: AsyncConnection[Any]
@@ -49,7 +51,7 @@ class Switch(NamedTuple):
     wait: Callable[[str], None]
 
     async def run(self, patience_seconds: float) -> None:
-        """Tries until it is done; raises Refused when readers or writers have not let go for so long."""
+        """Tries until it is done; raises RebuildRefused if readers or writers hold locks for longer."""
         deadline = time.monotonic() + patience_seconds
         while (reason := await self._try()) is not None:
             if time.monotonic() > deadline:
@@ -62,7 +64,7 @@ class Switch(NamedTuple):
         await versions.sweep(self.control, self.schema, self.chosen.projection)
 
     async def _try(self) -> str | None:
-        """Why it could not be done for now; None when it is done."""
+        """Returns why it cannot be done now; None if it is done."""
         try:
             await self.near()
             async with self.control.transaction():
@@ -71,7 +73,8 @@ class Switch(NamedTuple):
                     await cursors_of(self.control, self.live, lock=True) if self.live is not None else {}
                 )
                 await older_snapshots_gone(self.control, self.schema)
-                # Readers queue behind us while we wait: not for long, and then we come again.
+                # Readers queue behind us while we wait for this lock: so we wait shortly, and try again
+                # later.
                 await self._set_lock_timeout(VIEWS_LOCK_MS)
                 await versions.show(self.control, self.schema, self.chosen, self.keep)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
@@ -89,11 +92,11 @@ class Switch(NamedTuple):
 async def older_snapshots_gone(
     connection: AsyncConnection[Any], schema: str, seconds: float = SNAPSHOTS_SECONDS
 ) -> None:
-    """Returns when nobody who may read `schema` has a snapshot from before this call; raises Busy, which says
-    who has one, after that time.
+    """Returns when no session that may read `schema` has a snapshot from before this call; after so many
+    seconds, raises Busy, which names the sessions.
 
-    In such a snapshot a table that was filled since would be older, or empty, whatever view it is read
-    through. Any role may ask.
+    In such a snapshot, a table that was filled since would be older, or empty, whatever view it is read
+    through. Any role may call this.
     """
     older = await with_snapshot(connection, schema)
     deadline = time.monotonic() + seconds
@@ -107,9 +110,9 @@ async def older_snapshots_gone(
         older = {transaction: words for transaction, words in older.items() if transaction in now}
 
 
-#: Of another role's session, everybody is shown `backend_xmin` and all locks; the kind of a session, its
-#: times and its waits only members of that role or of pg_read_all_stats. `backend_xmin` may grow while the
-#: snapshot stays, so the transaction is what is recognised again.
+#: Every role sees `backend_xmin` and all locks of any session. Only members of a session's role, or of
+#: pg_read_all_stats, see its type, times and waits. `backend_xmin` may grow while the snapshot stays, so a
+#: session is recognised by its transaction.
 _WITH_SNAPSHOT: Final = """
     SELECT session.pid, own.virtualtransaction,
         format('pid %%s, %%s', session.pid, concat_ws(', ', usename, nullif(application_name, ''))),
@@ -126,24 +129,25 @@ _WITH_SNAPSHOT: Final = """
 
 
 async def with_snapshot(connection: AsyncConnection[Any], schema: str) -> dict[tuple[int, str], str]:
-    """Transactions that have a snapshot and may read `schema`, by process and virtual transaction, in words.
+    """Transactions that have a snapshot and may read `schema`, in words, by process and virtual transaction.
 
-    Without those that wait for us, as workers do, and without other systems, which never read it: theirs is a
-    session that has the name which a system of this database gives to its own. Who takes such a name for
-    another program gives up what a switch promises, for it.
+    Excludes those that wait for us, as workers do, and the sessions of other systems, which never read it.
+    The sessions of other systems are recognised by name. A program that uses such a name loses the guarantee
+    that a switch gives.
     """
     others = {system_name(other) for other in await other_systems(connection, schema)} - {system_name(schema)}
-    # What a transaction was once shown of the sessions it is shown again, until this.
+    # Within a transaction, the statistics of sessions are cached until this call.
     await connection.execute("SELECT pg_stat_clear_snapshot()")
-    found = await (await connection.execute(_WITH_SNAPSHOT, (list(others),))).fetchall()
+    sessions = await (await connection.execute(_WITH_SNAPSHOT, (list(others),))).fetchall()
     waiting_for_us = {connection.info.backend_pid}
     while (
-        more := {pid for pid, _, _, blockers, _ in found if waiting_for_us & set(blockers)} - waiting_for_us
+        newly_found := {pid for pid, _, _, blockers, _ in sessions if waiting_for_us & set(blockers)}
+        - waiting_for_us
     ):
-        waiting_for_us |= more
+        waiting_for_us |= newly_found
     return {
         (pid, transaction): words
-        for pid, transaction, words, _, other in found
+        for pid, transaction, words, _, other in sessions
         if pid not in waiting_for_us and not other
     }
 
@@ -151,8 +155,8 @@ async def with_snapshot(connection: AsyncConnection[Any], schema: str) -> dict[t
 async def cursors_of(
     connection: AsyncConnection[Any], version: Version, lock: bool = False
 ) -> dict[int, Cursor]:
-    """The cursors of a version; held in the caller's transaction with `lock`, so that nobody writes that
-    version.
+    """The cursors of a version. With `lock`, they are locked in the caller's transaction, so that no worker
+    writes that version.
     """
     query = sql.SQL(
         "SELECT shard, seq, head, next_offset, term, owner FROM {} WHERE projection = %s ORDER BY shard {}"

@@ -49,7 +49,7 @@ from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 from grabstream.streams.projecting.verifier import Verifier
 from grabstream.streams.relaying.relay import Step
-from grabstream.streams.worker import ROLES, Role, again, roles_of, run_worker
+from grabstream.streams.worker import ROLES, Role, restarting, roles_of, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
             ready, relayed.extend,
         )  # fmt: skip
         roles["identity"] = functools.partial(known.keep, redis)
-        roles["servers"] = again("servers", functools.partial(watch_servers, settings, redis))
+        roles["servers"] = restarting("servers", functools.partial(watch_servers, settings, redis))
         log.info("playing %s", ", ".join(chosen))
         left = await run_worker(roles, stop)
         if left:
