@@ -1,14 +1,15 @@
-"""Restoring the journal from the audit trail, when Kafka has lost it: the same events under the same chain,
-at new offsets.
+"""Restoring a lost journal from the audit trail: the same events with the same chain, at new offsets.
 
-1. check that nothing knows more than the audit trail · 2. per shard: raise the term, append a marker and then
-   the events in blocks, cut wherever a cursor stands · 3. anchor every cursor anew by its seq and hash: those
-   of the read models, the checkpoint in Redis, and the publisher's, in a repeat of the last event it
-   published. Every step may be done again after it was cut off.
+1. Check that nothing has more events than the audit trail.
+2. Per shard: raise the term, append a marker, and then the events, in blocks that end wherever a cursor is.
+3. Anchor every cursor by its seq and hash, that is, give it its new offset: the cursors of the read models,
+the checkpoint in Redis, and the publisher's cursor, by repeating the last event that it published.
 
-Events that somebody knows and the audit trail has not may be given up, when that is accepted: then Redis'
-shard is fenced, and its relay makes it anew from the journal; a version of a read model that had them is
-dropped, and the live one begins anew, empty.
+Every step may be repeated after an interruption.
+
+Events that a read model or Redis has, but not the audit trail, are given up only if that is accepted. Then
+the shard in Redis is fenced, and its relay rebuilds it from the journal. A version of a read model that had
+such events is dropped; a live one starts again, empty.
 """
 
 import secrets
@@ -49,54 +50,57 @@ BLOCK_EVENTS: Final = 1_000
 BLOCK_BYTES: Final = RECORD_BYTES_MAX // 4
 
 
-class Standing(NamedTuple):
-    """A version's place in a shard; it has to be found in the restored journal by seq and hash."""
+class VersionCursor(NamedTuple):
+    """The cursor of a read model version in a shard. The restored journal must contain its seq and hash."""
 
     version: Version
     cursor: Cursor
 
 
 class ShardPlan(NamedTuple):
-    """What is restored of a shard: up to `end`, by the audit trail.
+    """The restore of a shard, up to the cursor `end` of the audit trail.
 
-    `standings`, `checkpoint` (of Redis) and `published` (on `grab.events`) are anchored anew. `restored` is
-    how far the topic is already, after an attempt that was cut off, and `found` the anchors in it.
-    `acknowledged` is the seq that Redis' checkpoint has, `given_up` the number of events behind `end` that
-    somebody knows, and `anew` the versions that have such events, in this shard or another.
+    `version_cursors`, `checkpoint` (of Redis) and `published` (on `grab.events`) are anchored. `restored` is
+    the cursor that an interrupted attempt has reached, and `anchored` are the anchors in what it wrote.
+    `acknowledged` is the seq of the checkpoint in Redis. `given_up` is the number of events after `end` that
+    a read model, Redis or `grab.events` has, and `restarted` are the versions that have such events, in any
+    shard.
     """
 
     shard: int
     end: Cursor
-    standings: tuple[Standing, ...]
+    version_cursors: tuple[VersionCursor, ...]
     checkpoint: Cursor
     published: Cursor
     restored: Cursor = Cursor()
-    found: Mapping[int, Cursor] = {}
+    anchored: Mapping[int, Cursor] = {}
     acknowledged: int = 0
     given_up: int = 0
-    anew: tuple[Version, ...] = ()
+    restarted: tuple[Version, ...] = ()
 
     @property
-    def places(self) -> list[tuple[str, Cursor]]:
-        """Everybody who stands somewhere, in words, and where."""
-        named = [(f"{one.version.projection} ({one.version.schema})", one.cursor) for one in self.standings]
+    def cursors(self) -> list[tuple[str, Cursor]]:
+        """Every cursor that is anchored, after the name of its owner in words."""
+        named = [
+            (f"{version.projection} ({version.schema})", cursor) for version, cursor in self.version_cursors
+        ]
         return [
             *named,
-            ("Redis' checkpoint", self.checkpoint),
-            ("what is published on the events topic", self.published),
+            ("the checkpoint in Redis", self.checkpoint),
+            ("the events topic", self.published),
         ]
 
     @property
     def marks(self) -> set[int]:
-        """The seqs at which blocks end, because somebody stands there."""
-        return {cursor.seq for _, cursor in self.places if cursor.seq}
+        """The seqs of these cursors, at which blocks end."""
+        return {cursor.seq for _, cursor in self.cursors if cursor.seq}
 
 
 class Restore:
-    """The restoring of one system's journal: `plan` checks and changes nothing, `run` does it.
+    """The restore of one system's journal: `plan` only checks, `run` writes.
 
-    `redis` must not decode replies. `republish` says that `grab.events` was lost too and shall be filled
-    again from the beginning, `accept_loss` that events which the audit trail has not are given up.
+    `redis` must not decode replies. With `republish`, `grab.events` was lost too, and is filled again from
+    the beginning. With `accept_loss`, events that the audit trail lacks are given up.
     """
 
     def __init__(
@@ -111,11 +115,11 @@ class Restore:
         self._republish = republish
         self._accept_loss = accept_loss
 
-    # -- looking ---------------------------------------------------------------------------------------------
+    # -- planning --------------------------------------------------------------------------------------------
 
     async def plan(self) -> list[ShardPlan]:
-        """What will be restored; raises RebuildRefused, and names what knows more than the audit trail, or is
-        of another history.
+        """What will be restored. Raises RebuildRefused, which names what has more events than the audit
+        trail, or another history.
         """
         async with (
             await connect(self._where.postgres, self._where.schema) as connection,
@@ -129,31 +133,33 @@ class Restore:
                 f"delete the topic (`{delete_command(self._where.kafka, self._where.journal)}`), and "
                 "begin again"
             )
-            known = [
-                one
-                for one in await versions.versions(connection, self._where.schema)
-                if one.projection in PROJECTIONS
+            existing = [
+                version
+                for version in await versions.versions(connection, self._where.schema)
+                if version.projection in PROJECTIONS
             ]
-            gone = await versions.lost(connection, known)
-            if any((one.projection, one.state) == ("audit", "live") for one in gone):
+            gone = await versions.lost(connection, existing)
+            if any((version.projection, version.state) == ("audit", "live") for version in gone):
                 raise RebuildRefused(
-                    f"the tables of the audit trail are gone ({', '.join(one.schema for one in gone)}): "
-                    "restore their backup"
+                    "the tables of the audit trail are gone "
+                    f"({', '.join(version.schema for version in gone)}): restore their backup"
                 )
-            known = [one for one in known if one not in gone]
+            existing = [version for version in existing if version not in gone]
             for shard in range(self._where.shards):
                 holder = await self._redis.get(self._keys.shard(shard).lease)
                 if holder is not None:
                     raise RebuildRefused(
                         f"shard {shard} is relayed by {holder.decode()}: stop the workers first"
                     )
-                standings = [
-                    await _standing(connection, one, shard) for one in known if one.state != "discarded"
+                version_cursors = [
+                    await _load_cursor(connection, version, shard)
+                    for version in existing
+                    if version.state != "discarded"
                 ]
                 [end] = [
-                    one.cursor
-                    for one in standings
-                    if (one.version.projection, one.version.state) == ("audit", "live")
+                    cursor
+                    for version, cursor in version_cursors
+                    if (version.projection, version.state) == ("audit", "live")
                 ]
                 checkpoint, published = (
                     await self._checkpoint(shard),
@@ -161,20 +167,21 @@ class Restore:
                 )
                 plans.append(
                     ShardPlan(
-                        shard, end, tuple(standings), checkpoint, published, acknowledged=checkpoint.seq
+                        shard, end, tuple(version_cursors), checkpoint, published, acknowledged=checkpoint.seq
                     )
                 )
             if self._accept_loss:
-                plans = _without_what_is_lost(plans)
-            for place, plan in enumerate(plans):
+                plans = _accepting_loss(plans)
+            for index, plan in enumerate(plans):
                 problems += await _problems(connection, plan, self._events)
-                plans[place] = await _with_restored(journal, plan, delete)
+                plans[index] = await _with_restored(journal, plan, delete)
         if problems:
             if not self._accept_loss and any(
-                cursor.seq > plan.end.seq for plan in plans for _, cursor in plan.places
+                cursor.seq > plan.end.seq for plan in plans for _, cursor in plan.cursors
             ):
                 problems.append(
-                    "--accept-loss gives up what the audit trail has not: who had it is made anew without it"
+                    "--accept-loss gives up the events that the audit trail lacks: "
+                    "read models and shards that have them are rebuilt without them"
                 )
             raise RebuildRefused(
                 "the journal cannot be restored without losing events:\n  " + "\n  ".join(problems)
@@ -182,15 +189,15 @@ class Restore:
         return plans
 
     async def _published(self, reader: JournalReader, shard: int, end: Cursor) -> Cursor:
-        """How far the events topic is. When it was lost too, nothing is published a second time, unless that
-        was asked for.
+        """The cursor of the events topic. If the topic is empty, the audit trail's end, so that nothing is
+        published again, unless `republish` is set.
         """
         if self._republish and await reader.end(shard):
             raise RebuildRefused(
-                f"--republish: topic {self._events} is not empty, what is in it would come twice"
+                f"--republish: topic {self._events} is not empty; its events would be published twice"
             )
-        found = await newest_cursor(reader, shard)
-        return found if found.seq or self._republish else end
+        newest = await newest_cursor(reader, shard)
+        return newest if newest.seq or self._republish else end
 
     async def _checkpoint(self, shard: int) -> Cursor:
         fields = await self._redis.hmget(self._keys.shard(shard).state, ["journaled_seq", "journaled_head"])
@@ -198,11 +205,11 @@ class Restore:
             return Cursor()
         return Cursor(int(fields[0]), bytes.fromhex(fields[1].decode()))
 
-    # -- doing -----------------------------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------------------
 
     async def run(self, plans: Sequence[ShardPlan], report: ReportRebuild = lambda progress: None) -> int:
-        """Restores and anchors; returns the number of events written. Raises Refused when the audit trail's
-        chain is broken.
+        """Restores and anchors; returns the number of events written. Raises RebuildRefused if the chain of
+        the audit trail is broken.
         """
         progress = _Counter(
             sum(plan.end.seq for plan in plans), sum(plan.restored.seq for plan in plans), report
@@ -236,7 +243,7 @@ class Restore:
                             await _fact(connection, plan.shard, plan.published.seq),
                             writer.anchors[plan.published.seq],
                         )
-            await self._make_anew(connection, plans)
+            await self._restart_versions(connection, plans)
         publisher = Publisher(
             kafka=self._where.kafka, events=self._events, shards=self._where.shards, source=self._source,
             postgres=self._where.postgres, schema=self._where.schema, journal=self._where.journal,
@@ -245,24 +252,22 @@ class Restore:
         return progress.done - progress.first
 
     async def _raise_term(self, plan: ShardPlan) -> tuple[str, int, str]:
-        """Takes the shard from any relay that may still run; its term is above every one that anybody
-        knows.
-        """
+        """Takes the shard from any relay that may still run, by a term above every known one."""
         owner = OWNER + secrets.token_hex(8)
-        floor = max(cursor.term for _, cursor in [*plan.places, ("", plan.restored)])
+        floor = max(cursor.term for _, cursor in [*plan.cursors, ("", plan.restored)])
         term, server_epoch, *_ = await run_script(
             self._redis, "raise_term", [self._keys.shard(plan.shard).state], [floor, owner]
         )
         return owner, int(term), server_epoch.decode()
 
-    async def _make_anew(self, connection: AsyncConnection[Any], plans: Sequence[ShardPlan]) -> None:
-        """Drops the versions that have events which are given up; what is shown begins anew, empty."""
+    async def _restart_versions(self, connection: AsyncConnection[Any], plans: Sequence[ShardPlan]) -> None:
+        """Drops the versions that have events which are given up. A live version starts again, empty."""
         schema = self._where.schema
-        for version in plans[0].anew if plans else ():
+        for version in plans[0].restarted if plans else ():
             try:
                 if version.state == "live":
                     async with connection.transaction():
-                        # Readers queue behind who waits for the views.
+                        # Readers queue behind a session that waits for the views.
                         await connection.execute(
                             "SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_SECONDS:.0f}s",)
                         )
@@ -276,14 +281,14 @@ class Restore:
                 raise RebuildRefused(str(error)) from None
             except LockNotAvailable:
                 raise RebuildRefused(
-                    f"the views of {version.projection} are in use by open transactions: begin again when "
-                    "these end"
+                    f"the views of {version.projection} are in use by open transactions: begin again after "
+                    "they have ended"
                 ) from None
 
-    async def _anchor_redis(self, plan: ShardPlan, own: tuple[int, str, str], anchor: Cursor) -> None:
+    async def _anchor_redis(self, plan: ShardPlan, ownership: tuple[int, str, str], anchor: Cursor) -> None:
         state = self._keys.shard(plan.shard).state
         arguments = (
-            *own,
+            *ownership,
             anchor.seq,
             anchor.head.hex(),
             anchor.next_offset,
@@ -293,12 +298,11 @@ class Restore:
         )
         try:
             if plan.acknowledged > anchor.seq:
-                # Behind the new checkpoint it has a hole: its relay makes the shard anew from the journal.
+                # After the new checkpoint it has a hole: its relay rebuilds the shard from the journal.
                 reason = (
-                    f"the journal was restored to seq {anchor.seq}, what was acknowledged behind it is "
-                    "given up"
+                    f"the journal was restored to seq {anchor.seq}, acknowledged events after it are given up"
                 )
-                await run_script(self._redis, "fence", [state], [*own, reason])
+                await run_script(self._redis, "fence", [state], [*ownership, reason])
             await run_script(self._redis, "anchor", [state], arguments)
         except ResponseError as error:
             if str(error).startswith("LOST"):
@@ -309,7 +313,7 @@ class Restore:
 
 
 class _Counter:
-    """Events written so far, reported with their rate."""
+    """Counts the events written, and reports them with their rate."""
 
     def __init__(self, total: int, first: int, report: ReportRebuild) -> None:
         self.first = self.done = first
@@ -322,7 +326,7 @@ class _Counter:
 
 
 class _ShardWriter:
-    """Writes one partition: a marker, and blocks that end wherever somebody stands."""
+    """Writes one partition: a marker, and blocks that end at the marks of the plan."""
 
     def __init__(
         self, producer: AIOKafkaProducer, topic: str, plan: ShardPlan, term: int, owner: str
@@ -333,12 +337,12 @@ class _ShardWriter:
         self._term = term
         self._owner = owner
         self._cursor = plan.restored
-        #: seq → the cursor behind it in the restored journal, for each mark; who stands at 0 has read nothing
-        #: yet
-        self.anchors: dict[int, Cursor] = {0: Cursor(), **plan.found}
+        #: For each mark, the cursor after that seq in the restored journal. A cursor at seq 0 has read
+        #: nothing yet.
+        self.anchors: dict[int, Cursor] = {0: Cursor(), **plan.anchored}
 
     async def write(self, connection: AsyncConnection[Any], progress: _Counter) -> None:
-        """Writes what is not there yet."""
+        """Writes the events that are not restored yet."""
         shard, end = self._plan.shard, self._plan.end
         offset = await self._send(b"", marker_headers(shard, self._term, self._owner))
         self._cursor = self._cursor._replace(next_offset=offset + 1, term=self._term, owner=self._owner)
@@ -357,18 +361,18 @@ class _ShardWriter:
             )
 
     def _cuts(self, lines: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Where blocks of these lines begin and end."""
+        """The first and last index of each block of these lines."""
         cuts, first, size = [], 0, 0
-        for place, line in enumerate(lines, 1):
+        for index, line in enumerate(lines, 1):
             size += len(line) + 1
             if (
-                place - first >= BLOCK_EVENTS
+                index - first >= BLOCK_EVENTS
                 or size >= BLOCK_BYTES
-                or self._cursor.seq + place in self._plan.marks
-                or place == len(lines)
+                or self._cursor.seq + index in self._plan.marks
+                or index == len(lines)
             ):
-                cuts.append((first, place))
-                first, size = place, 0
+                cuts.append((first, index))
+                first, size = index, 0
         return cuts
 
     async def _block(self, lines: Sequence[bytes], head: bytes) -> None:
@@ -386,7 +390,7 @@ class _ShardWriter:
         return int(metadata.offset)
 
 
-async def _standing(connection: AsyncConnection[Any], version: Version, shard: int) -> Standing:
+async def _load_cursor(connection: AsyncConnection[Any], version: Version, shard: int) -> VersionCursor:
     table = sql.Identifier(version.schema, "projection_cursors")
     query = sql.SQL(
         "SELECT seq, head, next_offset, term, owner FROM {} WHERE projection = %s AND shard = %s"
@@ -394,54 +398,55 @@ async def _standing(connection: AsyncConnection[Any], version: Version, shard: i
     row = await (await connection.execute(query, (version.projection, shard))).fetchone()
     if row is None:
         raise RebuildRefused(
-            f"{version.schema} has no cursor of shard {shard}: GRAB_SHARDS is not what the system was made "
-            "with"
+            f"{version.schema} has no cursor of shard {shard}: GRAB_SHARDS differs from the system's "
+            "number of shards"
         )
-    return Standing(version, Cursor(row[0], bytes(row[1]), *row[2:]))
+    return VersionCursor(version, Cursor(row[0], bytes(row[1]), *row[2:]))
 
 
-def _without_what_is_lost(plans: Sequence[ShardPlan]) -> list[ShardPlan]:
-    """The plans without those who are ahead of the audit trail: they are made anew. What is published cannot
-    be taken back.
+def _accepting_loss(plans: Sequence[ShardPlan]) -> list[ShardPlan]:
+    """The plans with the loss accepted: versions ahead of the audit trail are restarted, not anchored.
+    Published events cannot be taken back.
     """
-    anew = tuple(
+    restarted = tuple(
         {
-            one.version.schema: one.version
+            version.schema: version
             for plan in plans
-            for one in plan.standings
-            if one.cursor.seq > plan.end.seq
+            for version, cursor in plan.version_cursors
+            if cursor.seq > plan.end.seq
         }.values()
     )
     return [
         plan._replace(
-            standings=tuple(one for one in plan.standings if one.version not in anew),
+            version_cursors=tuple(each for each in plan.version_cursors if each.version not in restarted),
             checkpoint=plan.end if plan.checkpoint.seq > plan.end.seq else plan.checkpoint,
-            given_up=max(0, *(cursor.seq - plan.end.seq for _, cursor in plan.places)),
-            anew=anew,
+            given_up=max(0, *(cursor.seq - plan.end.seq for _, cursor in plan.cursors)),
+            restarted=restarted,
         )
         for plan in plans
     ]
 
 
 async def _problems(connection: AsyncConnection[Any], plan: ShardPlan, events: str) -> list[str]:
-    """Who is ahead of the audit trail, or of another history, in words."""
+    """The cursors that are ahead of the audit trail, or have another history, in words."""
     problems = []
-    for who, cursor in plan.places:
+    for owner, cursor in plan.cursors:
         if cursor.seq > plan.end.seq:
             seqs = f"seq {plan.end.seq + 1} to {cursor.seq}"
-            where = "is nowhere else"
+            where = "exists nowhere else"
             if plan.published.seq >= cursor.seq:
                 where = (
-                    f"stands on {events} only: its readers know it. To give it up, delete that topic "
+                    f"is on {events} only, and its readers may have it. To give it up, delete that topic "
                     "too, and add --republish"
                 )
             problems.append(
-                f"shard {plan.shard}: {who} is at seq {cursor.seq}, the audit trail ends at {plan.end.seq}; "
+                f"shard {plan.shard}: {owner} is at seq {cursor.seq}, the audit trail ends at "
+                f"{plan.end.seq}; "
                 f"the text of {seqs} {where}"
             )
         elif cursor.seq and await _hash(connection, plan.shard, cursor.seq) != cursor.head:
             problems.append(
-                f"shard {plan.shard}: {who} is of another history than the audit trail at seq {cursor.seq}"
+                f"shard {plan.shard}: {owner} has another history than the audit trail at seq {cursor.seq}"
             )
     return problems
 
@@ -454,18 +459,18 @@ async def _hash(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes
 
 
 async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) -> ShardPlan:
-    """The plan with what an earlier attempt wrote; raises Refused when events that are not from there are in
-    the partition.
+    """The plan with the cursor and anchors of an interrupted attempt; raises RebuildRefused if the partition
+    contains events that no restore wrote.
 
-    Markers are no events: relays that took over in vain have left them. Their terms count, so the restore's
-    own is above them. `delete` is the command that deletes the topic.
+    Markers of relays that took over in vain are allowed. Their terms count, so the term of the restore is
+    above them. `delete` is the command that deletes the topic.
     """
     if beginning := await reader.beginning(plan.shard):
         raise RebuildRefused(
-            f"shard {plan.shard}: the journal begins at offset {beginning}, what stood before was deleted: "
+            f"shard {plan.shard}: the journal begins at offset {beginning}, earlier records were deleted: "
             f"{delete}"
         )
-    cursor, found = Cursor(), {}
+    cursor, anchored = Cursor(), {}
     try:
         async with aclosing(reader.read(plan.shard, 0, await reader.end(plan.shard))) as lists:
             async for records in lists:
@@ -474,36 +479,33 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
                     if block.count and not block.owner.startswith(OWNER):
                         last = block.first_seq + block.count - 1
                         raise RebuildRefused(
-                            f"shard {plan.shard}: events stand in the journal, seq {block.first_seq} to "
+                            f"shard {plan.shard}: the journal contains events, seq {block.first_seq} to "
                             f"{last} at offset {record.offset}. "
-                            "If they are the truth, nothing has to be restored. If they are what is left of "
-                            "a lost journal, "
-                            f"{delete}; what stands there and not in the audit trail is gone then"
+                            "If they are the truth, nothing has to be restored. If they are the rest of a "
+                            f"lost journal, {delete}; events that the audit trail lacks are then lost"
                         )
                     cursor, accepted = cursor.feed(record.offset, block)
                     if accepted and cursor.seq in plan.marks:
-                        found[cursor.seq] = cursor
+                        anchored[cursor.seq] = cursor
     except (Corrupt, Gap) as error:
         raise RebuildRefused(
-            f"shard {plan.shard}: what was restored before cannot be gone on with ({error}): {delete}"
+            f"shard {plan.shard}: the interrupted restore cannot be continued ({error}): {delete}"
         ) from None
-    if missing := sorted(seq for seq in plan.marks if seq <= cursor.seq and seq not in found):
+    if missing := sorted(seq for seq in plan.marks if seq <= cursor.seq and seq not in anchored):
         raise RebuildRefused(
             f"shard {plan.shard}: cursors have moved to seq {missing[0]} since the last attempt: {delete}"
         )
-    return plan._replace(restored=cursor, found=found)
+    return plan._replace(restored=cursor, anchored=anchored)
 
 
 async def _anchor_read_models(
     connection: AsyncConnection[Any], schema: str, plan: ShardPlan, anchors: Mapping[int, Cursor]
 ) -> None:
-    """Gives the cursors of all versions, and the places where they stopped, their offsets in the restored
-    journal.
-    """
+    """Gives the cursors of all versions, and their stopped shards, the offsets of the restored journal."""
     async with connection.transaction():
-        for version, cursor in plan.standings:
+        for version, cursor in plan.version_cursors:
             anchor = anchors[cursor.seq]
-            done = await connection.execute(
+            updated = await connection.execute(
                 sql.SQL(
                     "UPDATE {} SET next_offset = %s, term = %s, owner = %s, moved_at = now() "
                     "WHERE projection = %s AND shard = %s AND seq = %s AND head = %s"
@@ -518,9 +520,9 @@ async def _anchor_read_models(
                     cursor.head,
                 ),
             )
-            if done.rowcount != 1:
+            if updated.rowcount != 1:
                 raise RebuildRefused(
-                    f"{version.schema}, shard {plan.shard}: the cursor moves: stop the workers, and begin "
+                    f"{version.schema}, shard {plan.shard}: the cursor moved: stop the workers, and begin "
                     "again"
                 )
             await connection.execute(
@@ -532,10 +534,10 @@ async def _anchor_read_models(
 
 
 async def _fact(connection: AsyncConnection[Any], shard: int, seq: int) -> Fact:
-    found = await connection.execute(
+    rows = await connection.execute(
         "SELECT body, hash FROM audit WHERE shard = %s AND seq = %s", (shard, seq)
     )
-    row = await found.fetchone()
-    assert row is not None, "the plan has found it"
+    row = await rows.fetchone()
+    assert row is not None, "the plan has read it"
     event = decode_event(row[0])
     return Fact(row[0].encode(), bytes(row[1]), event, transfers_of(event))

@@ -224,7 +224,7 @@ async def _restore(
         {"shard": plan.shard, "events": plan.end.seq, "had": plan.restored.seq, "given_up": plan.given_up}
         for plan in plans
     ]
-    rebuilt = sorted({version.schema for plan in plans for version in plan.anew})
+    rebuilt = sorted({version.schema for plan in plans for version in plan.restarted})
     events = sum(plan.end.seq for plan in plans)
     if as_json:
         print_json(
