@@ -1,1 +1,1 @@
-"""Projections of a user's own."""
+"""User projections: read models that a user writes."""

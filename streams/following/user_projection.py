@@ -1,8 +1,8 @@
-"""A projection of one's own: a function of events, with tables and cursor in a schema of its own, that the
-system's rebuilds leave alone.
+"""A user projection: a function of events, with tables and cursor in a separate schema, which the system's
+rebuilds do not touch.
 
-`follow` carries new events into it, each exactly once: rows and cursor move in one transaction. `rebuild`
-makes it anew from the first event, beside the one in use, and puts it in its place in one transaction.
+`follow` applies new events to it, each exactly once: rows and cursor move in one transaction. `rebuild`
+builds it again from the first event, beside the one in use, and replaces that in one transaction.
 docs/projection.md is a complete example.
 """
 
@@ -40,28 +40,27 @@ from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_SECONDS: Final = 0.2
-#: How often who follows looks whether the projection is still the version it has.
-STILL_OURS_SECONDS: Final = 2.0
+POLL_SECONDS: Final = 0.2
+#: How often `follow` checks that its version of the projection has not been replaced.
+CHECK_VERSION_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = 1.0
-#: How the schema is named in which a new version is made, and, until it is removed, the one whose place it
-#: takes.
+#: Suffixes of the schema in which a new version is built, and of the replaced schema until it is removed.
 _BUILDING: Final = "_rebuild"
 _REPLACED: Final = "_replaced"
-#: How long a rebuild waits for those whose snapshot is from before, and, at a time, for a lock.
+#: How long a rebuild waits for sessions with an older snapshot, and how long for one lock.
 PATIENCE_SECONDS: Final = 60.0
 LOCK_MS: Final = 2_000
-#: With so few records left, a rebuilt version is as good as caught up: following does the rest.
+#: A rebuilt version that lags by at most so many records is switched to; `follow` reads the rest.
 LEFT_RECORDS_MAX: Final = 100
 
 
 class Projection(NamedTuple):
-    """`apply(connection, facts)` writes rows in the caller's transaction; `tables` is the SQL that makes
-    them.
+    """`apply(connection, facts)` writes rows in the caller's transaction; `tables` is the SQL that creates
+    the tables.
 
-    Unqualified names, in both, are those of `schema`, which is the projection's alone. Whoever changes
-    `apply` or `tables` raises the `version` and rebuilds: what still runs with the old one ends then, and
-    never writes into the new one.
+    Unqualified names, in both, are those of `schema`, which belongs to the projection alone. After a change
+    of `apply` or `tables`, raise the `version` and rebuild: processes that still run the old version then
+    end, and never write into the new one.
     """
 
     name: str
@@ -72,13 +71,13 @@ class Projection(NamedTuple):
 
     @property
     def cursor_name(self) -> str:
-        """What its cursors are named by."""
+        """The name of its cursors."""
         return f"{self.name}.{self.version}"
 
 
 class System(NamedTuple):
-    """The system whose journal is followed: servers, prefix of its topics, number of shards, schema of its
-    own read models.
+    """The system whose journal is followed: servers, prefix of its topics, number of shards, schema of the
+    system's read models.
     """
 
     kafka: str
@@ -88,18 +87,18 @@ class System(NamedTuple):
     schema: str
 
 
-class NotOurs(Exception):
-    """The projection cannot be run: its schema holds something else, or its tables cannot be made; the text
-    names the way out.
+class CannotRun(Exception):
+    """The projection cannot run: its schema contains something else, its tables cannot be created, or its
+    `apply` misbehaves. The text states the way out.
     """
 
 
-class _Own(Projector):
-    """Waits to be cancelled when it cannot go on, and says so by `over` and `reason`: another version was put
-    in the place of this one, or its `apply` misbehaves.
+class _UserProjector(Projector):
+    """When it cannot continue, it sets `over` and `reason`, and waits to be cancelled: another version has
+    replaced this one, or its `apply` misbehaves.
     """
 
-    #: What its code raises ends the process: it is somebody else's to mend.
+    #: Other errors of `apply` end the process: only the user can repair that code.
     refusals = (psycopg.IntegrityError, psycopg.DataError)
 
     def __init__(self, *arguments: Any) -> None:
@@ -112,10 +111,10 @@ class _Own(Projector):
         await only_read(connection)
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
-        found = await super()._open(connection)
-        if not found:
+        loaded = await super()._open(connection)
+        if not loaded:
             await self._end("")
-        return found
+        return loaded
 
     async def _save(self, group: Group) -> None:
         facts = [fact for of_shard in group.facts.values() for fact in of_shard]
@@ -126,56 +125,57 @@ class _Own(Projector):
             await self._end(str(error))
 
     async def _failed(self) -> None:
-        # It is somebody else's code: begun again it would do the same. What was not written is not behind the
-        # cursor.
+        # The user's code would fail again. Events that were not written are still after the cursor.
         log.critical("projection %s: unknown error, ending the process", self.name, exc_info=True)
         logging.shutdown()
         os._exit(EXIT_UNKNOWN_ERROR)
 
     async def _end(self, reason: str) -> NoReturn:
-        # An error would be an unknown one to the projector, which ends the process.
+        # The projector would treat an exception as an unknown error, and end the process.
         self.reason = reason
         self.over.set()
         while True:
             await asyncio.Event().wait()
 
 
-class _OwnSink(RowSink):
-    """Writes a projection that is made anew, as it is written later: with its cursor, or not at all."""
+class _UserSink(RowSink):
+    """Writes a projection that is being rebuilt as `follow` does: with its cursor, or not at all."""
 
     def __init__(
         self, connection: AsyncConnection[Any], projection: Projection, positions: dict[int, Cursor]
     ) -> None:
         async def use(name: str) -> None:
-            """The connection is where the projection's tables are, and stays there."""
+            """Does nothing: the connection uses the projection's schema already."""
 
         super().__init__(connection, {}, use, positions)
         self._projection = projection
 
     async def _save(self, moves: Mapping[int, tuple[Cursor, Cursor]], facts: Sequence[Fact]) -> None:
-        one = self._projection
+        projection = self._projection
         try:
-            await write(self._connection, one.cursor_name, one.schema, moves, facts, one.apply)
+            await write(
+                self._connection, projection.cursor_name, projection.schema, moves, facts, projection.apply
+            )
         except Misbehaves as error:
-            raise NotOurs(f"{one.cursor_name}: {error}; nothing of it was written") from None
+            raise CannotRun(f"{projection.cursor_name}: {error}; none of these rows were written") from None
 
 
 async def prepare(projection: Projection, system: System) -> bool:
-    """Makes schema, tables and cursors when they are not there; whether it did. Raises NotOurs."""
+    """Creates schema, tables and cursors if they do not exist; returns whether it did. Raises CannotRun."""
     name, schema = projection.cursor_name, projection.schema
     if not is_schema(schema.removesuffix(_BUILDING)):
-        raise NotOurs(
-            f"schema {schema!r} is no name that can be written without quotes (a-z 0-9 _, at most 48): give "
-            "it another"
+        raise CannotRun(
+            f"schema {schema!r} cannot be written without quotes (a-z 0-9 _, at most 48 characters): name "
+            "another"
         )
     if schema in (system.schema, "public") or may_be_version(system.schema, schema):
-        raise NotOurs(f"schema {schema} is not for this projection alone: give it another")
+        raise CannotRun(f"schema {schema} is not reserved for this projection: name another")
     async with await connect(system.postgres, projection.schema) as connection, connection.transaction():
         try:
             await connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_MS}ms",))
             await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
         except psycopg.errors.LockNotAvailable:
-            raise NotOurs(f"another process is making schema {schema}: try again") from None
+            raise CannotRun(f"another process is creating schema {schema}: try again") from None
         found = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
         if await found.fetchone():
             await _check(connection, projection, system.shards)
@@ -188,7 +188,7 @@ async def prepare(projection: Projection, system: System) -> bool:
         try:
             await connection.execute(projection.tables.encode())
         except (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError) as error:
-            raise NotOurs(f"{name}: PostgreSQL refuses its `tables`: {str(error).strip()}") from None
+            raise CannotRun(f"{name}: PostgreSQL refuses its `tables`: {str(error).strip()}") from None
         await connection.execute(
             "INSERT INTO projection_cursors (projection, shard) SELECT %s, generate_series(0, %s - 1)",
             (name, system.shards),
@@ -204,16 +204,18 @@ async def _check(connection: AsyncConnection[Any], projection: Projection, shard
         if set(await cursors.load(connection, projection.cursor_name)) == set(range(shards)):
             return
     if names and all(name.rpartition(".")[0] == projection.name for name in names):
-        raise NotOurs(f"schema {schema} holds {', '.join(names)}: rebuild it as {projection.cursor_name}")
-    held = ", ".join(names) or "no projection"
-    raise NotOurs(
-        f"schema {schema} holds {held}: give {projection.name} another, or remove it with `DROP SCHEMA "
-        f"{schema} CASCADE`"
+        raise CannotRun(
+            f"schema {schema} contains {', '.join(names)}: rebuild it as {projection.cursor_name}"
+        )
+    contents = ", ".join(names) or "no projection"
+    raise CannotRun(
+        f"schema {schema} contains {contents}: name another for {projection.name}, or remove it with "
+        f"`DROP SCHEMA {schema} CASCADE`"
     )
 
 
 async def _versions(connection: AsyncConnection[Any], schema: str) -> list[str]:
-    """The projections that have cursors in a schema."""
+    """The cursor names of the projections in a schema."""
     found = await (
         await connection.execute("SELECT to_regclass(%s) IS NOT NULL", (f"{schema}.projection_cursors",))
     ).fetchone()
@@ -228,13 +230,13 @@ async def _versions(connection: AsyncConnection[Any], schema: str) -> list[str]:
 async def follow(
     projection: Projection, system: System, step: Callable[[str], None] = lambda step_name: None
 ) -> None:
-    """Carries events into the projection until cancelled, and waits for servers that are away meanwhile;
-    raises NotOurs.
+    """Applies events to the projection until cancelled, and waits for servers that are down; raises
+    CannotRun.
     """
     await prepare(projection, system)
     journal = Topics(system.prefix).journal
     committed = f"{projection.name}.committed"
-    projector = _Own(
+    projector = _UserProjector(
         projection.cursor_name,
         projection.apply,
         system.postgres,
@@ -244,17 +246,19 @@ async def follow(
         lambda _: step(committed),
     )
     async with running(
-        projector.run(), _tell_all(projector, system, journal), _still_ours(projector, projection, system)
+        projector.run(),
+        _watch_journal(projector, system, journal),
+        _watch_version(projector, projection, system),
     ) as tasks:
         await first_to_end(tasks)
 
 
-async def _still_ours(projector: _Own, projection: Projection, system: System) -> None:
-    """Raises NotOurs once another version is in the place of this one, whether or not an event comes."""
+async def _watch_version(projector: _UserProjector, projection: Projection, system: System) -> None:
+    """Raises CannotRun once another version has replaced this one, also if no events arrive."""
     name, schema = projection.cursor_name, projection.schema
     while not projector.over.is_set():
         try:
-            async with asyncio.timeout(STILL_OURS_SECONDS):
+            async with asyncio.timeout(CHECK_VERSION_SECONDS):
                 await projector.over.wait()
         except TimeoutError:
             try:
@@ -262,26 +266,26 @@ async def _still_ours(projector: _Own, projection: Projection, system: System) -
                     if name not in await _versions(connection, schema):
                         break
             except psycopg.Error as error:
-                # PostgreSQL is away, or the schema is being replaced right now.
-                log.info("projection %s: %s; looking again", name, error)
+                # PostgreSQL is down, or the schema is being replaced right now.
+                log.info("projection %s: %s; checking again", name, error)
     if projector.reason:
-        raise NotOurs(f"{name}: {projector.reason}; nothing of it was written")
-    raise NotOurs(
-        f"{name} is not in schema {schema} any more: another version has taken its place; start that one"
+        raise CannotRun(f"{name}: {projector.reason}; none of these rows were written")
+    raise CannotRun(
+        f"{name} is no longer in schema {schema}: another version has replaced it; start that version"
     )
 
 
-async def _tell_all(projector: Projector, system: System, journal: str) -> None:
-    """Tells the projector of what is new in the journal, until cancelled."""
+async def _watch_journal(projector: Projector, system: System, journal: str) -> None:
+    """Asks the projector to catch up whenever the journal has grown, until cancelled."""
     seen = dict.fromkeys(range(system.shards), -1)
     trouble = Trouble(log, f"projection {projector.name}")
     while True:
         try:
             async with open_reader(system.kafka, journal) as reader:
                 while True:
-                    await _tell(projector, reader, seen)
+                    await _queue_growth(projector, reader, seen)
                     trouble.over()
-                    await asyncio.sleep(LOOK_EVERY_SECONDS)
+                    await asyncio.sleep(POLL_SECONDS)
         except BaseException as error:
             if not is_trouble(error):
                 raise
@@ -289,8 +293,8 @@ async def _tell_all(projector: Projector, system: System, journal: str) -> None:
             await asyncio.sleep(RETRY_SECONDS)
 
 
-async def _tell(projector: Projector, reader: JournalReader, seen: dict[int, int]) -> None:
-    """Tells the projector of shards whose journal has grown; it reads by itself from its cursor on."""
+async def _queue_growth(projector: Projector, reader: JournalReader, seen: dict[int, int]) -> None:
+    """Queues the shards whose journal has grown; the projector reads from its cursor by itself."""
     for shard, end in seen.items():
         now = await reader.end(shard)
         if now > end:
@@ -305,12 +309,13 @@ async def rebuild(
     expect: Callable[[int], None] = lambda records: None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> int:
-    """Makes the projection anew from the first event and puts it in its place; returns the number of events.
+    """Builds the projection again from the first event, and replaces the one in use; returns the number of
+    events.
 
-    `report` is told of records read and events, `expect` of records to read. Readers, and who follows the
-    same version, notice nothing; who holds a snapshot from before is waited for so long. Stopped and begun
-    again, it begins at the first event. Raises NotOurs, and Corrupt or Gap when the journal contradicts
-    itself.
+    `report` is called with the records read and events applied, `expect` with the number of records to read.
+    Readers, and processes that follow the same version, are not affected. It waits up to `patience_seconds`
+    for sessions with an older snapshot. A rebuild that was stopped starts at the first event again. Raises
+    CannotRun, and Corrupt or Gap if the journal contradicts itself.
     """
     building, replaced = (
         projection._replace(schema=projection.schema + end) for end in (_BUILDING, _REPLACED)
@@ -322,23 +327,22 @@ async def rebuild(
         try:
             await hold(control, f"grabstream-{building.schema}-building", f"rebuild of {projection.name}")
         except Held as held:
-            raise NotOurs(f"{projection.name} is being rebuilt already: {held}") from None
+            raise CannotRun(f"{projection.name} is being rebuilt already: {held}") from None
         await control.execute("SELECT set_config('lock_timeout', %s, false)", (f"{LOCK_MS}ms",))
-        for one in (projection, building, replaced):
-            names = await _versions(control, one.schema)
-            found = await control.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (one.schema,))
-            if await found.fetchone() and not (
+        for each in (projection, building, replaced):
+            names = await _versions(control, each.schema)
+            rows = await control.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (each.schema,))
+            if await rows.fetchone() and not (
                 names and all(name.rpartition(".")[0] == projection.name for name in names)
             ):
-                raise NotOurs(
-                    f"schema {one.schema} holds {', '.join(names) or 'no projection'}: a rebuild of "
+                raise CannotRun(
+                    f"schema {each.schema} contains {', '.join(names) or 'no projection'}: a rebuild of "
                     f"{projection.name} would remove it"
                 )
-        for one in (building, replaced):
-            if not await _drop(control, one.schema):
-                raise NotOurs(
-                    f"schema {one.schema}, which is left of an earlier rebuild, is looked at by another "
-                    "session"
+        for each in (building, replaced):
+            if not await _drop(control, each.schema):
+                raise CannotRun(
+                    f"schema {each.schema}, left by an earlier rebuild, is in use by another session"
                 )
         await prepare(building, system)
         await use_schema(writer, building.schema)
@@ -350,30 +354,29 @@ async def rebuild(
             if reason is None:
                 break
             if time.monotonic() > deadline:
-                raise NotOurs(
-                    f"not put in its place within {patience_seconds:.0f} s: {reason}. It is as it was before"
+                raise CannotRun(
+                    f"not replaced within {patience_seconds:.0f} s: {reason}. The projection is unchanged"
                 )
             await asyncio.sleep(RETRY_SECONDS)
         if not await _drop(control, replaced.schema):
             log.warning(
-                "schema %s, which was replaced, is looked at by another session; the next rebuild removes it",
+                "the replaced schema %s is in use by another session; the next rebuild removes it",
                 replaced.schema,
             )
     return events
 
 
 async def _replace(connection: AsyncConnection[Any], live: str, building: str, replaced: str) -> str | None:
-    """Gives the schema that was built the name of the live one; returns why that has to be tried again, or
-    None.
+    """Renames the built schema to the live one's name; returns why this has to be tried again, or None.
 
-    Names are all that changes, so no reader is waited for, nor waits, but for those whose snapshot is older
-    than the new rows.
+    Only names change, so it does not wait for readers, nor do readers wait, except for sessions whose
+    snapshot is older than the new rows.
     """
     try:
         async with connection.transaction():
             if await _versions(connection, live):
-                # Who follows holds its cursor before it writes: it is waited for, and finds another one
-                # afterwards.
+                # `follow` locks its cursor before it writes: so this waits for it, and afterwards `follow`
+                # finds another cursor.
                 await connection.execute(
                     sql.SQL("LOCK TABLE {} IN EXCLUSIVE MODE").format(
                         sql.Identifier(live, "projection_cursors")
@@ -393,7 +396,7 @@ _RENAME: Final = sql.SQL("ALTER SCHEMA {} RENAME TO {}")
 
 
 async def _drop(connection: AsyncConnection[Any], schema: str) -> bool:
-    """Removes a schema; False when somebody looks at it."""
+    """Removes a schema; returns False if another session uses it."""
     try:
         await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(schema)))
     except psycopg.errors.LockNotAvailable:
@@ -408,10 +411,10 @@ async def _catch_up(
     report: ReportReplay,
     expect: Callable[[int], None],
 ) -> int:
-    """Reads the journal again and again, until next to nothing came in meanwhile; returns the number of
+    """Reads the journal repeatedly, until few new records have arrived meanwhile; returns the number of
     events.
     """
-    sink = _OwnSink(connection, building, await cursors.load(connection, building.cursor_name))
+    sink = _UserSink(connection, building, await cursors.load(connection, building.cursor_name))
     events = 0
     async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
         source = JournalSource(reader, None)
@@ -419,10 +422,10 @@ async def _catch_up(
             planned = await plan(
                 source, [Stretch(shard) for shard in range(system.shards)], True, sink.positions
             )
-            records = sum(one.units for one in planned)
+            records = sum(plan_of_shard.units for plan_of_shard in planned)
             expect(records)
             done: dict[int, Done] = {}
             await replay(source, planned, Selection(Wanted(), True), sink, report, done)
-            events += sum(one.events for one in done.values())
+            events += sum(shard_done.events for shard_done in done.values())
             if records <= LEFT_RECORDS_MAX:
                 return events

@@ -1,11 +1,12 @@
-"""The transaction in which a projection of one's own writes: rows and cursor, or nothing. `apply` is somebody
-else's code.
+"""The transaction in which a user projection writes: rows and cursor, or nothing. `apply` is the user's code.
 
-1. The cursors are marked, which holds them; a deferred constraint refuses every COMMIT while they are · 2.
-   `apply` writes rows ·
-3. what must not have changed is compared · 4. the cursors move, by their schema's name, and are unmarked.
-   Whatever `apply` does between 1 and 4, the rows are not committed without 4; and the session writes in no
-   other transaction than this one.
+1. Mark the cursors, which locks them. A deferred constraint refuses every COMMIT while they are marked.
+2. `apply` writes rows.
+3. Check that `apply` has not changed the transaction, `search_path` or role.
+4. Move the cursors, by qualified names, and unmark them.
+
+Whatever `apply` does, its rows are not committed without step 4, and the session writes in no other
+transaction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from grabstream.models.journal import Cursor
 from grabstream.projections.cursors import CursorMoved, Fact
 from grabstream.streams.projecting.projector import Apply
 
-#: `frozen` marks a cursor for as long as a transaction is open: it is never seen by another one.
+#: `frozen` marks a cursor while the transaction is open; other transactions never see the mark.
 _GUARD: Final = """
 CREATE OR REPLACE FUNCTION only_with_its_cursor() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
@@ -47,8 +48,8 @@ _STATE: Final = (
 
 
 class Misbehaves(Exception):
-    """`apply` did what would have written rows without their cursor; the text says what. All of it was rolled
-    back.
+    """`apply` did something that could commit rows without their cursor; the text states what. Everything was
+    rolled back.
     """
 
 
@@ -60,8 +61,8 @@ class _State(NamedTuple):
 
 
 async def guard(connection: AsyncConnection[Any], schema: str) -> None:
-    """Adds to a projection's schema, which the connection uses, what refuses a COMMIT without its cursor;
-    where it is, it stays.
+    """Adds the trigger that refuses a COMMIT without the cursor to a projection's schema, which the
+    connection uses; does nothing if it exists.
     """
     found = await connection.execute(
         "SELECT 1 FROM pg_trigger WHERE tgrelid = %s::regclass AND tgname = 'only_with_its_cursor'",
@@ -72,7 +73,7 @@ async def guard(connection: AsyncConnection[Any], schema: str) -> None:
 
 
 async def only_read(connection: AsyncConnection[Any]) -> None:
-    """Makes the session read only, but for transactions that psycopg begins for us."""
+    """Makes the session read only, except in transactions that psycopg begins for us."""
     await connection.set_read_only(False)
     await connection.execute("SET default_transaction_read_only = on")
 
@@ -83,7 +84,7 @@ async def write(
     apply: Apply,
 ) -> None:  # fmt: skip
     """Writes the facts by `apply`, and moves the cursors of the projection `name`. Raises CursorMoved,
-    Misbehaves, and what PostgreSQL and `apply` raise; nothing is written then.
+    Misbehaves, and errors of PostgreSQL and `apply`; then nothing is written.
     """
     async with connection.transaction():
         await _mark(connection, name, schema, moves)
@@ -127,16 +128,16 @@ async def _apply(connection: AsyncConnection[Any], facts: Sequence[Fact], apply:
 
 _ENDINGS: Final = {
     TransactionStatus.IDLE: "ended the transaction",
-    TransactionStatus.INERROR: "went on after PostgreSQL had refused a statement: what it wrote before that "
-    "is lost",
+    TransactionStatus.INERROR: "continued after PostgreSQL had refused a statement: its earlier rows "
+    "are lost",
     TransactionStatus.ACTIVE: "left a statement running",
 }
 
 
 def _what_was_refused(connection: AsyncConnection[Any], error: psycopg.Error) -> str | None:
-    """What `apply` did, when this is why PostgreSQL, or psycopg, refused it."""
+    """What `apply` did, if that is the cause of the error; else None."""
     if error.diag.sqlstate == _COMMITTED:
-        return "ended the transaction, or had constraints checked, before its cursor moved"
+        return "ended the transaction, or checked constraints, before its cursor moved"
     if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
         return "ended the transaction, and wrote after it"
     if isinstance(error, psycopg.errors.ObjectInUse) and "projection_cursors" in str(error):

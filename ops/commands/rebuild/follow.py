@@ -14,7 +14,7 @@ from grabstream.ops.console.output import counted, json_option, print_json
 from grabstream.ops.console.progress import Reading
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.streams.following.user_projection import NotOurs, Projection
+from grabstream.streams.following.user_projection import CannotRun, Projection
 from grabstream.streams.following.user_projection import follow as follow_journal
 from grabstream.streams.following.user_projection import rebuild as rebuild_projection
 
@@ -41,7 +41,7 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
         if not rebuild:
             run_until_stopped(_follow(settings, found))
         events = run_until_stopped(_rebuild(settings, found))
-    except (NotOurs, Corrupt, Gap) as error:
+    except (CannotRun, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
     if as_json:

@@ -23,7 +23,7 @@ from grabstream.ops.connections.opening import system_of
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.following import user_projection as own
-from grabstream.streams.following.user_projection import NotOurs, Projection, rebuild
+from grabstream.streams.following.user_projection import CannotRun, Projection, rebuild
 from tests.conftest import until
 from tests.streams.replaying.histories import MixedHistory, drop, journal, schemas
 from tests.support.command_line import env_of
@@ -175,7 +175,7 @@ async def test_a_rebuild_replaces_a_version_that_is_followed_and_read(
         )
         projection, system = folder.projection(), system_of(folder.settings)
         monkeypatch.setattr(own, "LEFT_RECORDS_MAX", 0)
-        with pytest.raises(NotOurs, match=r"grabs_per_minute\.1: rebuild it as grabs_per_minute\.2"):
+        with pytest.raises(CannotRun, match=r"grabs_per_minute\.1: rebuild it as grabs_per_minute\.2"):
             await own.prepare(projection, system)
         grown = False
 

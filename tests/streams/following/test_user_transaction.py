@@ -16,7 +16,7 @@ from grabstream.ops.connections.opening import system_of
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams.following import user_projection as own
-from grabstream.streams.following.user_projection import NotOurs, Projection, System, follow, rebuild
+from grabstream.streams.following.user_projection import CannotRun, Projection, System, follow, rebuild
 from tests.conftest import TEST_ROLE, until
 from tests.streams.replaying.histories import MixedHistory, drop, journal, schemas
 from tests.support.projecting import rows
@@ -61,7 +61,7 @@ def tricks() -> dict[str, tuple[Trick, str]]:
         "COMMIT": (sql("COMMIT"), ended),
         "END": (sql("SAVEPOINT a", "END"), ended),
         "COMMIT AND CHAIN": (sql("COMMIT AND CHAIN"), ended),
-        "PREPARE": (sql("SET CONSTRAINTS ALL IMMEDIATE"), "had constraints checked"),
+        "PREPARE": (sql("SET CONSTRAINTS ALL IMMEDIATE"), "checked constraints"),
         "COMMIT, swallowed": (swallowed, ended),
         "connection.commit()": (commits, "forbidden within a Transaction"),
         "connection.rollback()": (rolls_back, "forbidden within a Transaction"),
@@ -85,7 +85,7 @@ def tricks() -> dict[str, tuple[Trick, str]]:
         "DROP TABLE": (sql("DROP TABLE projection_cursors"), "changed the table of its cursors"),
         "DROP SCHEMA": (sql("DROP SCHEMA {schema} CASCADE"), "changed the table of its cursors"),
         "ALTER SCHEMA": (sql("ALTER SCHEMA {schema} RENAME TO {schema}_x"), cursor),
-        "an error, swallowed": (error, "went on after PostgreSQL had refused"),
+        "an error, swallowed": (error, "continued after PostgreSQL had refused"),
     }
 
 
@@ -141,14 +141,14 @@ async def test_no_trick_of_an_apply_writes_rows_without_their_cursor(scene: Scen
     each event is written once.
     """
     for name, (trick, said) in TRICKS.items():
-        with pytest.raises(NotOurs) as ended:
+        with pytest.raises(CannotRun) as ended:
             async with asyncio.timeout(30):
                 await follow(scene.projection(trick), scene.system)
         assert said in str(ended.value), (name, str(ended.value))
         assert (await scene.seen(), await scene.cursor()) == ([], 0), name
     for name in ("COMMIT", "ROLLBACK and rows", "search_path"):
         trick, said = TRICKS[name]
-        with pytest.raises(NotOurs, match=said):
+        with pytest.raises(CannotRun, match=said):
             await rebuild(scene.projection(trick), scene.system)
         assert await scene.seen() == [], name
     assert await rebuild(scene.projection(), scene.system) == len(scene.seqs)
@@ -161,7 +161,7 @@ async def test_an_apply_that_changes_the_role_is_refused(scene: Scene) -> None:
     async def trick(connection: Connection, schema: str) -> None:
         await connection.execute(f"SET ROLE {TEST_ROLE}".encode())
 
-    with pytest.raises(NotOurs, match=f"changed the role from .* to {TEST_ROLE}"):
+    with pytest.raises(CannotRun, match=f"changed the role from .* to {TEST_ROLE}"):
         await follow(scene.projection(trick), scene.system)
     assert (await scene.seen(), await scene.cursor()) == ([], 0)
 
@@ -186,7 +186,7 @@ async def test_an_apply_may_use_savepoints_and_restore_its_settings(scene: Scene
     await own.prepare(projection, scene.system)
     async with await open_books(scene.settings) as books:
         await books.execute(f"DROP FUNCTION {scene.schema}.only_with_its_cursor CASCADE".encode())
-    with pytest.raises(NotOurs, match="ended the transaction"):
+    with pytest.raises(CannotRun, match="ended the transaction"):
         await follow(scene.projection(TRICKS["COMMIT"][0]), scene.system)
     following = asyncio.create_task(follow(projection, scene.system))
     try:
@@ -219,7 +219,7 @@ async def test_a_rebuild_delays_no_reader_and_waits_for_older_snapshots(scene: S
         assert await schemas(scene.settings, f"{scene.schema}_") == [f"{scene.schema}_replaced"]
         await snapshot.set_isolation_level(IsolationLevel.REPEATABLE_READ)
         await snapshot.execute("SELECT 1")
-        with pytest.raises(NotOurs, match=f"older snapshot are open .pid {snapshot.info.backend_pid}"):
+        with pytest.raises(CannotRun, match=f"older snapshot are open .pid {snapshot.info.backend_pid}"):
             await rebuild(scene.projection(version=3), scene.system, patience_seconds=0)
         assert await (await snapshot.execute(count)).fetchone() == all_there
         await snapshot.rollback()
@@ -253,9 +253,11 @@ async def test_a_rebuild_waits_for_locks_at_most_its_patience(scene: Scene) -> N
         await reader.execute(
             f"SELECT count(*) FROM {scene.schema}.projection_cursors, {scene.schema}.seen".encode()
         )
-        with pytest.raises(NotOurs, match=r"being rebuilt already: .*process \d+ on .*pid \d+ of PostgreSQL"):
+        with pytest.raises(
+            CannotRun, match=r"being rebuilt already: .*process \d+ on .*pid \d+ of PostgreSQL"
+        ):
             await rebuild(scene.projection(version=3), scene.system)
-        with pytest.raises(NotOurs, match=r"not put in its place within 0 s: its tables are in use"):
+        with pytest.raises(CannotRun, match=r"not replaced within 0 s: its tables are in use"):
             await waiting
     assert await rows(
         scene.settings, f"SELECT DISTINCT projection FROM {scene.schema}.projection_cursors"
