@@ -1,1 +1,1 @@
-"""History, read again from any point, into any sink."""
+"""Replay: events read again between any two points, into lines, a topic or read models."""

@@ -1,6 +1,4 @@
-"""Replay: a stretch of history, read once from one end to the other, into a sink. It writes nothing that the
-system reads.
-"""
+"""Replay: reads a stretch of history into a sink. It writes nothing that the system reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -12,12 +10,12 @@ from grabstream.streams.history.sources import Source, Start
 from grabstream.streams.replaying.selection import Selection
 from grabstream.streams.replaying.sinks import Sink
 
-#: Called with (units of the source, events) that were done since the last call.
+#: Called with the numbers of source units and events done since the last call.
 ReportReplay = Callable[[int, int], None]
 
 
 class Stretch(NamedTuple):
-    """What is read of a shard, both ends included."""
+    """What to read of a shard, both ends included."""
 
     shard: int
     first: Point | None = None
@@ -25,7 +23,7 @@ class Stretch(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A stretch, where reading begins for it, and how many units of the source lie from there to the end."""
+    """A stretch, where its reading begins, and the number of source units from there to the end."""
 
     stretch: Stretch
     start: Start
@@ -33,7 +31,9 @@ class Planned(NamedTuple):
 
 
 class Done(NamedTuple):
-    """How far a shard is: the cursor behind the last event read, and how many events were handed on."""
+    """The progress of a shard: the cursor after the last event read, and the number of events passed to the
+    sink.
+    """
 
     shard: int
     cursor: Cursor
@@ -46,8 +46,8 @@ async def plan(
     whole: bool,
     positions: Mapping[int, Cursor] = {},
 ) -> list[Planned]:
-    """Where to begin in each shard: at its position if it has one, at the beginning if the `whole` is needed,
-    or near its first point.
+    """Where to begin in each shard: at its cursor in `positions`, if any; else at the beginning, if `whole`;
+    else near its first point.
     """
     planned = []
     for stretch in stretches:
@@ -68,15 +68,16 @@ async def replay(
     report: ReportReplay,
     done: dict[int, Done],
 ) -> None:
-    """Carries every shard's events into the sink, one shard after the other; `done` says how far it is, also
-    when it is stopped.
+    """Writes the events of each shard to the sink, one shard after the other. `done` has the progress of each
+    shard, also when the replay is stopped.
 
-    Raises Corrupt or Gap when the source contradicts itself, and what source and sink raise.
+    Raises Corrupt or Gap if the source contradicts itself, and the errors of source and sink.
     """
     for stretch, start, units in planned:
         done[stretch.shard] = Done(stretch.shard, start.cursor, 0)
         left = units
-        # A user's grabs before the first point have to be known behind it, so the selection sees those too.
+        # The selection also reads events before the first point, because it needs the grabs of users made
+        # there.
         async with aclosing(up_to(source.chunks(stretch.shard, start), stretch.last)) as chunks:
             async for chunk in chunks:
                 facts = selection.of(chunk.facts)

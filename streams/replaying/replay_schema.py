@@ -1,9 +1,8 @@
-"""Read models of a replay: a complete set of tables and views in a schema of their own, that no worker goes
-on with.
+"""Read models of a replay: a complete set of tables and views in a separate schema, which no worker writes.
 
-Rows, and the cursors of all projections, move in one transaction, so that a replay which was stopped goes on
-where it was. The schema says what it was made from in its table `replay`. Views that cannot be exact for what
-was asked for are renamed to `<name>_partial`.
+Rows, and the cursors of all projections, move in one transaction, so a stopped replay resumes where it was.
+The table `replay` records what the schema was made from. Views that cannot be exact for the request are
+renamed to `<name>_partial`.
 """
 
 import logging
@@ -31,14 +30,14 @@ from grabstream.streams.replaying.sinks import ReplayRefused, RowSink
 
 log = logging.getLogger(__name__)
 
-#: How long the removal of a schema waits for others that look into it, such as a dump: the next call removes
-#: it.
+#: How long the removal of a schema waits for sessions that use it, such as a dump; otherwise the next call
+#: removes it.
 DROP_LOCK_MS: Final = 2_000
 is_schema: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}\Z").match
 _APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
 
-# Only a session that says it replays this schema moves its cursors; a worker that was given the schema by
-# mistake is stopped.
+# Only a session that has declared to replay this schema may move its cursors. A worker that was given the
+# schema by mistake is refused.
 _GUARD: Final = """
 CREATE TABLE replay (
     definition jsonb NOT NULL, until jsonb NOT NULL, at timestamptz NOT NULL DEFAULT now(),
@@ -57,7 +56,7 @@ END $$;
 CREATE TRIGGER only_a_replay AFTER INSERT OR UPDATE ON projection_cursors
     FOR EACH STATEMENT EXECUTE FUNCTION only_a_replay();
 """
-# What a user's slice knows of an offer: what was said of it, not what others took.
+# The columns of an offer in a selection by user: its terms and state, not what other users took.
 _OFFERS_OF_USERS: Final = (
     "CREATE VIEW offers AS SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, "
     "opened_at, opens_at, closes_at, "
@@ -67,7 +66,7 @@ _BALANCES_OF_USERS: Final = "CREATE VIEW balances AS SELECT * FROM balances_part
 
 
 class Definition(NamedTuple):
-    """What a replay is made from; only `until` may be moved on later."""
+    """What a replay is made from; only `until` may be later in a later call."""
 
     prefix: str
     source: str
@@ -76,7 +75,7 @@ class Definition(NamedTuple):
     until: Mapping[int, Point]
 
     def fixed(self) -> dict[str, Any]:
-        """What cannot be changed later, for JSON."""
+        """The part that cannot be changed later, for JSON."""
         return {
             "prefix": self.prefix, "source": self.source, "shards": list(self.shards),
             "offers": sorted(self.wanted.offers),
@@ -85,15 +84,15 @@ class Definition(NamedTuple):
         }  # fmt: skip
 
     def bounds(self) -> dict[str, list[int | None]]:
-        """The points up to which it goes, by shard, for JSON."""
+        """The points at which it ends, by shard, for JSON."""
         return {str(shard): [point.seq, point.at] for shard, point in self.until.items()}
 
 
 def partial_views(definition: Definition, shards: int) -> list[str]:
     """Names of the views that cannot be exact; `shards` is how many the system has.
 
-    Limits are counted for now, and across a campaign; accounts and balances, across shards. (Demand there is
-    none: refusals are no events.)
+    Limits are counted for the present time, and across a campaign; accounts and balances, across shards.
+    (There is no demand, because refusals are not events.)
     """
     wanted, whole = definition.wanted, len(definition.shards) == shards
     names = set()
@@ -107,7 +106,7 @@ def partial_views(definition: Definition, shards: int) -> list[str]:
 
 
 class SchemaSink(RowSink):
-    """Applies events to the read models of a schema. Made by `open_schema`."""
+    """Applies events to the read models of a schema; `open_schema` makes it."""
 
     def __init__(self, connection: AsyncConnection[Any], schema: str, positions: dict[int, Cursor]) -> None:
         async def use(projection: str) -> None:
@@ -116,16 +115,16 @@ class SchemaSink(RowSink):
         super().__init__(connection, _APPLY, use, positions)
 
     async def grabs(self, users: Sequence[str]) -> list[tuple[str, str]]:
-        """The grabs of these users that are there already."""
-        found = await self._connection.execute(
+        """The grabs of these users that the schema has already."""
+        rows = await self._connection.execute(
             "SELECT offer, grab FROM grabs WHERE user_id = ANY(%s)", (list(users),)
         )
-        return [(offer, grab) for offer, grab in await found.fetchall()]
+        return [(offer, grab) for offer, grab in await rows.fetchall()]
 
 
 async def use_projection(connection: AsyncConnection[Any], schema: str, projection: str) -> None:
-    """Makes unqualified names mean those of a projection's tables in a schema: the only place that says where
-    they are.
+    """Makes unqualified names mean a projection's tables in a schema; only this function decides where they
+    are.
     """
     await use_schema(connection, schema)
 
@@ -134,11 +133,11 @@ async def use_projection(connection: AsyncConnection[Any], schema: str, projecti
 async def open_schema(
     postgres: str, schema: str, system: str, shards: int, definition: Definition, temporary: bool = False
 ) -> AsyncIterator[SchemaSink]:
-    """The schema, made if it is not there, at the position it was left at. `system` is the schema of the live
-    read models.
+    """A sink for the schema, which is created if it does not exist, and resumed if it does. `system` is the
+    schema of the live read models.
 
-    Nobody else writes or removes it until the end; of a `temporary` one, `temporary_schema` sees to that.
-    Raises Refused when the schema is something else, or was made from something else, or is being written.
+    The schema is locked until the end; `temporary_schema` locks a `temporary` one. Raises ReplayRefused if
+    the schema contains something else, was made from something else, or is being written.
     """
     async with await connect(postgres, system) as connection:
         if not temporary:
@@ -146,19 +145,19 @@ async def open_schema(
                 await hold(connection, _lock(schema), f"replay into {schema}")
             except Held as held:
                 raise ReplayRefused(f"schema {schema} is being written by another replay: {held}") from None
-        known = await check_schema(connection, schema, system, definition)
+        exists = await check_schema(connection, schema, system, definition)
         await connection.execute("SELECT set_config('grabstream.replay', %s, false)", (schema,))
-        # What PostgreSQL forgets in a crash it forgets together with the cursors.
+        # If PostgreSQL loses a commit in a crash, it loses the cursors as well.
         await connection.execute("SET synchronous_commit = off")
-        if not known:
+        if not exists:
             await _make(connection, schema, shards, definition)
         await use_schema(connection, schema)
         await connection.execute("UPDATE replay SET until = %s, at = now()", (_json(definition.bounds()),))
-        # One of an older release has no such column, and is none that may go.
-        if temporary or (known and await _is_temporary(connection, schema)):
+        # A schema of an older release has no such column, and is not temporary.
+        if temporary or (exists and await _is_temporary(connection, schema)):
             await connection.execute("UPDATE replay SET temporary = %s", (temporary,))
-        if known and "limits" not in partial_views(definition, shards):
-            # It was bounded before, and goes on to the end now.
+        if exists and "limits" not in partial_views(definition, shards):
+            # It was bounded before, and continues to the end now.
             await connection.execute("ALTER VIEW IF EXISTS limits_partial RENAME TO limits")
         yield SchemaSink(connection, schema, await cursors.load(connection, "audit"))
 
@@ -166,33 +165,33 @@ async def open_schema(
 async def check_schema(
     connection: AsyncConnection[Any], schema: str, system: str, definition: Definition
 ) -> bool:
-    """Whether the schema is there already, as a replay that this one may go on with; raises Refused when it
-    is anything else.
+    """Whether the schema exists and contains a replay that this call can resume; raises ReplayRefused if it
+    contains anything else.
     """
     if schema == system or schema in ("public", "information_schema") or schema.startswith("pg_"):
-        raise ReplayRefused(f"schema {schema} is not for replays: name another")
+        raise ReplayRefused(f"schema {schema} cannot be used for replays: name another")
     if may_be_version(system, schema):
-        raise ReplayRefused(f"schema {schema} is named as the system's own read models are: name another")
+        raise ReplayRefused(f"schema {schema} is named like the system's read models: name another")
     kept = await read_definition(connection, schema)
     if kept is None:
-        found = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
-        if await found.fetchone():
+        rows = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
+        if await rows.fetchone():
             raise ReplayRefused(
-                f"schema {schema} is there and holds no replay: name another, or remove it with `DROP SCHEMA "
-                f"{schema} CASCADE`"
+                f"schema {schema} exists and contains no replay: name another, or remove it with "
+                f"`DROP SCHEMA {schema} CASCADE`"
             )
         return False
     fixed, until = kept
     remove = f"name another schema, or remove this one with `DROP SCHEMA {schema} CASCADE`"
     if fixed != definition.fixed():
-        # One of a release before says nothing of definitions: its tables are others.
-        known = {"definitions": "of an older release"} | fixed
+        # A replay of an older release does not record definitions: its tables are different.
+        recorded = {"definitions": "of an older release"} | fixed
         changed = ", ".join(
-            f"{name} {known.get(name)}"
+            f"{name} {recorded.get(name)}"
             for name, value in definition.fixed().items()
-            if known.get(name) != value
+            if recorded.get(name) != value
         )
-        raise ReplayRefused(f"schema {schema} holds another replay, made with {changed}: {remove}")
+        raise ReplayRefused(f"schema {schema} contains another replay, made with {changed}: {remove}")
     for shard in definition.shards:
         old, new = until.get(str(shard)), definition.bounds().get(str(shard))
         if new is not None and (
@@ -201,21 +200,22 @@ async def check_schema(
             or _less(new, old)
         ):
             raise ReplayRefused(
-                f"schema {schema} holds a replay that goes beyond this one in shard {shard}: {remove}"
+                f"schema {schema} contains a replay that ends later than this one in shard {shard}: {remove}"
             )
     return True
 
 
 def _less(new: list[int | None], old: list[int | None]) -> bool:
     return any(
-        mine is not None and known is not None and mine < known for mine, known in zip(new, old, strict=True)
+        new_value is not None and old_value is not None and new_value < old_value
+        for new_value, old_value in zip(new, old, strict=True)
     )
 
 
 async def read_definition(
     connection: AsyncConnection[Any], schema: str
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """What the replay in a schema was made from, and up to where; None when the schema holds none."""
+    """What the replay in a schema was made from, and where it ends; None if the schema contains none."""
     if not (
         await (
             await connection.execute("SELECT to_regclass(%s) IS NOT NULL", (f"{schema}.replay",))
@@ -223,26 +223,26 @@ async def read_definition(
         or (False,)
     )[0]:
         return None
-    found = await connection.execute(
+    rows = await connection.execute(
         sql.SQL("SELECT definition, until FROM {}").format(sql.Identifier(schema, "replay"))
     )
-    row = await found.fetchone()
+    row = await rows.fetchone()
     return (row[0], row[1]) if row else None
 
 
 @asynccontextmanager
 async def temporary_schema(postgres: str, system: str) -> AsyncIterator[str]:
-    """The name of a schema that nobody has, to be opened as a temporary one; it is removed at the end,
-    whatever happens.
+    """The name of an unused schema, to be opened as a temporary one; the schema is removed at the end, also
+    after an error.
 
-    What is left of such schemas by processes that were killed is removed first.
+    Temporary schemas of processes that were killed are removed first.
     """
     start = f"{system}__at_"
     schema = start + secrets.token_hex(4)
-    # A connection of its own: the one that writes may be cancelled in the middle.
+    # A separate connection, because the writing one may be cancelled in the middle.
     async with await connect(postgres, system) as connection:
         await connection.execute("SELECT set_config('lock_timeout', %s, false)", (f"{DROP_LOCK_MS}ms",))
-        await _drop_left_behind(connection, start)
+        await _drop_leftovers(connection, start)
         await hold(connection, _lock(schema), f"at in {schema}")
         try:
             yield schema
@@ -250,15 +250,15 @@ async def temporary_schema(postgres: str, system: str) -> AsyncIterator[str]:
             await _drop(connection, schema)
 
 
-async def _drop_left_behind(connection: AsyncConnection[Any], start: str) -> None:
-    found = await connection.execute(
+async def _drop_leftovers(connection: AsyncConnection[Any], start: str) -> None:
+    rows = await connection.execute(
         "SELECT nspname FROM pg_namespace WHERE starts_with(nspname, %s)", (start,)
     )
-    for (schema,) in await found.fetchall():
+    for (schema,) in await rows.fetchall():
         with suppress(Held):
             await hold(connection, _lock(schema), f"at removes {schema}")
             try:
-                # Looked at behind the lock: who has made it, or keeps it, is not about it now.
+                # Checked under the lock: no process creates or keeps the schema now.
                 if await _is_temporary(connection, schema):
                     await _drop(connection, schema)
             finally:
@@ -269,7 +269,7 @@ async def _drop(connection: AsyncConnection[Any], schema: str) -> None:
     try:
         await connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(schema)))
     except psycopg.errors.LockNotAvailable:
-        log.warning("schema %s is looked at by another session; the next `at` removes it", schema)
+        log.warning("schema %s is in use by another session; the next `at` removes it", schema)
 
 
 async def _is_temporary(connection: AsyncConnection[Any], schema: str) -> bool:
@@ -282,9 +282,7 @@ async def _is_temporary(connection: AsyncConnection[Any], schema: str) -> bool:
 
 
 def _lock(schema: str) -> str:
-    """The name of the lock that who writes a schema holds, or who looks into one that is removed
-    afterwards.
-    """
+    """The name of the lock on a schema that is being written, or that is removed afterwards."""
     return f"grabstream-replay-{schema}"
 
 
@@ -297,7 +295,7 @@ async def _make(connection: AsyncConnection[Any], schema: str, shards: int, defi
             (_json(definition.fixed()), _json(definition.bounds())),
         )
         users, partial = definition.wanted.users, partial_views(definition, shards)
-        # Those of users are made anew below: exact, in a smaller form.
+        # For users, these views are created again below: exact, in a smaller form.
         for view in sorted({*partial, *(("balances",) if users else ())}):
             names = sql.Identifier(schema, view), sql.Identifier(f"{view}_partial")
             await connection.execute(sql.SQL("ALTER VIEW {} RENAME TO {}").format(*names))

@@ -1,6 +1,4 @@
-"""Selection: which events of a history are wanted, by offer and by user, and what read models of a part can
-say exactly.
-"""
+"""Selection: picks the wanted events of a history, by offer and by user."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -23,24 +21,24 @@ _OfferEvent = (
 
 
 class Wanted(NamedTuple):
-    """What was asked for; an empty tuple is no restriction."""
+    """The requested offers and users; an empty tuple does not restrict."""
 
     offers: tuple[str, ...] = ()
     users: tuple[str, ...] = ()
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether all events are wanted."""
         return not self.offers and not self.users
 
 
 class Selection:
-    """Picks events. Told apart by user, it has to see a shard from its beginning: a refund due names a grab,
-    not its user.
+    """Picks events. To select by user, it must read a shard from its beginning, because a refund due names a
+    grab, not its user.
 
-    A user's events are those that name them, those that book on their `wallet:` or `hold:` (a correction, the
-    rest of an envelope they gave), and refunds due for their grabs. `offer_events` adds all that concerns a
-    whole offer, which read models need.
+    The events of a user are those that name the user, those that book on the user's `wallet:` or `hold:`
+    account (a correction, the rest of an envelope that the user gave), and refunds due for the user's grabs.
+    `offer_events` adds the events about a whole offer, which read models need.
     """
 
     def __init__(self, wanted: Wanted, offer_events: bool, grabs: Iterable[tuple[str, str]] = ()) -> None:
@@ -48,11 +46,11 @@ class Selection:
         self._accounts = {f"{kind}:{user}" for user in wanted.users for kind in ("wallet", "hold")}
         self._offer_events = offer_events
         self._grabs = set(grabs)
-        #: Which of the wanted offers have an event in what was read.
+        #: The wanted offers that had an event so far.
         self.offers_met: set[str] = set()
 
     def of(self, facts: Sequence[Fact]) -> Sequence[Fact]:
-        """Those that are wanted, in their order."""
+        """The wanted facts, in order."""
         if self._offers:
             facts = [fact for fact in facts if fact.event.offer in self._offers]
             self.offers_met.update(fact.event.offer for fact in facts)
@@ -67,4 +65,7 @@ class Selection:
             return (event.offer, event.grab) in self._grabs
         if self._offer_events and isinstance(event, _OfferEvent):
             return True
-        return any(one.debit in self._accounts or one.credit in self._accounts for one in fact.transfers)
+        return any(
+            transfer.debit in self._accounts or transfer.credit in self._accounts
+            for transfer in fact.transfers
+        )

@@ -1,4 +1,4 @@
-"""Where replayed events go: lines on a stream, CloudEvents on a topic of somebody's own, or rows."""
+"""Sinks of a replay: lines on a stream, CloudEvents on a user's topic, or rows in PostgreSQL."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO, Final, Protocol
@@ -15,34 +15,34 @@ from grabstream.streams.projecting.projector import GROUP_EVENTS_MAX, Apply
 from grabstream.streams.projecting.publisher import event_batches
 from grabstream.streams.topics import Topics, partitions_of, retention_ms
 
-#: Events that go to a topic before their acknowledgements are waited for.
+#: The number of events sent to a topic before the sink waits for acknowledgements.
 SEND_EVENTS_MAX: Final = 4_000
 
 Use = Callable[[str], Awaitable[None]]
 
 
 class ReplayRefused(Exception):
-    """The destination cannot take these events; the text says why, and the way out."""
+    """The destination cannot take these events; the text states why, and the way out."""
 
 
 class Sink(Protocol):
-    """Takes events; what it has taken is there for good after `flush`."""
+    """Takes events. After `flush`, they are stored durably."""
 
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> None:
-        """Takes those events of a chunk that are wanted; the chunk's cursors say how far that is."""
+        """Takes the wanted events of a chunk; the chunk's cursors are the progress."""
 
     async def flush(self) -> None:
-        """Returns when all that was taken is there."""
+        """Returns when all events taken are stored."""
 
 
 class LineSink:
-    """A line an event, byte for byte as journaled."""
+    """One line per event, byte for byte as journaled."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
 
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> None:
-        """Writes the lines; raises BrokenPipeError when nobody reads any more."""
+        """Writes the lines; raises BrokenPipeError if the reader has closed the stream."""
         if facts:
             self._stream.write(b"\n".join(fact.line for fact in facts) + b"\n")
 
@@ -52,7 +52,7 @@ class LineSink:
 
 
 class TopicSink:
-    """A record an event, as on the events topic; partition = shard."""
+    """One record per event, as on the events topic; partition = shard."""
 
     def __init__(self, producer: AIOKafkaProducer, topic: str, source: str) -> None:
         self._producer = producer
@@ -60,11 +60,11 @@ class TopicSink:
         self._source = source.encode()
         self._waiting: list[Fact] = []
         self._shard = self._seq = 0
-        #: By shard, the seq up to which all that was wanted is in the topic.
+        #: By shard, the seq up to which all wanted events are in the topic.
         self.acknowledged: dict[int, int] = {}
 
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> None:
-        """Sends when enough has come together, or another shard begins."""
+        """Sends when enough events are waiting, or when another shard begins."""
         if chunk.shard != self._shard:
             await self.flush()
             self._shard, self._seq = chunk.shard, 0
@@ -74,7 +74,7 @@ class TopicSink:
             await self.flush()
 
     async def flush(self) -> None:
-        """Sends what waits, one batch after the other, so that the order holds; raises aiokafka's errors."""
+        """Sends the waiting events, one batch after the other to keep the order; raises aiokafka's errors."""
         facts, self._waiting = self._waiting, []
         for batch in event_batches(self._producer, facts, self._source) if facts else ():
             await (await self._producer.send_batch(batch, self._topic, partition=self._shard))
@@ -86,8 +86,8 @@ class RowSink:
     """Read models in PostgreSQL: rows, and the cursors of all `projections` (name → apply), move in one
     transaction.
 
-    `use(name)` makes unqualified names mean those of a projection. `positions` are the cursors, all
-    projections being at the same.
+    `use(name)` makes unqualified names mean those of a projection. `positions` are the cursors; all
+    projections have the same.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RowSink:
         self._facts: list[Fact] = []
 
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> None:
-        """Takes events; commits when many have come together."""
+        """Takes events; commits when enough are waiting."""
         before = self._moves[chunk.shard][0] if chunk.shard in self._moves else chunk.before
         self._moves[chunk.shard] = (before, chunk.after)
         self._facts.extend(facts)
@@ -113,7 +113,7 @@ class RowSink:
             await self.flush()
 
     async def flush(self) -> None:
-        """Commits; raises psycopg's errors when the database refuses."""
+        """Commits; raises psycopg's errors if the database refuses."""
         moves, facts = self._moves, self._facts
         self._moves, self._facts = {}, []
         if not moves:
@@ -131,24 +131,22 @@ class RowSink:
 
 
 async def check_topic(kafka: str, system: Topics, name: str, shards: int, append: bool) -> bool:
-    """Whether the topic is there already; raises Refused when it is one of the system's, or cannot take the
-    events as they are.
-    """
+    """Whether the topic exists; raises ReplayRefused if it belongs to the system, or cannot take the events."""
     if name in retention_ms(system):
-        raise ReplayRefused(f"topic {name} is the system's own: name another")
+        raise ReplayRefused(f"topic {name} belongs to the system: name another")
     partitions = await partitions_of(kafka, name)
     if not partitions:
         return False
     if len(partitions) != shards:
         raise ReplayRefused(
-            f"topic {name} has {len(partitions)} partitions, but a shard needs one each, {shards}: name "
-            "another"
+            f"topic {name} has {len(partitions)} partitions, but each of the {shards} shards needs one: "
+            "name another"
         )
     if not append:
         async with open_reader(kafka, name) as reader:
             if any([await reader.end(shard) > await reader.beginning(shard) for shard in range(shards)]):
                 raise ReplayRefused(
-                    f"topic {name} holds records already: name another, delete it, or say --append (readers "
-                    "tell repeats by ce_id)"
+                    f"topic {name} contains records: name another, delete it, or add --append (readers "
+                    "recognise repeats by ce_id)"
                 )
     return True
