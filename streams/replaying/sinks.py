@@ -131,7 +131,7 @@ class RowSink:
 
 
 async def check_topic(kafka: str, system: Topics, name: str, shards: int, append: bool) -> bool:
-    """Whether the topic exists; raises ReplayRefused if it belongs to the system, or cannot take the events."""
+    """Whether the topic exists; raises ReplayRefused if it is the system's, or cannot take the events."""
     if name in retention_ms(system):
         raise ReplayRefused(f"topic {name} belongs to the system: name another")
     partitions = await partitions_of(kafka, name)
