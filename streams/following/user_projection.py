@@ -176,8 +176,8 @@ async def prepare(projection: Projection, system: System) -> bool:
             await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (f"grabstream-{schema}",))
         except psycopg.errors.LockNotAvailable:
             raise CannotRun(f"another process is creating schema {schema}: try again") from None
-        found = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
-        if await found.fetchone():
+        schemas = await connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
+        if await schemas.fetchone():
             await _check(connection, projection, system.shards)
             await guard(connection, schema)
             return False
@@ -216,10 +216,10 @@ async def _check(connection: AsyncConnection[Any], projection: Projection, shard
 
 async def _versions(connection: AsyncConnection[Any], schema: str) -> list[str]:
     """The cursor names of the projections in a schema."""
-    found = await (
+    has_cursors = await (
         await connection.execute("SELECT to_regclass(%s) IS NOT NULL", (f"{schema}.projection_cursors",))
     ).fetchone()
-    if not found or not found[0]:
+    if not has_cursors or not has_cursors[0]:
         return []
     query = sql.SQL("SELECT DISTINCT projection FROM {} ORDER BY 1").format(
         sql.Identifier(schema, "projection_cursors")

@@ -64,11 +64,11 @@ async def guard(connection: AsyncConnection[Any], schema: str) -> None:
     """Adds the trigger that refuses a COMMIT without the cursor to a projection's schema, which the
     connection uses; does nothing if it exists.
     """
-    found = await connection.execute(
+    triggers = await connection.execute(
         "SELECT 1 FROM pg_trigger WHERE tgrelid = %s::regclass AND tgname = 'only_with_its_cursor'",
         (sql.Identifier(schema, "projection_cursors").as_string(connection),),
     )
-    if await found.fetchone() is None:
+    if await triggers.fetchone() is None:
         await connection.execute(_GUARD.encode())
 
 

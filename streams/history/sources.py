@@ -64,13 +64,13 @@ class Source(Protocol):
         """The present end of a shard, as in `Start.end`."""
 
     async def start(self, shard: int, first: Point | None) -> Start:
-        """A place to begin at, from which on no event of the stretch is missed; None: the beginning."""
+        """Starts at or before the first event of the stretch; at the beginning if `first` is None."""
 
     async def resume(self, shard: int, cursor: Cursor) -> Start:
-        """From a cursor that is known to be true to the present end."""
+        """Starts at a cursor that was verified, and ends at the present end."""
 
     def between(self, cursor: Cursor, target: Cursor) -> Start:
-        """From a cursor that is known to be true to another one."""
+        """Starts at a cursor that was verified, and ends at another such cursor."""
 
     def units(self, start: Start) -> int:
         """The number of units between start and end."""
@@ -255,7 +255,7 @@ def _follow(cursor: Cursor, records: Sequence[Record], set_aside: Sequence[SetAs
             if skipped is None:
                 raise
             after, facts = skipped, []
-        yield Chunk(record.shard, cursor, after, without(facts, set_aside), 1)
+        yield Chunk(record.shard, cursor, after, _without(facts, set_aside), 1)
         cursor = after
 
 
@@ -267,7 +267,7 @@ def _after_set_aside(cursor: Cursor, record: Record, set_aside: Sequence[SetAsid
     return None
 
 
-def without(facts: list[Fact], set_aside: Sequence[SetAside]) -> list[Fact]:
+def _without(facts: list[Fact], set_aside: Sequence[SetAside]) -> list[Fact]:
     """The facts whose events were not set aside."""
     for skipped in set_aside:
         facts = [fact for fact in facts if not skipped.first_seq <= fact.event.seq <= skipped.last_seq]
@@ -346,9 +346,9 @@ class AuditSource:
                 if error is not None:
                     if facts:
                         before_error = cursor._replace(seq=facts[-1].event.seq, head=facts[-1].hash)
-                        yield Chunk(shard, cursor, before_error, without(facts, set_aside), len(facts))
+                        yield Chunk(shard, cursor, before_error, _without(facts, set_aside), len(facts))
                     raise error
-                yield Chunk(shard, cursor, after, without(facts, set_aside), len(lines))
+                yield Chunk(shard, cursor, after, _without(facts, set_aside), len(lines))
                 cursor = after
 
     async def lines(self, shard: int, cursor: Cursor, end: int) -> AsyncGenerator[Lines, None]:
@@ -387,7 +387,7 @@ def _decode(
         if [(event.shard, event.seq) for event in events] == numbers:
             return facts_of(lines, hashes, events), None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        pass  # found below, line by line
+        pass  # the loop below finds the line
     facts: list[Fact] = []
     for (_, seq), line, hash_ in zip(numbers, lines, hashes, strict=True):
         try:

@@ -363,10 +363,10 @@ class Projector:
         """Whether the schema of the version that this writes was dropped."""
         if self._connection is None or not self._version_schema:
             return False
-        found = await self._connection.execute(
+        dropped = await self._connection.execute(
             "SELECT to_regnamespace(quote_ident(%s)) IS NULL", (self._version_schema,)
         )
-        return bool((await found.fetchone() or [False])[0])
+        return bool((await dropped.fetchone() or [False])[0])
 
     async def _resumed(self) -> list[CatchUp]:
         """The shards that an operator has resumed, to be caught up. Their cursors may have been moved past

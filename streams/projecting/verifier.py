@@ -149,10 +149,10 @@ class Verifier:
     async def _walk_on(self, connection: AsyncConnection[Any], stop: asyncio.Event, trouble: Trouble) -> None:
         while not stop.is_set():
             began = time.monotonic()
-            more = await self.verify_once(connection)
+            can_continue = await self.verify_once(connection)
             trouble.over()
             took = time.monotonic() - began
-            await _pause(stop, max(took * (1 / self._share - 1), 0 if more else REST_SECONDS_MIN))
+            await _pause(stop, max(took * (1 / self._share - 1), 0 if can_continue else REST_SECONDS_MIN))
 
     # -- every key of Redis ----------------------------------------------------------------------------------
 
@@ -187,10 +187,10 @@ class Verifier:
             await verified.clear_others(connection, "keys", shard, [problem.subject for problem in problems])
 
     async def _try_lock(self, connection: AsyncConnection[Any]) -> bool:
-        found = await (
+        locked = await (
             await connection.execute(_ADVISORY_LOCK, (f"grabstream-verifier-{self._schema}",))
         ).fetchone()
-        return bool(found and found[0])
+        return bool(locked and locked[0])
 
     async def verify_once(self, connection: AsyncConnection[Any]) -> bool:
         """One pass; returns whether the walk can continue at once."""
@@ -198,14 +198,14 @@ class Verifier:
         gaps = {shard: Gaps(records, shard) for shard in range(self._keys.shards)}
         async with connection.transaction():
             await self._update_gaps(connection, gaps)
-        more = False
+        can_continue = False
         for shard in range(self._keys.shards):
             for _ in range(STEPS_A_PASS):
                 async with connection.transaction():
                     after = await self._walk(connection, shard, gaps[shard])
                 if not after:
                     break
-            more |= after
+            can_continue |= after
         async with connection.transaction():
             await self._compare_accounts(connection)
             await verified.clear_gone(connection)
@@ -216,7 +216,7 @@ class Verifier:
                 await self._compare_rows(connection, gaps)
             self._rows_at = time.monotonic() + ROWS_EVERY_SECONDS
         await verified.record_pass(connection)
-        return more
+        return can_continue
 
     async def _update_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
         """Starts again from the first event if read models have events that they lacked, or lack verified
@@ -326,12 +326,12 @@ class Verifier:
             await cursors.load(connection, "ledger"),
             await cursors.load(connection, "balances"),
         )
-        ahead = [_seq(ledger, shard) - one.seq for shard, one in at.items()]
+        ahead = [_seq(ledger, shard) - position.seq for shard, position in at.items()]
         if min(ahead) < 0 or sum(ahead) > AHEAD_EVENTS_MAX:
             return
         abreast = all(_seq(balances, shard) == cursor.seq for shard, cursor in ledger.items()) and not any(
-            one.projection in ("balances", "ledger") and one.event_count
-            for one in await set_aside.load(connection)
+            record.projection in ("balances", "ledger") and record.event_count
+            for record in await set_aside.load(connection)
         )
         rows = await verified.accounts_after(connection, *self._account, ROWS_A_PAGE, abreast)
         self._account = (rows[-1].account, rows[-1].asset) if len(rows) == ROWS_A_PAGE else ("", "")
@@ -364,17 +364,20 @@ class Verifier:
                 await cursors.load(connection, "audit"),
                 await cursors.load(connection, "balances"),
             )
-            seqs = {shard: (one.seq, _seq(balances, shard), _seq(audit, shard)) for shard, one in at.items()}
+            seqs = {
+                shard: (position.seq, _seq(balances, shard), _seq(audit, shard))
+                for shard, position in at.items()
+            }
             near = [shard for shard, (seq, _, audited) in seqs.items() if audited - seq <= AHEAD_EVENTS_MAX]
             rows = await verified.offers_after(connection, self._offer, ROWS_A_PAGE, near)
             self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
-            known = [
+            comparable = [
                 row
                 for row in rows
                 if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers
             ]
             compared, problems = [], []
-            for state, shown, moved in known:
+            for state, shown, moved in comparable:
                 here, shown_to, audited = seqs[state.shard]
                 if moved or not here <= shown_to <= audited:
                     continue
@@ -389,7 +392,7 @@ class Verifier:
                     )
             await self._judge(connection, "balances", ALL_SHARDS, compared, problems)
         by_shard: dict[int, list[OfferState]] = {}
-        for state in (state for state, *_ in known if not state.retired):
+        for state in (state for state, *_ in comparable if not state.retired):
             by_shard.setdefault(state.shard, []).append(state)
         for shard, states in by_shard.items():
             await self._observe(connection, shard, states)
@@ -402,8 +405,8 @@ class Verifier:
         audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
         near = [
             shard
-            for shard, one in at.items()
-            if one.seq <= _seq(balances, shard) <= _seq(audit, shard) <= one.seq + AHEAD_EVENTS_MAX
+            for shard, position in at.items()
+            if position.seq <= _seq(balances, shard) <= _seq(audit, shard) <= position.seq + AHEAD_EVENTS_MAX
         ]
         rows = await verified.offers_after(connection, self._rows_offer, ROWS_OFFERS_MAX, near)
         chosen: dict[str, OfferState] = {}

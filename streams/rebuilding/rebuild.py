@@ -93,13 +93,13 @@ class Rebuild:
 
     async def live(self) -> Version:
         """The live version; raises RebuildRefused if there is none."""
-        found = await versions.in_state(self._control, self._where.schema, self._projection, "live")
-        if found is None:
+        version = await versions.in_state(self._control, self._where.schema, self._projection, "live")
+        if version is None:
             raise RebuildRefused(
                 f"{self._projection} has no live version in schema {self._where.schema}: run `grabstream "
                 "init`"
             )
-        return found
+        return version
 
     async def is_lost(self, version: Version) -> bool:
         """Whether the tables of a version are gone."""
@@ -107,23 +107,23 @@ class Rebuild:
 
     async def begun(self, source: str, keeps_set_aside: bool) -> Version | None:
         """An unfinished build that can be resumed: of this code's definition, from the same source."""
-        found = await versions.in_state(self._control, self._where.schema, self._projection, "building")
+        version = await versions.in_state(self._control, self._where.schema, self._projection, "building")
         wanted = (definition_of(self._projection).number, source, keeps_set_aside)
         if (
-            found is None
-            or (found.definition, found.source, found.keeps_set_aside) != wanted
-            or await self.is_lost(found)
+            version is None
+            or (version.definition, version.source, version.keeps_set_aside) != wanted
+            or await self.is_lost(version)
         ):
             return None
-        return found
+        return version
 
     async def in_state(self, state: str) -> Version:
         """The version in a state, `building` or `previous`; raises RebuildRefused if there is none."""
-        found = await versions.in_state(self._control, self._where.schema, self._projection, state)
-        if found is None:
+        version = await versions.in_state(self._control, self._where.schema, self._projection, state)
+        if version is None:
             words = "previous version to return to" if state == "previous" else "unfinished build"
             raise RebuildRefused(f"{self._projection} has no {words}")
-        return found
+        return version
 
     async def set_aside(self) -> list[SetAside]:
         """The records that were set aside for the live version."""
@@ -452,10 +452,10 @@ class Rebuild:
 
     async def drop(self, state: str) -> Version | None:
         """Drops the version in a state, `building` or `previous`; returns it, None if there was none."""
-        found = await versions.in_state(self._control, self._where.schema, self._projection, state)
-        if found is not None:
-            await versions.discard(self._control, self._where.schema, found)
-        return found
+        version = await versions.in_state(self._control, self._where.schema, self._projection, state)
+        if version is not None:
+            await versions.discard(self._control, self._where.schema, version)
+        return version
 
 
 def _between(records: Sequence[SetAside], shard: int, before: Cursor, after: Cursor) -> list[SetAside]:

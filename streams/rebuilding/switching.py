@@ -73,7 +73,7 @@ class Switch(NamedTuple):
                     await cursors_of(self.control, self.live, lock=True) if self.live is not None else {}
                 )
                 await older_snapshots_gone(self.control, self.schema)
-                # Readers queue behind us while we wait for this lock: so we wait shortly, and try again
+                # Readers queue behind us while we wait for this lock: so we wait briefly, and try again
                 # later.
                 await self._set_lock_timeout(VIEWS_LOCK_MS)
                 await versions.show(self.control, self.schema, self.chosen, self.keep)
@@ -161,8 +161,8 @@ async def cursors_of(
     query = sql.SQL(
         "SELECT shard, seq, head, next_offset, term, owner FROM {} WHERE projection = %s ORDER BY shard {}"
     ).format(sql.Identifier(version.schema, "projection_cursors"), sql.SQL("FOR UPDATE" if lock else ""))
-    found = await connection.execute(query, (version.projection,))
+    rows = await connection.execute(query, (version.projection,))
     return {
         shard: Cursor(seq, bytes(head), offset, term, owner)
-        for shard, seq, head, offset, term, owner in await found.fetchall()
+        for shard, seq, head, offset, term, owner in await rows.fetchall()
     }

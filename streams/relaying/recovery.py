@@ -348,7 +348,7 @@ class Recovery:
     ) -> None:
         keys, campaigns = self._shard.keys, dict[str, int]()
         rows = [
-            [(campaigns.setdefault(campaign_of(one.offer), len(campaigns) + 1), *one) for one in of_kind]
+            [(campaigns.setdefault(campaign_of(row.offer), len(campaigns) + 1), *row) for row in of_kind]
             for of_kind in (past, payments)
         ]
         names = [keys.state, keys.past]

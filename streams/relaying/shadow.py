@@ -523,22 +523,22 @@ def _in_words(shard: int, part: Part, shadow: Value, live: Value) -> list[str]:
     if part.kind == "size":
         return [f"{where}: Redis has {live} elements, the journal makes it {shadow}"]
     if part.kind == "string":
-        at = next(
-            (at for at, (one, other) in enumerate(zip(shadow, live, strict=False)) if one != other),
+        first = next(
+            (index for index, (is_, was) in enumerate(zip(live, shadow, strict=False)) if is_ != was),
             min(len(shadow), len(live)),
         )
         return [
-            f"{where}: differs from byte {at} on; Redis has {len(live)} bytes there, the journal makes it "
+            f"{where}: differs from byte {first} on; Redis has {len(live)} bytes there, the journal makes it "
             f"{len(shadow)}"
         ]
     if part.kind == "list":
-        at = next(
-            (at for at, (one, other) in enumerate(zip(shadow, live, strict=False)) if one != other),
+        first = next(
+            (index for index, (is_, was) in enumerate(zip(live, shadow, strict=False)) if is_ != was),
             min(len(shadow), len(live)),
         )
         return [
-            f"{where}: differs from index {at} on; Redis has {len(live)} elements there, the journal makes "
-            f"it {len(shadow)}"
+            f"{where}: differs from index {first} on; Redis has {len(live)} elements there, "
+            f"the journal makes it {len(shadow)}"
         ]
     lines = []
     for field, shadow_value, live_value in zip(part.what, shadow, live, strict=True):
