@@ -48,7 +48,6 @@ from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.relaying import shadow
-from grabstream.streams.relaying.shadow import NOT_IN_EVENTS
 from grabstream.streams.topics import Topics, create_topics, retention_ms
 from tests.conftest import Worker, make_system, until
 from tests.support.projecting import (
@@ -585,7 +584,10 @@ KEYS = [
     KeyDamage("offer users", "c:envelope", "users, u1: is", changed("u1", 4)),
     KeyDamage("offer users", "c:envelope", "users, u1 is not in Redis", hdel("u1")),
     KeyDamage(
-        "offer users", "c:envelope", "users, thief is in Redis, but no event", hset("thief", b"12345678901234")
+        "offer users",
+        "c:envelope",
+        "users, thief is in Redis, but no event",
+        hset("thief", b"12345678901234"),
     ),
     KeyDamage("offer users", "c:stock", "users, ", counted_more),
     KeyDamage(
@@ -682,7 +684,7 @@ async def test_a_damaged_key_is_reported_and_nothing_else(
     whole: Settings, damage: KeyDamage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing changes in the meantime, so two looks are enough.
-    monkeypatch.setattr(beside, "LOOKS", (0.0, 0.05))
+    monkeypatch.setattr(shadow, "LOOKS", (0.0, 0.05))
     key = _key(key_space(whole), damage.kind, damage.offer)
     async with keeping(whole, key) as redis:
         assert await redis.exists(key) or damage.offer == "gone"
@@ -703,7 +705,7 @@ async def test_every_kind_of_key_is_compared(whole: Settings) -> None:
             if await redis.exists(_key(key_space(whole), kind, offer)):
                 kinds.add(kind)
     await redis.aclose()
-    assert kinds - damaged_kinds - set(NOT_TOLD) == set()
+    assert kinds - damaged_kinds - set(shadow.NOT_IN_EVENTS) == set()
     assert damaged_kinds - kinds == set()
 
 
@@ -903,7 +905,7 @@ async def test_a_shard_at_another_seq_than_its_journal_is_reported(
         )
         await redis.hset(state, "seq", seq - 2)
         assert_only_problem(
-            await verify(whole, 0), FOLD, f"shard 1: it is at seq {seq - 2}, and its journal at {seq}"
+            await verify(whole, 0), FOLD, f"shard 1: it is at seq {seq - 2}, but its journal is at seq {seq}"
         )
         await redis.hset(state, "seq", seq)
         await redis.hset(state, "fault", "somebody said so")
@@ -990,7 +992,7 @@ async def test_different_sums_in_ledger_and_balances_are_reported(
 
 
 async def test_a_shard_that_another_process_compares_is_not_compared(whole: Settings) -> None:
-    made = KeySpace(whole.prefix + beside.BESIDE, whole.shards).shard(1)
+    made = KeySpace(whole.prefix + shadow.SHADOW, whole.shards).shard(1)
     redis = open_redis(whole)
     await redis.set(made.lease, "another", px=60_000)
     assert_only_problem(await verify(whole, 0), FOLD, "shard 1 is being compared by another process")
