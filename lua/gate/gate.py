@@ -41,7 +41,7 @@ from grabstream.lua.gate.decided import DecidedAnswers, ReportLost
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.gate.queue import (
     OFFERS_IN_CALL_MAX,
-    Order,
+    CallOrder,
     OutcomeUnknown,
     QueueEntry,
     ShardQueue,
@@ -134,7 +134,7 @@ class Gate:
         promise: Promise = "journaled",
         patience_ms: int = 0,
         timeout_ms: int | None = None,
-        reader: Order | None = None,
+        reader: CallOrder | None = None,
         report_undecidable: ReportUndecidable = lambda index, reason: None,
     ) -> list[Answer]:
         """Returns answers in the order of the commands. Commands of one campaign are carried out in that
@@ -156,7 +156,7 @@ class Gate:
         runs = list(self._runs(valid, commands))
         timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
         deadline = math.inf if reader else time.monotonic() + timeout_seconds
-        order = reader or Order()
+        order = reader or CallOrder()
         waits: deque[tuple[int, Sequence[int], QueueEntry]] = deque()
         last_of: dict[int, QueueEntry] = {}
         for shard, script, indexes in runs:
@@ -301,6 +301,7 @@ class Gate:
         """
         while True:
             await entry.done
+            # An entry that has to be decided again gets a new future while we wait for the old one.
             if not entry.done.done():
                 continue
             last = entry.last_seq

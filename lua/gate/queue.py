@@ -26,8 +26,8 @@ class OutcomeUnknown(Exception):
     """
 
 
-class Order:
-    """Calls with the same Order are carried out in the order in which they were made, in every shard."""
+class CallOrder:
+    """Calls with the same CallOrder are carried out in the order in which they were made, in every shard."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, Lane] = {}

@@ -43,7 +43,7 @@ from grabstream.models.rules.state import (
     CountedUnits,
     Decided,
     Offer,
-    Order,
+    OrderUse,
     Payment,
     PieceGrab,
     ShardState,
@@ -480,7 +480,7 @@ def _redeem(
         order=command.order,
         digest=digest,
     )  # fmt: skip
-    offer.orders[command.grab, command.order] = Order(command.quantity, event.seq, now)
+    offer.orders[command.grab, command.order] = OrderUse(command.quantity, event.seq, now)
     return Decided(
         answered(state, command, Outcome.redeemed, now, **_details(command, offer, grab, command.quantity)),
         [event],
@@ -505,7 +505,7 @@ def _unredeem(
         order=command.order,
         digest=digest,
     )
-    offer.orders[command.grab, command.order] = Order(0, event.seq, now)
+    offer.orders[command.grab, command.order] = OrderUse(0, event.seq, now)
     return Decided(
         answered(state, command, Outcome.unredeemed, now, **_details(command, offer, grab, quantity)), [event]
     )

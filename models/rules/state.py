@@ -83,7 +83,7 @@ class Payment(NamedTuple):
     currency: str
 
 
-class Order(NamedTuple):
+class OrderUse(NamedTuple):
     """Units of a grab used for an order (0: the use was taken back), and the event that records it."""
 
     quantity: int
@@ -169,7 +169,7 @@ class Offer:
     queued: int = 0
     held: int = 0
     #: Units used by (grab, order).
-    orders: dict[tuple[str, str], Order] = field(default_factory=dict)
+    orders: dict[tuple[str, str], OrderUse] = field(default_factory=dict)
     codes: list[str] = field(default_factory=list)
     #: How many codes were loaded, including those already handed out.
     codes_listed: int = 0

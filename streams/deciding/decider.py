@@ -19,7 +19,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from grabstream.lua.ending import end, first_to_end, running
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import Order
+from grabstream.lua.gate.queue import CallOrder
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import RECORD_BYTES_MAX
@@ -82,7 +82,7 @@ class Decider:
         self.shards = shards
         # One order for all sessions: commands in flight from an earlier session are carried out before
         # commands that are delivered again.
-        self.order = Order()
+        self.order = CallOrder()
         self.decided = 0
         self._bootstrap = bootstrap
         self._topics = topics

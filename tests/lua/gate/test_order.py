@@ -11,7 +11,7 @@ import redis.asyncio
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import Order, OutcomeUnknown
+from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import decode_event
 from tests.conftest import until
@@ -58,7 +58,7 @@ async def test_a_reader_s_calls_are_decided_again_in_order(relay: FakeRelay) -> 
     """Calls of one order are in flight or queued when the tail is lost. The first call learns of it from the
     announcement of journaled events, not from a script.
     """
-    gate, reader = gate_over(relay), Order()
+    gate, reader = gate_over(relay), CallOrder()
     steps = steps_of("ann")[:3]
     first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g-ann"))
@@ -78,7 +78,7 @@ async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: Fa
     """
     gate = gate_over(relay)
     grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(12)]
-    deciding = asyncio.create_task(gate.decide(grabs, reader=Order()))
+    deciding = asyncio.create_task(gate.decide(grabs, reader=CallOrder()))
     await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
     with scripts(call_max=1):
         await relay.lose_tail()
@@ -108,7 +108,7 @@ async def test_a_call_in_flight_is_decided_after_the_calls_decided_again(relay: 
     async def _stale(gate: Gate) -> bool:
         return reader.lane(0).stale
 
-    reader = Order()
+    reader = CallOrder()
     gate = gate_over(relay, InterruptedClient(relay.client, "confirm", lose))
     steps = steps_of("ann")[:3]
     first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
@@ -140,7 +140,7 @@ async def test_order_holds_however_often_the_tail_is_lost(relay: FakeRelay, seed
             return reply
 
     gate = gate_over(relay, Troubled(relay.client, "grab", relay.lose_tail), timeout_ms=100_000)
-    reader = Order()
+    reader = CallOrder()
 
     async def by_list(user: str) -> list[str]:
         return [
@@ -216,7 +216,7 @@ async def test_a_reader_is_never_refused_for_a_full_queue(relay: FakeRelay) -> N
     """A reader bounds its commands in flight itself, so a full queue never refuses them."""
     gate = Gate(relay.client, relay.keys, SEALER, GateLimits(queue_commands_max=10))
     gate.start()
-    reader = Order()
+    reader = CallOrder()
     relaying = asyncio.create_task(relay.run())
     calls = [
         asyncio.create_task(
@@ -235,7 +235,7 @@ async def test_only_a_reader_waits_while_its_shard_is_fenced(relay: FakeRelay) -
     without patience, queued after the reader, gets `fenced`.
     """
     server_epoch = await relay.client.hget(relay.shard.state, "life")
-    gate, reader = gate_over(relay), Order()
+    gate, reader = gate_over(relay), CallOrder()
     await relay.client.hdel(relay.shard.state, "life")
     waiting = asyncio.create_task(gate.decide(steps_of("ann")[:3], "decided", reader=reader))
     assert (await gate.decide(steps_of("bob")[:1], "decided"))[0].outcome == "fenced"

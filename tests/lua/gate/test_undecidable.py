@@ -10,7 +10,7 @@ import pytest
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import Order, OutcomeUnknown
+from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import StockTerms
@@ -98,7 +98,9 @@ async def test_undecidable_commands_are_reported_with_their_index(
     commands = [*grabs(3), undecidable(1), *grabs(2, start=3), undecidable(2), *steps_of("ann")[:3]]
     relaying = asyncio.create_task(relay.run())
     answers = await gate.decide(
-        commands, reader=Order(), report_undecidable=lambda index, reason: reported.append((index, reason))
+        commands,
+        reader=CallOrder(),
+        report_undecidable=lambda index, reason: reported.append((index, reason)),
     )
     relaying.cancel()
     assert [answer.outcome for answer in answers] == ["granted"] * 3 + ["invalid"] + ["granted"] * 2 + [
