@@ -614,12 +614,12 @@ KEYS = [
     ),
     KeyDamage("offer grabs", "c:coupon", "grabs, k2 is not in Redis", hdel("k2")),
     KeyDamage(
-        "offer codes", "c:coupon", "codes: differs from place 0 on", lambda redis, key: redis.lpop(key)
+        "offer codes", "c:coupon", "codes: differs from index 0 on", lambda redis, key: redis.lpop(key)
     ),
     KeyDamage(
         "offer codes",
         "c:coupon",
-        "codes: differs from place 1 on",
+        "codes: differs from index 1 on",
         lambda redis, key: redis.lset(key, 1, "x"),
     ),
     KeyDamage("offer audience", "invited", "audience, thief is in Redis", added("thief")),

@@ -185,7 +185,7 @@ async def test_set_aside_needs_a_reason_an_operator_and_a_confirmation(
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
         await until_stopped(system, "ledger")
-    for words, missing in ((("--yes",), "--reason and --operator"), (WHY, "--yes is needed")):
+    for words, missing in ((("--yes",), "--reason and --operator"), (WHY, "--yes is required")):
         done = grabstream("set-aside", "ledger", str(SHARD), *words, **env_of(system))
         assert done.returncode == 2
         assert missing in done.stderr

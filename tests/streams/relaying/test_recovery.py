@@ -407,7 +407,7 @@ async def test_a_shard_stays_fenced_when_the_journal_lost_events(with_retired_of
         )
         relaying = asyncio.create_task(relay.run())
         await until(lambda: relay.state.startswith("fenced"), 20, "the fence")
-        assert "10000 were in it" in relay.state
+        assert "it contained seq 10000" in relay.state
         assert "rebuild journal --from audit" in relay.state
         assert b"lost events" in await redis.hget(shard.state, "fault")
         relaying.cancel()
