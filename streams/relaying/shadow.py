@@ -598,7 +598,7 @@ async def open_shadow(
             )
         await redis.pexpire(shadow.lease, LEASE_MS)
         if problem := await room(shadow.state):
-            raise NoRoom(f"shard {shard} cannot be shadow a second time: {problem}")
+            raise NoRoom(f"the shadow of shard {shard} cannot be made: {problem}")
 
     async def paced(events: AsyncIterator[Sequence[Any]]) -> AsyncIterator[Sequence[Any]]:
         async for part in events:
