@@ -667,7 +667,7 @@ async def test_grabs_reach_the_journal_the_books_and_the_published_events_once(
         grabs = crowd(PARTS)
         # A: no answer before Kafka has the event. The command was decided once, and its repeat says so.
         first.signal(signal.SIGSTOP)
-        with pytest.raises(OutcomeUnknown, match="not in the journal"):
+        with pytest.raises(OutcomeUnknown, match="decided, but not journaled"):
             await gate.decide(grabs[:1], timeout_ms=300)
         first.signal(signal.SIGCONT)
         answers = await gate.decide(grabs, patience_ms=20_000, timeout_ms=20_000)

@@ -339,8 +339,9 @@ async def test_worker_decides_but_writes_no_books_until_init_has_recorded_the_id
         ("public", "other programs use it"), ("pg_catalog", "other programs use it"),
         ("pg_mine", "other programs use it"),
         ("information_schema", "other programs use it"),
-        ("{}_ledger_2", "a system in schema {} gives such names"),
-        ("{}_events_10", "gives such names"), ("{}__at_0123abcd", "a system in schema {} gives such names"),
+        ("{}_ledger_2", "a system in schema {} would use this name"),
+        ("{}_events_10", "would use this name"),
+        ("{}__at_0123abcd", "a system in schema {} would use this name"),
         ("{}_reports", r"it has other tables \(mine\)"),
     ],
 )  # fmt: skip
