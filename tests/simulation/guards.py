@@ -61,8 +61,8 @@ GUARDS: Final = (
     ),
     Guard(
         "an offset that does not directly follow is looked at", "streams/relaying/relay.py",
-        "if after.next_offset != cursor.next_offset + 1:\n                    # Something",
-        "if False:\n                    # Something",
+        "if after.next_offset != cursor.next_offset + 1:\n                    # Other",
+        "if False:\n                    # Other",
     ),
     Guard(
         "an owner steps down at a newer marker", "streams/relaying/relay.py",
