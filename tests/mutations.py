@@ -346,7 +346,7 @@ MUTATIONS: Final = (
         "streams/relaying/takeover.py",
         "        if seq < tail:\n",
         "        if False:\n",
-        _in(RECOVERY, "test_redis_recovers_after_a_loss_under_traffic[emptied]"),
+        _in(RECOVERY, "test_redis_recovers_after_a_loss_under_traffic[tail cut]"),
     ),
     Mutation(
         "a journal that lost events",
