@@ -15,6 +15,8 @@ from tests.simulation.guards import GUARDS, stands_once
 
 #: Seeds that a run of all tests plays, as far as they can be played within the time.
 SEEDS, SECONDS = 120, 30.0
+#: Seeds that failed once: a retirement that the sweeper had put off was taken for another state (223).
+KEPT = (72, 93, 223)
 #: Guards whose absence shows within few seeds: `make simulate ARGS="--without NAME"` tries the others.
 SOON_FOUND = (
     "a deciding script checks the server epoch",
@@ -39,6 +41,12 @@ def simulate(*arguments: str) -> tuple[int, str]:
 
 def test_seeds_break_no_invariant() -> None:
     code, said = simulate("--seeds", str(SEEDS), "--seconds", str(SECONDS))
+    assert code == 0, said[-8_000:]
+
+
+@pytest.mark.parametrize("seed", KEPT)
+def test_a_seed_that_failed_once_passes(seed: int) -> None:
+    code, said = simulate("--first", str(seed), "--seeds", "1")
     assert code == 0, said[-8_000:]
 
 
