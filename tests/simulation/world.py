@@ -18,7 +18,7 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import decode_answer
-from grabstream.models.commands import AnyCommand, encode_command
+from grabstream.models.commands import AnyCommand, Open, encode_command
 from grabstream.models.identifiers import campaign_of
 from grabstream.streams import journal as journal_module
 from grabstream.streams.deciding import decider as decider_module
@@ -531,8 +531,9 @@ class World:
             for one in given:
                 [again] = await gate.decide([one.command], patience_ms=5_000, timeout_ms=20_000)
                 first = one.answer
-                if again.outcome == "no_such_offer":
-                    continue  # it has retired meanwhile
+                # It has retired meanwhile: its answers are forgotten, and its id stays used.
+                if again.outcome == ("conflict" if isinstance(one.command, Open) else "no_such_offer"):
+                    continue
                 if (again.outcome, again.seq, again.amount) != (first.outcome, first.seq, first.amount):
                     self.oracle.violations.append(f"asked again: first {first}, then {again}")
             await gate.close()
