@@ -1,6 +1,6 @@
 """The oracle tested by damage: a guard of the protocol is taken out, and some seed must fail.
 
-The guards are those of `tests/mutations.py`, and a few more that only histories with faults can miss. Call
+Most guards are rows of `tests/mutations.py`; the others only histories with faults can miss. Call
 `take_out` before the code under test is imported.
 """
 
@@ -9,7 +9,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-PROJECT: Final = Path(__file__).parents[2]
+from tests.mutations import MUTATIONS, PROJECT
 
 
 class Guard(NamedTuple):
@@ -21,44 +21,26 @@ class Guard(NamedTuple):
     after: str
 
 
+def _in_mutations(name: str, mutation: str) -> Guard:
+    """A guard that `make mutations` takes out, too, under its name there."""
+    [row] = [row for row in MUTATIONS if row.guard == mutation]
+    return Guard(name, row.file, row.before, row.after)
+
+
 #: In the words of docs/protocol.md.
 GUARDS: Final = (
-    Guard(
-        "a script of an owner checks the term", "lua/includes/shard.lua",
-        "held[1] == term and held[2] == owner", "held[2] == owner",
-    ),
+    _in_mutations("a script of an owner checks the term", "term of an owner's script"),
     Guard(
         "a script of an owner checks term and owner", "lua/includes/shard.lua",
         "held[1] == term and held[2] == owner", "true",
     ),
-    Guard(
-        "a script of an owner checks the server epoch", "lua/includes/shard.lua",
-        " and server_epoch() == epoch", "",
-    ),
-    Guard(
-        "a deciding script checks the server epoch", "lua/includes/decide.lua",
-        "shard[3] ~= server_epoch()", "not shard[3]",
-    ),
-    Guard(
-        "a caller's commands are decided in one history", "lua/includes/decide.lua",
-        "if history ~= '' and history ~= shard[4] then", "if false then",
-    ),
-    Guard(
-        "a repeated grab gets its first answer", "lua/commands/grab.lua",
-        "if record or refusal then return repeated(", "if false then return repeated(",
-    ),
-    Guard(
-        "an entry that is half acknowledged stays", "lua/ownership/trim.lua",
-        "holds and open[1] or", "false or",
-    ),
-    Guard(
-        "blocks of an earlier term do not count", "models/journal.py",
-        "if block.term < self.term or block.owner != self.owner:", "if False:",
-    ),
-    Guard(
-        "markers of an earlier term do not count", "models/journal.py",
-        "if block.term > self.term:\n                after", "if True:\n                after",
-    ),
+    _in_mutations("a script of an owner checks the server epoch", "server epoch of an owner's script"),
+    _in_mutations("a deciding script checks the server epoch", "server epoch of a deciding script"),
+    _in_mutations("a caller's commands are decided in one history", "order of a caller"),
+    _in_mutations("a repeated grab gets its first answer", "repeat of a grab"),
+    _in_mutations("an entry that is half acknowledged stays", "an entry that is half acknowledged"),
+    _in_mutations("blocks of an earlier term do not count", "blocks of an earlier term"),
+    _in_mutations("markers of an earlier term do not count", "markers of an earlier term"),
     Guard(
         "an offset that does not directly follow is looked at", "streams/relaying/relay.py",
         "if after.next_offset != cursor.next_offset + 1:\n                    # Other",
@@ -72,23 +54,14 @@ GUARDS: Final = (
         "a marker that does not count is raised again", "streams/relaying/takeover.py",
         "if truth.cursor[3:] == raised.ownership[:2]:", "if True:",
     ),
-    Guard(
-        "Redis is compared with the journal by hash", "streams/relaying/takeover.py",
-        "and seq <= tail and truth.hashes.get(seq) != head:", "and False:",
-    ),
-    Guard(
-        "what is missing is applied", "streams/relaying/takeover.py",
-        "        if seq < tail:\n", "        if False:\n",
-    ),
+    _in_mutations("Redis is compared with the journal by hash", "comparison by hash"),
+    _in_mutations("what is missing is applied", "what is missing is applied"),
     Guard(
         "a takeover under another server epoch is a recovery", "streams/relaying/takeover.py",
         "            raised.alive\n            and not (outdated",
         "            True\n            and not (outdated",
     ),
-    Guard(
-        "a waiter trusts its own history only", "lua/gate/journaled.py",
-        "known_history == history and known_seq >= seq", "known_seq >= seq",
-    ),
+    _in_mutations("a waiter trusts its own history only", "history of a journaled answer"),
     Guard(
         "a waiter is told of another history", "lua/gate/journaled.py",
         "if waiting_history != history and not future.done():", "if False:",

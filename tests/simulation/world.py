@@ -27,7 +27,7 @@ from grabstream.streams.relaying import relay as relay_module
 from grabstream.streams.topics import Topics
 from grabstream.streams.worker import WorkerSettings, roles_of, run_worker
 from tests.lua.conftest import SEALER
-from tests.lua.histories.recovered import contents, differences, fold
+from tests.lua.histories.recovered import align_postponed_due_times, contents, differences, fold
 from tests.lua.histories.strategies import TICKETS
 from tests.simulation.kafka_broker import Broker, Consumer, Producer
 from tests.simulation.loop import Endless, Process, SimulatedLoop
@@ -46,8 +46,6 @@ SWEEP_EVERY_SECONDS: Final = 0.9
 #: Virtual seconds within which everything must be at rest once faults have ended.
 REST_SECONDS_MAX: Final = 90.0
 REPEATED_MAX: Final = 12
-#: By how much the sweeper puts off the retirement of an offer that has holds (lua/sweeping/sweep.lua).
-POSTPONED_MS: Final = 60_000
 #: Databases of the private server: two servers, their disks, and one for comparisons.
 SERVER_DATABASES: Final = ((0, 2), (1, 3))
 FOLD_DATABASE: Final = 4
@@ -63,18 +61,6 @@ class Verdict(NamedTuple):
     seconds: float
     events: int
     met: "Counter[tuple[str, str]]"
-
-
-def without_postponements(
-    live: dict[bytes, float], folded: dict[bytes, float], now_ms: int
-) -> dict[bytes, float]:
-    """The times at which offers are due, without those by which the sweeper put off the retirement of closed
-    offers that had holds: it makes no event for that.
-    """
-    return {
-        offer: folded[offer] if folded.get(offer, now_ms) < now_ms < due <= now_ms + POSTPONED_MS else due
-        for offer, due in live.items()
-    }
 
 
 class World:
@@ -578,8 +564,7 @@ class World:
                 self.oracle.violations.append(f"shard {shard}: a recovery fails: {error!r}")
                 continue
             folded = await contents(client, scratch.shard(shard), now_ms)
-            live["due"] = without_postponements(live.get("due", {}), folded.get("due", {}), now_ms)
-            folded.setdefault("due", {})
+            align_postponed_due_times(live, folded, now_ms)
             found = differences(live, folded)
             if found:
                 self.oracle.violations.append(f"shard {shard}: Redis / its journal: {found[:8]}")

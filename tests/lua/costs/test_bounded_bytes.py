@@ -6,7 +6,7 @@ shortest repetition counts, in ms of the Redis thread, since other processes use
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha1
 from typing import Any
 
@@ -25,14 +25,6 @@ from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, codes, loads
 from tests.lua.costs.measured_shard import CALL_COST_MAX, COMMAND_COST_MAX, Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.scene import Scene
-
-
-@pytest.fixture
-async def system(private_server: Any) -> AsyncIterator[MeasuredShard]:
-    system = MeasuredShard(private_server[1])
-    await system.begin()
-    yield system
-    await system.end()
 
 
 def coupons(total: int, **more: Any) -> Terms:

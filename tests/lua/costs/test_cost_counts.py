@@ -6,10 +6,8 @@ reference script. So they depend little on the speed and the load of the machine
 subtracted first.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
-
-import pytest
 
 from grabstream.lua.loader import load, script_names
 from grabstream.models.commands import (
@@ -154,14 +152,6 @@ def history() -> dict[str, list[AnyCommand]]:
         "resume": operated(Resume, "resume", 100),
         "close": [Close(id=named("close", n), offer=named("more", n)) for n in range(12)],
     }
-
-
-@pytest.fixture
-async def system(private_server: Any) -> AsyncIterator[MeasuredShard]:
-    system = MeasuredShard(private_server[1])
-    await system.begin()
-    yield system
-    await system.end()
 
 
 async def slowness(system: MeasuredShard) -> float:

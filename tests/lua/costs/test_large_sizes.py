@@ -8,7 +8,6 @@ before they have their answers.
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -24,14 +23,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3_600)]
 
 HOLD_MS = 60_000
 LIST = 2_000
-
-
-@pytest.fixture
-async def system(private_server: Any) -> AsyncIterator[MeasuredShard]:
-    system = MeasuredShard(private_server[1])
-    await system.begin()
-    yield system
-    await system.end()
 
 
 async def grab_all(system: MeasuredShard, offer: str, count: int, wait: bool = False) -> None:

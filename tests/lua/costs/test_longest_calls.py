@@ -6,7 +6,7 @@ grab, measured between the repetitions, shows how slow the machine is. SLOWLOG s
 the time during which other processes kept the thread from running. docs/performance.md has the table.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -40,14 +40,6 @@ Act = Callable[[], Awaitable[None]]
 #: As many limits as an offer may have.
 LIMITS = tuple(Limit(by, per, 10**6) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
 ATTRIBUTES = dict.fromkeys(("card", "a1", "a2", "a3", "a4", "a5", "a6", "a7"), "v" * 64)
-
-
-@pytest.fixture
-async def system(private_server: Any) -> AsyncIterator[MeasuredShard]:
-    system = MeasuredShard(private_server[1])
-    await system.begin()
-    yield system
-    await system.end()
 
 
 async def decided(system: MeasuredShard, commands: list[AnyCommand], *outcomes: str) -> list[Answer]:

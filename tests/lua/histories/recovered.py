@@ -19,6 +19,8 @@ from grabstream.streams.relaying.recovery import Position, Recovery
 #: Keys that do not follow from the journal: refusals and their counts, the outbox, the lease, the cursors of
 #: cleaning.
 LEFT_OUT = ("refusals", "refusal_order", "demand", "outbox", "lease", "cleaning")
+#: RETIRE_AGAIN_MS of lua/sweeping/sweep.lua.
+POSTPONED_MS = 60_000
 
 _unpack = msgspec.msgpack.Decoder().decode
 
@@ -112,6 +114,17 @@ def _drop_postponed_due_times(values: dict[str, Any]) -> None:
         offer = values[f"offer:{name.decode()}"]
         if offer["state"] == b"closed" and offer.get("held", b"0") != b"0":
             del values["due"][name]
+
+
+def align_postponed_due_times(live: dict[str, Any], folded: dict[str, Any], now_ms: int) -> None:
+    """Replaces the due times to which the sweeper postponed closed offers, whose holds have ended since, by
+    the due times that a fold of the events has.
+    """
+    folded_due = folded.get("due", {})
+    for name, due in live.get("due", {}).items():
+        is_closed = live[f"offer:{name.decode()}"]["state"] == b"closed"
+        if is_closed and folded_due.get(name, now_ms) < now_ms < due <= now_ms + POSTPONED_MS:
+            live["due"][name] = folded_due[name]
 
 
 async def _value(client: Any, key: bytes, name: str) -> Any:
