@@ -53,7 +53,8 @@ OFFER_KEYS: Final = (
 CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
 #: The beginning, after the hash tag, of keys that do not belong to the state of a shard: parts that are
-#: staged before an envelope is opened.
+#: staged before an envelope is opened, and the workers that are present. Comparisons of keys leave them out,
+#: in older releases too.
 STAGED: Final = "staged:"
 
 
@@ -145,6 +146,13 @@ class ShardKeys(NamedTuple):
     def lease(self) -> str:
         """String: the worker that relays this shard."""
         return f"{self.tag}:lease"
+
+    @property
+    def present(self) -> str:
+        """Hash worker → `<time (ms) until which it counts as present> <what others read about it>`: the
+        workers that this shard may be given to. No token of `staged` has this name.
+        """
+        return f"{self.tag}:{STAGED}/present"
 
     @property
     def channel(self) -> str:

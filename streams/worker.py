@@ -32,7 +32,7 @@ from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
 from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.recovery import Recovered, Snapshots
-from grabstream.streams.relaying.relay import ShardRelay, Step
+from grabstream.streams.relaying.relay import Duty, ShardRelay, Step
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,10 @@ RESTART_SECONDS_MIN: Final = 1.0
 RESTART_SECONDS_MAX: Final = 60.0
 
 ROLES: Final = ("decide", "relay", "sweep", "project", "publish", "verify")
+#: A worker has the leases of its share of the shards; if it did not relay them, nobody would.
+SWEEPS_WITHOUT_RELAY: Final = (
+    "role sweep: needs the role relay in the same worker, since a shard is swept where it is relayed"
+)
 
 
 class WorkerSettings(NamedTuple):
@@ -84,6 +88,8 @@ def roles_of(
     for role in roles:
         if role not in ROLES:
             raise ValueError(f"role {role!r}: must be one of {', '.join(ROLES)}")
+    if "sweep" in roles and "relay" not in roles:
+        raise ValueError(SWEEPS_WITHOUT_RELAY)
     keys, topics = (
         KeySpace(settings.prefix, settings.shards, settings.redis_database),
         Topics(settings.prefix),
@@ -106,24 +112,20 @@ def roles_of(
 
         running["decide"] = decide
 
-    if "relay" in roles or "sweep" in roles:
+    if "relay" in roles:
 
-        def tasks_of(shard: int) -> list[Any]:
+        def tasks_of(shard: int, duty: Duty) -> list[Any]:
             of_shard = keys.shard(shard)
-            tasks: list[Any] = []
-            if "relay" in roles:
-                relay = ShardRelay(
-                    redis, of_shard, settings.shards, settings.kafka, topics.journal, sealer,
-                    settings.block_events_max, step,
-                    snapshots, report_recovery,
-                )  # fmt: skip
-                tasks.append(relay.run())
+            relay = ShardRelay(
+                redis, of_shard, settings.shards, settings.kafka, topics.journal, sealer,
+                settings.block_events_max, step,
+                snapshots, report_recovery, duty=duty,
+            )  # fmt: skip
+            tasks: list[Any] = [relay.run()]
             if "sweep" in roles:
-                tasks.append(
-                    Sweeper(
-                        redis, of_shard, settings.shards, settings.gate.clock_skew_ms_max, record_demand
-                    ).run()
-                )
+                skew_ms_max = settings.gate.clock_skew_ms_max
+                sweeper = Sweeper(redis, of_shard, settings.shards, skew_ms_max, record_demand, duty.decided)
+                tasks.append(sweeper.run())
             return tasks
 
         def requested(shards: Sequence[int]) -> None:

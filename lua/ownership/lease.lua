@@ -3,19 +3,48 @@
 -- is free or already its own; time 0 gives it back. A command of an operator seizes the lease from any
 -- holder; the former holder releases the shard at its next renewal.
 --
--- KEYS[1] lease string · KEYS[2] shard hash
--- ARGV[1] worker · ARGV[2] milliseconds · ARGV[3] '1' to seize it
--- Returns the holder: the worker itself when it has the lease, '' when it gave the lease back; or 'a newer
---         program' when a newer program writes the shard, and this one cannot relay it.
+-- The same call keeps the list of the workers that may be given shards: each stays in it for the time of a
+-- lease after its last call.
+--
+-- KEYS[1] lease string · KEYS[2] shard hash · KEYS[3] present hash
+-- ARGV[1] worker · ARGV[2] milliseconds · ARGV[3] '1' to seize it · ARGV[4] what others read about this
+--         worker (streams/relaying/shares.py); '' if it may not be given shards
+-- Returns a list. First the holder: the worker itself when it has the lease, '' when it gave the lease back;
+--         or 'a newer program' when a newer program writes the shard, and this one cannot relay it. Then, of
+--         each other worker in the list, its name and what it says about itself.
 --- @include "shard"
 
+local worker, lease_ms, may_be_given = ARGV[1], tonumber(ARGV[2]), ARGV[4] ~= ''
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] and ARGV[3] ~= '1' then return holder end
 local held = redis.call('HMGET', KEYS[2], 'layout', 'seq')
-local layout = layout_of(held[1], held[2])
-if ARGV[2] == '0' or layout > LAYOUT then
-  redis.call('DEL', KEYS[1])
-  return layout > LAYOUT and 'a newer program' or ''
+local is_newer = layout_of(held[1], held[2]) > LAYOUT
+local now = time_of_server()
+local entries = redis.call('HGETALL', KEYS[3])
+local reply, ended = {''}, {}
+may_be_given = may_be_given and lease_ms > 0 and not is_newer
+for at = 1, #entries, 2 do
+  local until_ms, about = string.match(entries[at + 1], '^(%d+) (.*)$')
+  if entries[at] == worker then
+    if not may_be_given then table.insert(ended, worker) end
+  elseif until_ms and #until_ms < 15 and tonumber(until_ms) > now then
+    table.insert(reply, entries[at])
+    table.insert(reply, about)
+  else
+    table.insert(ended, entries[at])
+  end
 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return ARGV[1]
+
+if #ended > 0 then redis.call('HDEL', KEYS[3], unpack(ended)) end
+if may_be_given then
+  redis.call('HSET', KEYS[3], worker, string.format('%.0f %s', now + lease_ms, ARGV[4]))
+end
+if holder and holder ~= worker and ARGV[3] ~= '1' then
+  reply[1] = holder
+elseif lease_ms == 0 or is_newer then
+  redis.call('DEL', KEYS[1])
+  reply[1] = is_newer and 'a newer program' or ''
+else
+  redis.call('SET', KEYS[1], worker, 'PX', lease_ms)
+  reply[1] = worker
+end
+return reply

@@ -1,7 +1,17 @@
 """Leases of shards: a worker runs relay and sweeper of the shards whose leases it holds.
 
 Each lease is requested and renewed separately, with a timeout well below its length, so a server that hangs
-costs only the leases of its own shards.
+costs only the leases of its own shards. The same call reports to the other workers that this one is present.
+
+Leases are spread evenly (`shares.py`). A worker takes every free lease, so that no shard waits. A worker with
+more than its share passes leases on, one after the other:
+
+1. It makes another worker the holder of the lease, and continues to relay the shard.
+2. The other worker finds at its next renewal that it has the lease, and takes the shard over as always. That
+   ends the tenure of the first relay, which does not take the shard over again. Callers wait only for this
+   takeover.
+3. If it does not come, the first worker takes the lease back. A worker that leaves then tries the next one,
+   or returns the lease, so that no shard waits until the lease of a worker that is gone ends.
 
 A lease only decides which worker tries. Two relays of a shard at once do no harm, because the journal fences
 them; they only waste work.
@@ -9,28 +19,132 @@ them; they only waste work.
 
 import asyncio
 import logging
+import math
 import os
+import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from grabstream.lua.ending import END_SECONDS_MAX, end
 from grabstream.lua.gate.calls import run_script
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.relaying.relay import Duty
+from grabstream.streams.relaying.shares import Overload, Worker, takers
 
 log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE: Final = 4
 #: How long returning a lease may take. The next holder waits no longer than for a lease that expires.
 RETURN_SECONDS_MAX: Final = 1.0
+#: The name of a command that rebuilds a shard by hand, as the holder of its lease, begins so …
+BY_HAND: Final = "rebuild-"
+#: … and the name of a worker so, whatever the name of its host is.
+OF_WORKER: Final = "worker@"
+#: A worker that was given a shard and has not taken it over after this many times the length of a lease
+#: loses the lease again …
+TAKEOVER_LEASES_MAX: Final = 2
+#: … and is given none for this time.
+UNFIT_SECONDS: Final = 60.0
+#: How long a worker that is stopped waits until others have taken its shards over, and how often it looks
+#: whether they still want to. With the ends of relays, and RETURN_SECONDS_MAX, this is less than STOP_SECONDS
+#: of streams/worker.py.
+LEAVE_SECONDS_MAX: Final = 4.0
+LEAVE_POLL_SECONDS: Final = 0.1
+#: It tries another one when the taker has not renewed the lease after so many times the time between two
+#: renewals, and this time.
+ABSENT_RENEWALS: Final = 1.5
+ABSENT_SECONDS: Final = 0.25
+#: The lag of the event loop is measured so often, and averaged over about LAG_SECONDS. A single pause counts
+#: as LAG_MS_MAX at most, so that it does not look like overload.
+LAG_EVERY_SECONDS: Final = 0.25
+LAG_SECONDS: Final = 5.0
+LAG_MS_MAX: Final = 1_000.0
+
+
+class Lease(NamedTuple):
+    """The lease of a shard when it was requested: its holder, and the other workers that may be given the
+    shard.
+    """
+
+    holder: str
+    present: Mapping[str, Worker]
+
+
+async def request_lease(
+    redis: Any, keys: ShardKeys, worker: str, lease_ms: int, seize: bool = False, about: Worker | None = None
+) -> Lease:
+    """Takes or renews the lease of a shard if it is free; with `seize`, from any holder; with 0 ms, returns
+    it. With `about`, other workers may pass shards to this one.
+    """
+    reply = await run_script(
+        redis,
+        "lease",
+        [keys.lease, keys.state, keys.present],
+        [worker, lease_ms, "1" if seize else "", about.encode() if about else ""],
+    )
+    present = {
+        name.decode(): Worker.decode(text_of(said))
+        for name, said in zip(reply[1::2], reply[2::2], strict=True)
+        if name.isascii()  # no worker has another name
+    }
+    return Lease(text_of(reply[0]), present)
+
+
+def by_hand(holder: str) -> bool:
+    """Whether a command that rebuilds a shard by hand holds its lease."""
+    return holder.startswith(BY_HAND)
+
+
+def text_of(holder: bytes | None) -> str:
+    """The holder of a lease, which may be anything; '' for none."""
+    return (holder or b"").decode(errors="replace")
+
+
+async def pass_lease(
+    redis: Any, keys: ShardKeys, holder: str, taker: str, lease_ms: int, back: bool = False
+) -> bool:
+    """Makes another worker the holder of a lease; returns False if `holder` is not the holder, or the other
+    is not present. With `back`, the other had the lease before, and need not be present.
+    """
+    arguments = [holder, taker, lease_ms, "1" if back else ""]
+    return bool(await run_script(redis, "pass_lease", [keys.lease, keys.present], arguments))
+
+
+def _worker_name() -> str:
+    """A name of this worker that no other has. Hosts may have any names, also such that are no text."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "_", os.uname().nodename)
+    return f"{OF_WORKER}{host}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class _Held:
+    """A shard that this worker relays."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self.duty = Duty()
+        self.task: asyncio.Task[None]
+        #: The worker that the shard was passed to, and when.
+        self.taker: str | None = None
+        self.passed_at = 0.0
+        #: Whether the taker is known to have renewed the lease since; only a worker that leaves asks.
+        self.is_renewed = False
+
+    def pass_to(self, taker: str, now: float) -> None:
+        """The relay ends when the taker has taken the shard over."""
+        self.taker, self.passed_at, self.is_renewed, self.duty.is_leaving = taker, now, False, True
+
+    def keep(self) -> None:
+        """The relay continues."""
+        self.taker, self.duty.is_leaving = None, False
 
 
 class Leases:
-    """The leases of one worker. `tasks_of(shard)` returns the coroutines to run while the shard's lease is
-    held; they run until cancelled.
+    """The leases of one worker. `tasks_of(shard, duty)` returns the coroutines to run while the shard's lease
+    is held; they run until cancelled, or until a relay returns as its duty says.
     """
 
     def __init__(
@@ -38,7 +152,7 @@ class Leases:
         redis: Any,
         keys: KeySpace,
         lease_ms: int,
-        tasks_of: Callable[[int], list[Any]],
+        tasks_of: Callable[[int, Duty], list[Any]],
         requested: Callable[[Sequence[int]], None] = lambda held: None,
     ) -> None:
         self._redis = redis
@@ -47,15 +161,20 @@ class Leases:
         self._tasks_of = tasks_of
         #: Called once, with the shards held, when every lease has been requested.
         self._requested = requested
-        self._answered: set[int] = set()
         self._all_requested = False
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, _Held] = {}
+        #: The last answer of each shard, with its time.
+        self._seen: dict[int, tuple[float, Lease]] = {}
+        self._unfit_until: dict[str, float] = {}
+        self._is_leaving = False
+        self._lag_ms = 0.0
+        self._overload = Overload()
         self._troubles = [Trouble(log, f"lease of shard {shard}") for shard in range(keys.shards)]
-        self.worker = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.worker = _worker_name()
 
     @property
     def held(self) -> list[int]:
-        """The shards whose lease this worker holds."""
+        """The shards that this worker relays."""
         return sorted(self._running)
 
     @property
@@ -64,10 +183,11 @@ class Leases:
         return self._lease_ms / 1000 / RENEWALS_PER_LEASE
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Takes free leases and renews those held until `stop`, then returns them; raises what a task of a
-        shard raised.
+        """Takes free leases, renews those held and passes on what is more than its share, until `stop`; then
+        passes all on, or returns them. Raises what a task of a shard raised.
         """
         holding = [asyncio.create_task(self._hold(shard, stop)) for shard in range(self._keys.shards)]
+        holding.append(asyncio.create_task(self._measure(stop)))
         try:
             await asyncio.wait(holding, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -79,24 +199,39 @@ class Leases:
     async def _hold(self, shard: int, stop: asyncio.Event) -> None:
         try:
             while not stop.is_set():
-                next_renewal = asyncio.get_running_loop().time() + self._renew_seconds
+                next_renewal = self._now() + self._renew_seconds
                 await self._renew(shard)
                 self._report_requested()
-                task = self._running.get(shard)
-                if task is not None and task.done():
-                    task.result()
-                    raise RuntimeError(f"the tasks of shard {shard} ended")
+                await self._pass_on_surplus(shard)
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(next_renewal):
                         await stop.wait()
+            self._is_leaving = True
+            try:
+                async with asyncio.timeout(LEAVE_SECONDS_MAX) as leaving:
+                    await self._leave(shard)
+            except TimeoutError:
+                if not leaving.expired():
+                    raise
         finally:
             await self._return_lease(shard)
 
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # -- requesting ------------------------------------------------------------------------------------------
+
     async def _renew(self, shard: int) -> None:
+        self._end_of_tasks(shard)
         try:
             async with asyncio.timeout(self._renew_seconds):
-                holder = await run_script(
-                    self._redis, "lease", self._lease_keys(shard), [self.worker, self._lease_ms]
+                about = Worker(round(self._lag_ms), self._overload.shards_max)
+                lease = await request_lease(
+                    self._redis,
+                    self._keys.shard(shard),
+                    self.worker,
+                    self._lease_ms,
+                    about=None if self._is_leaving else about,
                 )
         except BaseException as error:
             if not is_trouble(error):
@@ -105,25 +240,43 @@ class Leases:
             self._troubles[shard].say(in_words(error))
             return
         self._troubles[shard].over()
-        self._answered.add(shard)
-        if holder.decode() == self.worker:
-            if shard not in self._running:
-                self._running[shard] = asyncio.create_task(self._keep(shard))
-        elif shard in self._running:
-            log.warning("shard %d: %s holds the lease now", shard, holder.decode())
+        self._seen[shard] = self._now(), lease
+        self._end_of_tasks(shard)
+        held = self._running.get(shard)
+        if lease.holder == self.worker:
+            if held is None and not self._is_leaving:
+                self._start(shard)
+            elif held is not None:
+                # If it was passed on, the taker let the lease expire.
+                held.keep()
+        elif held is not None and lease.holder == held.taker:
+            await self._check_taker(shard, held)
+        elif held is not None and held.taker is not None and self._is_leaving and not by_hand(lease.holder):
+            # The taker returned the lease or let it expire, and another one has taken it.
+            held.pass_to(lease.holder, self._now())
+        elif held is not None:
+            log.warning("shard %d: %s holds the lease now", shard, lease.holder)
             await self._drop(shard)
 
+    def _start(self, shard: int) -> None:
+        held = self._running[shard] = _Held(self._now())
+        held.task = asyncio.create_task(self._keep(shard, held.duty))
+
+    def _end_of_tasks(self, shard: int) -> None:
+        """Forgets a shard whose relay has returned; raises what a task of the shard raised."""
+        held = self._running.get(shard)
+        if held is not None and held.task.done():
+            held.task.result()
+            log.info("shard %d: relayed by another worker now", shard)
+            del self._running[shard]
+
     def _report_requested(self) -> None:
-        if not self._all_requested and len(self._answered) == self._keys.shards:
+        if not self._all_requested and len(self._seen) == self._keys.shards:
             self._all_requested = True
             self._requested(self.held)
 
-    def _lease_keys(self, shard: int) -> list[str]:
-        keys = self._keys.shard(shard)
-        return [keys.lease, keys.state]
-
-    async def _keep(self, shard: int) -> None:
-        tasks = [asyncio.create_task(coroutine) for coroutine in self._tasks_of(shard)]
+    async def _keep(self, shard: int, duty: Duty) -> None:
+        tasks = [asyncio.create_task(coroutine) for coroutine in self._tasks_of(shard, duty)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -132,16 +285,197 @@ class Leases:
             await end(tasks)
 
     async def _drop(self, shard: int) -> None:
-        await end([self._running.pop(shard)], END_SECONDS_MAX + 1)
+        await end([self._running.pop(shard).task], END_SECONDS_MAX + 1)
 
     async def _return_lease(self, shard: int) -> None:
-        if shard not in self._running:
+        """Ends the relay of a shard, then returns its lease; also for a taker that has not come for it."""
+        absent = None
+        if (held := self._running.get(shard)) is not None:
+            if not held.task.done() and not held.is_renewed:
+                absent = held.taker
+            await self._drop(shard)
+        elif shard not in self._seen:
             return
-        await self._drop(shard)
+        keys = self._keys.shard(shard)
         try:
             async with asyncio.timeout(RETURN_SECONDS_MAX):
-                await run_script(self._redis, "lease", self._lease_keys(shard), [self.worker, 0])
+                if absent:
+                    await pass_lease(self._redis, keys, absent, self.worker, self._lease_ms, back=True)
+                await request_lease(self._redis, keys, self.worker, 0)
         except BaseException as error:
             if not is_trouble(error):
                 raise
             log.warning("returning the lease of shard %d: %s", shard, in_words(error))
+
+    # -- passing on ------------------------------------------------------------------------------------------
+
+    async def _pass_on_surplus(self, shard: int) -> None:
+        """Passes the shard on if this worker has more than its share, is not passing on another one, and has
+        not taken over any for some time: what others say about themselves may be older than that.
+        """
+        settled = self._now() - self._lease_ms / 1000
+        if all(held.taker is None and held.since <= settled for held in self._running.values()):
+            await self._pass_on(shard)
+
+    async def _pass_on(self, shard: int) -> None:
+        """Passes the shard to a worker that has less than its share, if there is one."""
+        held = self._running.get(shard)
+        # A shard that is being recovered is not relayed: another worker would begin again.
+        if held is None or held.taker is not None or not held.duty.is_relaying:
+            return
+        now, (seen_at, lease) = self._now(), self._seen[shard]
+        fit = [
+            worker
+            for worker in self._takers(now)
+            if worker in lease.present and self._unfit_until.get(worker, now) <= now
+        ]
+        if not fit:
+            return
+        held.pass_to(fit[0], now)
+        try:
+            async with asyncio.timeout(self._renew_seconds):
+                passed = await pass_lease(
+                    self._redis, self._keys.shard(shard), self.worker, fit[0], self._lease_ms
+                )
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            # The next renewal tells who has the lease.
+            self._troubles[shard].say(in_words(error))
+            return
+        if passed:
+            # It counts as the other's from now on, also when the relay has ended before the next renewal.
+            self._seen[shard] = seen_at, lease._replace(holder=fit[0])
+            log.info("shard %d: passed to %s", shard, fit[0])
+        else:
+            held.keep()
+
+    async def _check_taker(self, shard: int, held: _Held) -> None:
+        """Takes the lease back from a worker that has not taken the shard over in time."""
+        assert held.taker is not None
+        now = self._now()
+        if now - held.passed_at < TAKEOVER_LEASES_MAX * self._lease_ms / 1000:
+            return
+        if not held.duty.is_relaying:
+            await self._drop(shard)
+            return
+        log.warning("shard %d: %s did not take it over: keeping it", shard, held.taker)
+        await self._take_back(shard, held)
+
+    async def _take_back(self, shard: int, held: _Held) -> None:
+        """Takes the lease back from a taker, which is given none for some time. The next renewal tells
+        whether this worker has it.
+        """
+        assert held.taker is not None
+        now = self._now()
+        self._unfit_until = {worker: until for worker, until in self._unfit_until.items() if until > now} | {
+            held.taker: now + UNFIT_SECONDS
+        }
+        try:
+            async with asyncio.timeout(self._renew_seconds):
+                await pass_lease(
+                    self._redis, self._keys.shard(shard), held.taker, self.worker, self._lease_ms, back=True
+                )
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            self._troubles[shard].say(in_words(error))
+
+    # -- leaving ---------------------------------------------------------------------------------------------
+
+    async def _leave(self, shard: int) -> None:
+        """Passes the shard on, and returns when it has been taken over, or there is nobody to pass it to."""
+        while True:
+            # No longer present: of several workers that are stopped together, none should pass shards to
+            # another.
+            await self._renew(shard)
+            await self._pass_on(shard)
+            held = self._running.get(shard)
+            if held is None or held.taker is None:
+                return
+            if await self._is_absent(shard, held):
+                log.warning("shard %d: %s does not come for it", shard, held.taker)
+                await self._take_back(shard, held)
+            elif held.task.done():
+                return
+
+    async def _is_absent(self, shard: int, held: _Held) -> bool:
+        """Waits until the shard has been taken over. Returns True if the taker has not renewed the lease in
+        time; False also if it no longer has it.
+        """
+        keys = self._keys.shard(shard)
+        until = self._now() + ABSENT_RENEWALS * self._renew_seconds + ABSENT_SECONDS
+        left_ms = math.inf
+        while not held.task.done():
+            await asyncio.wait({held.task}, timeout=LEAVE_POLL_SECONDS)
+            try:
+                async with asyncio.timeout(RETURN_SECONDS_MAX):
+                    holder, before_ms = text_of(await self._redis.get(keys.lease)), left_ms
+                    left_ms = await self._redis.pttl(keys.lease)
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                self._troubles[shard].say(in_words(error))
+                continue
+            if holder != held.taker:
+                return False
+            held.is_renewed = held.is_renewed or left_ms > before_ms
+            if not held.is_renewed and self._now() > until:
+                return True
+        return False
+
+    # -- what the others have --------------------------------------------------------------------------------
+
+    def _recent(self, now: float) -> dict[int, Lease]:
+        """The leases of the shards whose servers answer, the latest answer last. Others count as nobody's:
+        what somebody held there may have changed.
+        """
+        oldest = now - self._lease_ms / 1000
+        latest_last = sorted(self._seen.items(), key=lambda item: item[1][0])
+        return {shard: lease for shard, (seen_at, lease) in latest_last if seen_at > oldest}
+
+    def _takers(self, now: float) -> list[str]:
+        """The workers that should get a shard of this one, best first."""
+        recent = self._recent(now)
+        workers = self._others(recent)
+        holders = []
+        for shard, lease in recent.items():
+            held = self._running.get(shard)
+            holder = lease.holder if held is None else held.taker or self.worker
+            if holder and not by_hand(holder):
+                holders.append(holder)
+        shards_max = {name: about.shards_max for name, about in workers.items()}
+        shards_max[self.worker] = self._overload.shards_max
+        if self._is_leaving:
+            # Its shards are divided among those that come for them.
+            unfit = [name for name in workers if self._unfit_until.get(name, now) > now]
+            shards_max |= dict.fromkeys((self.worker, *unfit), 0)
+        bounds = {name: bound for name, bound in shards_max.items() if bound is not None}
+        return takers(self.worker, self._keys.shards, holders, [self.worker, *workers], bounds)
+
+    def _others(self, recent: Mapping[int, Lease]) -> dict[str, Worker]:
+        """What the other workers said last about themselves."""
+        return {name: about for lease in recent.values() for name, about in lease.present.items()}
+
+    async def _measure(self, stop: asyncio.Event) -> None:
+        """Measures how late this event loop runs its timers, and decides what that means for the shards;
+        until `stop`.
+        """
+        weight = LAG_EVERY_SECONDS / LAG_SECONDS
+        while not stop.is_set():
+            expected = self._now() + LAG_EVERY_SECONDS
+            await asyncio.sleep(LAG_EVERY_SECONDS)
+            now = self._now()
+            self._lag_ms += weight * (min((now - expected) * 1000, LAG_MS_MAX) - self._lag_ms)
+            others = self._others(self._recent(now))
+            share = math.ceil(self._keys.shards / (1 + len(others)))
+            before = self._overload.shards_max
+            self._overload.update(
+                now, self._lag_ms, [other.lag_ms for other in others.values()], len(self._running), share
+            )
+            if self._overload.shards_max not in (before, None):
+                log.warning(
+                    "the event loop lags by %.0f ms: this worker relays at most %d shards",
+                    self._lag_ms,
+                    self._overload.shards_max,
+                )

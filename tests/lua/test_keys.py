@@ -20,7 +20,7 @@ from tests.lua.histories.scene import DAY, HOUR, coupon, stock
 SHARD_NAMES = (
     "shard", "outbox", "refusals", "refusal_order", "demand", "due", "offers", "holds", "campaigns",
     "retired",
-    "past", "cleaning", "lease", "journaled", "staged",
+    "past", "cleaning", "lease", "journaled", "staged", "present",
 )  # fmt: skip
 WORDS = (*OFFER_KEYS, *CAMPAIGN_KEYS, *SHARD_NAMES, "offer", "campaign", "x", "y", "", ".", "-", "_")
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
@@ -40,6 +40,7 @@ def names_of(keys: ShardKeys, offers: list[str]) -> list[str]:
     of_shard = [
         *keys.deciding(),
         keys.lease,
+        keys.present,
         keys.channel,
         *(keys.staged(token) for token in ("0", "00", "0" * 32)),
     ]

@@ -5,6 +5,7 @@ logged once.
 import asyncio
 import logging
 import time
+from contextlib import aclosing
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -12,7 +13,9 @@ from aiokafka import AIOKafkaProducer
 from grabstream.ops.connections.opening import key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.streams import clients
+from grabstream.streams.journal import open_reader
 from grabstream.streams.relaying.relay import RETRY_SECONDS_MAX, ShardRelay
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 
 
@@ -102,3 +105,21 @@ def test_trouble_is_logged_only_when_it_changes(caplog: pytest.LogCaptureFixture
         "shard 3: full; "
         "trying again"
     ]  # fmt: skip
+
+
+async def test_a_reader_fetches_nothing_while_nobody_reads(system: Settings) -> None:
+    """Its consumer would ask for what comes next, a hundred times a second, also after a read that was broken
+    off.
+    """
+    topic = Topics(system.prefix).journal
+    producer = AIOKafkaProducer(bootstrap_servers=system.kafka)
+    async with clients.started(producer), open_reader(system.kafka, topic) as reader:
+        for number in range(3):
+            await producer.send_and_wait(topic, b"%d" % number, partition=number % 2)
+        for _ in range(2):
+            read = [record.value async for records in reader.read(0, 0, 2) for record in records]
+            assert read == [b"0", b"2"]
+            assert reader._consumer.paused() == reader._consumer.assignment()
+        async with aclosing(reader.read(1, 0, 9)) as broken_off:
+            assert [record.value for record in await anext(broken_off)] == [b"1"]
+        assert reader._consumer.paused() == reader._consumer.assignment()

@@ -36,7 +36,10 @@ async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: 
 
 @pytest.mark.parametrize(
     "step",
-    [pytest.param("relay.took_over", marks=pytest.mark.nightly), "relay.acknowledged:20", "relay.trimmed:20"],
+    [
+        "relay.acknowledged:20",
+        *(pytest.param(step, marks=pytest.mark.nightly) for step in ("relay.took_over", "relay.trimmed:20")),
+    ],
 )
 async def test_no_event_is_lost_when_a_relay_is_killed_at_a_step(
     system: Settings, worker: Callable[..., Any], step: str
@@ -102,7 +105,7 @@ async def private(private_services: LocalServices, settings: Settings) -> Any:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("server", ["postgres", "kafka", "redis"])
+@pytest.mark.parametrize("server", ["kafka", "redis", pytest.param("postgres", marks=pytest.mark.nightly)])
 async def test_no_event_is_lost_when_a_server_is_killed(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str
 ) -> None:

@@ -316,7 +316,7 @@ async def test_a_worker_waits_for_a_server_that_is_being_started(
     assert redis_port is not None
     switch = Switch(redis_port)
     waiting, ended = (
-        worker(system.model_copy(update={"redis_url": f"redis://127.0.0.1:{port}/0"}), "sweep")
+        worker(system.model_copy(update={"redis_url": f"redis://127.0.0.1:{port}/0"}), "relay,sweep")
         for port in (late, never)
     )
     try:

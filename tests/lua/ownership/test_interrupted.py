@@ -28,7 +28,9 @@ from grabstream.models.journal import Cursor
 from grabstream.models.offers import PAYMENTS_KEPT_MS, CouponTerms, EnvelopeTerms
 from grabstream.models.outcomes import Outcome
 from grabstream.ops.settings import Settings
+from grabstream.streams.relaying.leases import pass_lease, request_lease
 from grabstream.streams.relaying.ownership import OwnedShard
+from grabstream.streams.relaying.shares import Worker
 from tests.lua.conftest import NOW, SEALER, event_lines, grabs, opening, take_over
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.shop import Shop
@@ -42,7 +44,7 @@ GENERATION_STEPS = 120
 ALWAYS, ONE_IN = 25, 20
 TEAR_ONE_IN = 40
 #: Scripts that write nothing.
-READERS = ("read_outbox", "server_epoch", "time")
+READERS = ("due", "read_outbox", "server_epoch", "time")
 
 _redis_call = re.compile(r"redis\.call\('(\w+)'|redis\.call\((\w+)")
 
@@ -96,7 +98,7 @@ async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(s
         await twins.end_twins()
         await server.aclose()
     scripts = {script for script, *_ in client.interruptions}
-    of_owners = {"trim", "anchor", "fence", "wipe", "lease", "apply_past"}
+    of_owners = {"trim", "anchor", "fence", "wipe", "lease", "pass_lease", "apply_past"}
     assert set(script_names()) - scripts - of_owners - set(READERS) == set()
     written_first = {(script, command) for script, kind, command in client.interruptions if kind == "write"}
     assert {script for script, command in written_first if command == "XADD"} >= {
@@ -167,8 +169,11 @@ async def test_owner_scripts_interrupted_before_their_first_write_have_changed_n
         await run_script(client, "anchor", [of_shard.state], [*ownership.arguments, 2, "aa", 5, 1, "x", 2])
         await shard.fence(ownership, "why")
         assert (await shard.read_outbox(ownership, 2)).lines
-        for worker, ms, seize in (("me", 1_000, ""), ("other", 1_000, "1"), ("other", 0, "")):
-            await run_script(client, "lease", [of_shard.lease, of_shard.state], [worker, ms, seize])
+        for worker, ms, seize in (("me", 1_000, False), ("other", 1_000, True), ("other", 0, False)):
+            await request_lease(client, of_shard, worker, ms, seize, Worker(3))
+        await request_lease(client, of_shard, "me", 1_000)
+        await request_lease(client, of_shard, "other", 1_000, about=Worker(0))
+        assert await pass_lease(client, of_shard, "me", "other", 1_000)
         await run_script(
             client, "wipe", [of_shard.state, *of_shard.of_offer("e")], [*ownership.arguments, "why"]
         )
@@ -189,7 +194,9 @@ async def test_owner_scripts_interrupted_before_their_first_write_have_changed_n
         await gate.close()
         await server.aclose()
     writers = {script for script, kind, _ in client.interruptions if kind == "write"}
-    assert writers >= {"raise_term", "reconcile", "trim", "anchor", "fence", "lease", "wipe", "apply_past"}
+    assert writers >= {
+        "raise_term", "reconcile", "trim", "anchor", "fence", "lease", "pass_lease", "wipe", "apply_past",
+    }  # fmt: skip
 
 
 # -- after the first write -----------------------------------------------------------------------------------
@@ -227,7 +234,8 @@ def _function(text: str, name: str) -> str:
 
 def test_every_redis_command_in_a_script_is_listed_as_a_read_or_a_write() -> None:
     reads = {
-        "GET", "HGET", "HMGET", "HEXISTS", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN", "LRANGE",
+        "GET", "HGET", "HGETALL", "HMGET", "HEXISTS", "HLEN", "HSCAN", "EXISTS", "GETRANGE", "INFO", "LLEN",
+        "LRANGE",
         "SISMEMBER", "SMISMEMBER", "STRLEN",
         "TIME", "HSTRLEN",
         "XRANGE", "XREVRANGE", "ZCARD", "ZRANGE", "ZRANGEBYSCORE", "ZSCORE",

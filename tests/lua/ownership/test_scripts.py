@@ -17,6 +17,7 @@ from grabstream.models.commands import Close, Grab, Open, Pause
 from grabstream.models.events import decode_event
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.streams.deciding.sweeper import Sweeper
+from grabstream.streams.relaying.leases import request_lease
 from tests.lua.conftest import SEALER, event_lines, grabs, opening, take_over
 
 HEADER = "#!lua\n-- Purpose. Command: x\n-- KEYS[1] a\n-- Returns 1\n"
@@ -192,7 +193,7 @@ async def test_a_shard_without_a_layout_is_outdated_and_an_empty_shard_is_new(
     await client.hdel(shard.state, "layout")
     assert (await gate.decide(grabs(1), "decided"))[0].outcome == "fenced"
     assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == b"outdated"
-    assert await run_script(client, "lease", [shard.lease, shard.state], ["me", 1_000]) == b"me"
+    assert (await request_lease(client, shard, "me", 1_000)).holder == "me"
     for layout, form in (("1", "outdated"), ("2", "complete")):
         await client.hset(shard.state, "layout", layout)
         [answer] = await gate.decide(grabs(1, start=int(layout) + 1), "decided")
