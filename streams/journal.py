@@ -1,6 +1,7 @@
 """Reading one partition of the journal between two offsets, without a consumer group."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
@@ -12,6 +13,10 @@ from grabstream.streams.clients import started
 
 FETCH_WAIT_MS: Final = 500
 LOOK_BACK_RECORDS: Final = 16
+#: The most records that `confirms` reads at once; it reads as many in ever larger pieces up to this size.
+CONFIRM_RECORDS_MAX: Final = 1_024
+#: How long a read waits while nothing arrives.
+SILENT_SECONDS_MAX: Final = 60.0
 
 
 class Record(NamedTuple):
@@ -30,10 +35,18 @@ class JournalReader:
         self._consumer = consumer
         self._topic = topic
 
+    def of_topic(self, topic: str) -> "JournalReader":
+        """A reader of another topic with the same consumer; only one of them can read at a time."""
+        return JournalReader(self._consumer, topic)
+
     async def end(self, shard: int) -> int:
         """The offset after the last record."""
-        partition = TopicPartition(self._topic, shard)
-        return int((await self._consumer.end_offsets([partition]))[partition])
+        return (await self.ends([shard]))[shard]
+
+    async def ends(self, shards: Iterable[int]) -> dict[int, int]:
+        """The offset after the last record of each shard, in one request to each broker."""
+        found = await self._consumer.end_offsets([TopicPartition(self._topic, shard) for shard in shards])
+        return {partition.partition: int(offset) for partition, offset in found.items()}
 
     async def beginning(self, shard: int) -> int:
         """The offset of the first record that still exists."""
@@ -77,25 +90,68 @@ class JournalReader:
             look_back *= 4
         return None
 
+    async def confirms(self, shard: int, cursor: Cursor) -> bool:
+        """Whether the journal contains the event of the cursor's seq with the cursor's hash, and whether the
+        cursor's term and owner are in force at its offset.
+
+        Looks for the event's block among the records directly before the offset, not in the whole journal.
+        """
+        beginning, start = await self.beginning(shard), cursor.next_offset
+        if start > await self.end(shard):
+            return False
+        look_back, newest = LOOK_BACK_RECORDS, (0, b"")
+        while start > beginning and look_back <= CONFIRM_RECORDS_MAX:
+            end, start = start, max(start - look_back, beginning)
+            read = [record.headers async for records in self.read(shard, start, end) for record in records]
+            for headers in reversed(read):
+                named = dict(headers)
+                term = _term_of(headers)
+                if named.get("count") == b"0":
+                    # The first marker of the highest term counts: it is the last one on the way back.
+                    newest = max((term, named.get("owner", b"")), newest, key=lambda marker: marker[0])
+                elif last_seq_of(headers) == cursor.seq and named.get("head") == cursor.head.hex().encode():
+                    in_force = newest if newest[0] > term else (term, named.get("owner"))
+                    if in_force == (cursor.term, cursor.owner.encode()):
+                        return True
+            look_back *= 4
+        return False
+
     async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
         """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises if they no
-        longer exist.
+        longer exist, or TimeoutError if nothing arrives for SILENT_SECONDS_MAX.
+
+        Offsets may be without a record: those of a transaction's end, and of records that were compacted. So
+        the read ends when the consumer has passed the last offset, not with the last record.
         """
         partition = TopicPartition(self._topic, shard)
         if from_offset >= to_offset:
             return
         self._consumer.assign([partition])
         self._consumer.seek(partition, from_offset)
-        while from_offset < to_offset:
-            fetched = await self._consumer.getmany(partition, timeout_ms=FETCH_WAIT_MS)
-            records = [
-                Record(shard, record.offset, record.headers, record.value or b"")
-                for record in fetched.get(partition, [])
-                if record.offset < to_offset
-            ]
-            if records:
-                from_offset = records[-1].offset + 1
-                yield records
+        clock = asyncio.get_running_loop().time
+        position, moved_at = from_offset, clock()
+        try:
+            while position < to_offset:
+                fetched = await self._consumer.getmany(partition, timeout_ms=FETCH_WAIT_MS)
+                records = [
+                    Record(shard, record.offset, record.headers, record.value or b"")
+                    for record in fetched.get(partition, [])
+                    if record.offset < to_offset
+                ]
+                before, position = position, await self._consumer.position(partition)
+                if records:
+                    yield records
+                if position != before:
+                    moved_at = clock()
+                elif clock() - moved_at > SILENT_SECONDS_MAX:
+                    raise TimeoutError(
+                        f"{self._topic}, shard {shard}: nothing arrives from offset {position} on, before "
+                        f"offset {to_offset}"
+                    )
+        finally:
+            # The consumer would go on to fetch what comes next, a hundred times a second.
+            if partition in self._consumer.assignment():
+                self._consumer.pause(partition)
 
 
 def last_seq_of(headers: Headers) -> int:
@@ -104,6 +160,14 @@ def last_seq_of(headers: Headers) -> int:
     try:
         count = int(named["count"])
         return int(named["first_seq"]) + count - 1 if count else 0
+    except (KeyError, ValueError):
+        return 0
+
+
+def _term_of(headers: Headers) -> int:
+    """The term in a record's headers; 0 for a record that has none."""
+    try:
+        return int(dict(headers)["term"])
     except (KeyError, ValueError):
         return 0
 

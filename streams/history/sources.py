@@ -229,7 +229,7 @@ class JournalSource:
         async with aclosing(self._reader.read(shard, offset, end)) as lists:
             while True:
                 try:
-                    # The reader itself would wait for ever.
+                    # The reader itself would wait longer.
                     async with asyncio.timeout(self._patience_seconds):
                         records = await anext(lists, None)
                 except TimeoutError:

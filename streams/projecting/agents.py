@@ -153,17 +153,16 @@ async def run_projections(
     while not stop.is_set():
         began = time.monotonic()
         projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step)
-        watched = [projector for projector in projectors if projector.name in _APPLY]
         app = build_app(kafka, prefix, shards, projectors)
         app.finalize()
         watching = asyncio.create_task(
             until_stalled(
                 kafka,
-                Topics(prefix).journal,
+                Topics(prefix),
                 shards,
                 postgres,
                 schema,
-                watched,
+                projectors,
                 partial(getattr, app, "assigned_at"),
             )
         )
@@ -171,8 +170,10 @@ async def run_projections(
         running = asyncio.create_task(_run(app))
         try:
             await asyncio.wait({watching, stopping, running}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
             why = _why_it_ended(app, watching, running)
+        finally:
+            # Nothing that a task or the app raises may prevent this: an app that is not stopped keeps its
+            # threads, sessions and place in the group.
             for task in (watching, stopping, running):
                 task.cancel()
             if not await _stop(app):
@@ -190,11 +191,24 @@ async def run_projections(
             log.error("starting Faust again: %s", why)
             # An abandoned app keeps its thread, so the pause grows: a few such apps an hour at most.
             pause_seconds = min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_APP_PAUSE_SECONDS * _apps_left**2
-            await asyncio.wait({asyncio.create_task(stop.wait())}, timeout=pause_seconds)
+            await _wait_for(stop, pause_seconds)
+
+
+async def _wait_for(stop: asyncio.Event, seconds: float) -> None:
+    """Returns when `stop` is set, after `seconds` at the latest."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({stopping}, timeout=seconds)
+    finally:
+        stopping.cancel()
 
 
 def _why_it_ended(app: faust.App, watching: "asyncio.Task[str]", running: "asyncio.Task[None]") -> str:
+    """Which of them ended first and why, in words. Raises nothing."""
     if watching.done() and not watching.cancelled():
+        if error := watching.exception():
+            log.critical("the watchdog failed", exc_info=error)
+            return f"the watchdog failed ({error!r})"
         return watching.result()
     if running.done() and not running.cancelled() and running.exception() is not None:
         return f"the app did not start ({running.exception()!r})"
@@ -215,7 +229,7 @@ async def _run(app: faust.App) -> None:
 
 async def _stop(app: faust.App) -> bool:
     """Stops the app and its projectors; returns whether Faust stopped. Its threads may wait for a broker for
-    ever.
+    ever. Raises none of the app's errors.
     """
     for task in app.projector_tasks:
         task.cancel()
@@ -227,8 +241,11 @@ async def _stop(app: faust.App) -> bool:
         stopping.cancel()
         _end_heartbeats(app)
         return False
-    stopping.result()
-    return True
+    if not stopping.cancelled() and (error := stopping.exception()):
+        log.error("Faust failed while it stopped", exc_info=error)
+        _end_heartbeats(app)
+        return False
+    return not stopping.cancelled()
 
 
 def _end_heartbeats(app: faust.App) -> None:
@@ -237,6 +254,7 @@ def _end_heartbeats(app: faust.App) -> None:
     Otherwise the group would keep assigning partitions to it, which nothing reads. Now the group reassigns
     them when the session of this member ends.
     """
-    loop = app.consumer._thread.thread_loop
-    if not loop.is_closed():
+    thread = getattr(app.consumer, "_thread", None)  # none if the app did not come that far
+    loop = getattr(thread, "thread_loop", None)
+    if loop is not None and not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)

@@ -4,6 +4,8 @@ Its cursor is stored in a header of the last record of every group. After a cras
 cursor in the topic, so some records may repeat, with the same id and bytes; none is missing.
 """
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -14,15 +16,22 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
-from grabstream.models.journal import Cursor
+from grabstream.models.journal import Corrupt, Cursor, Gap, parse_block
 from grabstream.projections.cursors import Fact
 from grabstream.projections.records import set_aside
 from grabstream.streams.clients import close
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import Group, Projector
 
+log = logging.getLogger(__name__)
+
 CURSOR_HEADER: Final = "cursor"
 LOOK_BACK_RECORDS: Final = 2_000
+#: The number of cursors of a shard that are compared with the journal, from the newest on.
+COMPARED_CURSORS_MAX: Final = 32
+#: Offsets in Kafka have 64 bits, with a sign.
+OFFSET_MAX: Final = 2**63 - 1
+_CURSOR: Final = re.compile(rb"([0-9]{1,19}),([0-9a-f]{64}),([0-9]{1,19}),([0-9]{1,19}),(.{1,255})")
 
 
 class Publisher(Projector):
@@ -38,11 +47,15 @@ class Publisher(Projector):
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         await self._start_producer()
         records = await set_aside.load(connection, self.name)
-        async with open_reader(self._kafka, self._events) as reader:
-            return {
-                shard: set_aside.past(records, shard, await newest_cursor(reader, shard))
+        async with (
+            open_reader(self._kafka, self._events) as reader,
+            open_reader(self._kafka, self._journal) as journal,
+        ):
+            newest = {
+                shard: await newest_cursor(reader, shard, self._source.decode(), journal)
                 for shard in range(self._shards)
             }
+        return {shard: set_aside.past(records, shard, cursor) for shard, cursor in newest.items()}
 
     async def _start_producer(self) -> None:
         # A new producer each time: after an error, the old one may refuse all records, or send records again
@@ -93,6 +106,68 @@ class Publisher(Projector):
             ]
             for acknowledged in sent:
                 await acknowledged
+
+
+class PublishedOffsets:
+    """How far the journal is published, for the watchdog. Reads what the publisher reads when it starts, but
+    only for shards whose topic of events does not grow, and once for each end of that topic.
+    """
+
+    def __init__(self, journal: JournalReader, events: JournalReader, source: str) -> None:
+        self._journal = journal
+        self._events = events
+        self._source = source
+        #: By shard: the end of the topic of events when it was read last.
+        self._events_ends: dict[int, int] = {}
+        #: By shard, while the topic does not grow: the cursor before the first event that is not published,
+        #: or at the journal's end. None if the cursors were deleted from the topic.
+        self._reached: dict[int, Cursor | None] = {}
+
+    async def load(self, connection: AsyncConnection[Any], journal_ends: Mapping[int, int]) -> dict[int, int]:
+        """For each shard the offset of the first journal record with an event that is not published; the
+        journal's end if there is none, if the topic has grown since the last call, or if the records that
+        could tell were deleted from the topic.
+        """
+        offsets, resting = dict(journal_ends), []
+        events_ends = await self._events.ends(journal_ends)
+        for shard, journal_end in journal_ends.items():
+            events_end = events_ends[shard]
+            if events_end != self._events_ends.get(shard):
+                self._events_ends[shard] = events_end
+                self._reached.pop(shard, None)
+                continue
+            reached = self._reached.get(shard, Cursor())
+            if reached is not None and (shard not in self._reached or reached.next_offset < journal_end):
+                resting.append(shard)
+        records = await set_aside.load(connection, "events") if resting else []
+        for shard in resting:
+            if shard not in self._reached:
+                self._reached[shard] = await self._published(shard)
+            cursor = self._reached[shard]
+            if cursor is not None:
+                cursor = set_aside.past(records, shard, cursor)
+                offsets[shard] = await self._next_event(shard, cursor, offsets[shard])
+        return offsets
+
+    async def _published(self, shard: int) -> Cursor | None:
+        cursor = await _find_cursor(self._events, shard, self._source, self._journal)
+        if cursor is None and await self._events.beginning(shard):
+            return None
+        return cursor or Cursor()
+
+    async def _next_event(self, shard: int, cursor: Cursor, journal_end: int) -> int:
+        async for records in self._journal.read(shard, cursor.next_offset, journal_end):
+            for record in records:
+                try:
+                    after, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                except (Corrupt, Gap):
+                    return record.offset
+                if accepted:
+                    return record.offset
+                # Records without news are read once, not again for each new end of the journal.
+                self._reached[shard] = cursor = after
+        self._reached[shard] = cursor._replace(next_offset=max(journal_end, cursor.next_offset))
+        return journal_end
 
 
 def event_source(prefix: str) -> str:
@@ -154,26 +229,91 @@ def encode_cursor(cursor: Cursor) -> bytes:
 
 
 def decode_cursor(value: bytes) -> Cursor:
-    """The cursor in a header that `encode_cursor` wrote."""
-    seq, head, next_offset, term, owner = value.decode().split(",", 4)
-    return Cursor(int(seq), bytes.fromhex(head), int(next_offset), int(term), owner)
+    """The cursor in a header that `encode_cursor` wrote after an event; raises ValueError if it is none."""
+    matched = _CURSOR.fullmatch(value)
+    if matched is None:
+        raise ValueError("not a cursor")
+    head, owner = bytes.fromhex(matched[2].decode()), matched[5].decode()
+    seq, next_offset, term = int(matched[1]), int(matched[3]), int(matched[4])
+    if not (0 < seq <= OFFSET_MAX and 0 < next_offset <= OFFSET_MAX and 0 < term <= OFFSET_MAX):
+        raise ValueError("a number is out of bounds")
+    return Cursor(seq, head, next_offset, term, owner)
 
 
-async def newest_cursor(reader: JournalReader, shard: int) -> Cursor:
-    """The newest cursor in a partition of the events topic; the journal's beginning if there is none."""
-    end = await reader.end(shard)
-    look_back = LOOK_BACK_RECORDS
-    while end:
-        newest: Cursor | None = None
-        start = max(end - look_back, 0)
-        async for records in reader.read(shard, start, end):
-            for record in records:
-                value = dict(record.headers).get(CURSOR_HEADER)
-                newest = decode_cursor(value) if value else newest
-        if newest or start == 0:
-            return newest or Cursor()
+async def newest_cursor(
+    events: JournalReader, shard: int, source: str, journal: JournalReader | None = None
+) -> Cursor:
+    """The newest cursor in a partition of the events topic; the journal's beginning if there is none.
+
+    `source` is the `ce_source` of the events. With `journal`, cursors that it does not confirm are skipped,
+    because another program may write to the topic; if it confirms none of them, the newest one is returned,
+    and the journal's records show that it is of another history. Without `journal`, none is compared.
+    """
+    cursor = await _find_cursor(events, shard, source, journal)
+    if cursor is None and (beginning := await events.beginning(shard)):
+        log.warning(
+            "events, shard %d: the records before offset %d were deleted, and none after it has a cursor; "
+            "all events of the journal are published again",
+            shard,
+            beginning,
+        )
+    return cursor or Cursor()
+
+
+async def _find_cursor(
+    events: JournalReader, shard: int, source: str, journal: JournalReader | None
+) -> Cursor | None:
+    beginning, start = await events.beginning(shard), await events.end(shard)
+    look_back, refused = LOOK_BACK_RECORDS, list[Cursor]()
+    while start > beginning and len(refused) < COMPARED_CURSORS_MAX:
+        end, start = start, max(start - look_back, beginning)
+        for cursor, offset in reversed(await _cursors_between(events, shard, source, start, end)):
+            if cursor in refused or len(refused) >= COMPARED_CURSORS_MAX:
+                continue
+            if journal is None or await journal.confirms(shard, cursor):
+                return cursor
+            log.warning("events, shard %d: the cursor at offset %d is not of this journal", shard, offset)
+            refused.append(cursor)
         look_back *= 4
-    return Cursor()
+    return refused[0] if refused else None
+
+
+async def _cursors_between(
+    events: JournalReader, shard: int, source: str, start: int, end: int
+) -> list[tuple[Cursor, int]]:
+    """The cursors of the publisher between two offsets of the events topic, with their offsets."""
+    cursors: list[tuple[Cursor, int]] = []
+    foreign: list[int] = []
+    async for records in events.read(shard, start, end):
+        for record in records:
+            headers = dict(record.headers)
+            if cursor := _cursor_of(headers, shard, source):
+                cursors.append((cursor, record.offset))
+            elif CURSOR_HEADER in headers:
+                foreign.append(record.offset)
+    if foreign:
+        log.warning(
+            "events, shard %d: another program wrote %d records with a header %s, the last one at offset %d; "
+            "they are ignored",
+            shard,
+            len(foreign),
+            CURSOR_HEADER,
+            foreign[-1],
+        )
+    return cursors
+
+
+def _cursor_of(headers: Mapping[str, bytes], shard: int, source: str) -> Cursor | None:
+    """The cursor in the headers of an event that the publisher of this system wrote."""
+    try:
+        cursor = decode_cursor(headers[CURSOR_HEADER])
+        is_ours = (headers["ce_source"], headers["ce_id"]) == (
+            source.encode(),
+            b"%d-%d" % (shard, cursor.seq),
+        )
+    except (KeyError, ValueError):
+        return None
+    return cursor if is_ours else None
 
 
 @lru_cache(maxsize=1024)

@@ -9,18 +9,21 @@ assigned just now.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from psycopg import AsyncConnection
 
+from grabstream.lua.ending import running
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections import cursors
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.versions import NoReadModel, use_read_model
 from grabstream.streams.clients import in_words
-from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import Projector
+from grabstream.streams.projecting.publisher import PublishedOffsets, Publisher, event_source
+from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
@@ -31,57 +34,95 @@ STALLED_SECONDS: Final = 15.0
 WAITS_SECONDS: Final = 2.0
 #: … and after this long it is stalled.
 LOST_SECONDS: Final = 90.0
+#: The longest pause after unknown errors.
+FAILED_SECONDS_MAX: Final = 30.0
 
 
 async def until_stalled(
     kafka: str,
-    journal: str,
+    topics: Topics,
     shards: int,
     postgres: str,
     schema: str,
     projectors: Sequence[Projector],
     assigned_at: Callable[[], float],
 ) -> str:
-    """Waits until a cursor has not moved for STALLED_SECONDS although the journal has more records; returns
-    which one, in words.
+    """Waits until a projector has not moved in a shard for STALLED_SECONDS although the journal has more for
+    it; returns which one, in words. Raises nothing: after any error it tries again.
 
     `assigned_at` returns when partitions were last assigned, on the monotonic clock; earlier time does not
     count.
     """
+    # Publishers are watched apart: other programs may write to their topic, and delete its records, and
+    # trouble with that must not hide another projector that is stalled.
+    publishers = [projector for projector in projectors if isinstance(projector, Publisher)]
+    others = [projector for projector in projectors if not isinstance(projector, Publisher)]
+    async with running(
+        *(
+            _watch(kafka, topics, shards, postgres, schema, watched, assigned_at)
+            for watched in (others, publishers)
+            if watched
+        )
+    ) as watching:
+        done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+        return str(done.pop().result())
+
+
+async def _watch(
+    kafka: str,
+    topics: Topics,
+    shards: int,
+    postgres: str,
+    schema: str,
+    projectors: Sequence[Projector],
+    assigned_at: Callable[[], float],
+) -> str:
     lagging: dict[tuple[str, int], tuple[int, float]] = {}
+    pause_seconds = POLL_SECONDS
     while True:
         try:
             async with (
-                open_reader(kafka, journal) as reader,
+                open_reader(kafka, topics.journal) as reader,
                 await connect(postgres, schema) as connection,
             ):
+                published = PublishedOffsets(
+                    reader, reader.of_topic(topics.events), event_source(topics.prefix)
+                )
                 while True:
+                    ends = await reader.ends(range(shards))
                     reason = await _find_stalled(
-                        reader, connection, schema, shards, projectors, lagging, assigned_at()
+                        ends, published, connection, schema, projectors, lagging, assigned_at()
                     )
                     if reason is not None:
                         return reason
+                    pause_seconds = POLL_SECONDS
                     await asyncio.sleep(POLL_SECONDS)
         except BaseException as error:
-            if not is_trouble(error):
+            if is_trouble(error):
+                # A server is down: no projector can make progress, and each logs that itself.
+                log.info("watchdog: %s", in_words(error))
+                lagging.clear()
+                await asyncio.sleep(POLL_SECONDS)
+            elif isinstance(error, Exception):
+                # Faust may work all the same, so it is not restarted.
+                log.critical("watchdog: unknown error; trying again in %.1f s", pause_seconds, exc_info=True)
+                lagging.clear()
+                await asyncio.sleep(pause_seconds)
+                pause_seconds = min(pause_seconds * 2, FAILED_SECONDS_MAX)
+            else:
                 raise
-            # A server is down: no projector can make progress, and each logs that itself.
-            log.info("watchdog: %s", in_words(error))
-            lagging.clear()
-            await asyncio.sleep(POLL_SECONDS)
 
 
 async def _find_stalled(
-    reader: JournalReader,
+    ends: Mapping[int, int],
+    published: PublishedOffsets,
     connection: AsyncConnection[object],
     schema: str,
-    shards: int,
     projectors: Sequence[Projector],
     lagging: dict[tuple[str, int], tuple[int, float]],
     assigned_at: float,
 ) -> str | None:
     now = time.monotonic()
-    ends = [await reader.end(shard) for shard in range(shards)]
     for projector in projectors:
         name = projector.name
         waiting = WAITS_SECONDS < projector.seconds_writing() < LOST_SECONDS
@@ -90,14 +131,22 @@ async def _find_stalled(
         except NoReadModel:
             continue  # its projector waits, and logs that
         stopped = await cursors.stopped(connection, name)
-        for shard, cursor in (await cursors.load(connection, name)).items():
-            if waiting or shard in stopped or shard >= shards or cursor.next_offset >= ends[shard]:
+        if isinstance(projector, Publisher):
+            # A shard that has stopped is not read again and again.
+            offsets = await published.load(
+                connection, {shard: end for shard, end in ends.items() if shard not in stopped}
+            )
+        else:
+            loaded = await cursors.load(connection, name)
+            offsets = {shard: cursor.next_offset for shard, cursor in loaded.items()}
+        for shard, offset in offsets.items():
+            if waiting or shard in stopped or shard not in ends or offset >= ends[shard]:
                 lagging.pop((name, shard), None)
                 continue
-            offset, since = lagging.setdefault((name, shard), (cursor.next_offset, now))
+            before, since = lagging.setdefault((name, shard), (offset, now))
             seconds = now - max(since, assigned_at)
-            if offset != cursor.next_offset:
-                lagging[name, shard] = (cursor.next_offset, now)
+            if offset != before:
+                lagging[name, shard] = (offset, now)
             elif seconds > STALLED_SECONDS:
                 return (
                     f"{name} has been at offset {offset} of shard {shard} for {seconds:.0f} s, the "

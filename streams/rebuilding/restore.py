@@ -43,6 +43,7 @@ from grabstream.streams.projecting.publisher import Publisher, newest_cursor
 from grabstream.streams.rebuilding.reading import RebuildRefused, Servers, Unreadable
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, ReportRebuild, hold_projection
 from grabstream.streams.rebuilding.switching import LOCK_SECONDS
+from grabstream.streams.relaying.leases import text_of
 from grabstream.streams.topics import delete_command
 
 OWNER: Final = "restored-"
@@ -149,7 +150,7 @@ class Restore:
                 holder = await self._redis.get(self._keys.shard(shard).lease)
                 if holder is not None:
                     raise RebuildRefused(
-                        f"shard {shard} is relayed by {holder.decode()}: stop the workers first"
+                        f"shard {shard} is relayed by {text_of(holder)}: stop the workers first"
                     )
                 version_cursors = [
                     await _load_cursor(connection, version, shard)
@@ -196,7 +197,8 @@ class Restore:
             raise RebuildRefused(
                 f"--republish: topic {self._events} is not empty; its events would be published twice"
             )
-        newest = await newest_cursor(reader, shard)
+        # The journal that its offset belongs to is lost: the audit trail shows whether it is of this history.
+        newest = await newest_cursor(reader, shard, self._source)
         return newest if newest.seq or self._republish else end
 
     async def _checkpoint(self, shard: int) -> Cursor:

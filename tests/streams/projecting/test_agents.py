@@ -1,13 +1,28 @@
-"""Faust's agents deliver records: in this test nothing else reads the journal, no watchdog restarts Faust,
-and no projector is told to catch up a second time.
-"""
+"""Faust's agents deliver records, and what they leave out is found."""
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.errors import OffsetOutOfRangeError
 
 from grabstream.ops.settings import Settings
-from grabstream.streams.projecting import agents
+from grabstream.streams.journal import open_reader
+from grabstream.streams.projecting import agents, watchdog
+from grabstream.streams.projecting.publisher import (
+    CURSOR_HEADER,
+    PublishedOffsets,
+    event_source,
+    newest_cursor,
+)
+from grabstream.streams.topics import Topics
+from tests.conftest import until
 from tests.support.projecting import (
     LINES,
+    SHARD,
     JournalWriter,
     journal,  # noqa: F401 - a fixture
     until_at_seq,
@@ -15,7 +30,9 @@ from tests.support.projecting import (
 
 
 async def test_the_agents_deliver_records(system: Settings, journal: JournalWriter) -> None:
-    """After the partitions were assigned and caught up, only the agents can deliver new records."""
+    """No watchdog restarts Faust here, and no projector is told to catch up a second time: after the
+    partitions were assigned and caught up, only the agents can deliver new records.
+    """
     names = ("ledger", "balances", "audit")
     projectors = agents.make_projectors(
         system.kafka, system.prefix, system.shards, system.postgres, system.schema_, names
@@ -36,3 +53,155 @@ async def test_the_agents_deliver_records(system: Settings, journal: JournalWrit
         await agents._stop(app)
         running.cancel()
         await asyncio.wait({running}, timeout=10)
+
+
+@pytest.mark.parametrize("name", ["ledger", "events"])
+async def test_a_record_that_faust_leaves_out_is_found(
+    name: str, system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last record of the shard: no later one shows that it is missing."""
+    left_out: list[int] = []
+
+    def leaving_out(projector: Any) -> Any:
+        pass_on = agent_of(projector)
+
+        async def events(stream: Any) -> AsyncIterator[Any]:
+            async for event in stream.events():
+                if event.message.offset == offset and not left_out:
+                    left_out.append(offset)
+                    continue
+                yield event
+
+        return lambda stream: pass_on(SimpleNamespace(events=lambda: events(stream)))
+
+    agent_of, offset = agents._agent_of, 2
+    monkeypatch.setattr(agents, "_agent_of", leaving_out)
+    monkeypatch.setattr(watchdog, "STALLED_SECONDS", 2.0)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.2)
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    stop = asyncio.Event()
+    running = asyncio.create_task(
+        agents.run_projections(
+            system.kafka, system.prefix, system.shards, system.postgres, system.schema_, stop, [name]
+        )
+    )
+
+    async def is_at(seq: int) -> None:
+        if name != "events":
+            await until_at_seq(system, seq, name)
+            return
+        async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
+
+            async def is_published() -> bool:
+                return (await newest_cursor(reader, SHARD, event_source(system.prefix))).seq == seq
+
+            await until(is_published, 30, f"event {seq}")
+
+    try:
+        await is_at(10)
+        await journal.block(LINES, 11, 20)
+        await is_at(20)
+    finally:
+        stop.set()
+        await running
+    assert left_out == [offset]
+
+
+def _run(system: Settings, stop: asyncio.Event, names: list[str]) -> "asyncio.Task[None]":
+    return asyncio.create_task(
+        agents.run_projections(
+            system.kafka, system.prefix, system.shards, system.postgres, system.schema_, stop, names
+        )
+    )
+
+
+async def test_a_foreign_cursor_restarts_nothing(
+    system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog reads the topic of events, to which other programs may write anything."""
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.2)
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    stop, apps = asyncio.Event(), []
+    build_app = agents.build_app
+
+    def counting(*arguments: Any) -> Any:
+        apps.append(build_app(*arguments))
+        return apps[-1]
+
+    monkeypatch.setattr(agents, "build_app", counting)
+    running = _run(system, stop, ["ledger", "events"])
+    try:
+        await until_at_seq(system, 10, "ledger")
+        async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
+
+            async def is_published() -> bool:
+                return await reader.end(SHARD) == 10
+
+            await until(is_published, 20, "10 events")
+        for value in (b"0,,99999999999999999999,1,a", b"10," + b"00" * 32 + b",-5,1,a"):
+            await journal._producer.send_and_wait(
+                Topics(system.prefix).events, b"", partition=SHARD, headers=[(CURSOR_HEADER, value)]
+            )
+        await asyncio.sleep(2)
+        await journal.block(LINES, 11, 20)
+        await until_at_seq(system, 20, "ledger")
+        assert (running.done(), len(apps)) == (False, 1)
+    finally:
+        stop.set()
+        await asyncio.wait({running}, timeout=30)
+
+
+async def test_an_app_is_stopped_whatever_the_watchdog_raises(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, raised, stopped = asyncio.Event(), [], []
+    stop_app = agents._stop
+
+    async def failing(*_: Any) -> str:
+        raised.append(threading.active_count())
+        if len(raised) == 3:
+            stop.set()
+        await asyncio.sleep(1)  # the app has started by then
+        raise ValueError("of the watchdog")
+
+    async def stopping(app: Any) -> bool:
+        stopped.append(await stop_app(app))
+        return stopped[-1]
+
+    monkeypatch.setattr(agents, "until_stalled", failing)
+    monkeypatch.setattr(agents, "_stop", stopping)
+    monkeypatch.setattr(agents, "PAUSE_SECONDS_MAX", 0.1)
+    async with asyncio.timeout(50):
+        await _run(system, stop, ["ledger"])
+    assert stopped == [True, True, True]
+    assert max(raised) == min(raised)
+
+
+@pytest.mark.parametrize("how", ["trouble", "unknown", "hangs"])
+async def test_trouble_with_the_topic_of_events_hides_no_stalled_projector(
+    how: str, system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    async def load(*_: Any) -> dict[int, int]:
+        calls.append(how)
+        if how == "hangs":
+            await asyncio.Event().wait()
+        raise OffsetOutOfRangeError({}) if how == "trouble" else ValueError("of the events")
+
+    monkeypatch.setattr(PublishedOffsets, "load", load)
+    monkeypatch.setattr(watchdog, "STALLED_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.1)
+    await journal.marker(1, "a")
+    projectors = agents.make_projectors(
+        system.kafka, system.prefix, system.shards, system.postgres, system.schema_, ["events", "ledger"]
+    )
+    async with asyncio.timeout(20):
+        stalled = await watchdog.until_stalled(
+            system.kafka, Topics(system.prefix), system.shards, system.postgres, system.schema_, projectors,
+            lambda: 0.0,
+        )  # fmt: skip
+    assert stalled.startswith(f"ledger has been at offset 0 of shard {SHARD} for ")
+    assert calls

@@ -51,7 +51,7 @@ async def assert_verified(settings: Settings) -> None:
     assert not {check.name: check.problems for check in checks if not check.passed}
 
 
-@pytest.mark.parametrize("lost", ["journal", "events too"])
+@pytest.mark.parametrize("lost", ["events too", pytest.param("journal", marks=pytest.mark.nightly)])
 async def test_restoring_the_journal_returns_all_events_and_traffic_continues(
     system: Settings, worker: Callable[..., Any], lost: str
 ) -> None:

@@ -1,0 +1,250 @@
+"""The cursor of the publisher is in a topic to which others may write, and from which records may be
+deleted.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from psycopg import AsyncConnection
+
+from grabstream.models.journal import GENESIS, Cursor, chain
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.streams import journal as journal_module
+from grabstream.streams.clients import started
+from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.projecting import publisher
+from grabstream.streams.projecting.projector import CatchUp
+from grabstream.streams.projecting.publisher import (
+    CURSOR_HEADER,
+    PublishedOffsets,
+    encode_cursor,
+    event_source,
+    newest_cursor,
+)
+from grabstream.streams.topics import Topics
+from tests.conftest import until
+from tests.support.projecting import (
+    LINES,
+    SHARD,
+    JournalWriter,
+    journal,  # noqa: F401 - a fixture
+    rows,
+    running,
+)
+
+HASHES = [GENESIS, *chain(GENESIS, LINES)]
+
+
+class Events:
+    """The topic of events, with readers of it and of the journal."""
+
+    def __init__(self, system: Settings, producer: AIOKafkaProducer, reader: JournalReader) -> None:
+        self.topic, self.source = Topics(system.prefix).events, event_source(system.prefix)
+        self.journal, self.reader = reader, reader.of_topic(self.topic)
+        self._kafka, self._producer = system.kafka, producer
+
+    async def write(self, value: bytes, source: str = "", event_id: str = "") -> None:
+        """Writes a record with a cursor; as the publisher does, unless source or id are given."""
+        headers = [
+            (CURSOR_HEADER, value),
+            ("ce_source", (source or self.source).encode()),
+            ("ce_id", (event_id or f"{SHARD}-").encode() + (b"" if event_id else value.partition(b",")[0])),
+        ]
+        await self._producer.send_and_wait(self.topic, b"{}", partition=SHARD, headers=headers)
+
+    async def write_transaction(self) -> None:
+        """Another program's transaction: its end is an offset without a record."""
+        name = secrets.token_hex(4)
+        other = AIOKafkaProducer(bootstrap_servers=self._kafka, transactional_id=name)
+        async with started(other), other.transaction():
+            await other.send_and_wait(self.topic, b"of another program", partition=SHARD)
+
+    async def delete(self, before_offset: int) -> None:
+        """Deletes the first records, as retention does."""
+        async with started(AIOKafkaAdminClient(bootstrap_servers=self._kafka)) as client:
+            await client.delete_records({TopicPartition(self.topic, SHARD): RecordsToDelete(before_offset)})
+
+    async def newest(self) -> Cursor:
+        """The cursor from which the publisher resumes."""
+        async with asyncio.timeout(15):
+            return await newest_cursor(self.reader, SHARD, self.source, self.journal)
+
+
+@pytest.fixture
+async def events(system: Settings, journal: JournalWriter) -> AsyncIterator[Events]:
+    async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
+        yield Events(system, journal._producer, reader)
+
+
+async def _ten(journal: JournalWriter) -> Cursor:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    return Cursor(10, HASHES[10], 2, 1, "a")
+
+
+async def test_a_cursor_that_the_publisher_did_not_write_is_skipped(
+    events: Events,
+    journal: JournalWriter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher, "LOOK_BACK_RECORDS", 4)
+    ten = await _ten(journal)
+    five = ten._replace(seq=5, head=HASHES[5])  # no block ends with this event
+    await events.write(encode_cursor(ten))
+    assert await events.newest() == ten
+    zeros = b"00" * 32
+    for value in (
+        b"", b"1", b"\xff", b"1,xyz,1,1,a", b"9" * 5_000 + b",%b,1,1,a" % zeros, b"10,%b,-5,1,a" % zeros,
+        b"-1,%b,1,1,a" % zeros, b"0,%b,1,1,a" % zeros, b"0,%b,99999999999999999999,1,a" % zeros,
+        b"10,,2,1,a", b"10,%b,2,1,a" % (b"00" * 31), b"10,%b,2,0,a" % HASHES[10].hex().encode(),
+        b"10,%b,2,1," % HASHES[10].hex().encode(), b" 10,%b,2,1,a" % HASHES[10].hex().encode(),
+        b"5,%b,1,1,a" % (b"11" * 32),
+        *map(encode_cursor, (
+            five, ten._replace(next_offset=1), ten._replace(next_offset=3),
+            ten._replace(next_offset=2**63 - 1), ten._replace(term=2), ten._replace(owner="b"),
+            ten._replace(head=HASHES[9]), ten._replace(seq=9),
+        )),
+    ):  # fmt: skip
+        await events.write(value)
+    await events.write(encode_cursor(ten), source="grabstream/other")
+    await events.write(encode_cursor(ten), event_id=f"{SHARD}-9")
+    await events.write(encode_cursor(ten), event_id=f"{SHARD + 1}-10")
+    assert await events.newest() == ten
+
+
+async def test_a_cursor_after_markers_is_found(events: Events, journal: JournalWriter) -> None:
+    ten = await _ten(journal)
+    await journal.block(LINES, 11, 12, owner="zombie")  # does not count
+    for term, owner in ((3, "c"), (3, "late"), (2, "b")):
+        await journal.marker(term, owner)
+    for number in range(20):
+        await journal.marker(1, f"old-{number}")
+    after = ten._replace(next_offset=26, term=3, owner="c")
+    await events.write(encode_cursor(after))
+    await events.write(encode_cursor(after._replace(owner="late")))
+    await events.write(encode_cursor(after._replace(term=2, owner="b")))
+    assert await events.newest() == after
+
+
+async def test_a_journal_of_another_history_is_not_published_from_its_beginning(
+    events: Events,
+    journal: JournalWriter,
+) -> None:
+    """The newest cursor is taken, and the journal's records contradict it."""
+    ten = await _ten(journal)
+    for seq in (5, 10):
+        await events.write(encode_cursor(ten._replace(seq=seq, head=b"\x11" * 32)))
+    assert await events.newest() == ten._replace(head=b"\x11" * 32)
+
+
+@pytest.mark.parametrize("what", ["transaction", "some deleted", "all deleted"])
+async def test_offsets_without_records_hide_no_unpublished_event(
+    what: str,
+    system: Settings,
+    events: Events,
+    journal: JournalWriter,
+) -> None:
+    ten = await _ten(journal)
+    for _ in range(4):
+        await events.write(encode_cursor(ten))
+    if what == "transaction":
+        await events.write_transaction()
+    else:
+        await events.delete({"some deleted": 3, "all deleted": 4}[what])
+    # Without any cursor the publisher begins again: events may be repeated, none is missing.
+    assert await events.newest() == (Cursor() if what == "all deleted" else ten)
+    await journal.block(LINES, 11, 20)
+    ends = {SHARD: 3}
+    published = PublishedOffsets(events.journal, events.reader, events.source)
+    async with await open_books(system) as connection, asyncio.timeout(15):
+        assert await published.load(connection, ends) == ends  # it may grow
+        # Nobody knows what was published: that is no reason to restart anything.
+        assert await published.load(connection, ends) == {SHARD: 3 if what == "all deleted" else 2}
+
+
+class Noting(JournalReader):
+    """Notes the offsets from which it reads."""
+
+    def __init__(self, reader: JournalReader) -> None:
+        super().__init__(reader._consumer, reader._topic)
+        self.read_from: list[int] = []
+
+    async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
+        self.read_from.append(from_offset)
+        async with aclosing(super().read(shard, from_offset, to_offset)) as lists:
+            async for records in lists:
+                yield records
+
+
+async def test_the_watchdog_reads_a_tail_of_markers_once(
+    system: Settings,
+    events: Events,
+    journal: JournalWriter,
+) -> None:
+    await events.write(encode_cursor(await _ten(journal)))
+    noting = Noting(events.journal)
+    published = PublishedOffsets(noting, events.reader, events.source)
+
+    async def load(connection: AsyncConnection[Any], end: int) -> list[int]:
+        noting.read_from.clear()
+        offset = (await published.load(connection, {SHARD: end}))[SHARD]
+        return [offset, *noting.read_from]
+
+    async with await open_books(system) as connection:
+        assert await load(connection, 2) == [2]
+        assert await load(connection, 2) == [2, 0, 2]
+        for end in (3, 4, 5):
+            await journal.marker(1, "old")
+            assert await load(connection, end) == [end, end - 1]
+            assert await load(connection, end) == [end]
+        await journal.block(LINES, 11, 20)
+        assert await load(connection, 6) == [5, 5]
+        await journal.marker(1, "old")
+        assert await load(connection, 7) == [5, 5]
+
+
+async def test_a_read_of_what_never_comes_ends(
+    events: Events,
+    journal: JournalWriter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(journal_module, "SILENT_SECONDS_MAX", 1.0)
+    await _ten(journal)
+    with pytest.raises(TimeoutError, match="nothing arrives from offset 2 on"):
+        async with asyncio.timeout(20):
+            async for _ in events.journal.read(SHARD, 0, 3):
+                pass
+
+
+async def test_a_publisher_starts_after_foreign_and_deleted_records(
+    system: Settings,
+    events: Events,
+    journal: JournalWriter,
+) -> None:
+    """One record of the worst kind after what was published, and the first events deleted."""
+    await _ten(journal)
+
+    async def publish(end: int) -> None:
+        async with running(system, "events") as [projector]:
+            await projector.put(CatchUp(SHARD))
+
+            async def is_published() -> bool:
+                return await events.reader.end(SHARD) >= end
+
+            await until(is_published, 20, f"{end} records")
+
+    await publish(10)
+    await events.write(b"5,%b,1,1,a" % (b"11" * 32))
+    await events.write_transaction()
+    await events.delete(5)
+    await journal.block(LINES, 11, 20)
+    await publish(13 + 10)
+    assert await events.reader.end(SHARD) == 13 + 10, "events were published again"
+    assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
