@@ -8,7 +8,7 @@ times are milliseconds since 1970 UTC.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Final, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -27,6 +27,7 @@ THURSDAY: Final = 3
 #: How many starts of opening hours `opens_next` tries, because the clock may jump over a start. It jumps at
 #: most once a week.
 JUMPS_MAX: Final = 4
+_MILLISECOND: Final = timedelta(milliseconds=1)
 #: How long after its opening day an offer has the offsets of its zone.
 HORIZON_MS: Final = 10 * 366 * DAY_MS
 
@@ -75,8 +76,8 @@ def _offsets_from(timezone: str, from_ms: int) -> tuple[tuple[int, int], ...]:
 
 
 def _offset(zone: ZoneInfo, at_ms: int) -> int:
-    moment = (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms)).astimezone(zone)
-    return (moment.utcoffset() or timedelta()) // timedelta(milliseconds=1)
+    moment = datetime.fromtimestamp(at_ms / 1_000, zone)
+    return (moment.utcoffset() or timedelta()) // _MILLISECOND
 
 
 def offset_at(offsets: Offsets, at_ms: int) -> int:

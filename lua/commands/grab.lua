@@ -304,6 +304,7 @@ local function keep(i, row)
   if row[1] >= CODE.invalid and row[1] ~= CODE.invalid and row[1] ~= CODE.conflict then
     local o = offer_of[i]
     local field = refusal_field(campaigns[campaign_of[o]].name, ids[i])
+    if refusals[field] then call.in_order[field] = true end
     refusals[field] = refuse(call, row[1], field, names[o], digest_in_full(i))
   end
   return row
@@ -438,7 +439,7 @@ do
       if row[1] >= CODE.invalid then
         undo()
         call.seq = seq
-        for n = #lines, count_lines + 1, -1 do lines[n] = nil end
+        for n = #lines, count_lines + 1, -1 do lines[n], call.joined[n] = nil, nil end
         for _, j in ipairs(members) do
           rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, 0,
             {message = 'basket: refused with grab ' .. ids[i]}})
@@ -447,6 +448,7 @@ do
       end
       rows[i] = row
     end
+    for n = count_lines + 2, #lines do call.joined[n] = true end
     undo_log = nil
   end
 end

@@ -133,7 +133,7 @@ local function begin_call()
   return {
     shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
     now = math.max(clock, tonumber(shard[2] or 0)),
-    lines = {}, refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, outlived = {},
+    lines = {}, joined = {}, refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, in_order = {},
   }
 end
 
@@ -165,10 +165,13 @@ local function next_seq(call)
   return call.seq
 end
 
--- Adds the text of an event; its cost is by its bytes.
-local function add_line(call, text)
+-- Adds the text of an event; its cost is by its bytes. `joined`: it was decided together with the event
+-- before it, so both stand in one entry of the outbox. The relay keeps them in one record of the journal
+-- (streams/relaying/blocks.py).
+local function add_line(call, text, joined)
   spend(COST.line_byte * #text)
   call.lines[#call.lines + 1] = text
+  call.joined[#call.lines] = joined
 end
 
 -- Notes the first write of a call, the only one that can still be refused (when its id is not above the last
@@ -190,7 +193,8 @@ local function append_events(call)
     repeat
       fields[n + 1], fields[n + 2] = 'e', lines[i]
       n, bytes, i = n + 2, bytes + #lines[i], i + 1
-    until i > count or i - from == entry_lines or bytes + #lines[i] > entry_bytes
+    until i > count
+      or not call.joined[i] and (i - from >= entry_lines or bytes + #lines[i] > entry_bytes)
     writes[#writes + 1] = {'XADD', KEYS[2], string.format('%.0f-0', call.first_seq + from - 1),
       unpack(fields)}
     from = i
@@ -203,9 +207,9 @@ local function remember(call, id, record)
   local fields = call.refused_fields
   fields[#fields + 1] = id
   fields[#fields + 1] = record
-  -- If the field holds a record of a retired offer, it is in the order already, and the new record keeps that
-  -- position.
-  if not call.outlived[id] then call.refused_ids[#call.refused_ids + 1] = id end
+  -- If the field holds a record already (of a retired offer, or of a basket that is decided again because
+  -- another record of it was deleted), the new record keeps its position in the order.
+  if not call.in_order[id] then call.refused_ids[#call.refused_ids + 1] = id end
   return record
 end
 

@@ -152,7 +152,7 @@ local function end_offer(offer, reason, now)
 end
 
 -- Closes an offer: what is left returns to the issuer, and the seed is revealed. `digest` is nil if no
--- command closes it.
+-- command closes it. The reason `drained` belongs to the grab before it.
 local function close_offer(call, offer, reason, command, digest, operator)
   local amount, left = offer.amount_left, offer.units_left
   end_offer(offer, reason, call.now)
@@ -161,7 +161,7 @@ local function close_offer(call, offer, reason, command, digest, operator)
     .. ',"left":' .. int(left) .. ',"refund_to":"' .. returns_to(offer) .. '"'
     .. (offer.seed and ',"seed":"' .. offer.seed .. '"' or '')
     .. (operator and ',"operator":"' .. operator .. '"' or '')
-    .. (digest and ',"digest":"' .. digest .. '"}' or '}'))
+    .. (digest and ',"digest":"' .. digest .. '"}' or '}'), reason == 'drained')
 end
 
 local function write_pieces(offer)

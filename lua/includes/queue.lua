@@ -87,7 +87,7 @@ local function serve(call, offer, command)
       add_line(call, event_head(call, offer, 'grab.held', command)
         .. grab_text(offer, name, grab, quantity, quantity)
         .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab)
-        .. ',"waited":true}')
+        .. ',"waited":true}', true)
     end
   end
   if offer.units_left > 0 then offer.least_wanted = least end

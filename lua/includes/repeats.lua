@@ -15,11 +15,11 @@ local function answer_that_counts(call, campaign, record)
   return record and not has_retired(call, offer_of_answer(record, campaign.name)) and record or nil
 end
 
--- The same for a refusal. `call.outlived` remembers the field of a refusal whose offer has retired.
+-- The same for a refusal. `call.in_order` has the fields of records that stay in the order of refusals.
 local function refusal_that_counts(call, campaign, field, record)
   if not record then return nil end
   if not has_retired(call, offer_of_refusal(record, campaign.name)) then return record end
-  call.outlived[field] = true
+  call.in_order[field] = true
 end
 
 -- The row for a command whose effect already holds; seq and time are those of the event that had the effect.

@@ -55,15 +55,21 @@ class Raised(NamedTuple):
 
 
 class Outbox(NamedTuple):
-    """The shard's seq, and a bounded number of lines after the requested seq; reading ends before a hole.
+    """The shard's seq, and a bounded number of lines after the requested seq, by the entries that have them;
+    reading ends before a hole. Of an entry that the requested seq divides, the first lines are missing.
 
     `incomplete`: the shard's state does not follow from its events, because it is being rebuilt, or a script
     was interrupted while it wrote.
     """
 
     seq: int
-    lines: list[bytes]
+    entries: list[list[bytes]]
     incomplete: bool
+
+    @property
+    def lines(self) -> list[bytes]:
+        """The lines of all entries."""
+        return [line for entry in self.entries for line in entry]
 
 
 class OwnedShard:
@@ -113,19 +119,20 @@ class OwnedShard:
         return Cursor(int(seq), bytes.fromhex(head), int(offset), int(term), owner)
 
     async def read_outbox(self, ownership: Ownership, after_seq: int) -> Outbox:
-        """The lines after a seq."""
+        """The entries after a seq."""
         reply = await self.run(
             "read_outbox", [self.keys.state, self.keys.outbox], ownership, after_seq + 1, READ_ENTRIES_MAX
         )
-        lines: list[bytes] = []
+        entries: list[list[bytes]] = []
+        next_seq = after_seq + 1
         for entry_id, fields in reply[1]:
             first = int(entry_id.partition(b"-")[0])
-            entry = fields[1::2]
-            known = after_seq + len(lines) - first + 1
-            if known < 0:
+            if first > next_seq:
                 break
-            lines.extend(entry[known:])
-        return Outbox(int(reply[0]), lines, bool(reply[2]))
+            if lines := fields[1::2][next_seq - first :]:
+                entries.append(lines)
+                next_seq += len(lines)
+        return Outbox(int(reply[0]), entries, bool(reply[2]))
 
     async def trim(self, ownership: Ownership, cursor: Cursor) -> None:
         """Removes what is journaled up to the cursor from the outbox, and announces it; the cursor becomes

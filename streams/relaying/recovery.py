@@ -360,7 +360,7 @@ class Recovery:
     async def wipe(self, ownership: Ownership) -> None:
         """Deletes the keys of the shard, except term and owner."""
         keys = self._shard.keys
-        kept = {keys.state.encode(), keys.lease.encode()}
+        kept = {keys.state.encode(), keys.lease.encode(), keys.present.encode()}
         step: list[str] = []
         weight = 0
         reason = "the shard is being rebuilt from the journal"

@@ -23,6 +23,7 @@ from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import Cursor, block_headers, chain
 from grabstream.streams.clients import Trouble, in_words, started
 from grabstream.streams.journal import JournalReader
+from grabstream.streams.relaying.blocks import blocks_of
 from grabstream.streams.relaying.ownership import (
     NewerProgram,
     NotReconciled,
@@ -35,8 +36,9 @@ from grabstream.streams.relaying.takeover import Takeover
 
 log = logging.getLogger(__name__)
 
-BLOCK_BYTES_MAX: Final = RECORD_BYTES_MAX // 4
-IDLE_WAIT_MS: Final = 500
+#: How often the owner of an idle shard asks whether it still owns it. New events, and newer owners, are
+#: noticed at once.
+IDLE_WAIT_MS: Final = 2_000
 RETRY_SECONDS: Final = 0.2
 #: A server that answers again is noticed within this time.
 RETRY_SECONDS_MAX: Final = 1.0
@@ -46,10 +48,24 @@ FENCED_RETRY_SECONDS: Final = 10.0
 Step = Callable[[str], None]
 
 
+class Duty:
+    """What the holder of a shard's lease and the shard's relay tell each other."""
+
+    def __init__(self) -> None:
+        #: Set by the relay while it owns the shard and relays it.
+        self.is_relaying = False
+        #: Set by the holder of the lease when the shard is passed to another worker: the relay continues
+        #: until the other has taken the shard over, and then returns instead of taking it over again.
+        self.is_leaving = False
+        #: Set by the relay when it has read new events, for the shard's sweeper.
+        self.decided = asyncio.Event()
+
+
 class ShardRelay:
     """Relays one shard until cancelled or until another owner takes it. One task, one producer, one consumer.
 
-    `redis` must not decode replies. `block_events_max` bounds the events of a journal record.
+    `redis` must not decode replies. `block_events_max` bounds the events of a journal record
+    that has more than one entry of the outbox (`blocks_of`).
     """
 
     def __init__(
@@ -65,7 +81,9 @@ class ShardRelay:
         snapshots: Snapshots | None = None,
         report: Callable[[Recovered], Any] | None = None,
         progress: Callable[[int], None] = lambda applied: None,
+        duty: Duty | None = None,
     ) -> None:
+        self._duty = duty or Duty()
         self._shard = OwnedShard(redis, keys)
         self._shards = shards
         self._bootstrap = bootstrap
@@ -78,15 +96,18 @@ class ShardRelay:
         self.state = "waiting"
 
     async def run(self) -> None:
-        """Takes the shard over and relays it, again after every error, until cancelled."""
-        while True:
+        """Takes the shard over and relays it, again after every error, until cancelled; or until it no longer
+        owns the shard and another worker is to have it.
+        """
+        while not self._duty.is_leaving:
             try:
                 async with self._producer() as producer, self._consumer() as consumer:
                     await self._tenure(producer, consumer)
             except SteppedDown as reason:
                 self.state = "stepped down"
                 log.info("shard %d: stepped down: %s", self._shard.keys.shard, reason)
-                await asyncio.sleep(RETRY_SECONDS)
+                if not self._duty.is_leaving:
+                    await asyncio.sleep(RETRY_SECONDS)
             except (NotReconciled, NewerProgram) as reason:
                 self.state = f"fenced: {reason}"
                 log.error("shard %d stays fenced: %s", self._shard.keys.shard, reason)
@@ -129,11 +150,13 @@ class ShardRelay:
         tail = _Tail(consumer, self._partition, ownership.term, cursor.next_offset)
         watching = asyncio.create_task(tail.watch())
         relaying = asyncio.create_task(self._relay(producer, ownership, cursor, tail))
+        self._duty.is_relaying = True
         try:
             done, _ = await asyncio.wait({watching, relaying}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
+            self._duty.is_relaying = False
             await end([watching, relaying])
 
     # -- relaying --------------------------------------------------------------------------------------------
@@ -143,19 +166,20 @@ class ShardRelay:
     ) -> None:
         outbox = await self._shard.read_outbox(ownership, cursor.seq)
         while True:
-            lines = outbox.lines
-            if not lines and outbox.seq > cursor.seq:
+            entries = outbox.entries
+            if not entries and outbox.seq > cursor.seq:
                 # The next takeover reports it.
                 raise SteppedDown(f"the outbox has a hole after seq {cursor.seq}")
-            if not lines and outbox.incomplete:
+            if not entries and outbox.incomplete:
                 # All its events are journaled: the next takeover rebuilds it.
                 raise SteppedDown("the shard is incomplete")
-            if not lines:
+            if not entries:
                 await self._wait_for_more(cursor.seq)
                 outbox = await self._shard.read_outbox(ownership, cursor.seq)
                 continue
-            last = cursor.seq + len(lines)
-            for block in _blocks(lines, self._block_events_max):
+            self._duty.decided.set()
+            last = cursor.seq + sum(map(len, entries))
+            for block in blocks_of(entries, self._block_events_max):
                 after = await self._append(producer, ownership, cursor, block)
                 if after.next_offset != cursor.next_offset + 1:
                     # Other records lie between: the block counts only if no newer owner wrote one.
@@ -175,10 +199,10 @@ class ShardRelay:
     async def _drain(self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor) -> Cursor:
         """Journals the rest of the outbox of a shard that decides nothing."""
         while True:
-            lines = (await self._shard.read_outbox(ownership, cursor.seq)).lines
-            if not lines:
+            entries = (await self._shard.read_outbox(ownership, cursor.seq)).entries
+            if not entries:
                 return cursor
-            for block in _blocks(lines, self._block_events_max):
+            for block in blocks_of(entries, self._block_events_max):
                 after = await self._append(producer, ownership, cursor, block)
                 if after.next_offset != cursor.next_offset + 1:
                     raise SteppedDown(
@@ -266,6 +290,7 @@ class _Tail:
     async def watch(self) -> None:
         """Reads until cancelled; raises SteppedDown at a marker of a newer term."""
         self._consumer.seek(self._partition, self._next_offset)
+        self._consumer.resume(self._partition)  # a JournalReader has paused it
         while True:
             fetched = await self._consumer.getmany(self._partition, timeout_ms=IDLE_WAIT_MS)
             records = fetched.get(self._partition, [])
@@ -282,16 +307,3 @@ class _Tail:
         """Returns when everything up to the offset was read and contained no newer marker."""
         async with self._moved:
             await self._moved.wait_for(lambda: self._next_offset > offset)
-
-
-def _blocks(lines: list[bytes], events_max: int) -> list[list[bytes]]:
-    """The lines in blocks of bounded count and size."""
-    blocks: list[list[bytes]] = []
-    size = 0
-    for line in lines:
-        if not blocks or len(blocks[-1]) == events_max or size + len(line) > BLOCK_BYTES_MAX:
-            blocks.append([])
-            size = 0
-        blocks[-1].append(line)
-        size += len(line) + 1
-    return blocks

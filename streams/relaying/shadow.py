@@ -123,9 +123,10 @@ class Events:
         if over:
             yield self._cursor, self._keep(over, seq)
         deadline = time.monotonic() + self._wait_seconds
+        passed = 0  # the last offsets before it may be without records
         while not self._over and (seq is None or self._cursor.seq < seq):
             end = await self._reader.end(self._shard)
-            if self._cursor.next_offset >= end:
+            if max(self._cursor.next_offset, passed) >= end:
                 if seq is None or time.monotonic() > deadline:
                     return
                 await asyncio.sleep(0.05)
@@ -141,6 +142,7 @@ class Events:
                     yield self._cursor, self._keep(news, seq)
                     if self._over:
                         break
+            passed = end
             if seq is None:
                 return
 

@@ -268,7 +268,8 @@ class Takeover:
         different = None if distrusted or truth.hashes.get(seq) == head else seq
         lost: list[bytes] = []
         while True:
-            shard_seq, lines, incomplete = await self._shard.read_outbox(ownership, seq)
+            outbox = await self._shard.read_outbox(ownership, seq)
+            shard_seq, lines, incomplete = outbox.seq, outbox.lines, outbox.incomplete
             if not lines:
                 break
             for line, hash_ in zip(lines, chain(head, lines), strict=True):

@@ -63,7 +63,7 @@ from grabstream.models.offers import (
 )
 from grabstream.models.rules import settling
 from grabstream.ops.settings import Settings
-from grabstream.streams.relaying.relay import BLOCK_BYTES_MAX, _blocks
+from grabstream.streams.relaying.blocks import BLOCK_BYTES_MAX, blocks_of
 from tests.lua.conftest import NOW
 from tests.lua.histories.scene import HOUR, Scene, coupon, stock
 
@@ -249,8 +249,8 @@ async def play(connect: Any, lists: Sequence[Sequence[AnyCommand]]) -> tuple[Cou
 
 def check_lines(lines: Sequence[bytes]) -> None:
     assert max(map(len, lines)) <= EVENT_LINE_BYTES_MAX
-    for block in _blocks(list(lines), 1_000):
-        assert len(b"\n".join(block)) <= BLOCK_BYTES_MAX + EVENT_LINE_BYTES_MAX < RECORD_BYTES_MAX
+    for block in blocks_of([[line] for line in lines], 1_000):
+        assert len(b"\n".join(block)) <= BLOCK_BYTES_MAX < RECORD_BYTES_MAX
 
 
 @pytest.mark.timeout(600)

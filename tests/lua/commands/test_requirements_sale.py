@@ -1043,6 +1043,25 @@ async def test_a_refused_basket_is_decided_again_if_a_part_of_its_answers_is_for
     ] * 2
 
 
+@pytest.mark.requirement("E1")
+async def test_a_basket_that_is_refused_again_stands_once_in_the_order_of_refusals(scene: Scene) -> None:
+    """Else the refusals that are stored again are deleted when their first places in the order are."""
+    for offer, total in (("w:1", 1), ("w:2", 9)):
+        await scene.open(stock(total), offer)
+    await scene.do(Grab, offer="w:1", user="bob")
+    refused = basket("b", ("w:1", 1), ("w:2", 1))
+    await scene.decide_both(refused)
+    number = scene.keys.shard_of_offer("w:1")
+    keys = scene.keys.shard(number)
+    oldest = await scene.client.lpop(keys.refusal_order)
+    assert await scene.client.hdel(keys.refusals, oldest) == 1
+    del scene.states[number].refusals["w", oldest.decode().removeprefix("w/")]
+    answers = await scene.decide_both(refused)
+    assert [(answer.outcome, answer.repeated) for answer in answers] == [("sold_out", False)] * 2
+    order = await scene.client.lrange(keys.refusal_order, 0, -1)
+    assert sorted(order) == sorted(await scene.client.hkeys(keys.refusals))
+
+
 # -- waiting list --------------------------------------------------------------------------------------------
 
 
