@@ -22,6 +22,7 @@ ROWS = {
     "5": ("journaled answer at 2 thousand/s", "ours/theirs", "<= 3"),
     "6": ("decision → ledger row at 2 thousand/s", "ours/theirs", "<= 5"),
     "7": ("memory a grab kept", "ours/theirs", "<= 1"),
+    "12": ("an idle worker with all roles, against one percent of a core", "ours/theirs", "<= 1"),
     "8": ("cost beside 10 million grabs, against 1 thousand", "ours/theirs", "<= 1.1"),
     "limits": ("grab under three limits, against a hand-written script", "ours/theirs", ""),
     "holds": ("hold and confirm, against envelope grabs", "ours/theirs", ""),
@@ -54,6 +55,8 @@ async def _measure(rows: set[str], runs: int, quick: bool) -> dict[str, dict[str
             for row, value in (await streaming.latency(runs, 20_000 // divisor)).items()
             if row in rows
         }
+    if "12" in rows:
+        measured["12"] = await streaming.idle(runs, 40 // divisor)
     if "7" in rows:
         measured["7"] = await deciding.memory(1, 1_000_000 // divisor)
     if "8" in rows:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import statistics
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -44,6 +45,30 @@ def _cpu_seconds(pid: int) -> float:
     with open(f"/proc/{pid}/stat") as stat:
         fields = stat.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
+
+
+async def idle(runs: int, seconds: int) -> dict[str, Any]:
+    """Row 12: the percentage of a core that a worker with all roles takes while nothing happens, against one
+    percent; and what it makes Redis take.
+    """
+    ours, of_redis = [], []
+    async with system(("decide,relay,sweep,project,publish,verify",)) as (settings, [worker]):
+        server = redis.asyncio.Redis.from_url(settings.redis_url)
+        # Nothing begins any more: groups are joined, and read models are caught up.
+        await asyncio.sleep(20)
+        for _ in range(runs):
+            before = _cpu_seconds(worker.pid), await _redis_cpu_seconds(server)
+            await asyncio.sleep(seconds)
+            ours.append((_cpu_seconds(worker.pid) - before[0]) / seconds * 100)
+            of_redis.append((await _redis_cpu_seconds(server) - before[1]) / seconds * 100)
+        await server.aclose()
+    profile = {"percent of a core": {"Redis": f"{statistics.median(of_redis):.2f}"}}
+    return {"ours": ours, "theirs": [1.0] * runs, "unit": "% of a core", "profile": profile}
+
+
+async def _redis_cpu_seconds(server: Any) -> float:
+    used = await server.info("cpu")
+    return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
 
 
 async def pipeline(runs: int, count: int) -> dict[str, Any]:

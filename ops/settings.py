@@ -126,9 +126,15 @@ class Settings(BaseSettings):
     batch_commands_max: Annotated[
         int, _setting("Commands decided in one script call.", "commands", ge=1, le=2_000)
     ] = 512
-    block_events_max: Annotated[int, _setting("Events in one journal record.", "events", ge=1, le=10_000)] = (
-        1_000
-    )
+    block_events_max: Annotated[
+        int,
+        _setting(
+            "Events in one journal record. A longer entry of the outbox is a record by itself.",
+            "events",
+            ge=1,
+            le=10_000,
+        ),
+    ] = 1_000
     clock_skew_ms_max: Annotated[
         int, _setting("How far the clocks of Redis and a caller may differ.", "ms", ge=1)
     ] = 5_000

@@ -18,7 +18,7 @@ from grabstream.ops.formats import offer_files
 from grabstream.ops.settings import SECRETS, Settings
 from grabstream.streams import topics
 from grabstream.streams.deciding import backlog, decider, understanding
-from grabstream.streams.relaying import ownership, relay
+from grabstream.streams.relaying import blocks, ownership
 
 DAY_MS = 24 * 3600 * 1000
 
@@ -157,9 +157,9 @@ def of_records() -> list[Row]:
         ),
         Row(
             "a journal block",
-            size(relay.BLOCK_BYTES_MAX),
-            "with one more line, it still fits a record",
-            "the event goes into the next block",
+            f"{size(blocks.BLOCK_BYTES_MAX)} and `GRAB_BLOCK_EVENTS_MAX` events, or one entry of the outbox",
+            f"the longest entry, {size(blocks.ENTRY_BYTES_MAX)}, still fits a record",
+            "the entry goes into the next block",
         ),
         *(
             Row(
@@ -365,7 +365,7 @@ def of_processes() -> list[Row]:
         Row(
             "an entry of the outbox, and a read of the outbox",
             f"{size(in_scripts('ownership/read_outbox', r'BYTES_MAX = 1000, ([0-9]+)'))}, "
-            "plus a line or entry",
+            "plus the last decision, or entry",
             "a script blocks its server",
             "the rest goes into the next entry, or the next read",
         ),

@@ -23,7 +23,7 @@ from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.projections.versions import Version, lost, versions, writable_version
 from grabstream.streams.journal import JournalReader
-from grabstream.streams.projecting.publisher import newest_cursor
+from grabstream.streams.projecting.publisher import event_source, newest_cursor
 from grabstream.streams.topics import Topics, delete_command
 
 EVENTS: Final = "events"
@@ -142,10 +142,11 @@ async def read_lags(
         for name, of in books.positions.items()
     }
     if books.positions:
-        reader = JournalReader(consumer, topics.events)
+        reader, journal = JournalReader(consumer, topics.events), JournalReader(consumer, topics.journal)
+        source = event_source(settings.prefix)
         aside = [one for one in books.aside if one.projection == EVENTS]
         newest = {
-            shard: set_aside.past(aside, shard, await newest_cursor(reader, shard))
+            shard: set_aside.past(aside, shard, await newest_cursor(reader, shard, source, journal))
             for shard in range(settings.shards)
         }
         positions[EVENTS] = {shard: cursor.next_offset for shard, cursor in newest.items()}
@@ -179,9 +180,11 @@ async def _past_markers(
         reader, first = JournalReader(consumer, partition.topic), max(offset, beginnings[partition])
         async for records in reader.read(partition.partition, first, ends[partition]):
             with_events = [record.offset for record in records if dict(record.headers).get("count") != b"0"]
-            first = with_events[0] if with_events else records[-1].offset + 1
             if with_events:
+                first = with_events[0]
                 break
+        else:
+            first = max(first, ends[partition])
         searched[partition, offset] = first
     return {partition: searched[partition, offset] for partition, offset in at.items()}
 

@@ -165,7 +165,7 @@ async def _read_shard(redis: Any, keys: ShardKeys) -> ShardReadings:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 # -- checks --------------------------------------------------------------------------------------------------

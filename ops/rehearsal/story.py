@@ -279,10 +279,11 @@ class Story:
         """Reads the journal up to the last event in Redis."""
         seq = int(await self._redis.hget(self._shard.state, "seq") or 0)
         patience = Patience()
+        passed = 0  # the last offsets before it may be without records
         while self._cursor.seq < seq:
             self._stage.check()
             end = await self._reader.end(self._shard.shard)
-            if end <= self._cursor.next_offset:
+            if end <= max(self._cursor.next_offset, passed):
                 patience.observe(self._cursor.seq, f"the journal has {self._cursor.seq} of {seq} events")
                 await asyncio.sleep(0.005)
                 continue
@@ -296,6 +297,7 @@ class Story:
                             event = decode_event(accepted_event.line)
                             self.tally.take(event)
                             self.on_event(event)
+            passed = end
 
     async def verify_now(self) -> None:
         """Runs `verify` in the middle of the story, while there are holds and open offers. The verdict

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from redis.exceptions import ResponseError
@@ -22,6 +23,8 @@ from grabstream.streams.clients import Trouble, in_words
 log = logging.getLogger(__name__)
 
 SWEEP_EVERY_SECONDS: Final = 0.25
+#: How often an idle shard is polled. The relay tells of new events at once, except while it waits for Kafka.
+POLL_SECONDS_MAX: Final = 1.0
 OFFERS_AT_ONCE_MAX: Final = 64
 HOLDS_AT_ONCE_MAX: Final = 256
 #: Records that a step of cleaning reads, in about 1 ms, and the pause after it for other calls.
@@ -36,11 +39,31 @@ LEFT_OUT_SECONDS: Final = 60.0
 #: them twice.
 RecordDemand = Callable[[int, Sequence[tuple[int, int, str, int]]], Awaitable[None]]
 
+
+class Due(NamedTuple):
+    """What a sweeper has to do, and from when on (milliseconds since 1970 UTC; None for never)."""
+
+    now_ms: int
+    holds_ms: int | None
+    offers_ms: int | None
+    payments_ms: int | None
+    has_records: bool
+    has_demand: bool
+
+    def seconds(self) -> float:
+        """The seconds until the next hold or offer is due, at most POLL_SECONDS_MAX."""
+        times = [at for at in (self.holds_ms, self.offers_ms, self.payments_ms) if at is not None]
+        return max(0.0, min([(at - self.now_ms) / 1000 for at in times] + [POLL_SECONDS_MAX]))
+
+
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class Sweeper:
-    """Does what is due at a time in one shard. Without `record_demand`, counts of refusals stay in Redis."""
+    """Does what is due at a time in one shard. Without `record_demand`, counts of refusals stay in Redis.
+
+    Whoever reads new events of the shard sets `decided`: they may be due sooner than what is known.
+    """
 
     def __init__(
         self,
@@ -49,12 +72,14 @@ class Sweeper:
         shards: int,
         clock_skew_ms_max: int,
         record_demand: RecordDemand | None = None,
+        decided: asyncio.Event | None = None,
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._shards = shards
         self._clock_skew_ms_max = clock_skew_ms_max
         self._record_demand = record_demand
+        self._decided = decided or asyncio.Event()
         self._demand_cursor = 0
         self._last_first = False
         #: (sorted set, member) that caused an error of a script → time until which it is left out.
@@ -66,22 +91,67 @@ class Sweeper:
         """
         async with asyncio.TaskGroup() as tasks:
             # Concurrently: no task waits until another has finished its work.
-            tasks.create_task(self._repeat(self.expire_all))
-            tasks.create_task(self._repeat(self.handle_offers))
-            tasks.create_task(self._repeat(self.clean))
-            tasks.create_task(self._repeat(self.flush_demand))
+            holds, offers, records, demand = (asyncio.Event() for _ in range(4))
+            tasks.create_task(self._repeat(self.expire_all, holds))
+            tasks.create_task(self._repeat(self.handle_offers, offers))
+            tasks.create_task(self._repeat(self.clean, records))
+            tasks.create_task(self._repeat(self.flush_demand, demand))
+            tasks.create_task(self._poll(holds, offers, records, demand))
 
-    async def _repeat(self, task: Callable[[], Awaitable[object]]) -> None:
+    async def _repeat(self, work: Callable[[], Awaitable[object]], wanted: asyncio.Event) -> None:
         trouble = Trouble(log, f"sweeping shard {self._keys.shard}")
         while True:
+            await wanted.wait()
+            wanted.clear()
             try:
-                await task()
+                await work()
                 trouble.over()
             except BaseException as error:
                 if not is_trouble(error):
                     raise
                 trouble.say(in_words(error))
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
+
+    async def _poll(
+        self, holds: asyncio.Event, offers: asyncio.Event, records: asyncio.Event, demand: asyncio.Event
+    ) -> None:
+        """Reads what is due in one call, and wakes the tasks that do it. An idle shard costs a call a
+        second.
+        """
+        trouble = Trouble(log, f"sweeping shard {self._keys.shard}: reading what is due")
+        while True:
+            seconds = 0.0
+            # Before the call: events that are decided meanwhile are read by the next one.
+            self._decided.clear()
+            try:
+                due = await self.read_due()
+                trouble.over()
+                seconds = due.seconds()
+                for at_ms, event in (
+                    (due.holds_ms, holds), (due.offers_ms, offers), (due.payments_ms, records)
+                ):  # fmt: skip
+                    if at_ms is not None and at_ms <= due.now_ms:
+                        event.set()
+                if due.has_records:
+                    records.set()
+                if due.has_demand:
+                    demand.set()
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                trouble.say(in_words(error))
+            await asyncio.sleep(SWEEP_EVERY_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds - SWEEP_EVERY_SECONDS):
+                    await self._decided.wait()
+
+    async def read_due(self) -> Due:
+        """What there is to do, and from when on."""
+        keys = [self._keys.holds, self._keys.due, self._keys.past, self._keys.cleaning, self._keys.demand]
+        now_ms, *first, records, demand = await run_script(self._redis, "due", keys, [])
+        holds_ms, offers_ms, retired_ms = (int(float(score)) if score else None for score in first)
+        payments_ms = None if retired_ms is None else retired_ms + PAYMENTS_KEPT_MS
+        return Due(int(now_ms), holds_ms, offers_ms, payments_ms, bool(records), bool(demand))
 
     async def sweep(self, at_ms: int | None = None) -> int:
         """Handles everything that is due by Redis' clock (or at the given time, for simulation); returns the

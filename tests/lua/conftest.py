@@ -23,7 +23,8 @@ from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
 from tests.conftest import wait_until
 
-SEALER = Sealer({"test": bytes(32)})
+SEAL_KEYS = {"test": bytes(32)}
+SEALER = Sealer(SEAL_KEYS)
 #: Friday, 2027-01-15 08:00 UTC, in ms.
 NOW = 1_800_000_000_000
 

@@ -24,7 +24,7 @@ from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.projections.records import set_aside as books
 from grabstream.projections.versions import use_read_model
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projecting.publisher import newest_cursor
+from grabstream.streams.projecting.publisher import event_source, newest_cursor
 from grabstream.streams.projecting.stopped_record import CannotSetAside, StoppedRecord, find_stopped_record
 from grabstream.streams.topics import Topics
 
@@ -167,8 +167,13 @@ async def _cursor_of(
 ) -> Cursor:
     if projection != EVENTS:
         return (await cursors.load(connection, projection))[shard]
-    async with open_reader(settings.kafka, Topics(settings.prefix).events) as reader:
-        return books.past(await books.load(connection, projection), shard, await newest_cursor(reader, shard))
+    topics = Topics(settings.prefix)
+    async with (
+        open_reader(settings.kafka, topics.events) as reader,
+        open_reader(settings.kafka, topics.journal) as journal,
+    ):
+        newest = await newest_cursor(reader, shard, event_source(settings.prefix), journal)
+    return books.past(await books.load(connection, projection), shard, newest)
 
 
 async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, StoppedRecord]:

@@ -49,7 +49,7 @@ from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 from grabstream.streams.projecting.verifier import Verifier
 from grabstream.streams.relaying.relay import Step
-from grabstream.streams.worker import ROLES, Role, restarting, roles_of, run_worker
+from grabstream.streams.worker import ROLES, SWEEPS_WITHOUT_RELAY, Role, restarting, roles_of, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ def worker(roles: str) -> None:
         raise click.BadParameter(
             f"{', '.join(unknown) or 'no role given'}: choose from {', '.join(ROLES)}", param_hint="--roles"
         )
+    if "sweep" in chosen and "relay" not in chosen:
+        raise click.BadParameter(SWEEPS_WITHOUT_RELAY, param_hint="--roles")
     if signal.SIGINT in uvloop.run(_run(settings, chosen)):
         sys.exit(EXIT_INTERRUPTED)
 
@@ -136,7 +138,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
 
 def _ready_words(settings: Settings, chosen: Sequence[str], relayed: Sequence[int]) -> str:
     words = f"roles {', '.join(chosen)}; {counted(settings.shards, 'shards')}"
-    if {"relay", "sweep"} & set(chosen):
+    if "relay" in chosen:
         words += f", of which this worker relays {', '.join(map(str, relayed)) or 'none yet'}"
     return f"{words}; prefix {settings.prefix}, schema {settings.schema_}"
 

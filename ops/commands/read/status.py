@@ -107,7 +107,7 @@ async def _shard(redis: Any, keys: ShardKeys) -> dict[str, Any]:
         fault = "no relay: start a worker"
     return {
         "shard": keys.shard, "seq": seq, "journaled_seq": journaled, "waiting": seq - journaled,
-        "term": int(fields["term"] or 0), "relay": holder and holder.decode(), "fault": fault,
+        "term": int(fields["term"] or 0), "relay": holder and holder.decode(errors="replace"), "fault": fault,
         "server": server,
     }  # fmt: skip
 

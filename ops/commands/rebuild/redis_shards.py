@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
 from grabstream.ops.connections.opening import (
     check_system,
@@ -29,15 +28,13 @@ from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.diagnosis.findings import RESTORE
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams.journal import open_reader
-from grabstream.streams.relaying.leases import RENEWALS_PER_LEASE
+from grabstream.streams.relaying.leases import BY_HAND, RENEWALS_PER_LEASE, by_hand, request_lease, text_of
 from grabstream.streams.relaying.ownership import NewerProgram, NotReconciled, SteppedDown
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 
 ATTEMPTS_MAX = 10
 REASON = "it is being rebuilt by hand"
-#: The name of this command as the holder of a lease begins so.
-BY_HAND = "rebuild-"
 OF_ANOTHER = (
     "another `grabstream rebuild redis` is rebuilding it; if that was killed, try again in a few seconds"
 )
@@ -116,8 +113,8 @@ class _Lease(NamedTuple):
 
     async def is_of_another(self) -> bool:
         """Whether another command of this kind is rebuilding the shard."""
-        holder = (await self.redis.get(self.keys.lease) or b"").decode()
-        return holder.startswith(BY_HAND) and holder != self.name
+        holder = text_of(await self.redis.get(self.keys.lease))
+        return by_hand(holder) and holder != self.name
 
 
 @asynccontextmanager
@@ -125,13 +122,13 @@ async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
     """Holds a shard's lease, so that the worker that relays the shard releases it, and takes it over again
     afterwards.
     """
-    redis, keys, name = lease.redis, [lease.keys.lease, lease.keys.state], lease.name
+    redis, keys, name = lease.redis, lease.keys, lease.name
 
     async def hold() -> None:
         # Of two commands that start together only one holds the lease; the other learns that when it is
         # stepped down.
         while not await lease.is_of_another():
-            await run_script(redis, "lease", keys, [name, settings.lease_ms, "1"])
+            await request_lease(redis, keys, name, settings.lease_ms, seize=True)
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
 
     holding = asyncio.create_task(hold())
@@ -140,7 +137,7 @@ async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
     finally:
         holding.cancel()
         await asyncio.gather(holding, return_exceptions=True)
-        await run_script(redis, "lease", keys, [name, 0])
+        await request_lease(redis, keys, name, 0)
 
 
 async def _rebuild(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def _check_campaign_limits(events: Sequence[Any]) -> None:
                 counted = {event["offer"] for event in opened}
                 _check_one_limit(
                     campaign,
-                    of_campaign[0],
+                    # Late payments for offers that have retired may come before it.
+                    next(event for event in of_campaign if event["type"] == "offer.opened"),
                     [event for event in of_campaign if event["offer"] in counted],
                     by,
                     per,

@@ -9,7 +9,7 @@ import msgspec
 
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import ShardKeys
+from grabstream.lua.keys import STAGED, ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
 from grabstream.models.journal import GENESIS, Accepted, Cursor, chain
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
@@ -17,7 +17,7 @@ from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Position, Recovery
 
 #: Keys that do not follow from the journal: refusals and their counts, the outbox, the lease, the cursors of
-#: cleaning.
+#: cleaning. Nor do those that begin with STAGED.
 LEFT_OUT = ("refusals", "refusal_order", "demand", "outbox", "lease", "cleaning")
 #: RETIRE_AGAIN_MS of lua/sweeping/sweep.lua.
 POSTPONED_MS = 60_000
@@ -69,7 +69,7 @@ async def contents(client: Any, keys: ShardKeys, now_ms: int | None = None) -> d
     values: dict[str, Any] = {}
     async for key in client.scan_iter(match=f"{keys.tag}:*", count=1_000):
         name = key.decode().removeprefix(f"{keys.tag}:")
-        if name not in LEFT_OUT:
+        if name not in LEFT_OUT and not name.startswith(STAGED):
             values[name] = await _value(client, key, name)
     values["shard"] = {field: values["shard"].get(field, b"0") for field in ("seq", "time")}
     _drop_postponed_due_times(values)
@@ -123,7 +123,7 @@ def align_postponed_due_times(live: dict[str, Any], folded: dict[str, Any], now_
     folded_due = folded.get("due", {})
     for name, due in live.get("due", {}).items():
         is_closed = live[f"offer:{name.decode()}"]["state"] == b"closed"
-        if is_closed and folded_due.get(name, now_ms) < now_ms < due <= now_ms + POSTPONED_MS:
+        if is_closed and folded_due.get(name, now_ms) < min(now_ms, due) and due <= now_ms + POSTPONED_MS:
             live["due"][name] = folded_due[name]
 
 

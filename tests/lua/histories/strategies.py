@@ -35,7 +35,8 @@ IDS = tuple(f"id{number}" for number in range(500))
 ZONES = ("UTC", "Asia/Shanghai", "Europe/Berlin", "Australia/Lord_Howe", "America/St_Johns")
 HOUR = 3_600_000
 TICKET_SECRET = bytes(range(32))
-TICKETS = TicketKeys({"t": TICKET_SECRET})
+TICKET_KEYS = {"t": TICKET_SECRET}
+TICKETS = TicketKeys(TICKET_KEYS)
 #: Times that pass between steps; the clock sometimes goes back.
 PASSES_MS = (
     *(0, 1, 7, 500, 999, 1_000) * 4,
