@@ -57,6 +57,9 @@ class Conditions(Weather):
         self.unacknowledged = 0.0
         self.late = 0.0
         self.twice = 0.0
+        self.lagging = 0.0
+        #: Partitions without a leader.
+        self.leaderless: frozenset[TopicPartition] = frozenset()
 
 
 class Broker:
@@ -161,12 +164,12 @@ class Batch:
     """Records that are sent as one request."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[Any, Any]] = []
+        self.records: list[tuple[Any, Any, Any]] = []
 
-    def append(self, *, key: Any, value: Any, timestamp: Any) -> object:
+    def append(self, *, key: Any, value: Any, timestamp: Any, headers: Any = None) -> object:
         """Adds a record."""
         del timestamp
-        self.records.append((key, value))
+        self.records.append((key, value, headers))
         return len(self.records)
 
     def record_count(self) -> int:
@@ -209,7 +212,7 @@ class Producer:
 
     async def send_batch(self, batch: Batch, topic: str, *, partition: int) -> "asyncio.Future[Any]":
         """Sends a batch; the future is its acknowledgement."""
-        return self._send(topic, partition, [(key, value, None) for key, value in batch.records])
+        return self._send(topic, partition, batch.records)
 
     async def send_and_wait(
         self, topic: str, value: Any = None, key: Any = None, partition: int = 0, headers: Any = None
@@ -240,7 +243,7 @@ class Producer:
     ) -> None:
         """The request is at the broker. aiokafka tries again by itself while the broker is away."""
         broker, conditions, draw = self.broker, self.broker.conditions, self.broker.draw
-        if not conditions.available:
+        if not conditions.available or place in conditions.leaderless:
             pause = draw.uniform(0.1, 0.5)
             if patience > pause:
                 broker.loop.call_at_world(pause, self._arrive, place, records, acknowledged, patience - pause)
@@ -258,6 +261,13 @@ class Producer:
         offset = self._append(place, records)
         if conditions.twice and draw.random() < conditions.twice:
             delay = draw.choice((0.0, draw.uniform(0.0, 2.0)))
+            if draw.random() < 0.3:
+                # The client had sent it again: the broker has it already, and does not say where.
+                broker.trace.add("kafka", f"{place.topic}/{place.partition}: offset {offset} is not named")
+                broker.loop.call_at_world(
+                    conditions.delay(draw), _succeed, acknowledged, Metadata(place.topic, place.partition, -1)
+                )
+                return
             broker.trace.add("kafka", f"{place.topic}/{place.partition}: offset {offset} is appended again")
             if delay:
                 broker.loop.call_at_world(delay, self._append, place, records)
@@ -315,7 +325,8 @@ class Consumer:
         self._changed: asyncio.Future[None] | None = None
 
     def assign(self, partitions: Sequence[TopicPartition]) -> None:
-        """Reads these partitions."""
+        """Reads these partitions; none of them is paused."""
+        self._paused.clear()
         if tuple(partitions) != self._assigned:
             self._assigned = tuple(partitions)
             self._positions = {
@@ -384,6 +395,10 @@ class Consumer:
         """The partitions it reads."""
         return frozenset(self._assigned)
 
+    def positions(self) -> dict[TopicPartition, int]:
+        """The offsets after what it has read of its partitions."""
+        return {source: at for source, at in self._positions.items() if source in self._assigned}
+
     def paused(self) -> set[TopicPartition]:
         """Those that are not read for now."""
         return set(self._paused)
@@ -401,6 +416,12 @@ class Consumer:
         if partition not in self._assigned:
             raise IllegalStateError(f"{partition} is not assigned")
         self._positions[partition] = offset
+
+    async def position(self, partition: TopicPartition) -> int:
+        """The offset of the next record that it reads of a partition."""
+        if partition not in self._assigned:
+            raise IllegalStateError(f"{partition} is not assigned")
+        return self._positions[partition]
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Commits offsets, if the generation is still the one it has joined."""
@@ -428,7 +449,9 @@ class Consumer:
         until = loop.now + timeout_ms / 1_000
         while True:
             if broker.conditions.available:
-                await asyncio.sleep(broker.conditions.delay(broker.draw))
+                # A record may be acknowledged long before a reader gets it.
+                lag = broker.draw.uniform(0.0, broker.conditions.lagging)
+                await asyncio.sleep(broker.conditions.delay(broker.draw) + lag)
                 if found := self._fetched(partitions or self._assigned, max_records):
                     return found
             if loop.now >= until:
@@ -445,6 +468,8 @@ class Consumer:
         left = max_records or 500
         for source in partitions:
             if source in self._paused or source not in self._assigned:
+                continue
+            if source in self.broker.conditions.leaderless:
                 continue
             if source not in self._positions:
                 raise OffsetOutOfRangeError({source: -1})

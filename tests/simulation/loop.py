@@ -54,9 +54,7 @@ class SimulatedTask(asyncio.Task[Any]):
 class SimulatedFuture(asyncio.Future[Any]):
     """A future whose hash is its number."""
 
-    def __init__(self, number: int, **options: Any) -> None:
-        self.number = number
-        super().__init__(**options)
+    number: int
 
     def __hash__(self) -> int:
         return self.number
@@ -71,9 +69,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.callbacks = 0
         self._numbers = 0
         self._ready: Any
-        self._scheduled: list[asyncio.TimerHandle]
+        #: Each with its time: so the heap compares numbers, and not handles in Python.
+        self._scheduled: list[tuple[float, asyncio.TimerHandle]]
         self._stopping: bool
+        #: The context of what belongs to no process; one callback runs at a time.
+        self._of_world = contextvars.Context()
         self.failures: list[str] = []
+        #: Called with each process that is killed.
+        self.killed: Callable[[Process], None] = lambda process: None
         self.set_exception_handler(self._failed)
 
     def time(self) -> float:
@@ -84,9 +87,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._numbers += 1
         return self._numbers
 
+    #: Each future and task asks three times; nothing is quicker than a type that gives False.
+    get_debug = bool  # type: ignore[assignment]
+
     def create_future(self) -> asyncio.Future[Any]:
         """A future whose hash is its number."""
-        return SimulatedFuture(self._next_number(), loop=self)
+        self._numbers = number = self._numbers + 1
+        future = SimulatedFuture(loop=self)
+        future.number = number
+        return future
 
     def create_task(  # type: ignore[override]
         self,
@@ -126,14 +135,50 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         context.run(PROCESS.set, process)
         return self.create_task(work, name=process.name, context=context)
 
+    # The next three do what asyncio's do, in one step: most of a run is callbacks.
+
+    def call_soon(
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Calls back in the next round."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Calls back after virtual seconds."""
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Calls back at a virtual time."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, (when, timer))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It stays in the heap until its time."""
+
     def call_at_world(self, delay: float, callback: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
         """Like `call_later`, for what belongs to no process: it happens although its sender has died."""
-        return self.call_later(delay, callback, *args, context=contextvars.Context())
+        return self.call_at(self.now + delay, callback, *args, context=self._of_world)
 
     def kill(self, process: Process) -> None:
         """From here on, no code of the process runs."""
         process.alive = False
         process.waiting.clear()
+        self.killed(process)
 
     def wake(self, process: Process) -> None:
         """Continues a paused process."""
@@ -142,32 +187,32 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         process.waiting.clear()
 
     def _run_once(self) -> None:
+        """Runs until the loop is stopped."""
         scheduled, ready = self._scheduled, self._ready
-        while scheduled and scheduled[0].cancelled():
-            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
-        if not ready and not self._stopping:
-            if not scheduled:
-                raise Endless(f"nothing is left to happen after {self.now:.3f} s")
-            self.now = max(self.now, scheduled[0].when())
-        while scheduled and scheduled[0].when() <= self.now:
-            handle: asyncio.Handle = heapq.heappop(scheduled)
-            handle._scheduled = False  # type: ignore[attr-defined]
-            ready.append(handle)
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if handle.cancelled():
-                continue
-            process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
-            if process is not None:
-                if not process.alive:
+        while not self._stopping:
+            while scheduled and scheduled[0][1].cancelled():
+                heapq.heappop(scheduled)
+            if not ready:
+                if not scheduled:
+                    raise Endless(f"nothing is left to happen after {self.now:.3f} s")
+                self.now = max(self.now, scheduled[0][0])
+            while scheduled and scheduled[0][0] <= self.now:
+                ready.append(heapq.heappop(scheduled)[1])
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if handle.cancelled():
                     continue
-                if process.paused:
-                    process.waiting.append(handle)
-                    continue
-            handle._run()
-        self.callbacks += 1
-        if self.callbacks > CALLBACKS_MAX:
-            raise Endless(f"{CALLBACKS_MAX} rounds of callbacks after {self.now:.3f} s")
+                process = handle._context.get(PROCESS)
+                if process is not None:
+                    if not process.alive:
+                        continue
+                    if process.paused:
+                        process.waiting.append(handle)
+                        continue
+                handle._run()
+            self.callbacks += 1
+            if self.callbacks > CALLBACKS_MAX:
+                raise Endless(f"{CALLBACKS_MAX} rounds of callbacks after {self.now:.3f} s")
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What nobody caught, and what a callback of the simulation raised."""

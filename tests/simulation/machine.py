@@ -4,6 +4,8 @@ import gc
 import logging
 import os
 import random
+import signal
+import socket
 import sys
 import time
 import warnings
@@ -14,6 +16,7 @@ from typing import Any, Final
 from unittest import mock
 
 from tests.simulation.loop import PROCESS, SimulatedLoop
+from tests.simulation.releases import RELEASES
 
 #: The time (ms since 1970 UTC) at which every run begins.
 BEGINNING_MS: Final = 1_800_000_000_000
@@ -83,25 +86,24 @@ def simulated_machine(
         (random, "_urandom", draw),
         (os, "getpid", process_id),
         (os, "uname", lambda: SimpleNamespace(nodename="simulated")),
+        (socket, "gethostname", lambda: "simulated"),
     ]
-    log = logging.getLogger("grabstream")
     handler = _Logged(trace)
-    level, propagate = log.level, log.propagate
-    asyncio_log = logging.getLogger("asyncio")
+    # What a process that ends, or loses its server, leaves behind is no message for people.
+    of_libraries = [logging.getLogger(name) for name in ("asyncio", "psycopg")]
     with ExitStack() as stack:
         for module, name, replacement in replaced:
             stack.enter_context(mock.patch.object(module, name, replacement))
-        stack.callback(asyncio_log.setLevel, asyncio_log.level)
-        asyncio_log.setLevel(logging.CRITICAL + 1)
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        try:
-            yield
-        finally:
-            log.removeHandler(handler)
-            log.setLevel(level)
-            log.propagate = propagate
+        for log in of_libraries:
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.CRITICAL + 1)
+        for log in (logging.getLogger(release.package) for release in RELEASES):
+            log.addHandler(handler)
+            stack.callback(log.removeHandler, handler)
+            stack.callback(log.setLevel, log.level)
+            stack.enter_context(mock.patch.object(log, "propagate", False))
+            log.setLevel(logging.INFO)
+        yield
 
 
 @contextmanager
@@ -109,18 +111,32 @@ def quietly_freed() -> Iterator[None]:
     """Frees, in the end, what the block left suspended; the clean-up code that this starts has nothing to act
     on.
     """
+    # Some are freed only with the results of the run.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     hook, sys.unraisablehook = sys.unraisablehook, lambda error: None
-    log = logging.getLogger("grabstream")
     collects = gc.isenabled()
     gc.disable()
     try:
-        yield
-        log.disabled = True
+        # What ends a process leaves coroutines that nobody awaits.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            yield
+            logging.disable(logging.CRITICAL)
             gc.collect()
     finally:
-        log.disabled = False
+        logging.disable(logging.NOTSET)
         sys.unraisablehook = hook
         if collects:
             gc.enable()
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Signals that end us are delivered after the block: what it has started is known then, and can be ended.
+    Its child processes do not get them either.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -4,17 +4,22 @@ each answer, and when everything is at rest.
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab, GrabCommand
+from grabstream.models.commands import AnyCommand, Confirm, Grab, GrabCommand, Load, Open, check
 from grabstream.models.identifiers import campaign_of
+from grabstream.models.journal import Corrupt, Cursor, Gap, parse_block
+from grabstream.models.money import Invalid
+from grabstream.models.outcomes import Outcome
 from tests.lua.histories.books import check_books
 from tests.lua.histories.promises import check_promises
+from tests.simulation.answers_reading import AnswersReading, Call
 from tests.simulation.kafka_broker import Record
 from tests.simulation.redis_server import Server, SimulatedScript
+from tests.simulation.rules_reading import Difference, RulesReading, all_sent
 
 LINE_BYTES_MAX: Final = 262_144
 
@@ -29,14 +34,33 @@ class JournalReading:
     def __init__(self, shard: int) -> None:
         self.shard = shard
         self.lines: list[bytes] = []
+        self.heads: list[bytes] = []
         self.terms: list[int] = []
         self.events: list[Any] = []
         self.head = bytes(32)
+        #: The position of the product's own reader, which must always have read the same.
+        self.cursor = Cursor()
         self.term = 0
         self.owner = b""
 
     def read(self, record: Record) -> None:
-        """Reads a record; raises Violation when it counts and does not continue what there is."""
+        """Reads a record; raises Violation when it counts and does not continue what there is, or when the
+        product's reader reads it otherwise.
+        """
+        self._read(record)
+        try:
+            self.cursor, _ = self.cursor.feed(record.offset, parse_block(record.headers, record.value))
+        except (Corrupt, Gap) as error:
+            raise Violation(
+                f"journal {self.shard}, offset {record.offset}: a reader stops: {error}"
+            ) from None
+        if (self.cursor.seq, self.cursor.head) != (len(self.lines), self.head):
+            raise Violation(
+                f"journal {self.shard}, offset {record.offset}: a reader is at seq {self.cursor.seq} of "
+                f"{len(self.lines)}"
+            )
+
+    def _read(self, record: Record) -> None:
         named = dict(record.headers)
         where = f"journal {self.shard}, offset {record.offset}"
         term, owner, count = int(named["term"]), named["owner"], int(named["count"])
@@ -62,6 +86,7 @@ class JournalReading:
         for line in lines[len(known) :]:
             self.head = hashlib.sha256(self.head + line).digest()
             self.lines.append(line)
+            self.heads.append(self.head)
             self.terms.append(term)
             self.events.append(json.loads(line))
             if len(line) > LINE_BYTES_MAX:
@@ -73,12 +98,22 @@ class JournalReading:
 
 
 class Given:
-    """An answer that a caller was given."""
+    """An answer that a caller was given; `order` is the number of the call, and the place in its list.
 
-    __slots__ = ("answer", "caller", "command", "gate", "order", "promise")
+    `is_only`: the command was sent once, by this call, so its event was made by it.
+    """
+
+    __slots__ = ("answer", "caller", "command", "gate", "is_only", "order", "promise")
 
     def __init__(
-        self, caller: int, order: int, command: AnyCommand, answer: Answer, promise: str, gate: object
+        self,
+        caller: int,
+        order: tuple[int, int],
+        command: AnyCommand,
+        answer: Answer,
+        promise: str,
+        gate: object,
+        is_only: bool = False,
     ) -> None:
         self.caller = caller
         self.order = order
@@ -86,17 +121,28 @@ class Given:
         self.answer = answer
         self.promise = promise
         self.gate = gate
+        self.is_only = is_only
 
 
 class Oracle:
     """Watches a run."""
 
-    def __init__(self, shards: int, limits_outbox: int) -> None:
+    def __init__(self, shards: int) -> None:
         self.journal = [JournalReading(shard) for shard in range(shards)]
         self.given: list[Given] = []
         self.lost: set[tuple[str, str]] = set()
+        #: Campaign and id of commands that a script has decided with an event, at any server.
+        self.made: set[tuple[str, str]] = set()
+        #: Commands of which a caller was told that nothing was decided, and which it gave up.
+        self.given_up: list[AnyCommand] = []
         self.violations: list[str] = []
-        self._outbox_max = limits_outbox
+        #: Set when Redis loses what it has: then decisions may be lost.
+        self.loses = False
+        #: Each line that was decided until then.
+        self._decided: dict[tuple[int, int], bytes] = {}
+        #: By shard, all calls of deciding scripts, and the texts that they have made of a seq, at any server.
+        self._calls: list[set[Call]] = [set() for _ in range(shards)]
+        self._made: list[dict[int, set[bytes]]] = [defaultdict(set) for _ in range(shards)]
 
     # -- as it happens ---------------------------------------------------------------------------------------
 
@@ -118,10 +164,25 @@ class Oracle:
     ) -> None:
         """After each call of a deciding script: no event is made while the shard is fenced."""
         (was_seq, was_life), (seq, _) = before[0], after[0]
-        if int(seq or 0) > int(was_seq or 0) and (was_life or b"").decode() != server.epoch:
+        shard = int(args[3].rpartition("}")[0].rpartition("-s")[2])
+        self._calls[shard].add(Call(server.time_ms(), int(was_seq or 0), int(seq or 0)))
+        if int(seq or 0) <= int(was_seq or 0):
+            return
+        if (was_life or b"").decode() != server.epoch:
             self.violations.append(
                 f"{server.name}: {script.name} decided seq {int(seq)} while the shard was fenced ({args[3]})"
             )
+        # What a call has made that broke off is rebuilt without it.
+        self.loses |= isinstance(reply, Exception) and "BROKEN OFF" in str(reply)
+        [(entry, fields)] = after[1]
+        for made in map(json.loads, fields[1::2]):
+            self.made.add((campaign_of(made["offer"]), made["command"]))
+        for decided, line in enumerate(fields[1::2], int(entry.partition(b"-")[0])):
+            self._made[shard][decided].add(line)
+            if not self.loses and self._decided.setdefault((shard, decided), line) != line:
+                self.violations.append(
+                    f"{server.name}: {script.name} decided seq {decided} again ({args[3]})"
+                )
 
     def answered(self, given: Given) -> None:
         """After each answer: what was promised as journaled is in the journal, as it was said."""
@@ -145,6 +206,10 @@ class Oracle:
             or (answer.outcome == "granted" and event.get("amount") != answer.amount)
         ):
             return f"{said}, amount {answer.amount}, where the journal has {event}"
+        if isinstance(command, Confirm) and command.payment is not None:
+            paid = event.get("payment"), event.get("paid", 0), event.get("currency")
+            if paid != (command.payment, command.paid, command.currency):
+                return f"{said}, for {command.paid} {command.currency}, where the journal has {event}"
         return None
 
     # -- in the end ------------------------------------------------------------------------------------------
@@ -152,11 +217,53 @@ class Oracle:
     def check_journal(self) -> None:
         """The books and the promises of each shard."""
         for reading in self.journal:
-            for check in (check_books, check_promises):
+            for check_lines in (check_books, check_promises):
                 try:
-                    check(reading.lines)
-                except AssertionError as error:
-                    self.violations.append(f"shard {reading.shard}: {check.__name__}: {str(error)[:400]}")
+                    check_lines(reading.lines)
+                except Exception as error:
+                    # A checker that meets what it does not know has found something, too.
+                    said = str(error) if isinstance(error, AssertionError) else repr(error)
+                    self.violations.append(f"shard {reading.shard}: {check_lines.__name__}: {said[:400]}")
+
+    def check_decisions(
+        self, lists: Iterable[Sequence[AnyCommand]], may_fail: Callable[[AnyCommand], bool]
+    ) -> None:
+        """Every event, and every answer, is what the rules decide; `lists` are what callers sent, `may_fail`
+        says whether scripts fail for a command.
+        """
+        sent = all_sent(lists)
+        for given in self.given:
+            if given.answer.shard is None and (problem := _of_door(given, may_fail)):
+                self.violations.append(problem)
+        for reading in self.journal:
+            rules = RulesReading(reading.shard, sent)
+            answers = AnswersReading(
+                rules, reading.lines, self._calls[reading.shard], self._made[reading.shard]
+            )
+            for given in self.given:
+                if given.answer.shard == reading.shard:
+                    answers.take(given.command, given.answer, given.caller < 0, given.promise == "decided")
+            try:
+                rules.read(reading.lines, answers.ask)
+                answers.finish()
+            except Difference as error:
+                self.violations.append(f"shard {reading.shard}: {str(error)[:900]}")
+            self.violations += answers.problems[:3]
+
+    def check_decided(self) -> None:
+        """As long as Redis loses nothing, everything decided is in the journal, as it was decided."""
+        if self.loses:
+            return
+        if self.lost:
+            self.violations.append(
+                f"answers are reported as lost, although Redis has lost nothing: {self.lost}"
+            )
+        for (shard, seq), line in self._decided.items():
+            if self.journal[shard].lines[seq - 1 : seq] != [line]:
+                self.violations.append(
+                    f"shard {shard}: seq {seq} is lost, although Redis has lost nothing: {line.decode()}"
+                )
+                return
 
     def check_answers(self) -> None:
         """Every answer given as journaled is there; every one given as decided is there or was reported."""
@@ -170,29 +277,131 @@ class Oracle:
         known = (campaign_of(given.command.offer), given.command.id)
         return gate_died or given.answer.repeated or known in self.lost
 
+    def check_given_up(self) -> None:
+        """Nothing came of commands that nobody sent again after they were refused with a whole call."""
+        made = {
+            (campaign_of(event["offer"]), event["command"])
+            for reading in self.journal
+            for event in reading.events
+        }
+        self.violations += [
+            f"{command.id} of {command.offer} was answered as not decided, and given up: it is in the journal"
+            for command in self.given_up
+            if (campaign_of(command.offer), command.id) in made
+        ]
+
     def check_order(self) -> None:
         """The events of commands that a caller sent in one call, or one after the other, stand in that
-        order.
+        order; what is lost of a call is the end of it.
         """
-        firsts: dict[tuple[int, str], list[tuple[int, int, str]]] = defaultdict(list)
+        firsts: dict[tuple[int, str], list[Given]] = defaultdict(list)
+        for given in self.given:
+            answer = given.answer
+            if given.caller < 0 or not answer.positive or answer.seq is None:
+                continue
+            if given.is_only or not answer.repeated:
+                firsts[given.caller, campaign_of(given.command.offer)].append(given)
+        for (caller, campaign), found in firsts.items():
+            where = f"caller {caller}, campaign {campaign}"
+            last, lost = 0, -1
+            for given in sorted(found, key=lambda one: one.order):
+                call, answer = given.order[0], given.answer
+                event = self._event_of(answer)
+                if event["command"] != given.command.id or event["at"] != answer.at:
+                    lost = call if given.promise == "decided" and not answer.repeated else lost
+                    continue
+                if call == lost:
+                    self.violations.append(
+                        f"{where}: {given.command.id} is there, an earlier one of its list is lost"
+                    )
+                if answer.seq < last:
+                    self.violations.append(
+                        f"{where}: {given.command.id} at seq {answer.seq} stands before an earlier command, "
+                        f"at seq {last}"
+                    )
+                last = max(last, answer.seq)
+
+    def check_lists(self) -> None:
+        """In one list, the first command about a grab, or an offer, that an earlier one has made finds it."""
+        retired = {
+            event["offer"] for one in self.journal for event in one.events if event["type"] == "offer.retired"
+        }
+        made: dict[tuple[tuple[int, int], str, str], str] = {}
+        for given in sorted(self.given, key=lambda one: (one.caller, one.order)):
+            command, outcome, call = given.command, given.answer.outcome, (given.caller, given.order[0])
+            if not given.is_only or command.offer in retired:
+                continue
+            # The outcome of a basket that is refused may be about another grab of it.
+            if isinstance(command, Grab) and command.basket and not given.answer.positive:
+                continue
+            about = command.grab if isinstance(command, GrabCommand) else ""
+            maker = made.pop((call, command.offer, about), None)
+            if maker is not None and outcome in ("no_such_grab", "no_such_offer"):
+                self.violations.append(
+                    f"caller {given.caller}: {command.id} got {outcome} after {maker} of the same list"
+                )
+            if isinstance(command, Open) and outcome == "opened":
+                made[call, command.offer, ""] = command.id
+            elif isinstance(command, Grab) and outcome in ("held", "waiting"):
+                made[call, command.offer, command.id] = command.id
+
+    def refusals_counted(self) -> "Counter[tuple[int, int, int, str]]":
+        """How many refusals callers were given, by (shard, second, code, offer): those that are counted. Not
+        counted are repeats, what may be corrected under its id (`invalid`), what has an answer already
+        (`conflict`), and payments that have an event.
+        """
+        refused = {
+            (answer.shard, answer.at // 1_000, answer.code, answer.offer, answer.id, answer.at)
+            for given in self.given
+            for answer in (given.answer,)
+            if answer.shard is not None
+            and answer.at is not None
+            and not answer.repeated
+            and answer.code > Outcome.conflict
+            and (answer.seq is None or answer.outcome == "already_taken")
+            # Offers that nobody has opened are counted together, and not for each grab of a basket.
+            and answer.outcome != "no_such_offer"
+        }
+        return Counter((shard, second, code, offer or "") for shard, second, code, offer, *_ in refused)
+
+    def refusals_remembered(self) -> list[set[tuple[str, str]]]:
+        """By shard, campaign and id of refusals that callers were given, and that are remembered: not what is
+        not counted either, nor what concerns an offer that has retired, nor a payment without an offer.
+        """
+        retired = self._retired()
+        found: list[set[tuple[str, str]]] = [set() for _ in self.journal]
         for given in self.given:
             answer, command = given.answer, given.command
-            if given.promise != "journaled" or not answer.positive or answer.seq is None or answer.repeated:
+            if answer.shard is None or answer.repeated or answer.code <= Outcome.conflict:
                 continue
-            assert answer.shard is not None
-            events = self.journal[answer.shard].events
-            if answer.seq <= len(events) and events[answer.seq - 1]["command"] == command.id:
-                key = given.caller, campaign_of(command.offer)
-                firsts[key].append((given.order, answer.seq, command.id))
-        for (caller, campaign), found in firsts.items():
-            last = 0
-            for _, seq, command_id in sorted(found):
-                if seq < last:
-                    self.violations.append(
-                        f"caller {caller}, campaign {campaign}: {command_id} at seq {seq} stands before an "
-                        f"earlier command, at seq {last}"
-                    )
-                last = max(last, seq)
+            if (answer.seq is None or answer.outcome == "already_taken") and not (
+                command.offer in retired or (isinstance(command, Confirm) and answer.message)
+            ):
+                found[answer.shard].add((campaign_of(command.offer), command.id))
+        return found
+
+    def _retired(self) -> set[str]:
+        return {
+            event["offer"] for one in self.journal for event in one.events if event["type"] == "offer.retired"
+        }
+
+    def of_retired(self, most: int) -> list[AnyCommand]:
+        """Commands about grabs of retired offers, which are answered as if there had never been any."""
+        retired = {
+            event["offer"]
+            for reading in self.journal
+            for event in reading.events
+            if event["type"] == "offer.retired"
+        }
+        found = {
+            (campaign_of(given.command.offer), given.command.id): given.command
+            for given in self.given
+            if given.command.offer in retired
+            and given.answer.positive
+            and not isinstance(given.command, Confirm | Open)
+            and getattr(given.command, "basket", None) is None
+        }
+        return list(found.values())[-most:]
 
     def repeatable(self, most: int) -> list[Given]:
         """Answers that must be given again: the first ones of commands whose offers are still there."""
@@ -218,4 +427,19 @@ class Oracle:
         assert answer.shard is not None
         assert answer.seq is not None
         events = self.journal[answer.shard].events
-        return events[answer.seq - 1] if answer.seq <= len(events) else {"command": None}
+        return events[answer.seq - 1] if answer.seq <= len(events) else {"command": None, "at": None}
+
+
+def _of_door(given: Given, may_fail: Callable[[AnyCommand], bool]) -> str | None:
+    """What is wrong with an answer of no shard: such are `invalid`, since the command may reach no script, or
+    only by a gate, or since scripts fail for it.
+    """
+    command, answer = given.command, given.answer
+    try:
+        check(command)
+        is_legal = not (given.caller < 0 and isinstance(command, Load) and command.what == "codes")
+    except Invalid:
+        is_legal = False
+    if answer.outcome == "invalid" and (not is_legal or may_fail(command)):
+        return None
+    return f"no shard has given this answer: {answer}, to {command}"

@@ -6,23 +6,40 @@ What is taken out of a plan leaves the rest of it as it is, so that a failing on
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from grabstream.models.commands import AnyCommand, Grab, Open, basket_of, check, torn_baskets
+from msgspec.structs import replace
+
+from grabstream.models.calendar import DAY_MS
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, basket_of, check, torn_baskets
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.money import Invalid
+from grabstream.models.offers import Terms
 from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sweep
 from tests.lua.conftest import SEALER
 from tests.lua.histories.hostile_history import HostileHistory, Sweep, TimePasses
 from tests.simulation.machine import BEGINNING_MS
 
+PREFIX: Final = "sim"
 SHARDS: Final = 2
+WORKERS: Final = 2
+GATES: Final = 2
 CALLERS: Final = 4
-STEPS: Final = 90
+#: How many commands, or lists of commands, a history has.
+LENGTHS: Final = (40, 60, 80)
+#: Shares of plans in which the books are written, and of these in which they are verified.
+BOOKS_SHARE: Final = 0.2
+VERIFIED_SHARE: Final = 0.3
 #: Commands in one step; a storm of more costs time and shows nothing else.
 COMMANDS_MAX: Final = 12
+#: The chance that each way of sending commands has a caller.
+ALL_WAYS: Final = 0.6
+#: The chance that a step follows the one before it at once.
+BURST: Final = 0.3
+#: The chance that a list goes on with the next commands of the history.
+LONGER: Final = 0.3
 
 #: Steps at the beginning that open offers.
 OPENINGS: Final = 3
@@ -43,16 +60,22 @@ class Step(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Something that goes wrong, from a time on, for a time; `share` is how much, where that varies."""
+    """Something that goes wrong, from a time on, for a time; `share` is how much, where that varies.
+
+    With `step`, it begins when a process next reaches this step of its code. If a worker, or a gate, crashes
+    or stops then, it is the one that has reached the step.
+    """
 
     at: float
     kind: str
     target: int
     seconds: float
     share: float
+    step: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind} (target {self.target}) at {self.at:.2f} s for {self.seconds:.2f} s"
+        where = f", at the step {self.step}" if self.step else ""
+        return f"{self.kind} (target {self.target}) at {self.at:.2f} s{where} for {self.seconds:.2f} s"
 
 
 class Plan(NamedTuple):
@@ -61,12 +84,18 @@ class Plan(NamedTuple):
     seed: int
     steps: Sequence[Step]
     faults: Sequence[Fault]
+    #: Events in a record of the journal; an entry of the outbox may have more.
+    block_events_max: int = 7
+    #: Whether workers also write the read models and events; whether one verifies them.
+    has_books: bool = False
+    is_verified: bool = False
 
 
 #: Each fault, and how often it is drawn.
 FAULTS: Final = {
     "worker crash": 4,
     "worker pause": 4,
+    "worker stop": 3,
     "gate crash": 1,
     "gate pause": 1,
     "redis restart": 2,
@@ -74,32 +103,142 @@ FAULTS: Final = {
     "redis emptied": 1,
     "redis failover": 3,
     "redis split": 4,
+    "redis divided": 2,
+    "redis there and back": 2,
     "redis slow": 1,
+    "redis late": 2,
     "redis lossy": 3,
     "redis full": 1,
     "redis clock": 1,
+    "redis poisoned": 2,
+    "redis breaks off": 2,
     "announcements lost": 1,
     "kafka away": 2,
+    "kafka leaderless": 2,
     "kafka slow": 1,
+    "kafka lagging": 1,
     "kafka unacknowledged": 4,
     "kafka late": 4,
     "kafka twice": 3,
     "group rebalance": 1,
 }
 
+#: Faults of what writes the books, in plans that have them.
+FAULTS_OF_BOOKS: Final = {
+    "postgresql away": 3,
+    "postgresql tail lost": 3,
+    "postgresql slow": 1,
+    "postgresql lossy": 4,
+    "postgresql gives up": 2,
+    "postgresql locked": 2,
+    "faust stalls": 1,
+    "faust skips": 2,
+    "faust repeats": 2,
+    "read model rebuilt": 2,
+}
 
-def plan_of(seed: int, steps: int = STEPS) -> Plan:
-    """The plan of a seed."""
-    made = _traffic(random.Random(f"{seed} traffic"), steps)
+
+#: The step at which a process sends commands that follow others of the same callers.
+DECISION: Final = "before a decision that follows another"
+
+
+class Part(NamedTuple):
+    """A fault of a meeting: one of these kinds, at one of these steps, up to so many seconds after the
+    beginning of the meeting, for a time within these seconds.
+    """
+
+    kinds: Sequence[str]
+    seconds: tuple[float, float]
+    after: float = 0.0
+    share: float = 0.6
+    steps: Sequence[str] = ("",)
+
+
+_LOSSES: Final = (
+    *("redis tail lost", "redis tail lost", "redis failover", "redis split", "redis divided"),
+    *("redis there and back", "redis emptied"),
+)
+_OWNER_STEPS: Final = ("relay.took_over", "relay.acknowledged", "relay.trimmed", "before trim")
+_RECOVERY_STEPS: Final = (
+    *("recovery.applied", "recovery.wiped", "before wipe", "before fence", "before apply"),
+    *("before reconcile", "before trim", "before raise_term"),
+)
+#: Faults that do harm together, within a short time, and that seldom meet by themselves.
+MEETINGS: Final[Sequence[Sequence[Part]]] = (
+    # An owner stops between two of its steps, and another takes over before it continues.
+    (Part(("worker pause", "worker pause", "worker crash"), (1.5, 4.0), steps=_OWNER_STEPS),),
+    # A recovery stops between two of its steps, and another owner ends it.
+    (
+        Part(_LOSSES, (0.02, 1.0)),
+        Part(("worker pause", "worker pause", "worker crash"), (1.5, 4.0), steps=_RECOVERY_STEPS),
+    ),
+    # A record is appended after its sender has given up, and Redis has lost what it says.
+    (
+        Part(("kafka late",), (0.05, 0.4), share=1.0, steps=("", "relay.took_over", "relay.trimmed")),
+        Part(_LOSSES, (0.02, 0.2), after=0.1, steps=("", "relay.took_over")),
+    ),
+    # Two masters live, and the readers of the journal lag.
+    (Part(("redis divided",), (2.0, 4.0)), Part(("kafka lagging",), (4.0, 7.0))),
+    # A reply arrives when the decision that it tells is lost.
+    (Part(("redis late",), (0.3, 1.5)), Part(_LOSSES, (0.02, 0.2), after=0.5)),
+    # Redis loses what it has just decided, and nothing of it was journaled.
+    (
+        Part(("kafka away", "kafka away", "worker pause"), (0.2, 0.8), steps=("", "relay.trimmed")),
+        Part(_LOSSES, (0.02, 0.2), after=0.3, steps=(DECISION,)),
+    ),
+    (
+        Part(("kafka away",), (0.1, 0.3), steps=(DECISION,)),
+        Part(_LOSSES, (0.02, 0.1), after=0.01, steps=(DECISION,)),
+    ),
+)
+#: The same for the books.
+_COMMITTED: Final = ("ledger.committed", "balances.committed", "audit.committed", "events.committed")
+_LOST_BOOKS: Final = ("postgresql away", "postgresql tail lost", "postgresql tail lost")
+MEETINGS_OF_BOOKS: Final[Sequence[Sequence[Part]]] = (
+    # A process that has written some read models stops, and others get its partitions before it continues.
+    (Part(("worker pause", "worker pause", "worker crash"), (4.0, 14.0), steps=_COMMITTED),),
+    # Read models go back while somebody reads or follows them.
+    (
+        Part(("read model rebuilt",), (0.3, 1.0)),
+        Part((*_LOST_BOOKS, "worker crash"), (0.1, 1.0), steps=("rebuild.committed", "rebuild.finished")),
+    ),
+    # A snapshot that a recovery needs is of an earlier time than the journal, or goes away.
+    (
+        Part(_LOST_BOOKS, (0.1, 0.5), steps=_COMMITTED),
+        Part(_LOSSES, (0.02, 0.5), after=0.8, steps=("", *_COMMITTED)),
+    ),
+    # What was published is not known to have been.
+    (
+        Part(("kafka unacknowledged", "kafka twice", "kafka late"), (0.3, 1.0), steps=("", *_COMMITTED)),
+        Part(("worker crash", "worker pause", "group rebalance", "postgresql away"), (0.3, 12.0), after=0.5),
+    ),
+)
+
+
+def plan_of(seed: int, length: int | None = None) -> Plan:
+    """The plan of a seed; with `length`, another one of this seed."""
+    length = length or random.Random(f"{seed} length").choice(LENGTHS)
+    made = _traffic(random.Random(f"{seed} traffic"), length)
     seconds = sum(step.gap_seconds for step in made) / CALLERS + 0.5
-    return Plan(seed, made, _faults(random.Random(f"{seed} faults"), seconds))
+    draw = random.Random(f"{seed} faults")
+    faults = _faults(draw, seconds, FAULTS, MEETINGS)
+    block_events_max = draw.choice((2, 3, 7))
+    draw = random.Random(f"{seed} books")
+    has_books = draw.random() < BOOKS_SHARE
+    if has_books:
+        faults = sorted([*faults, *_faults(draw, seconds, FAULTS_OF_BOOKS, MEETINGS_OF_BOOKS)])
+    is_verified = has_books and draw.random() < VERIFIED_SHARE
+    return Plan(seed, made, faults, block_events_max, has_books, is_verified)
 
 
-def _faults(draw: random.Random, seconds: float) -> list[Fault]:
-    kinds, weights = list(FAULTS), list(FAULTS.values())
+def _faults(
+    draw: random.Random, seconds: float, of: Mapping[str, int], meeting: Sequence[Sequence[Part]]
+) -> list[Fault]:
+    kinds, weights = list(of), list(of.values())
     # Few kinds in one run, so that some are met without all the others.
     chosen = draw.choices(kinds, weights, k=draw.choice((1, 2, 3, 4)))
-    count = draw.choice((0, 2, 4, 6, 8, 12))
+    meetings = draw.choice((0, 0, 1, 2, 3))
+    count = draw.choice((0, 0, 2, 4) if meetings else (0, 2, 4, 6, 8, 12))
     found = [
         Fault(
             round(draw.uniform(0.1, seconds + 1.0), 4),
@@ -110,11 +249,76 @@ def _faults(draw: random.Random, seconds: float) -> list[Fault]:
         )
         for _ in range(count)
     ]
+    parts = draw.choice(meeting)
+    for _ in range(meetings):
+        at = draw.uniform(0.1, seconds)
+        found += [
+            Fault(
+                round(at + draw.uniform(0.0, part.after), 4),
+                draw.choice(part.kinds),
+                draw.randrange(4),
+                round(draw.uniform(*part.seconds), 4),
+                part.share,
+                draw.choice(part.steps),
+            )
+            for part in parts
+        ]
     return sorted(found)
 
 
+def _ends_soon(terms: Terms, now: int) -> bool:
+    return terms.closes_at is not None and terms.closes_at < now + 60_000
+
+
+#: What most offers of a history have in common: rare terms meet each other only where they are wanted. Some
+#: histories have no such theme.
+THEMES: Final[tuple[Callable[[Any, int], bool] | None, ...]] = (
+    None,
+    None,
+    None,
+    lambda terms, now: getattr(terms, "waiting_list", False) and terms.total <= 5,
+    lambda terms, now: getattr(terms, "waiting_list", False) and _ends_soon(terms, now),
+    lambda terms, now: getattr(terms, "codes", False) and terms.hold_ms,
+    lambda terms, now: getattr(terms, "codes", False) and terms.hold_ms and _ends_soon(terms, now),
+    lambda terms, now: getattr(terms, "late", "") == "retake" and terms.limits and terms.hold_ms <= 6_000,
+    lambda terms, now: terms.audience == "ticket",
+    lambda terms, now: _ends_soon(terms, now) and terms.retire_after_ms <= DAY_MS,
+    lambda terms, now: getattr(terms, "valid_until", None) is not None and _ends_soon(terms, now),
+)
+#: How many terms are drawn to find some of the theme.
+TRIES: Final = 40
+
+
 class Traffic(HostileHistory):
-    """A hostile history that can be told to open offers."""
+    """A hostile history that can be told to open offers. Most of its offers follow a theme, and payments come
+    again, with the same or another amount.
+    """
+
+    def __init__(self, draw: random.Random, now: int) -> None:
+        super().__init__(draw, now)
+        self._theme = self.one_of(*THEMES)
+
+    def terms(self, name: str) -> Terms:
+        terms = super().terms(name)
+        if self._theme is None or self.rarely(5):
+            return terms
+        for _ in range(TRIES):
+            if self._theme(terms, self.now):
+                break
+            terms = super().terms(name)
+        return terms
+
+    def _repeat(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
+        paid = [one for sent in self.sent for one in sent if isinstance(one, Confirm) and one.payment]
+        if not paid or not self.rarely(5):
+            return super()._repeat(offers)
+        first = self.one_of(*paid[-6:])
+        paid_now = first.paid + self.one_of(0, 1)
+        return [
+            replace(
+                first, id=self.id(), paid=paid_now, currency=(first.currency or "CNY") if paid_now else None
+            )
+        ]
 
     def opening(self, offers: Mapping[str, Offer]) -> list[AnyCommand]:
         """Commands that open offers."""
@@ -131,6 +335,8 @@ def _traffic(draw: random.Random, steps: int) -> list[Step]:
     hostile = Traffic(draw, BEGINNING_MS)
     states = [ShardState(number, SEALER.digests) for number in range(SHARDS)]
     ways: list[Way] = [draw.choice(("journaled", "journaled", "decided", "topic")) for _ in range(CALLERS)]
+    if draw.random() < ALL_WAYS:
+        ways[1:] = draw.sample(("journaled", "decided", "topic"), 3)
     ways[0] = "journaled"
     pace = draw.choice((0.01, 0.05, 0.15))
     made: list[Step] = []
@@ -140,7 +346,8 @@ def _traffic(draw: random.Random, steps: int) -> list[Step]:
         # Without offers there is nothing to do.
         found = hostile.opening(there) if number < OPENINGS else hostile.next(there)
         caller = draw.randrange(CALLERS) if number > 3 else 0
-        gap = round(draw.expovariate(1 / pace) * CALLERS, 4)
+        # Some follow each other at once.
+        gap = 0.0 if draw.random() < BURST else round(draw.expovariate(1 / pace) * CALLERS, 4)
         if isinstance(found, TimePasses):
             # Time of day never goes far back: all clocks of a system do so only together, by an operator.
             passed = max(found.ms, -2_000)
@@ -151,14 +358,30 @@ def _traffic(draw: random.Random, steps: int) -> list[Step]:
             for state in states:
                 sweep(state, hostile.now)
         elif found:
-            commands = list(found)[:COMMANDS_MAX]
-            if torn_baskets(commands):
-                continue
+            commands = _list(found)
             _predict(states, commands, hostile.now)
+            # A list may go on with what follows from its beginning.
+            while draw.random() < LONGER and len(commands) < COMMANDS_MAX // 2:
+                there = {name: offer for state in states for name, offer in state.offers.items()}
+                more = hostile.next(there)
+                if not more or isinstance(more, TimePasses | Sweep):
+                    break
+                added = _list(more)
+                if torn_baskets([*commands, *added]):
+                    break
+                _predict(states, added, hostile.now)
+                commands += added
+            if not commands:
+                continue
             if ways[caller] == "topic" and any(_has_secret(one) for one in commands):
                 caller = 0
             made.append(Step(number, caller, ways[caller], gap, commands, vanishes=draw.random() < 0.06))
     return made
+
+
+def _list(drawn: Sequence[AnyCommand]) -> list[AnyCommand]:
+    commands = list(drawn)[:COMMANDS_MAX]
+    return [] if torn_baskets(commands) else commands
 
 
 def _has_secret(command: AnyCommand) -> bool:

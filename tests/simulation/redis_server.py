@@ -12,22 +12,33 @@ import random
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import hiredis
 import redis
+from redis._parsers.base import BaseParser
 from redis.commands import AsyncCoreCommands
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, ResponseError, TimeoutError
 
-from grabstream.lua import loader
+from tests.simulation import smaller
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.machine import Clock, Trace
+from tests.simulation.releases import RELEASES
 
 SOCKET_TIMEOUT_SECONDS: Final = 5.0
+#: How long the private server may take for a reply.
+REPLY_SECONDS_MAX: Final = 60
+_NOTHING: Final = object()
+#: A late reply arrives within the time that a caller of the gate waits.
+LATE_SECONDS_MAX: Final = 1.3
 #: Fields of hashes keep the order in which they were written, so that a run is the same on every server.
 SERVER_OPTIONS: Final = (
     *("--port", "0", "--save", "", "--appendonly", "no", "--databases", "16", "--hz", "1"),
@@ -48,94 +59,124 @@ redis.call('SELECT', ARGV[1])
 for _, key in ipairs(redis.call('KEYS', '*')) do redis.call('COPY', key, key, 'DB', ARGV[2]) end
 return 1
 """
+#: What a client says of a connection that is gone; the second are the words of uvloop.
+GONE: Final[tuple[Callable[[], Exception], ...]] = (
+    lambda: ConnectionError("connection reset"),
+    lambda: RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed"),
+)
 #: Scripts that make events, by their include.
 _DECIDES = re.compile(r"append_events\(call\)")
 _WRITING_COMMANDS: Final = {"SET", "HSET", "HDEL", "UNLINK", "DEL", "PEXPIRE"}
 
 
-def _die_with_parent() -> None:
-    """The private server ends with us, however we end."""
+def end_with_parent(number: signal.Signals) -> None:
+    """Called in a private server before it starts: it gets this signal when we end, however we end."""
     with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, number)
 
 
 class SimulatedScript:
     """A script as the private server has it."""
 
-    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+    def __init__(self, name: str, loader: Any, run: Callable[..., Any]) -> None:
         script = loader.load(name)
         text = script.text
-        for original, replacement in _REPLACED.items():
+        for original, replacement in {**_REPLACED, **smaller.IN_SCRIPTS}.items():
             text = text.replace(original, replacement)
         self.name = name
         room = loader.script_path(name).parent.name
         self.decides = room in ("commands", "sweeping") and _DECIDES.search(text) is not None
         self.announces = "'PUBLISH'" in text
-        self.expires = name in ("lease", "stage")
+        self.expires = name in ("lease", "pass_lease", "stage")
         self.writes = "flags=no-writes" not in text.partition("\n")[0]
         self.sha: str = run("SCRIPT", "LOAD", text).decode()
+
+
+class Connection:
+    """A connection to a database of the private server. The way of redis-py there takes as long as the
+    server takes for its answer, so this one is as short as can be.
+    """
+
+    def __init__(self, path: Path, database: int) -> None:
+        """Raises OSError when the server cannot be reached."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        # The system takes about 100 bytes, and a folder's path may be longer than that.
+        with contextlib.chdir(path.parent):
+            self._socket.connect(path.name)
+        # With a timeout of Python's, each call would also be a poll.
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", REPLY_SECONDS_MAX, 0)
+        )
+        self._reader = hiredis.Reader(replyError=BaseParser.parse_error, notEnoughData=_NOTHING)
+        self.run([("HELLO", 3), ("SELECT", database)])
+
+    def run(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Carries out commands; an error is a result."""
+        self._socket.sendall(b"".join([hiredis.pack_command(tuple(command)) for command in commands]))
+        return [self.read() for _ in commands]
+
+    def read(self) -> Any:
+        """The next reply or message. Raises OSError when none comes."""
+        while (reply := self._reader.gets()) is _NOTHING:
+            received = self._socket.recv(65_536)
+            if not received:
+                raise OSError("the private server has ended")
+            self._reader.feed(received)
+        return reply
 
 
 class Store:
     """The private server: started once, for many runs."""
 
     def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="grabstream-simulation-"))
-        socket = self._directory / "redis.sock"
+        self._directory = Path(tempfile.mkdtemp(prefix="redis-"))
+        path = self._directory / "redis.sock"
+        title = f"{{title}} {self._directory}"
         self._process = subprocess.Popen(
-            ["redis-server", "--unixsocket", str(socket), "--dir", str(self._directory), *SERVER_OPTIONS],
+            ["redis-server", "--unixsocket", path.name, "--proc-title-template", title, *SERVER_OPTIONS],
+            cwd=self._directory,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),
+            # Ctrl-C in a terminal is not for it.
+            start_new_session=True,
         )
-        self._socket = str(socket)
         deadline = time.monotonic() + 10
         while True:
             try:
-                self._clients = [self._client(number) for number in range(8)]
-                self._connections = [client.connection_pool.get_connection() for client in self._clients]
+                self._announcements = Connection(path, 0)
                 break
-            except redis.ConnectionError:
+            except OSError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
-        self._announcements = self._client(0, protocol=2).connection_pool.get_connection()
-        self._announcements.send_command("PSUBSCRIBE", "*")
-        self._announcements.read_response()
+        self._connections = [Connection(path, number) for number in range(8)]
+        self._announcements.run([("PSUBSCRIBE", "*")])
+        self._callbacks = redis.Redis(protocol=3).response_callbacks
         self.calls = 0
         #: By the SHA-1 that the code under test names them by.
         self.scripts: dict[str, SimulatedScript] = {}
         self.by_text: dict[str, SimulatedScript] = {}
-        for name in loader.script_names():
-            script = loader.load(name)
-            made = SimulatedScript(name, lambda *args: self.run(0, [args])[0])
-            self.scripts[script.sha] = self.by_text[script.text] = made
+        for loader in (release.module("lua.loader") for release in RELEASES):
+            for name in loader.script_names():
+                script = loader.load(name)
+                made = SimulatedScript(name, loader, lambda *args: self.run(0, [args])[0])
+                self.scripts[script.sha] = self.by_text[script.text] = made
         self._copy_sha = self.run(0, [("SCRIPT", "LOAD", _COPY)])[0]
-
-    def _client(self, number: int, **options: Any) -> Any:
-        return redis.Redis(unix_socket_path=self._socket, db=number, socket_timeout=60, **options)
 
     def run(self, database: int, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Carries out commands in a database; an error is a result."""
-        connection = self._connections[database]
-        connection.send_packed_command(connection.pack_commands(commands))
         self.calls += len(commands)
-        replies = []
-        for _ in commands:
-            try:
-                replies.append(connection.read_response())
-            except ResponseError as error:
-                replies.append(error)
-        return replies
+        return self._connections[database].run(commands)
 
     def parsed(self, command: str, reply: Any, options: dict[str, Any]) -> Any:
         """A reply as the client gives it."""
-        callback = self._clients[0].response_callbacks.get(command)
+        callback = self._callbacks.get(command)
         return callback(reply, **options) if callback else reply
 
     def announcement(self) -> tuple[bytes, bytes]:
         """The next message that a script has published: channel and data."""
-        _, _, channel, data = self._announcements.read_response()
+        _, _, channel, data = self._announcements.read()
         return channel, data
 
     def copy(self, source: int, target: int) -> None:
@@ -163,6 +204,8 @@ class Weather:
         self.request_lost = 0.0
         self.reply_lost = 0.0
         self.announcement_lost = 0.0
+        #: The share of cancellations that the client takes for a lost connection.
+        self.swallowed = 0.0
 
     def delay(self, draw: random.Random) -> float:
         """Seconds that a message is on its way."""
@@ -188,6 +231,11 @@ class Server:
         self.is_master = True
         self.is_full = False
         self.skew_ms = 0
+        self.call_max = 2_500
+        #: Packed ids: a script that decides one of these commands raises.
+        self.poisoned: tuple[bytes, ...] = ()
+        #: The share of deciding calls in which a write fails.
+        self.breaks = 0.0
         self.known: set[str] = set()
         self.expiries: dict[Any, float] = {}
         self._disk_expiries: dict[Any, float] = {}
@@ -247,6 +295,19 @@ class Server:
         """Its clock."""
         return self._clock.ms() + self.skew_ms
 
+    def _break_at(self, script: SimulatedScript) -> int:
+        """Which write of a call fails; 0: none."""
+        if not self.breaks or not script.decides or self._draw.random() >= self.breaks:
+            return 0
+        return self._draw.choice((1, 2, 3, 5, 8, 13))
+
+    def _raises(self, script: SimulatedScript, args: Sequence[Any]) -> bool:
+        """Whether a script is to decide a poisoned command."""
+        if not self.poisoned or not script.decides:
+            return False
+        packed = b"".join(one for one in args if isinstance(one, bytes))
+        return any(name in packed for name in self.poisoned)
+
     def _expired(self) -> list[tuple[str, Any]]:
         if not self.expiries:
             return []
@@ -270,6 +331,8 @@ class Server:
             command[:2] = ["EVALSHA", script.sha]
             if script.writes and not self.is_master:
                 return ReadOnlyError("You can't write against a read only replica."), None, None
+            if self._raises(script, args):
+                return ResponseError("it is poisoned script: simulated, on @user_script:1."), None, None
         elif args[0] in _WRITING_COMMANDS and not self.is_master:
             return ReadOnlyError("You can't write against a read only replica."), None, None
         if args[0] == "HRANDFIELD":
@@ -281,6 +344,7 @@ class Server:
                 (
                     "HSET", WORLD_KEY, "seconds", micros // 1_000_000, "micros", micros % 1_000_000,
                     "server", f"run_id:{self.run_id}", "replication", f"master_replid:{self.replication_id}",
+                    "call_max", self.call_max, "break_at", self._break_at(script),
                 )
             )  # fmt: skip
         first = len(batch)
@@ -308,6 +372,9 @@ class Server:
                 self.expiries.pop(expiring, None)
         if args[0] == "HRANDFIELD" and not isinstance(reply, Exception):
             reply = self._draw.choice(sorted(reply)) if reply else None
+        if args[0] == "SCAN" and not isinstance(reply, Exception):
+            # A server has its keys in another order each time it starts.
+            reply = [reply[0], sorted(reply[1])]
         if script is not None:
             if script.announces and not isinstance(reply, Exception):
                 channel, data = self.store.announcement()
@@ -403,14 +470,19 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
         draw: random.Random,
         trace: Trace,
         observe: Observe | None = None,
+        before: Callable[[SimulatedScript, Sequence[Any]], bool] = lambda script, args: False,
     ) -> None:
         self.name = name
         self.server = server
         self.loop = loop
+        #: How many of the replies to it are late.
+        self.late = 0.0
         self._weather = weather
         self._draw = draw
         self._trace = trace
         self._observe = observe
+        #: Called with each script and its command before it is sent; says whether something may happen first.
+        self._before = before
 
     def delay(self) -> float:
         """Seconds that a message is on its way."""
@@ -423,6 +495,11 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
     def pubsub(self) -> Subscription:
         """A connection to listen on."""
         return Subscription(self)
+
+    def pipeline(self, transaction: bool = True) -> "Pipeline":
+        """Several commands in one request."""
+        del transaction
+        return Pipeline(self)
 
     async def aclose(self) -> None:
         """Nothing to close."""
@@ -461,10 +538,18 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
         return self.server.store.parsed(name, reply, options)
 
     async def _call(self, server: Server, args: Sequence[Any]) -> Any:
+        if args[0] == "EVALSHA" and self._before(server.store.scripts[args[1]], args):
+            await asyncio.sleep(0)
         replied = self.loop.create_future()
         # What was sent arrives, whatever becomes of its sender.
         self.loop.call_at_world(self.delay(), self._arrive, server, args, replied)
-        return await replied
+        try:
+            return await replied
+        except asyncio.CancelledError:
+            if self._draw.random() >= self._weather.swallowed:
+                raise
+        self._trace.add(self.name, "the client of Redis swallows a cancellation")
+        raise ConnectionError("cancelled while it was sending")
 
     def _arrive(self, server: Server, args: Sequence[Any], replied: "asyncio.Future[Any]") -> None:
         weather, draw, words = self._weather, self._draw, _words(server, args)
@@ -474,9 +559,12 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
             self._trace.add("redis", f"{server.name}: a request of {self.name} is lost ({words})")
             return self._lose(replied)
         script = server.store.scripts.get(args[1]) if args[0] == "EVALSHA" else None
+        if args[0] == "EVAL":
+            # The first call of a script at a server.
+            script = server.store.by_text[args[1]]
         look: tuple[tuple[Any, ...], ...] = ()
         if script is not None and script.decides and self._observe:
-            look = (("HMGET", args[3], "seq", "life"),)
+            look = (("HMGET", args[3], "seq", "life"), ("XREVRANGE", args[4], "+", "-", "COUNT", 1))
         reply, before, after = server.carry_out(args, look)
         if script is not None and self._observe is not None and before:
             self._observe(server, script, args, reply, before, after)
@@ -490,19 +578,63 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
 
     def _lose(self, replied: "asyncio.Future[Any]") -> None:
         if self._draw.random() < 0.7:
-            self._reply(replied, ConnectionError("connection reset"))
+            self._reply(replied, self._draw.choice(GONE)())
         else:
             error = TimeoutError("timeout reading from the server")
             self.loop.call_at_world(SOCKET_TIMEOUT_SECONDS, _set, replied, error)
 
     def _reply(self, replied: "asyncio.Future[Any]", reply: Any) -> None:
-        self.loop.call_at_world(self.delay(), _set, replied, reply)
+        delay = self.delay()
+        if self.late and self._draw.random() < self.late:
+            late = self._draw.uniform(0.05, LATE_SECONDS_MAX)
+            self._trace.add("redis", f"a reply to {self.name} is late by {late:.2f} s")
+            delay += late
+        self.loop.call_at_world(delay, _set, replied, reply)
+
+
+class Pipeline(AsyncCoreCommands):  # type: ignore[misc]
+    """Commands that are sent together, and carried out one after the other, with nothing in between."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._commands: list[tuple[Sequence[Any], dict[str, Any]]] = []
+
+    async def __aenter__(self) -> "Pipeline":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._commands.clear()
+
+    def execute_command(self, *args: Any, **options: Any) -> "Pipeline":
+        """Adds a command."""
+        options.pop("keys", None)
+        self._commands.append((args, options))
+        return self
+
+    async def execute(self) -> list[Any]:
+        """Sends the commands, and returns their replies; raises the first error among them."""
+        client, commands = self._client, self._commands
+        self._commands = []
+        await asyncio.sleep(client.delay())
+        server = client.server
+        if not server.up:
+            raise ConnectionError(f"{server.name}: connection refused")
+        replies = [server.carry_out(args)[0] for args, _ in commands]
+        await asyncio.sleep(client.delay())
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return [
+            server.store.parsed(args[0], reply, options)
+            for (args, options), reply in zip(commands, replies, strict=True)
+        ]
 
 
 def _lifetime_ms(script: SimulatedScript | None, args: Sequence[Any]) -> int:
     """The time to live that a command gives its key."""
     if script is not None:
-        return int(args[{"lease": 6, "stage": 7}[script.name]])
+        arguments = args[3 + int(args[2]) :]
+        return int(arguments[{"lease": 1, "pass_lease": 2, "stage": 3}[script.name]])
     return int(args[2] if args[0] == "PEXPIRE" else args[list(args).index("PX") + 1])
 
 

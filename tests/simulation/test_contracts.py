@@ -5,17 +5,29 @@ import random
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+from unittest import mock
+from uuid import uuid4
 
+import psycopg
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.trouble import is_trouble
 from grabstream.ops.settings import Settings
+from grabstream.projections.database import sessions
+from grabstream.streams.projecting import agents
+from grabstream.streams.relaying.leases import Lease, pass_lease, request_lease
+from grabstream.streams.relaying.shares import Worker
+from grabstream.streams.topics import Topics
+from tests.simulation import faust_app
 from tests.simulation.kafka_broker import Broker, Consumer, Producer
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.machine import Clock, Trace
+from tests.simulation.postgresql_server import PrivatePostgres, Session
+from tests.simulation.postgresql_server import Server as PostgresServer
 from tests.simulation.redis_server import Client, Server, Store, Weather
 
 # -- Kafka ---------------------------------------------------------------------------------------------------
@@ -57,10 +69,26 @@ async def a_pending_read_gets_a_new_record(producer: Any, consumer: Any, topic: 
     return [one.value for one in (await reading)[place]]
 
 
+async def a_paused_partition_is_read_when_it_is_assigned_again(
+    producer: Any, consumer: Any, topic: str
+) -> Any:
+    place = TopicPartition(topic, 0)
+    await producer.send_and_wait(topic, b"paused", partition=0)
+    consumer.assign([place])
+    consumer.seek(place, 0)
+    consumer.pause(place)
+    paused = consumer.paused(), await consumer.getmany(place, timeout_ms=100)
+    consumer.assign([place])
+    consumer.seek(place, 0)
+    found = await consumer.getmany(place, timeout_ms=5_000)
+    return paused, consumer.paused(), [one.value for one in found[place]]
+
+
 KAFKA_CASES = (
     offsets_follow_each_other,
     a_consumer_reads_from_where_it_seeks,
     a_pending_read_gets_a_new_record,
+    a_paused_partition_is_read_when_it_is_assigned_again,
 )
 TOPIC = "contract"
 
@@ -110,16 +138,211 @@ def test_kafka(settings: Settings, case: Any) -> None:
     assert repr(in_simulation(simulated)) == repr(found).replace(name, TOPIC)
 
 
+# -- PostgreSQL ----------------------------------------------------------------------------------------------
+
+
+async def _two(connect: Any, table: str) -> Any:
+    first, second = await connect(), await connect()
+    await first.execute(f"CREATE SCHEMA {table.partition('.')[0]}")
+    await first.execute(f"CREATE TABLE {table} (id integer PRIMARY KEY, amount integer)")
+    await first.execute(f"INSERT INTO {table} VALUES (1, 10)")
+    return first, second
+
+
+async def a_row_lock_is_waited_for(connect: Any, table: str) -> Any:
+    first, second = await _two(connect, table)
+    said: list[str] = []
+
+    async def add() -> None:
+        await second.execute(f"UPDATE {table} SET amount = amount + 1")
+        said.append("second")
+
+    async with first.transaction():
+        await first.execute(f"UPDATE {table} SET amount = amount * 2")
+        adding = asyncio.create_task(add())
+        await asyncio.sleep(0.3)
+        said.append("first")
+    await adding
+    return said, await (await first.execute(f"SELECT amount FROM {table}")).fetchall()
+
+
+async def a_wait_for_a_lock_ends(connect: Any, table: str) -> Any:
+    first, second = await _two(connect, table)
+    await second.execute("SELECT set_config('lock_timeout', %s, false)", ("200",))
+    async with first.transaction():
+        await first.execute(f"LOCK TABLE {table}")
+        with pytest.raises(psycopg.errors.LockNotAvailable) as refused:
+            async with second.transaction():
+                await second.execute(f"SELECT amount FROM {table}")
+    rows = await (await second.execute(f"SELECT amount FROM {table}")).fetchall()
+    return str(refused.value).partition("\n")[0], second.info.transaction_status.name, rows
+
+
+async def an_idle_transaction_is_ended(connect: Any, table: str) -> Any:
+    first, second = await _two(connect, table)
+    await first.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, false)", ("200",))
+    said = ""
+    try:
+        async with first.transaction():
+            await first.execute(f"UPDATE {table} SET amount = 0")
+            waiting = asyncio.create_task(second.execute(f"UPDATE {table} SET amount = amount + 1"))
+            await asyncio.sleep(0.6)
+            await first.execute("SELECT 1")
+    except BaseException as error:
+        said = f"trouble: {is_trouble(error)}"
+    await waiting
+    return said, first.closed, await (await second.execute(f"SELECT amount FROM {table}")).fetchall()
+
+
+async def a_closed_session_releases_what_it_held(connect: Any, table: str) -> Any:
+    first, second = await _two(connect, table)
+    await first.execute("BEGIN")
+    await first.execute(f"UPDATE {table} SET amount = 0")
+    await first.execute("SELECT pg_advisory_lock(4711)")
+    waiting = asyncio.create_task(second.execute(f"UPDATE {table} SET amount = amount + 1"))
+    await asyncio.sleep(0.2)
+    await first.close()
+    await waiting
+    taken = await (await second.execute("SELECT pg_try_advisory_lock(4711)")).fetchall()
+    return taken, await (await second.execute(f"SELECT amount FROM {table}")).fetchall()
+
+
+async def a_wait_that_is_cancelled_leaves_a_session(connect: Any, table: str) -> Any:
+    first, second = await _two(connect, table)
+    async with first.transaction():
+        await first.execute(f"LOCK TABLE {table}")
+        waiting = asyncio.create_task(second.execute(f"SELECT amount FROM {table}"))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+    return waiting.cancelled(), await (await second.execute("SELECT 1")).fetchall()
+
+
+POSTGRESQL_CASES = (
+    a_row_lock_is_waited_for,
+    a_wait_for_a_lock_ends,
+    an_idle_transaction_is_ended,
+    a_closed_session_releases_what_it_held,
+    a_wait_that_is_cancelled_leaves_a_session,
+)
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[PrivatePostgres]:
+    database = PrivatePostgres()
+    database.prepare(lambda dsn: None)
+    yield database
+    database.close()
+
+
+@pytest.mark.parametrize("case", POSTGRESQL_CASES)
+async def test_postgresql(settings: Settings, database: PrivatePostgres, case: Any) -> None:
+    name = f"contract_{uuid4().hex[:8]}"
+    opened: list[Any] = []
+
+    async def connect() -> Any:
+        opened.append(await sessions.connect(settings.postgres, name))
+        return opened[-1]
+
+    try:
+        found = await case(connect, f"{name}.amounts")
+    finally:
+        for connection in opened:
+            await connection.close()
+        async with await sessions.connect(settings.postgres, name) as connection:
+            await connection.execute(f"DROP SCHEMA IF EXISTS {name} CASCADE".encode())
+
+    async def simulated(loop: SimulatedLoop) -> Any:
+        server = PostgresServer(database, loop, random.Random(1), Trace(loop))
+        session = type("S", (Session,), {"server": server})
+        with mock.patch.object(sessions, "AsyncConnection", session):
+            try:
+                return await case(lambda: sessions.connect("-", name), f"{name}.amounts")
+            finally:
+                server.close()
+
+    assert await asyncio.to_thread(in_simulation, simulated) == found
+
+
+# -- Faust ---------------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """In place of a projector: keeps what an agent passes on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.items: list[Any] = []
+
+    async def put(self, item: Any) -> None:
+        self.items.append(item)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def agents_get_what_is_in_the_journal(kafka: str, prefix: str, producer: Any) -> Any:
+    """What two agents of an app get: of each partition a request to catch up, then its records in order."""
+    topic, collectors = Topics(prefix).journal, [Collector("a"), Collector("b")]
+    await producer.start()
+    app = agents.build_app(kafka, prefix, 2, collectors)  # type: ignore[arg-type]
+    app.finalize()
+    running = asyncio.create_task(agents._run(app))
+    try:
+        for number in range(6):
+            value = b"" if number == 3 else b"%d" % number
+            await producer.send_and_wait(topic, value, partition=number % 2, headers=[("n", b"%d" % number)])
+        while min(len(set(map(repr, one.items))) for one in collectors) < 8:
+            await asyncio.sleep(0.05)
+    finally:
+        await agents._stop(app)
+        running.cancel()
+        await asyncio.wait({running})
+        await producer.stop()
+    found = [list(dict.fromkeys(map(repr, collector.items))) for collector in collectors]
+    # Kafka does not say in which order partitions come.
+    return [[one for one in items if f"shard={shard}" in one] for items in found for shard in (0, 1)]
+
+
+async def test_faust(settings: Settings) -> None:
+    prefix = f"{settings.prefix}-faust"
+    topic = Topics(prefix).journal
+    admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
+    await admin.start()
+    try:
+        await admin.create_topics([NewTopic(topic, 2, 1)])
+        producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, enable_idempotence=True, acks="all")
+        found = await agents_get_what_is_in_the_journal(settings.kafka, prefix, producer)
+    finally:
+        await admin.delete_topics([topic])
+        await admin.close()
+
+    async def simulated(loop: SimulatedLoop) -> Any:
+        broker = Broker(loop, random.Random(1), Trace(loop))
+        broker.create(topic, 2)
+        members = {"broker": broker, "conditions": faust_app.Conditions(), "started": []}
+        app = type("A", (faust_app.App,), members)
+        with mock.patch.object(agents, "faust", mock.Mock(App=app)):
+            return await agents_get_what_is_in_the_journal("-", prefix, type("P", (Producer,), members)())
+
+    assert await asyncio.to_thread(in_simulation, simulated) == found
+    assert [len(items) for items in found] == [4, 4, 4, 4]
+
+
 # -- Redis ---------------------------------------------------------------------------------------------------
 
 
 async def a_lease_ends(client: Any, keys: KeySpace) -> Any:
     of_shard = keys.shard(0)
-    names = [of_shard.lease, of_shard.state]
-    first = await run_script(client, "lease", names, ["a", 120])
-    second = await run_script(client, "lease", names, ["b", 120])
+    first = await request_lease(client, of_shard, "a", 120, about=Worker(1))
+    second = await request_lease(client, of_shard, "b", 120)
+    to_nobody = await pass_lease(client, of_shard, "a", "c", 120)
+    await request_lease(client, of_shard, "c", 120, about=Worker(2))
+    passed = await pass_lease(client, of_shard, "a", "c", 120)
+    third = await request_lease(client, of_shard, "b", 120)
     await asyncio.sleep(0.2)
-    return first, second, await run_script(client, "lease", names, ["b", 120])
+    last = await request_lease(client, of_shard, "b", 120)
+    return first, second, to_nobody, passed, third, last
 
 
 async def a_term_is_raised_and_announced(client: Any, keys: KeySpace) -> Any:
@@ -179,7 +402,16 @@ def _normal(found: Any) -> str:
 
 
 _EXPECTED = {
-    "a_lease_ends": repr((b"a", b"a", b"b")),
+    "a_lease_ends": repr(
+        (
+            Lease("a", {}),
+            Lease("a", {"a": Worker(1)}),
+            False,
+            True,
+            Lease("c", {"a": Worker(1), "c": Worker(2)}),
+            Lease("b", {}),
+        )
+    ),
     "a_term_is_raised_and_announced": repr(
         (b"5", 80, [b"", b"0", b"complete"], [b"5", b"0", b""], b"5 0", True)
     ),

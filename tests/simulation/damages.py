@@ -1,0 +1,175 @@
+"""Damages that the oracle must notice: each spoils one thing that the product promises. Put in one at a time,
+as a bug is put back (`--without NAME`), they show what the verdict sees.
+"""
+
+from typing import Final
+
+from tests.simulation.bugs import BUGS, Bug
+from tests.simulation.guards import Guard, guard_of
+
+_WATCHED: Final = "            elif seconds > STALLED_SECONDS:\n"
+_SETS_ASIDE: Final = "        return [\n            _Decided(entry, answer, undecidable.get(index))\n"
+
+#: What callers are told.
+OF_ANSWERS: Final = (
+    Bug(
+        "grabs of pieces are granted",
+        "every grab of pieces was refused as sold out",
+        (("lua/commands/grab.lua", "if not offer.pieces then return nil end",
+          "if not offer.pieces then return nil end\n    if true then return {CODE.sold_out, 0, now} end"),),
+    ),
+    Bug(
+        "a limit is named",
+        "limit_reached was answered as over",
+        (("lua/commands/grab.lua", "return {CODE.limit_reached, 0,", "return {CODE.over, 0,"),),
+    ),
+    Bug(
+        "a granted grab has an event",
+        "sold_out was answered as granted, without an event",
+        (("lua/gate/encoding.py", "    width = len(row)\n    if code == GRANTED",
+          "    width = len(row)\n    code = 0 if code == 32 else code\n    if code == GRANTED"),),
+    ),
+    Bug(
+        "a part that was taken is told",
+        "already_taken named another amount",
+        (("lua/gate/encoding.py", 'fields |= {"amount": row[3], "quantity": row[4], "place": row[5]}\n',
+          'fields |= {"amount": row[3] + 1, "quantity": row[4], "place": row[5]}\n'),),
+    ),
+    Bug(
+        "a coupon's code is its own",
+        "answers had another code than the event",
+        (("lua/gate/encoding.py", '{"coupon_code": codes[0],', '{"coupon_code": "WRONG",'),),
+    ),
+    Bug(
+        "a repeated answer is the first",
+        "a repeated answer had another quantity",
+        (("lua/includes/repeats.lua", "      row[8] = 1\n      return row",
+          "      row[8] = 1\n      row[5] = row[5] + 7\n      return row"),),
+    ),
+    Bug(
+        "refusals are remembered",
+        "a refusal was not remembered, and a repeat was decided anew",
+        (
+            ("lua/includes/decide.lua", "  write_in_pieces('HSET', KEYS[3], call.refused_fields)\n", ""),
+            ("lua/includes/decide.lua", "  local count = #call.refused_ids\n", "  local count = 0\n"),
+        ),
+    ),
+    Bug(
+        "answers are announced",
+        "callers that wait for the journal were told of it only when they looked by themselves",
+        (("lua/ownership/trim.lua", "redis.call('PUBLISH', ARGV[7], history .. ' ' .. ARGV[4])\n", ""),),
+    ),
+)  # fmt: skip
+
+#: What is done without a command.
+OF_SWEEPERS: Final = (
+    Bug(
+        "holds expire",
+        "holds never expired",
+        (("streams/deciding/sweeper.py", "tasks.create_task(self._repeat(self.expire_all, holds))", "pass"),),
+    ),
+    Bug(
+        "offers close",
+        "offers were never closed or retired by their time",
+        (("streams/deciding/sweeper.py",
+          "tasks.create_task(self._repeat(self.handle_offers, offers))", "pass"),),
+    ),
+    Bug(
+        "records of retired offers are deleted",
+        "nothing was cleaned",
+        (("streams/deciding/sweeper.py", "tasks.create_task(self._repeat(self.clean, records))", "pass"),),
+    ),
+    Bug(
+        "time passes in scripts",
+        "time stood still in scripts",
+        (("lua/includes/shard.lua", "return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)",
+          "return 1800000000000 + 0 * #time"),),
+    ),
+    Bug(
+        "the outbox is trimmed",
+        "nothing was removed from the outbox",
+        (("lua/ownership/trim.lua", "\nif open then\n", "\nif false then\n"),),
+    ),
+    Bug(
+        "counts of refusals are written",
+        "counts of refusals were deleted without being written",
+        (("streams/deciding/sweeper.py",
+          "            await self._record_demand(self._keys.shard, rows)\n", ""),),
+    ),
+    Bug(
+        "counts of refusals are copied",
+        "copying the counts of refusals failed each time",
+        (("streams/deciding/sweeper.py",
+          "        # A second is past when", "        raise OSError\n        # A second is past when"),),
+    ),
+    Bug(
+        "what can be decided is not set aside",
+        "a third of the commands of the topic were set aside, although they were decided",
+        (("streams/deciding/decider.py", _SETS_ASIDE,
+          "        return [\n            _Decided(entry, answer, undecidable.get(index))\n"
+          "            if answer.id[-1] not in '0369' else _Decided(entry, None, 'it is set aside')\n"),),
+    ),
+)  # fmt: skip
+
+#: Which worker does what.
+OF_WORKERS: Final = (
+    Bug(
+        "surplus leases are passed on",
+        "a worker kept all shards, however many workers there were",
+        (("streams/relaying/leases.py", "                await self._pass_on_surplus(shard)\n", ""),),
+    ),
+    Bug(
+        "a stopped worker returns its leases",
+        "the shards of a worker that was stopped waited until its leases expired",
+        (
+            ("streams/relaying/leases.py", "        finally:\n            await self._return_lease(shard)",
+             "        finally:\n            pass"),
+            ("streams/relaying/leases.py",
+             "            await self._pass_on(shard)\n            held =", "            held ="),
+        ),
+    ),
+    Bug(
+        "a stalled Faust is started again",
+        "the watchdog of Faust never acted",
+        (("streams/projecting/watchdog.py", _WATCHED, "            elif seconds > 1e9:\n"),),
+    ),
+    Bug(
+        "a Faust that works is left alone",
+        "Faust was started again every ten seconds",
+        (("streams/projecting/watchdog.py", "    lagging: dict[tuple[str, int], tuple[int, float]] = {}\n",
+          "    lagging: dict[tuple[str, int], tuple[int, float]] = {}\n"
+          "    await asyncio.sleep(10.0)\n    return 'ten seconds are over'\n"),),
+    ),
+)  # fmt: skip
+
+#: What others read.
+OF_BOOKS: Final = (
+    Bug(
+        "money comes from the payment",
+        "the money of a confirmed grab went from the issuer to the payment",
+        (("models/transfers.py", '(event.currency, f"external:{event.payment}", "issuer:" + event.issuer,',
+          '(event.currency, "issuer:" + event.issuer, f"external:{event.payment}",'),),
+    ),
+    Bug(
+        "a published event has its type",
+        "all events on grab.events had one type",
+        (("streams/projecting/publisher.py", '("ce_type", str(event.__struct_config__.tag).encode()),',
+          '("ce_type", b"event"),'),),
+    ),
+    Bug(
+        "a published event has the key of its offer",
+        "events on grab.events had another key",
+        (("streams/projecting/publisher.py", '"key": fact.event.offer.encode(),',
+          '"key": fact.event.offer.encode() + b"+",'),),
+    ),
+)  # fmt: skip
+
+DAMAGES: Final = (*OF_ANSWERS, *OF_SWEEPERS, *OF_WORKERS, *OF_BOOKS)
+
+
+def damages_of(name: str) -> tuple[Guard, ...]:
+    """What has to be replaced for a damage, a bug, or a guard that is taken out; raises ValueError."""
+    for bug in (*DAMAGES, *BUGS):
+        if bug.name == name:
+            return bug.edits
+    return (guard_of(name),)
