@@ -57,7 +57,8 @@ ONE_BY_ONE = (
     "tests/ops/rehearsal/test_stories.py",
     "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py",
     "tests/streams/test_sale.py", "tests/streams/rebuilding/test_rebuild",
-    "tests/streams/rebuilding/test_restore.py", "tests/streams/relaying/test_recovery.py",
+    "tests/streams/rebuilding/test_restore.py", "tests/streams/relaying/test_leases.py",
+    "tests/streams/relaying/test_recovery.py", "tests/streams/relaying/test_spread.py",
     "tests/test_nightly.py",
 )  # fmt: skip
 

@@ -69,8 +69,14 @@ def steps() -> list[Step]:
         Step("long-histories", "the random histories, ten times as many",
              (*PYTEST, "tests/lua/histories/test_state_machine.py", "tests/models", "--timeout", "3600"),
              tests, 180),
+        Step("simulation", "simulated histories, an hour of seeds that no run before has played",
+             (sys.executable, "-m", "tests.simulation", "--seconds", "3600", "--first", str(new_seed())),
+             minutes_max=90),
+        Step("simulation-upgrade", "the same beside a worker of the day before",
+             (sys.executable, "-m", "tests.simulation", "--seconds", "600", "--beside", day_before()),
+             minutes_max=20),
         Step("large", "tests that are too long for every run",
-        (*PYTEST, "tests", "-m", "nightly", "-s", "--timeout", "3600"), tests, 120),
+        (*PYTEST, "tests", "-m", "nightly", "-s", "--timeout", "3600"), tests, 150),
         Step("drill", "the kill matrix", (sys.executable, "-m", "tests.drill"), minutes_max=240),
         Step("test-cluster", "tests with servers, on a cluster", (*PYTEST, "tests/streams", "tests/ops"),
         {"CI": "1", "CLUSTER": "1"}, 120),
@@ -90,6 +96,16 @@ def last_release() -> str:
     with contextlib.suppress(subprocess.CalledProcessError):
         return _git("describe", "--tags", "--abbrev=0", "HEAD^")
     return _git("log", "--diff-filter=A", "--format=%H", "-1", "--", "schemas/released")
+
+
+def new_seed() -> int:
+    """The first seed of this night: a million for each day."""
+    return int(time.time() // 86_400) * 1_000_000
+
+
+def day_before() -> str:
+    """The last commit of the day before, or the first one there is."""
+    return _git("rev-list", "-1", "--before=yesterday", "HEAD") or _git("rev-list", "--max-parents=0", "HEAD")
 
 
 def tree() -> str:

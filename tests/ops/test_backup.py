@@ -38,7 +38,7 @@ async def grab(settings: Settings, *users: str, opening: bool = False) -> None:
         assert {answer.outcome for answer in answers} == {"granted"}
 
 
-@pytest.mark.parametrize("how", ["restore", "anew"])
+@pytest.mark.parametrize("how", ["restore", pytest.param("anew", marks=pytest.mark.nightly)])
 async def test_lost_postgresql_is_restored(
     system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str
 ) -> None:

@@ -114,6 +114,14 @@ def test_unknown_role_is_refused() -> None:
     assert "dance" in done.stderr
 
 
+def test_a_worker_that_sweeps_without_relaying_is_refused() -> None:
+    """It would have leases of shards that nobody relays then."""
+    key = grabstream("config", "--new-seal-key").stdout.strip()
+    done = grabstream("worker", "--roles", "decide,sweep", seal_keys=key)
+    assert done.returncode == 2
+    assert "needs the role relay" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("verb", "setting", "value"),
     [

@@ -52,6 +52,7 @@ def test_the_envelope_rehearsal_passes_its_verdict(settings: Settings) -> None:
     assert report["seconds_to_books"] > 3, "two envelopes close 3 s after the crowd has started"
 
 
+@pytest.mark.nightly
 def test_users_after_the_deadline_are_not_expected_to_have_parts(settings: Settings) -> None:
     """The verdict expects no part for a user who was answered `over`."""
     report = rehearse(

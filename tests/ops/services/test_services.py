@@ -128,6 +128,7 @@ def _with_children(process: int) -> list[int]:
     return [process, *map(int, children)]
 
 
+@pytest.mark.nightly
 async def test_a_worker_logs_when_it_is_ready_and_each_outage_of_a_server_once(
     private_services: LocalServices, prefix: str, tmp_path: Path
 ) -> None:
