@@ -82,8 +82,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives each process of a parallel run its own range of ports, so that a server that a test has killed
-    finds its port free when it starts again.
+    finds its port free when it starts again. And gives Ctrl-C its meaning again where it is ignored.
     """
+    # A shell that is not interactive ignores SIGINT in what it runs in the background, and all processes that
+    # tests start would inherit it.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     number, count = (
         int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
         int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),

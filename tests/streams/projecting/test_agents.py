@@ -159,11 +159,13 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
     stop, raised, stopped = asyncio.Event(), [], []
     stop_app = agents._stop
 
-    async def failing(*_: Any) -> str:
+    async def failing(*arguments: Any) -> str:
+        assigned_at = arguments[-1]
         raised.append(threading.active_count())
+        built_at = assigned_at()
+        await until(lambda: assigned_at() > built_at)  # the app has started by then
         if len(raised) == 3:
             stop.set()
-        await asyncio.sleep(1)  # the app has started by then
         raise ValueError("of the watchdog")
 
     async def stopping(app: Any) -> bool:
@@ -173,7 +175,7 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
     monkeypatch.setattr(agents, "until_stalled", failing)
     monkeypatch.setattr(agents, "_stop", stopping)
     monkeypatch.setattr(agents, "PAUSE_SECONDS_MAX", 0.1)
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(100):
         await _run(system, stop, ["ledger"])
     assert stopped == [True, True, True]
     assert max(raised) == min(raised)
