@@ -34,6 +34,9 @@ def main() -> int:
     parser.add_argument("--damages", action="store_true", help="list the damages that can be put in")
     parser.add_argument("--digests", action="store_true", help="print the digest of every trace")
     parser.add_argument("--whole", action="store_true", help="do not shorten a history that fails")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="play on after a seed that fails; print only what broke"
+    )
     asked = parser.parse_args()
     if asked.guards:
         print("\n".join(guard.name for guard in GUARDS))
@@ -92,10 +95,14 @@ def play_many(asked: argparse.Namespace) -> int:
     began, played, events = now(), 0, 0
     virtual = 0.0
     met: Counter[tuple[str, str]] = Counter()
+    broken: list[int] = []
 
     def report(one: Played) -> None:
         nonlocal played, events, virtual
         played += 1
+        if one.problems and asked.keep_going:
+            broken.append(one.seed)
+            print(f"seed {one.seed} fails:", *one.problems, sep="\n  ", flush=True)
         events += one.events
         virtual += one.seconds
         met.update(one.met)
@@ -107,20 +114,21 @@ def play_many(asked: argparse.Namespace) -> int:
     )
     seconds = asked.seconds or (None if asked.seeds else 60.0)
     processes = asked.processes or processes_by_default()
-    failed = play_seeds(seeds, asked.length, processes, report, seconds)
+    failed = play_seeds(seeds, asked.length, processes, report, seconds, asked.keep_going)
     took = now() - began
     if failed is not None:
         print(f"seed {failed.seed} fails, after {played} seeds in {took:.0f} s", flush=True)
         if play_one(failed.seed, asked.length, shorten=not asked.whole) == 0:
             print("It failed in its process, and not when it was played again:", *failed.problems, sep="\n  ")
         return 1
+    result = f"{len(broken)} of them fail: {', '.join(map(str, broken))}" if broken else "no invariant broken"
     print(
         f"{played} seeds in {took:.0f} s ({played / took:.1f} a second): {events:,} events, "
-        f"{virtual / 60:.0f} minutes of virtual time, no invariant broken"
+        f"{virtual / 60:.0f} minutes of virtual time, {result}"
     )
     if not asked.without:
         print(coverage(met))
-    return 0
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

@@ -323,9 +323,7 @@ class Oracle:
 
     def check_lists(self) -> None:
         """In one list, the first command about a grab, or an offer, that an earlier one has made finds it."""
-        retired = {
-            event["offer"] for one in self.journal for event in one.events if event["type"] == "offer.retired"
-        }
+        retired = self.retired_offers()
         made: dict[tuple[tuple[int, int], str, str], str] = {}
         for given in sorted(self.given, key=lambda one: (one.caller, one.order)):
             command, outcome, call = given.command, given.answer.outcome, (given.caller, given.order[0])
@@ -368,7 +366,7 @@ class Oracle:
         """By shard, campaign and id of refusals that callers were given, and that are remembered: not what is
         not counted either, nor what concerns an offer that has retired, nor a payment without an offer.
         """
-        retired = self._retired()
+        retired = self.retired_offers()
         found: list[set[tuple[str, str]]] = [set() for _ in self.journal]
         for given in self.given:
             answer, command = given.answer, given.command
@@ -380,19 +378,15 @@ class Oracle:
                 found[answer.shard].add((campaign_of(command.offer), command.id))
         return found
 
-    def _retired(self) -> set[str]:
+    def retired_offers(self) -> set[str]:
+        """The offers that have retired, by the journal."""
         return {
             event["offer"] for one in self.journal for event in one.events if event["type"] == "offer.retired"
         }
 
     def of_retired(self, most: int) -> list[AnyCommand]:
         """Commands about grabs of retired offers, which are answered as if there had never been any."""
-        retired = {
-            event["offer"]
-            for reading in self.journal
-            for event in reading.events
-            if event["type"] == "offer.retired"
-        }
+        retired = self.retired_offers()
         found = {
             (campaign_of(given.command.offer), given.command.id): given.command
             for given in self.given
@@ -405,12 +399,7 @@ class Oracle:
 
     def repeatable(self, most: int) -> list[Given]:
         """Answers that must be given again: the first ones of commands whose offers are still there."""
-        retired = {
-            event["offer"]
-            for reading in self.journal
-            for event in reading.events
-            if event["type"] == "offer.retired"
-        }
+        retired = self.retired_offers()
         found: dict[tuple[str, str], Given] = {}
         for given in self.given:
             command, answer = given.command, given.answer

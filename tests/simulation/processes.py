@@ -93,9 +93,10 @@ def play_seeds(
     processes: int,
     report: Callable[[Played], None],
     seconds: float | None = None,
+    keep_going: bool = False,
 ) -> Played | None:
     """Plays seeds (ascending) until one fails or `seconds` have passed. Calls `report` with each, in order;
-    returns the first of them that failed.
+    returns the first of them that failed. With `keep_going`, no failure ends it, and the result is None.
 
     Raises ProcessEnded.
     """
@@ -122,12 +123,12 @@ def play_seeds(
                 except (EOFError, OSError):
                     raise ProcessEnded(f"the process that played seed {seed} has ended by itself") from None
                 idle.append(connection)
-                failed = failed or bool(results[seed].problems)
+                failed = failed or bool(results[seed].problems and not keep_going)
             while under_way and under_way[0] in results:
                 played = results.pop(under_way.popleft())
                 report(played)
                 count, last = count + 1, played.seed
-                if played.problems:
+                if played.problems and not keep_going:
                     return played
             if _now() - told > PROGRESS_EVERY_SECONDS:
                 told = _now()
