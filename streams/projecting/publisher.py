@@ -7,6 +7,7 @@ cursor in the topic, so some records may repeat, with the same id and bytes; non
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import zip_longest
@@ -16,7 +17,7 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
-from grabstream.models.journal import Corrupt, Cursor, Gap, parse_block
+from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
 from grabstream.projections.cursors import Fact
 from grabstream.projections.records import set_aside
 from grabstream.streams.clients import close
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 CURSOR_HEADER: Final = "cursor"
 LOOK_BACK_RECORDS: Final = 2_000
+#: The number of records at the end of the topic that tell, where nobody else writes, who has written last.
+LAST_RECORDS: Final = 16
 #: The number of cursors of a shard that are compared with the journal, from the newest on.
 COMPARED_CURSORS_MAX: Final = 32
 #: Offsets in Kafka have 64 bits, with a sign.
@@ -110,7 +113,8 @@ class Publisher(Projector):
 
 class PublishedOffsets:
     """How far the journal is published, for the watchdog. Reads what the publisher reads when it starts, but
-    only for shards whose topic of events does not grow, and once for each end of that topic.
+    only for shards in which nothing is published, and once until something is. Records of other programs do
+    not count: a program that writes all the time must not hide that the publisher does not.
     """
 
     def __init__(self, journal: JournalReader, events: JournalReader, source: str) -> None:
@@ -119,21 +123,21 @@ class PublishedOffsets:
         self._source = source
         #: By shard: the end of the topic of events when it was read last.
         self._events_ends: dict[int, int] = {}
-        #: By shard, while the topic does not grow: the cursor before the first event that is not published,
-        #: or at the journal's end. None if the cursors were deleted from the topic.
+        #: By shard, while nothing is published: the cursor before the first event that is not published, or at
+        #: the journal's end. None if the cursors were deleted from the topic.
         self._reached: dict[int, Cursor | None] = {}
 
     async def load(self, connection: AsyncConnection[Any], journal_ends: Mapping[int, int]) -> dict[int, int]:
         """For each shard the offset of the first journal record with an event that is not published; the
-        journal's end if there is none, if the topic has grown since the last call, or if the records that
-        could tell were deleted from the topic.
+        journal's end if there is none, if something was published since the last call, or if the records
+        that could tell were deleted from the topic.
         """
         offsets, resting = dict(journal_ends), []
         events_ends = await self._events.ends(journal_ends)
         for shard, journal_end in journal_ends.items():
-            events_end = events_ends[shard]
-            if events_end != self._events_ends.get(shard):
-                self._events_ends[shard] = events_end
+            before, events_end = self._events_ends.get(shard), events_ends[shard]
+            self._events_ends[shard] = events_end
+            if before is None or await self._has_published(shard, before, events_end):
                 self._reached.pop(shard, None)
                 continue
             reached = self._reached.get(shard, Cursor())
@@ -148,6 +152,19 @@ class PublishedOffsets:
                 cursor = set_aside.past(records, shard, cursor)
                 offsets[shard] = await self._next_event(shard, cursor, offsets[shard])
         return offsets
+
+    async def _has_published(self, shard: int, start: int, end: int) -> bool:
+        """Whether a record between two ends of the topic is the publisher's; also if the topic was made anew."""
+        if end < start:
+            return True
+        start = max(start, await self._events.beginning(shard)) if start < end else end
+        last = max(start, end - LAST_RECORDS)
+        for first, to_offset in ((last, end), (start, last)):
+            async with aclosing(self._events.read(shard, first, to_offset)) as lists:
+                async for records in lists:
+                    if any(_is_of_publisher(record.headers, shard, self._source) for record in records):
+                        return True
+        return False
 
     async def _published(self, shard: int) -> Cursor | None:
         cursor = await _find_cursor(self._events, shard, self._source, self._journal)
@@ -301,6 +318,12 @@ async def _cursors_between(
             foreign[-1],
         )
     return cursors
+
+
+def _is_of_publisher(headers: Headers, shard: int, source: str) -> bool:
+    """Whether an event that the publisher of this system wrote has these headers."""
+    named = dict(headers)
+    return named.get("ce_source") == source.encode() and named.get("ce_id", b"").startswith(b"%d-" % shard)
 
 
 def _cursor_of(headers: Mapping[str, bytes], shard: int, source: str) -> Cursor | None:

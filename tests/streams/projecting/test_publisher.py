@@ -169,6 +169,33 @@ async def test_offsets_without_records_hide_no_unpublished_event(
         assert await published.load(connection, ends) == {SHARD: 3 if what == "all deleted" else 2}
 
 
+async def test_records_of_another_program_hide_no_unpublished_event(
+    system: Settings,
+    events: Events,
+    journal: JournalWriter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another program writes to the topic all the time, while the publisher publishes nothing."""
+    monkeypatch.setattr(publisher, "LAST_RECORDS", 2)
+    ten = await _ten(journal)
+    await events.write(encode_cursor(ten))
+    await journal.block(LINES, 11, 20)
+    ends = {SHARD: 3}
+    published = PublishedOffsets(events.journal, events.reader, events.source)
+
+    async def load(connection: AsyncConnection[Any]) -> int:
+        for _ in range(3):
+            await events.write(b"1,2,3", source="another/program", event_id="7")
+        return (await published.load(connection, ends))[SHARD]
+
+    async with await open_books(system) as connection, asyncio.timeout(30):
+        assert await load(connection) == 3  # it may grow
+        assert [await load(connection) for _ in range(3)] == [2, 2, 2]
+        await events.write(encode_cursor(ten._replace(seq=20, head=HASHES[20], next_offset=3)))
+        assert await load(connection) == 3  # it has grown
+        assert [await load(connection) for _ in range(2)] == [3, 3]
+
+
 class Noting(JournalReader):
     """Notes the offsets from which it reads."""
 
