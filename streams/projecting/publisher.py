@@ -95,7 +95,7 @@ class Publisher(Projector):
         assert self._producer is not None
         shards = [shard for shard, facts in group.facts.items() if facts]
         batches = [
-            event_batches(self._producer, group.facts[shard], self._source, group.moves[shard][1])
+            event_batches(self._producer, group.facts[shard], self._source, _after_last_event(group, shard))
             for shard in shards
         ]
         # A partition's next batch is sent after the previous one is acknowledged. A broker that does not know
@@ -185,6 +185,14 @@ class PublishedOffsets:
                 self._reached[shard] = cursor = after
         self._reached[shard] = cursor._replace(next_offset=max(journal_end, cursor.next_offset))
         return journal_end
+
+
+def _after_last_event(group: Group, shard: int) -> Cursor:
+    """The cursor directly after the record with the last event of a group. Thousands of markers may follow
+    it, and then nobody would find the event of a cursor behind them (`JournalReader.confirms`).
+    """
+    with_events = (after for after, facts in reversed(group.records.get(shard, ())) if facts)
+    return next(with_events, group.moves[shard][1])
 
 
 def event_source(prefix: str) -> str:

@@ -52,6 +52,10 @@ GUARDS: Final = (
     ),
     _in_mutations("a script of an owner checks the server epoch", "server epoch of an owner's script"),
     _in_mutations("a deciding script checks the server epoch", "server epoch of a deciding script"),
+    Guard(
+        "a deciding script checks the clock", "lua/includes/decide.lua",
+        "if math.abs(skew) > tonumber(ARGV[4]) then", "if false then",
+    ),
     _in_mutations("a caller's commands are decided in one history", "order of a caller"),
     _in_mutations("a repeated grab gets its first answer", "repeat of a grab"),
     _in_mutations("an entry that is half acknowledged stays", "an entry that is half acknowledged"),

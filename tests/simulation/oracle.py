@@ -22,6 +22,8 @@ from tests.simulation.redis_server import Server, SimulatedScript
 from tests.simulation.rules_reading import Difference, RulesReading, all_sent
 
 LINE_BYTES_MAX: Final = 262_144
+#: How far the clocks of Redis and a caller may differ.
+CLOCK_SKEW_MS_MAX: Final = 5_000
 
 
 class Violation(Exception):
@@ -162,7 +164,9 @@ class Oracle:
         before: Any,
         after: Any,
     ) -> None:
-        """After each call of a deciding script: no event is made while the shard is fenced."""
+        """After each call of a deciding script: no event is made while the shard is fenced, or by a clock that
+        is wrong.
+        """
         (was_seq, was_life), (seq, _) = before[0], after[0]
         shard = int(args[3].rpartition("}")[0].rpartition("-s")[2])
         self._calls[shard].add(Call(server.time_ms(), int(was_seq or 0), int(seq or 0)))
@@ -171,6 +175,13 @@ class Oracle:
         if (was_life or b"").decode() != server.epoch:
             self.violations.append(
                 f"{server.name}: {script.name} decided seq {int(seq)} while the shard was fenced ({args[3]})"
+            )
+        # KEYS, then the shard, the caller's time, and a time to use in place of the server's.
+        at_ms, instead = args[4 + int(args[2])], args[5 + int(args[2])]
+        if not instead and abs(server.time_ms() - int(at_ms)) > CLOCK_SKEW_MS_MAX:
+            self.violations.append(
+                f"{server.name}: {script.name} decided seq {int(seq)} at {server.time_ms()}, by a clock that is "
+                f"wrong: the caller says {at_ms}"
             )
         # What a call has made that broke off is rebuilt without it.
         self.loses |= isinstance(reply, Exception) and "BROKEN OFF" in str(reply)

@@ -363,6 +363,10 @@ class Session(AsyncConnection[Any]):
             self._lose("a reply")
             raise psycopg.OperationalError("server closed the connection unexpectedly")
         await asyncio.sleep(server.delay())
+        if self.pgconn is server.database.ended:
+            # Otherwise psycopg would leave a transaction without a COMMIT, and without an error: it sends none
+            # on a connection that it knows to be broken. A real one it only knows by an error.
+            raise psycopg.OperationalError("server closed the connection unexpectedly")
         if error is not None:
             raise error
         return result

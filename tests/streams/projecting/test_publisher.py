@@ -275,3 +275,37 @@ async def test_a_publisher_starts_after_foreign_and_deleted_records(
     await publish(13 + 10)
     assert await events.reader.end(SHARD) == 13 + 10, "events were published again"
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
+
+
+async def test_markers_after_the_last_event_do_not_hide_that_it_is_published(
+    system: Settings,
+    events: Events,
+    journal: JournalWriter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A relay that took the shard over again and again, while the publisher was not there, left more markers
+    than are read to find the event of a cursor.
+    """
+    monkeypatch.setattr(journal_module, "CONFIRM_RECORDS_MAX", 16)
+    await _ten(journal)
+
+    async def publish(end: int) -> None:
+        async with running(system, "events") as [projector]:
+            await projector.put(CatchUp(SHARD))
+
+            async def is_published() -> bool:
+                return await events.reader.end(SHARD) >= end
+
+            await until(is_published, 20, f"{end} records")
+
+    await publish(10)
+    await journal.block(LINES, 11, 20)
+    for number in range(40):
+        await journal.marker(1, f"old-{number}")
+    await publish(20)
+    assert (await events.newest()).seq == 20
+    ends = {SHARD: await events.journal.end(SHARD)}
+    published = PublishedOffsets(events.journal, events.reader, events.source)
+    async with await open_books(system) as connection:
+        await published.load(connection, ends)
+        assert await published.load(connection, ends) == ends
