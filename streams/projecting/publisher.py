@@ -123,7 +123,7 @@ class PublishedOffsets:
         self._source = source
         #: By shard: the end of the topic of events when it was read last.
         self._events_ends: dict[int, int] = {}
-        #: By shard, while nothing is published: the cursor before the first event that is not published, or at
+        #: By shard, while nothing is published: the cursor before the first event that is not, or at
         #: the journal's end. None if the cursors were deleted from the topic.
         self._reached: dict[int, Cursor | None] = {}
 
@@ -154,7 +154,7 @@ class PublishedOffsets:
         return offsets
 
     async def _has_published(self, shard: int, start: int, end: int) -> bool:
-        """Whether a record between two ends of the topic is the publisher's; also if the topic was made anew."""
+        """Whether a record between two ends of the topic is the publisher's, or the topic was made anew."""
         if end < start:
             return True
         start = max(start, await self._events.beginning(shard)) if start < end else end

@@ -164,8 +164,8 @@ class Oracle:
         before: Any,
         after: Any,
     ) -> None:
-        """After each call of a deciding script: no event is made while the shard is fenced, or by a clock that
-        is wrong.
+        """After each call of a deciding script: no event is made while the shard is fenced, or by a clock
+        that is wrong.
         """
         (was_seq, was_life), (seq, _) = before[0], after[0]
         shard = int(args[3].rpartition("}")[0].rpartition("-s")[2])
@@ -180,8 +180,8 @@ class Oracle:
         at_ms, instead = args[4 + int(args[2])], args[5 + int(args[2])]
         if not instead and abs(server.time_ms() - int(at_ms)) > CLOCK_SKEW_MS_MAX:
             self.violations.append(
-                f"{server.name}: {script.name} decided seq {int(seq)} at {server.time_ms()}, by a clock that is "
-                f"wrong: the caller says {at_ms}"
+                f"{server.name}: {script.name} decided seq {int(seq)} at {server.time_ms()}, by a clock that "
+                f"is wrong: the caller says {at_ms}"
             )
         # What a call has made that broke off is rebuilt without it.
         self.loses |= isinstance(reply, Exception) and "BROKEN OFF" in str(reply)

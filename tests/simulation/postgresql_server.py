@@ -364,8 +364,8 @@ class Session(AsyncConnection[Any]):
             raise psycopg.OperationalError("server closed the connection unexpectedly")
         await asyncio.sleep(server.delay())
         if self.pgconn is server.database.ended:
-            # Otherwise psycopg would leave a transaction without a COMMIT, and without an error: it sends none
-            # on a connection that it knows to be broken. A real one it only knows by an error.
+            # Otherwise psycopg would leave a transaction without a COMMIT and without an error: on a
+            # connection that it knows to be broken, it sends none. Of a real one, it only knows by an error.
             raise psycopg.OperationalError("server closed the connection unexpectedly")
         if error is not None:
             raise error

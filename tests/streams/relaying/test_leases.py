@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from grabstream.lua.keys import KeySpace
+from grabstream.ops.connections.opening import key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.streams.relaying import leases as leases_module
-from grabstream.streams.relaying.leases import BY_HAND, Leases, request_lease
-from grabstream.streams.relaying.relay import Duty
+from grabstream.streams.relaying.leases import BY_HAND, Leases, pass_lease, request_lease
+from grabstream.streams.relaying.relay import Duty, ShardRelay
+from grabstream.streams.relaying.shares import Worker
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 
 SHARDS = 8
@@ -316,6 +319,59 @@ async def test_garbage_in_the_keys_of_leases_is_ignored(crew: Crew) -> None:
     assert not any(task.done() for task in crew.tasks.values())
     for name in "ac":
         await crew.leave(name)
+
+
+async def test_a_lease_is_passed_only_to_a_worker_that_is_present(
+    redis_client: Any, settings: Settings
+) -> None:
+    keys = KeySpace(settings.prefix, 1).shard(0)
+    about = Worker(0)
+
+    async def request(worker: str, about: Worker | None) -> str:
+        return (await request_lease(redis_client, keys, worker, 60_000, about=about)).holder
+
+    assert await request("giver", about) == "giver"
+    assert not await pass_lease(redis_client, keys, "giver", "taker", 60_000)
+    assert await request("taker", about) == "giver"
+    await request("taker", None)  # it leaves
+    assert not await pass_lease(redis_client, keys, "giver", "taker", 60_000)
+    assert await request("taker", about) == "giver"
+    assert await pass_lease(redis_client, keys, "giver", "taker", 60_000)
+    assert await request("giver", None) == "taker"
+    assert await pass_lease(redis_client, keys, "taker", "giver", 60_000, back=True)
+    assert await request("taker", about) == "giver"
+
+
+async def test_a_relay_whose_shard_was_passed_on_does_not_take_it_over_again(system: Settings) -> None:
+    redis, shard = open_redis(system), key_space(system).shard(0)
+    duties = [Duty(), Duty()]
+    former, latter = (
+        ShardRelay(
+            redis,
+            shard,
+            system.shards,
+            system.kafka,
+            Topics(system.prefix).journal,
+            sealer(system),
+            duty=duty,
+        )
+        for duty in duties
+    )
+    relaying = [asyncio.create_task(former.run())]
+    try:
+        await until(lambda: duties[0].is_relaying, 30, "the first relay")
+        duties[0].is_leaving = True
+        relaying.append(asyncio.create_task(latter.run()))
+        await asyncio.wait({relaying[0]}, timeout=30)
+        assert relaying[0].done()
+        await relaying[0]
+        await until(lambda: duties[1].is_relaying, 30, "the second relay")
+        assert not duties[0].is_relaying
+    finally:
+        for task in relaying:
+            task.cancel()
+        await asyncio.wait(relaying)
+        await redis.aclose()
 
 
 async def older_release(crew: Crew, name: str, stop: asyncio.Event) -> set[int]:
