@@ -1,4 +1,4 @@
-"""Bugs that once were, put back one at a time: some seed must fail then (docs/simulation.md has the table).
+"""Bugs that once were, put back one at a time (`--without NAME`): some seed should fail then.
 
 They were found by the kill matrix, the drills, the hostile reviews and the crash tests. Each is described by
 what went wrong, and put back into today's code as replacements of its text.
