@@ -174,14 +174,11 @@ class QueueEntry:
         """
         end = whole_baskets(range(len(self.commands)), self.commands, len(self.commands) // 2)
         if end == len(self.commands):
-            end = next(
-                (
-                    i
-                    for i, c in enumerate(self.commands)
-                    if basket_of(c) is None or basket_of(c) == basket_of(self.commands[-1])
-                ),
-                0,
-            )
+            # From the middle on, all are of one basket: the first half ends where it begins.
+            last = basket_of(self.commands[-1])
+            end -= 1
+            while end and last is not None and basket_of(self.commands[end - 1]) == last:
+                end -= 1
         if not 0 < end < len(self.commands):
             return ()
         halves = self.split(end)

@@ -3,14 +3,17 @@ its call, list and shard.
 """
 
 import asyncio
+from itertools import groupby
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown
+from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown, QueueEntry
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import StockTerms
@@ -266,3 +269,21 @@ async def test_a_missing_permission_is_busy_and_not_undecidable(relay: FakeRelay
     await client.execute_command("ACL", "SETUSER", "default", "+@all")
     assert (await gate.decide(grabs(1), "decided"))[0].outcome == "granted"
     await gate.close()
+
+
+@given(st.lists(st.sampled_from((None, None, "a", "b")), min_size=1, max_size=9))
+async def test_a_list_is_halved_until_each_command_or_basket_is_alone(baskets: list[str | None]) -> None:
+    commands = [Grab(id=f"g{i}", offer="m", user=f"u{i}", basket=basket) for i, basket in enumerate(baskets)]
+    whole = QueueEntry(CallOrder().lane(0), "grab", commands, 0.0, 0.0)
+    waiting, alone = [whole], list[list[AnyCommand]]()
+    while waiting:
+        entry = waiting.pop(0)
+        parts = entry.halves()
+        waiting = [*parts, *waiting]
+        if not parts:
+            alone.append(list(entry.commands))
+    expected: list[list[AnyCommand]] = []
+    for basket, group in groupby(commands, key=lambda one: one.basket):
+        of_basket = list(group)
+        expected += [of_basket] if basket is not None else [[command] for command in of_basket]
+    assert alone == expected

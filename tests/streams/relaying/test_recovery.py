@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import Close, Confirm, Grab, Open, Release
+from grabstream.models.journal import Accepted, Cursor, parse_block
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.connections.opening import (
     gate_limits,
@@ -32,7 +33,10 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.projections.versions import use_read_model
+from grabstream.streams.journal import open_reader
 from grabstream.streams.relaying.leases import request_lease
+from grabstream.streams.relaying.ownership import OwnedShard
+from grabstream.streams.relaying.recovery import Recovery
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, until
@@ -422,6 +426,51 @@ async def test_a_shard_stays_fenced_when_the_journal_lost_events(with_retired_of
             [answer] = await gate.decide(by("max", offer="here"))
             assert answer.outcome == "fenced"
     finally:
+        await redis.aclose()
+
+
+@pytest.mark.parametrize("by_whom", ["a recovery", "a former release"])
+async def test_a_checkpoint_within_another_term_hides_no_event(
+    by_whom: str, with_retired_offers: Any, worker: Callable[..., Any]
+) -> None:
+    """A recovery that ends between two of its steps leaves a checkpoint among records of an earlier owner. The
+    next taker reads on from there, and these records still count. Former releases stored the term and the
+    owner of the recovery beside it.
+    """
+    system, deciding = with_retired_offers
+    assert deciding.stop() == 0
+    number = key_space(system).shard_of_offer("here")
+    redis, shard = open_redis(system), OwnedShard(open_redis(system), key_space(system).shard(number))
+    steps: list[Cursor] = []
+
+    async def first_step() -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
+        """The journal up to an event in its middle."""
+        cursor = Cursor()
+        async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
+            async for records in reader.read(number, 0, await reader.end(number)):
+                for record in records:
+                    cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                    steps.append(cursor)
+                    yield cursor, accepted
+                    if accepted:
+                        return
+
+    try:
+        ownership = (await shard.raise_term(100)).ownership
+        await Recovery(shard, sealer(system)).make(ownership, lambda base: first_step())
+        checkpoint = await shard.checkpoint()
+        assert checkpoint == steps[-1]
+        assert 0 < checkpoint.term < ownership.term
+        if by_whom == "a former release":
+            wrong = {"journaled_term": ownership.term, "journaled_owner": ownership.owner}
+            await redis.hset(shard.keys.state, mapping=wrong)
+        worker(system, "decide,relay,sweep")
+        await assert_state_is_the_journal_s(system)
+        async with open_gate(system) as gate:
+            [again] = await gate.decide(by("eve", offer="here"), patience_ms=20_000, timeout_ms=20_000)
+        assert (again.outcome, again.repeated) == ("granted", True)
+    finally:
+        await shard.redis.aclose()
         await redis.aclose()
 
 
