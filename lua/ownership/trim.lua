@@ -6,6 +6,7 @@
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] last seq acknowledged ·
 --   ARGV[5] the chain's hash there, hex
 -- ARGV[6] journal offset after it · ARGV[7] channel of announcements
+-- ARGV[8] term · ARGV[9] owner in force at that offset: of a recovery, not those of the caller
 -- Returns {history or '', seq, '1' when acknowledged entries are left, since a call trims a bounded number of
 --         entries, else ''}; or the error LOST when the shard has another owner.
 --- @include "shard"
@@ -30,6 +31,6 @@ if open then
   if not more then redis.call('XTRIM', KEYS[2], 'MINID', least) end
 end
 redis.call('HSET', KEYS[1], 'journaled_seq', ARGV[4], 'journaled_head', ARGV[5], 'journaled_offset', ARGV[6],
-  'journaled_term', ARGV[1], 'journaled_owner', ARGV[2])
+  'journaled_term', ARGV[8], 'journaled_owner', ARGV[9])
 redis.call('PUBLISH', ARGV[7], history .. ' ' .. ARGV[4])
 return {history, ARGV[4], more and '1' or ''}

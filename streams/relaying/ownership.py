@@ -136,8 +136,11 @@ class OwnedShard:
 
     async def trim(self, ownership: Ownership, cursor: Cursor) -> None:
         """Removes what is journaled up to the cursor from the outbox, and announces it; the cursor becomes
-        the checkpoint.
+        the checkpoint, with the term and owner in force there. (A taker that read on with others would ignore
+        the records that follow.)
         """
-        arguments = (cursor.seq, cursor.head.hex(), cursor.next_offset, self.keys.channel)
+        arguments = (
+            cursor.seq, cursor.head.hex(), cursor.next_offset, self.keys.channel, cursor.term, cursor.owner
+        )  # fmt: skip
         while (await self.run("trim", [self.keys.state, self.keys.outbox], ownership, *arguments))[2]:
             pass

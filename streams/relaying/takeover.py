@@ -144,7 +144,7 @@ class Takeover:
         match the partition.
         """
         try:
-            await self._check_base(base, marker)
+            await self._check_base(base, marker, base == checkpoint)
             return await self._read_on(
                 Truth(base, base, {base.seq: base.head}), marker, raised, checkpoint.seq
             )
@@ -159,8 +159,13 @@ class Takeover:
             )
         return truth
 
-    async def _check_base(self, base: Cursor, marker: int) -> None:
-        """Raises _NotTheJournal if the record before the base does not match it."""
+    async def _check_base(self, base: Cursor, marker: int, is_checkpoint: bool) -> None:
+        """Raises _NotTheJournal if the record before the base does not match it.
+
+        The record before a checkpoint is of its term and owner, unless a recovery was interrupted after a
+        record that does not count, or was one of a former release, whose checkpoints within earlier terms are
+        wrong.
+        """
         before = base.next_offset - 1
         if before < 0:
             return
@@ -169,8 +174,11 @@ class Takeover:
         async with aclosing(self._reader.read(self._shard.keys.shard, before, before + 1)) as reading:
             async for [record] in reading:
                 block = parse_block(record.headers, record.value)
-                if block.count and (block.term, block.owner) == base[3:] and block.head != base.head:
+                of_base = (block.term, block.owner) == base[3:]
+                if block.count and of_base and block.head != base.head:
                     raise _NotTheJournal(f"journal offset {before} contains another block than before")
+                if is_checkpoint and not of_base:
+                    raise _NotTheJournal(f"journal offset {before} is of another owner than the checkpoint")
 
     async def _read_on(self, truth: Truth, marker: int, raised: Raised, keep_from: int = 0) -> Truth:
         cursor, hashes = truth.cursor, truth.hashes

@@ -64,7 +64,7 @@ class FakeRelay:
             self.client,
             "trim",
             [self.shard.state, self.shard.outbox],
-            [*[value.decode() for value in ownership], len(self.lines), "aa", 1, self.shard.channel],
+            [*[value.decode() for value in ownership], len(self.lines), "aa", 1, self.shard.channel, 1, "x"],
         )
 
     async def lose_tail(self, kept: Callable[[int], int] = lambda decided: 0) -> None:

@@ -23,7 +23,10 @@ async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
     ]
     await run_script(
-        client, "trim", [shard.state, shard.outbox], [term, owner, server_epoch, seq, "aa", 1, shard.channel]
+        client,
+        "trim",
+        [shard.state, shard.outbox],
+        [term, owner, server_epoch, seq, "aa", 1, shard.channel, term, owner],
     )
 
 
@@ -88,7 +91,10 @@ async def test_a_journaled_answer_waits_for_its_own_history(private_redis: Any) 
     seq = await client.hget(shard.state, "seq")
     await run_script(client, "reconcile", [shard.state], [term, "second", server_epoch, seq, 1])
     await run_script(
-        client, "trim", [shard.state, shard.outbox], [term, "second", server_epoch, 1, "aa", 1, shard.channel]
+        client,
+        "trim",
+        [shard.state, shard.outbox],
+        [term, "second", server_epoch, 1, "aa", 1, shard.channel, 1, "x"],
     )
     await asyncio.wait({waiting}, timeout=0.5)
     assert not waiting.done()
@@ -96,7 +102,7 @@ async def test_a_journaled_answer_waits_for_its_own_history(private_redis: Any) 
         client,
         "trim",
         [shard.state, shard.outbox],
-        [term, "second", server_epoch, seq, "aa", 2, shard.channel],
+        [term, "second", server_epoch, seq, "aa", 2, shard.channel, 1, "x"],
     )
     [answer] = await waiting
     assert (answer.outcome, answer.repeated) == ("granted", True)

@@ -126,7 +126,7 @@ async def test_owner_scripts_refuse_another_term_owner_or_server_epoch(
     ):
         for name, script_keys, rest in (
             ("read_outbox", [shard.state, shard.outbox], [1, 1]),
-            ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel]),
+            ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel, 1, "x"]),
             ("fence", [shard.state], ["why"]),
             ("reconcile", [shard.state], ["0", 3]),
             ("wipe", [shard.state], ["why"]),
@@ -215,7 +215,10 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(make_gate: Any, client:
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
     ]
     await run_script(
-        client, "trim", [shard.state, shard.outbox], [term, owner, server_epoch, 3, "aa", 1, shard.channel]
+        client,
+        "trim",
+        [shard.state, shard.outbox],
+        [term, owner, server_epoch, 3, "aa", 1, shard.channel, 1, "x"],
     )
     # Trimmed within an entry: the entry with the first unacknowledged event stays whole.
     assert len(await event_lines(client, keys, shard.shard)) == 4
@@ -304,7 +307,7 @@ async def test_full_memory_is_busy_until_there_is_room(private_redis: Any) -> No
         client,
         "trim",
         [shard.state, shard.outbox],
-        [term, owner, server_epoch, granted, "aa", 1, shard.channel],
+        [term, owner, server_epoch, granted, "aa", 1, shard.channel, 1, "x"],
     )
     assert (await gate.decide(grabs(200, "m", start), "decided"))[0].outcome == "granted"
     await client.config_set("maxmemory", "1")

@@ -433,8 +433,8 @@ async def test_a_shard_stays_fenced_when_the_journal_lost_events(with_retired_of
 async def test_a_checkpoint_within_another_term_hides_no_event(
     by_whom: str, with_retired_offers: Any, worker: Callable[..., Any]
 ) -> None:
-    """A recovery that ends between two of its steps leaves a checkpoint among records of an earlier owner. The
-    next taker reads on from there, and these records still count. Former releases stored the term and the
+    """A recovery that ends between two of its steps leaves a checkpoint among records of an earlier owner.
+    The next taker reads on from there, and these records still count. Former releases stored the term and the
     owner of the recovery beside it.
     """
     system, deciding = with_retired_offers
