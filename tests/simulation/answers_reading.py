@@ -91,7 +91,10 @@ class AnswersReading:
             if not may_be_lost:
                 self._say(command, answer, "there is no such event")
         else:
-            self._asked[answer.seq].append(_Asked(command, answer, answer.at, by_topic))
+            # It does not say when it was found that the effect held: in any state from this event on.
+            is_own = self._events[answer.seq - 1]["command"] == command.id
+            asked = _Asked(command, answer, answer.at, by_topic, 1 if is_own else 2)
+            self._asked[answer.seq].append(asked)
 
     def _take_refusal(self, command: AnyCommand, answer: Answer, at: int, by_topic: bool) -> None:
         spans = self._spans.get(at, set())
@@ -135,7 +138,7 @@ class AnswersReading:
         saved = pickle.dumps(state) if any(asked.states > 1 for asked in found) else b""
         for asked in found:
             if asked.answer.positive:
-                self._ask_for_event(asked)
+                self._ask_for_event(asked, seq)
             elif id(asked) in self._open and any(
                 _is_same_refusal(asked.answer, expected) for expected in self._by_rules(asked)
             ):
@@ -162,8 +165,10 @@ class AnswersReading:
             yield decided[grabs.index(command)].answer
             vars(state).update(vars(pickle.loads(saved)))
 
-    def _ask_for_event(self, asked: _Asked) -> None:
+    def _ask_for_event(self, asked: _Asked, seq: int) -> None:
         """An answer that names an event: of its own, or one that had its effect already."""
+        if asked.states > 1:
+            asked = asked._replace(at=max(asked.at, self._rules.state.time))
         command, answer, by_topic = asked.command, asked.answer, asked.by_topic
         expected = self._rules.answers.get((campaign_of(command.offer), command.id, answer.seq or 0))
         if expected is None or expected.offer != command.offer:
@@ -171,12 +176,16 @@ class AnswersReading:
         if by_topic:
             # Codes are secrets, and the topic has many readers.
             expected = replace(expected, coupon_code=None, coupon_codes=())
-        first = replace(answer, repeated=False)
         if answer.repeated and command.offer in self._retired:
             # Its payments are known without details.
-            if (answer.outcome, answer.at) != (expected.outcome, expected.at):
-                self._say(command, answer, f"the rules answer {expected}")
-        elif first != expected:
+            is_same = (answer.outcome, answer.at) == (expected.outcome, expected.at)
+        else:
+            is_same = replace(answer, repeated=False) == expected
+        if is_same:
+            return
+        if asked.states > 1 and seq < len(self._events):
+            self._asked[seq + 1].append(asked)
+        else:
             self._say(command, answer, f"the rules answer {expected}")
 
     def finish(self) -> None:

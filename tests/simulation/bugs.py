@@ -328,6 +328,18 @@ OF_STREAMS: Final = (
         ),
     ),
     Bug(
+        "a checkpoint has the owner of its recovery",
+        "after a recovery that was interrupted, the next one ignored events after its checkpoint",
+        (
+            (
+                "lua/ownership/trim.lua",
+                "'journaled_term', ARGV[8], 'journaled_owner', ARGV[9])",
+                "'journaled_term', ARGV[1], 'journaled_owner', ARGV[2])",
+            ),
+            ("streams/relaying/takeover.py", "if is_checkpoint and not of_base:", "if False:"),
+        ),
+    ),
+    Bug(
         "a record divides a decision",
         "of a decision whose first part Kafka had, the rest was lost with Redis",
         (

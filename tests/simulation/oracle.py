@@ -167,6 +167,8 @@ class Oracle:
         """After each call of a deciding script: no event is made while the shard is fenced, or by a clock
         that is wrong.
         """
+        # The shard is rebuilt without what the call has made, perhaps without all that is not journaled.
+        self.loses |= isinstance(reply, Exception) and "BROKEN OFF" in str(reply)
         (was_seq, was_life), (seq, _) = before[0], after[0]
         shard = int(args[3].rpartition("}")[0].rpartition("-s")[2])
         self._calls[shard].add(Call(server.time_ms(), int(was_seq or 0), int(seq or 0)))
@@ -183,8 +185,6 @@ class Oracle:
                 f"{server.name}: {script.name} decided seq {int(seq)} at {server.time_ms()}, by a clock that "
                 f"is wrong: the caller says {at_ms}"
             )
-        # What a call has made that broke off is rebuilt without it.
-        self.loses |= isinstance(reply, Exception) and "BROKEN OFF" in str(reply)
         [(entry, fields)] = after[1]
         for made in map(json.loads, fields[1::2]):
             self.made.add((campaign_of(made["offer"]), made["command"]))
