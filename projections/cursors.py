@@ -51,6 +51,21 @@ async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, C
     }
 
 
+async def load_all(
+    connection: AsyncConnection[Any], projections: Sequence[str]
+) -> dict[str, dict[int, Cursor]]:
+    """The cursors of every shard, by projection."""
+    rows = await connection.execute(
+        "SELECT projection, shard, seq, head, next_offset, term, owner FROM projection_cursors "
+        "WHERE projection = ANY(%s)",
+        (list(projections),),
+    )
+    loaded: dict[str, dict[int, Cursor]] = {projection: {} for projection in projections}
+    for projection, shard, seq, head, offset, term, owner in await rows.fetchall():
+        loaded[projection][shard] = Cursor(seq, bytes(head), offset, term, owner)
+    return loaded
+
+
 class Stop(NamedTuple):
     """A shard at which a projection has stopped: the cursor, the reason, and the time."""
 

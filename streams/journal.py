@@ -9,7 +9,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import Cursor, Headers
-from grabstream.streams.clients import started
+from grabstream.streams.clients import FETCHER_IDLE_MS, started
 
 FETCH_WAIT_MS: Final = 500
 LOOK_BACK_RECORDS: Final = 16
@@ -139,6 +139,10 @@ class JournalReader:
                     if record.offset < to_offset
                 ]
                 before, position = position, await self._consumer.position(partition)
+                if position >= to_offset:
+                    # The consumer would go on to fetch what comes next, a hundred times a second, for as long
+                    # as the caller takes with the last records.
+                    self._consumer.pause(partition)
                 if records:
                     yield records
                 if position != before:
@@ -149,7 +153,6 @@ class JournalReader:
                         f"offset {to_offset}"
                     )
         finally:
-            # The consumer would go on to fetch what comes next, a hundred times a second.
             if partition in self._consumer.assignment():
                 self._consumer.pause(partition)
 
@@ -183,6 +186,7 @@ async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader
         # Reads have a known end; a fetch that waited there for more would delay the fetch of the next
         # partition.
         fetch_max_wait_ms=10,
+        consumer_timeout_ms=FETCHER_IDLE_MS,
         # A broker that dies in the middle of an answer is noticed after this time, not after the client's 40
         # s.
         request_timeout_ms=8_000,

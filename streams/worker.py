@@ -124,7 +124,10 @@ def roles_of(
             tasks: list[Any] = [relay.run()]
             if "sweep" in roles:
                 skew_ms_max = settings.gate.clock_skew_ms_max
-                sweeper = Sweeper(redis, of_shard, settings.shards, skew_ms_max, record_demand, duty.decided)
+                sweeper = Sweeper(
+                    redis, of_shard, settings.shards, skew_ms_max, record_demand, duty.decided,
+                    lambda: duty.is_waiting,
+                )  # fmt: skip
                 tasks.append(sweeper.run())
             return tasks
 

@@ -23,14 +23,14 @@ from grabstream.streams.clients import OUTAGES, in_words, started
 #: The worker's log of its own state, at level INFO even when other loggers are set higher.
 log: Final = logging.getLogger("grabstream.worker")
 
-ASK_EVERY_SECONDS: Final = 1.0
+ASK_EVERY_SECONDS: Final = 2.0
 ANSWER_SECONDS_MAX: Final = 5.0
 
 Ask = Callable[[], Awaitable[Any]]
 
 
 async def watch_servers(settings: Settings, redis: Any, stop: asyncio.Event) -> None:
-    """Pings every server once a second until `stop`, independently of the others, and logs changes."""
+    """Pings every server until `stop`, independently of the others, and logs changes."""
 
     @asynccontextmanager
     async def open_redis_servers() -> AsyncIterator[Ask]:

@@ -326,6 +326,12 @@ async def record_finding(connection: AsyncConnection[Any], kind: str, shard: int
     return bool(is_new)
 
 
+async def has_findings(connection: AsyncConnection[Any]) -> bool:
+    """Whether there is a finding that is not cleared."""
+    rows = await connection.execute("SELECT EXISTS (SELECT FROM findings WHERE cleared_at IS NULL)")
+    return bool((await rows.fetchone() or [False])[0])
+
+
 async def clear_range(connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int) -> None:
     """Clears findings about rows in a range that was verified without a problem."""
     await connection.execute(

@@ -25,7 +25,7 @@ from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import basket_of
 from grabstream.models.identifiers import campaign_of, shard_of
-from grabstream.streams.clients import Trouble, in_words, started
+from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
 from grabstream.streams.deciding.backlog import (
     HeldCommand,
     OpenPartition,
@@ -46,7 +46,9 @@ from grabstream.streams.topics import Topics
 log = logging.getLogger(__name__)
 
 POLL_RECORDS_MAX: Final = 2_000
+#: How long a poll waits for records: while partitions are paused, which may have room again, and else.
 POLL_WAIT_MS: Final = 200
+IDLE_POLL_WAIT_MS: Final = 500
 #: Bytes that one poll may return, of all partitions and of one. A broker sends a larger record alone.
 POLL_BYTES_MAX: Final = 8 * 1024 * 1024
 PARTITION_BYTES_MAX: Final = 1024 * 1024
@@ -114,6 +116,7 @@ class Decider:
             enable_auto_commit=False,
             fetch_max_bytes=POLL_BYTES_MAX,
             max_partition_fetch_bytes=PARTITION_BYTES_MAX,
+            consumer_timeout_ms=FETCHER_IDLE_MS,
             session_timeout_ms=6_000,
             heartbeat_interval_ms=1_000,
         )
@@ -175,7 +178,8 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         while not stop.is_set():
             self._pause()
             # Polls even while all partitions are paused, or the group would remove this consumer.
-            fetched = await self._consumer.getmany(timeout_ms=POLL_WAIT_MS, max_records=POLL_RECORDS_MAX)
+            wait_ms = POLL_WAIT_MS if self._consumer.paused() else IDLE_POLL_WAIT_MS
+            fetched = await self._consumer.getmany(timeout_ms=wait_ms, max_records=POLL_RECORDS_MAX)
             self._trouble.over()
             # Looks up the partitions before any wait: a partition that is revoked and assigned again gets a
             # new object, and its records are delivered again.

@@ -23,7 +23,9 @@ from grabstream.streams.clients import Trouble, in_words
 log = logging.getLogger(__name__)
 
 SWEEP_EVERY_SECONDS: Final = 0.25
-#: How often an idle shard is polled. The relay tells of new events at once, except while it waits for Kafka.
+#: How often an idle shard is polled: while its relay waits for new events, which it tells of at once; and
+#: otherwise.
+WATCHED_POLL_SECONDS_MAX: Final = 5.0
 POLL_SECONDS_MAX: Final = 1.0
 OFFERS_AT_ONCE_MAX: Final = 64
 HOLDS_AT_ONCE_MAX: Final = 256
@@ -50,10 +52,10 @@ class Due(NamedTuple):
     has_records: bool
     has_demand: bool
 
-    def seconds(self) -> float:
-        """The seconds until the next hold or offer is due, at most POLL_SECONDS_MAX."""
+    def seconds(self, seconds_max: float) -> float:
+        """The seconds until the next hold or offer is due, at most `seconds_max`."""
         times = [at for at in (self.holds_ms, self.offers_ms, self.payments_ms) if at is not None]
-        return max(0.0, min([(at - self.now_ms) / 1000 for at in times] + [POLL_SECONDS_MAX]))
+        return max(0.0, min([(at - self.now_ms) / 1000 for at in times] + [seconds_max]))
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -62,7 +64,8 @@ _pack = msgspec.msgpack.Encoder().encode
 class Sweeper:
     """Does what is due at a time in one shard. Without `record_demand`, counts of refusals stay in Redis.
 
-    Whoever reads new events of the shard sets `decided`: they may be due sooner than what is known.
+    Whoever reads new events of the shard sets `decided`: they may be due sooner than what is known. While
+    `is_watched` returns True, somebody waits for new events; when nobody does any more, `decided` is set too.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Sweeper:
         clock_skew_ms_max: int,
         record_demand: RecordDemand | None = None,
         decided: asyncio.Event | None = None,
+        is_watched: Callable[[], bool] = lambda: False,
     ) -> None:
         self._redis = redis
         self._keys = keys
@@ -80,6 +84,7 @@ class Sweeper:
         self._clock_skew_ms_max = clock_skew_ms_max
         self._record_demand = record_demand
         self._decided = decided or asyncio.Event()
+        self._is_watched = is_watched
         self._demand_cursor = 0
         self._last_first = False
         #: (sorted set, member) that caused an error of a script → time until which it is left out.
@@ -115,8 +120,8 @@ class Sweeper:
     async def _poll(
         self, holds: asyncio.Event, offers: asyncio.Event, records: asyncio.Event, demand: asyncio.Event
     ) -> None:
-        """Reads what is due in one call, and wakes the tasks that do it. An idle shard costs a call a
-        second.
+        """Reads what is due in one call, and wakes the tasks that do it. An idle shard costs a call every
+        WATCHED_POLL_SECONDS_MAX, and one a second while its relay waits for something else than new events.
         """
         trouble = Trouble(log, f"sweeping shard {self._keys.shard}: reading what is due")
         while True:
@@ -126,7 +131,7 @@ class Sweeper:
             try:
                 due = await self.read_due()
                 trouble.over()
-                seconds = due.seconds()
+                seconds = due.seconds(WATCHED_POLL_SECONDS_MAX if self._is_watched() else POLL_SECONDS_MAX)
                 for at_ms, event in (
                     (due.holds_ms, holds), (due.offers_ms, offers), (due.payments_ms, records)
                 ):  # fmt: skip

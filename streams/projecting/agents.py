@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any, Final
 
 import faust
+from faust.transport.drivers import aiokafka as faust_kafka
 
 from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
+from grabstream.streams.clients import FETCHER_IDLE_MS
 from grabstream.streams.journal import Record
 from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.projecting.publisher import Publisher, event_source
@@ -70,6 +72,25 @@ async def _at_once() -> None:
     """Returns at once: there is nothing to wait for."""
 
 
+class _ConsumerThread(faust_kafka.AIOKafkaConsumerThread):  # type: ignore[misc]
+    def _create_worker_consumer(self, transport: Any) -> Any:
+        consumer = super()._create_worker_consumer(transport)
+        # Faust has no setting for `consumer_timeout_ms`.
+        consumer._consumer_timeout = FETCHER_IDLE_MS / 1000
+        return consumer
+
+
+class _Consumer(faust_kafka.Consumer):  # type: ignore[misc]
+    def _new_consumer_thread(self) -> Any:
+        return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
+
+
+class _Transport(faust_kafka.Transport):  # type: ignore[misc]
+    """Faust's way to Kafka, with consumers that do nothing while nothing happens."""
+
+    Consumer = _Consumer
+
+
 def build_app(
     kafka: str, prefix: str, shards: int, projectors: Sequence[Projector],
     ready: Callable[[], Awaitable[None]] = _at_once
@@ -96,6 +117,7 @@ def build_app(
         stream_wait_empty=False,
         datadir=tempfile.gettempdir(),
     )
+    app.transport = _Transport(app.conf.broker_consumer, app)
     journal = app.topic(Topics(prefix).journal, key_serializer="raw", value_serializer="raw")
     for projector in projectors:
         app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))

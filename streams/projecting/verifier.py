@@ -63,6 +63,9 @@ ROWS_EVERY_SECONDS: Final = 10.0
 ROWS_OFFERS_MAX: Final = 100
 ROWS_EVENTS_MAX: Final = 5_000
 REST_SECONDS_MIN: Final = 0.25
+#: The time that a pass counts for at least when it has compared everything there is: 5 s of rest with the
+#: default settings.
+COMPLETE_SECONDS_MIN: Final = 0.125
 RETRY_SECONDS: Final = 2.0
 #: How long Redis may take to answer about a shard.
 ANSWER_SECONDS_MAX: Final = 2.0
@@ -113,6 +116,8 @@ class Verifier:
         self._offer = ""
         self._rows_offer = ""
         self._rows_at = 0.0
+        #: Whether the last pass has compared every row there is.
+        self._is_complete = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verifies until `stop`; waits for servers that are down."""
@@ -152,6 +157,8 @@ class Verifier:
             can_continue = await self.verify_once(connection)
             trouble.over()
             took = time.monotonic() - began
+            if self._is_complete:
+                took = max(took, COMPLETE_SECONDS_MIN)
             await _pause(stop, max(took * (1 / self._share - 1), 0 if can_continue else REST_SECONDS_MIN))
 
     # -- every key of Redis ----------------------------------------------------------------------------------
@@ -198,8 +205,11 @@ class Verifier:
         gaps = {shard: Gaps(records, shard) for shard in range(self._keys.shards)}
         async with connection.transaction():
             await self._update_gaps(connection, gaps)
-        can_continue = False
+            at_rest = await self._at_rest(connection)
+        can_continue, self._is_complete = False, True
         for shard in range(self._keys.shards):
+            if shard in at_rest:
+                continue
             for _ in range(STEPS_A_PASS):
                 async with connection.transaction():
                     after = await self._walk(connection, shard, gaps[shard])
@@ -240,11 +250,26 @@ class Verifier:
 
     # -- the walk --------------------------------------------------------------------------------------------
 
+    async def _at_rest(self, connection: AsyncConnection[Any]) -> set[int]:
+        """The shards of which there is nothing to walk, and no finding to clear."""
+        if await verified.has_findings(connection):
+            return set()
+        loaded = await cursors.load_all(connection, PROJECTIONS)
+        at_rest = set()
+        for shard, at in (await verified.progress(connection)).items():
+            positions = {name: of_shards.get(shard, Cursor()) for name, of_shards in loaded.items()}
+            end = min(positions[proof.AUDIT].seq, positions[proof.LEDGER].seq)
+            is_walked = at.seq >= end and at.again_seq >= end
+            if is_walked and all(
+                cursor.head == at.head for cursor in positions.values() if cursor.seq == at.seq
+            ):
+                at_rest.add(shard)
+        return at_rest
+
     async def _walk(self, connection: AsyncConnection[Any], shard: int, gaps: Gaps) -> bool:
         at = (await verified.progress(connection))[shard]
-        positions = {
-            name: (await cursors.load(connection, name)).get(shard, Cursor()) for name in PROJECTIONS
-        }
+        loaded = await cursors.load_all(connection, PROJECTIONS)
+        positions = {name: of_shards.get(shard, Cursor()) for name, of_shards in loaded.items()}
         end = min(positions[proof.AUDIT].seq, positions[proof.LEDGER].seq)
         if at.seq >= end:
             await self._compare_heads(connection, at, positions)
@@ -266,6 +291,7 @@ class Verifier:
         walked, _ = await self._step(connection, at.shard, at.again_seq, at.again_head, end, gaps)
         await verified.clear_range(connection, at.shard, at.again_seq, walked.seq)
         done = walked.seq >= at.seq
+        self._is_complete &= done
         if done:
             what = f"the audit trail up to seq {at.seq} is not the one that was verified before"
             problems = [Problem("round", what, at.seq)] if walked.head != at.head else []
@@ -291,14 +317,18 @@ class Verifier:
         self, connection: AsyncConnection[Any], at: VerifiedTo, positions: dict[str, Cursor]
     ) -> None:
         """If a projection is at exactly the verified seq, its hash must be the trail's."""
-        for name, cursor in positions.items():
-            if cursor.seq == at.seq:
-                what = (
-                    f"{name}: the hash at seq {at.seq} is not that of the audit trail: it followed "
-                    "another history"
-                )
-                problems = [Problem(name, what, at.seq)] if cursor.head != at.head else []
-                await self._judge(connection, "heads", at.shard, [name], problems)
+        compared = {name: cursor for name, cursor in positions.items() if cursor.seq == at.seq}
+        problems = [
+            Problem(
+                name,
+                f"{name}: the hash at seq {at.seq} is not that of the audit trail: it followed another "
+                "history",
+                at.seq,
+            )
+            for name, cursor in compared.items()
+            if cursor.head != at.head
+        ]
+        await self._judge(connection, "heads", at.shard, list(compared), problems)
 
     async def _fold(
         self, connection: AsyncConnection[Any], shard: int, facts: Sequence[AuditedEvent]
@@ -335,6 +365,7 @@ class Verifier:
         )
         rows = await verified.accounts_after(connection, *self._account, ROWS_A_PAGE, abreast)
         self._account = (rows[-1].account, rows[-1].asset) if len(rows) == ROWS_A_PAGE else ("", "")
+        self._is_complete &= len(rows) < ROWS_A_PAGE
         accounts, shown = [], []
         for row in rows:
             subject = f"{row.account} {row.asset}"
@@ -371,6 +402,7 @@ class Verifier:
             near = [shard for shard, (seq, _, audited) in seqs.items() if audited - seq <= AHEAD_EVENTS_MAX]
             rows = await verified.offers_after(connection, self._offer, ROWS_A_PAGE, near)
             self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
+            self._is_complete &= len(rows) < ROWS_A_PAGE
             comparable = [
                 row
                 for row in rows

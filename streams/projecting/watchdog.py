@@ -28,6 +28,8 @@ from grabstream.streams.topics import Topics
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 2.0
+#: How often the cursors are read although the journal has not grown and nobody lags.
+CURSORS_SECONDS: Final = 10.0
 #: Longer than the group waits for a member that has ended.
 STALLED_SECONDS: Final = 15.0
 #: A projector that has tried to write one group for this long waits for PostgreSQL …
@@ -88,13 +90,16 @@ async def _watch(
                 published = PublishedOffsets(
                     reader, reader.of_topic(topics.events), event_source(topics.prefix)
                 )
+                compared, compared_at = dict[int, int](), 0.0
                 while True:
                     ends = await reader.ends(range(shards))
-                    reason = await _find_stalled(
-                        ends, published, connection, schema, projectors, lagging, assigned_at()
-                    )
-                    if reason is not None:
-                        return reason
+                    if lagging or ends != compared or time.monotonic() > compared_at + CURSORS_SECONDS:
+                        reason = await _find_stalled(
+                            ends, published, connection, schema, projectors, lagging, assigned_at()
+                        )
+                        if reason is not None:
+                            return reason
+                        compared, compared_at = ends, time.monotonic()
                     pause_seconds = POLL_SECONDS
                     await asyncio.sleep(POLL_SECONDS)
         except BaseException as error:

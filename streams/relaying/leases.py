@@ -324,6 +324,8 @@ class Leases:
         if held is None or held.taker is not None or not held.duty.is_relaying:
             return
         now, (seen_at, lease) = self._now(), self._seen[shard]
+        if not lease.present:
+            return
         fit = [
             worker
             for worker in self._takers(now)

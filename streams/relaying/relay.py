@@ -9,7 +9,7 @@ with tests/protocol/model.py.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -21,7 +21,7 @@ from grabstream.lua.keys import ShardKeys
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import Cursor, block_headers, chain
-from grabstream.streams.clients import Trouble, in_words, started
+from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.relaying.blocks import blocks_of
 from grabstream.streams.relaying.ownership import (
@@ -36,9 +36,13 @@ from grabstream.streams.relaying.takeover import Takeover
 
 log = logging.getLogger(__name__)
 
-#: How often the owner of an idle shard asks whether it still owns it. New events, and newer owners, are
-#: noticed at once.
-IDLE_WAIT_MS: Final = 2_000
+#: How often the owner of an idle shard asks whether it still owns it; less than the time-out of a connection.
+#: New events, newer owners, and a server that closes its connections, are noticed at once.
+IDLE_WAIT_MS: Final = 4_000
+#: How long Kafka holds a fetch at the end of a partition: of a takeover, whose next request on the same
+#: connection waits for that, and of a tail, which has its connection for itself. A record ends the wait.
+TAKEOVER_FETCH_MS: Final = 500
+TAIL_FETCH_MS: Final = 10_000
 RETRY_SECONDS: Final = 0.2
 #: A server that answers again is noticed within this time.
 RETRY_SECONDS_MAX: Final = 1.0
@@ -46,6 +50,8 @@ FENCED_RETRY_SECONDS: Final = 10.0
 
 #: Called with the name of each step; crash tests end the process there.
 Step = Callable[[str], None]
+#: Opens a consumer of the shard's partition, given the ms that Kafka holds a fetch at its end.
+OpenConsumer = Callable[[int], AbstractAsyncContextManager[AIOKafkaConsumer]]
 
 
 class Duty:
@@ -57,8 +63,10 @@ class Duty:
         #: Set by the holder of the lease when the shard is passed to another worker: the relay continues
         #: until the other has taken the shard over, and then returns instead of taking it over again.
         self.is_leaving = False
-        #: Set by the relay when it has read new events, for the shard's sweeper.
+        #: Set by the relay for the shard's sweeper when it has read new events, and when its tenure ends.
         self.decided = asyncio.Event()
+        #: Set by the relay while it waits for new events.
+        self.is_waiting = False
 
 
 class ShardRelay:
@@ -101,8 +109,8 @@ class ShardRelay:
         """
         while not self._duty.is_leaving:
             try:
-                async with self._producer() as producer, self._consumer() as consumer:
-                    await self._tenure(producer, consumer)
+                async with self._producer() as producer:
+                    await self._tenure(producer, *await self._take_over(producer))
             except SteppedDown as reason:
                 self.state = "stepped down"
                 log.info("shard %d: stepped down: %s", self._shard.keys.shard, reason)
@@ -124,7 +132,7 @@ class ShardRelay:
         """Takes the shard over and rebuilds its state in Redis from the journal, whatever that state is;
         raises the errors after which `run` tries again.
         """
-        async with self._producer() as producer, self._consumer() as consumer:
+        async with self._producer() as producer, self._consumer(TAKEOVER_FETCH_MS) as consumer:
             takeover = self._takeover(producer, consumer)
             ownership, cursor = await takeover.run()
             await takeover.rebuild(ownership, cursor, reason)
@@ -139,15 +147,19 @@ class ShardRelay:
         reader = JournalReader(consumer, self._partition.topic)
         return Takeover(self._shard, self._shards, reader, send, drain, self._recovery)
 
-    async def _tenure(self, producer: AIOKafkaProducer, consumer: AIOKafkaConsumer) -> None:
-        self.state = "taking over"
-        ownership, cursor = await self._takeover(producer, consumer).run()
-        self._step("relay.took_over")
+    async def _take_over(self, producer: AIOKafkaProducer) -> tuple[Ownership, Cursor]:
+        async with self._consumer(TAKEOVER_FETCH_MS) as consumer:
+            self.state = "taking over"
+            taken_over = await self._takeover(producer, consumer).run()
+            self._step("relay.took_over")
+            return taken_over
+
+    async def _tenure(self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor) -> None:
         log.info("shard %d: owner of term %d from seq %d", self._shard.keys.shard, ownership.term, cursor.seq)
         self.state = "relaying"
         self._trouble.over()
         self._pause_seconds = RETRY_SECONDS
-        tail = _Tail(consumer, self._partition, ownership.term, cursor.next_offset)
+        tail = _Tail(self._consumer, self._partition, ownership.term, cursor.next_offset)
         watching = asyncio.create_task(tail.watch())
         relaying = asyncio.create_task(self._relay(producer, ownership, cursor, tail))
         self._duty.is_relaying = True
@@ -156,7 +168,8 @@ class ShardRelay:
             for task in done:
                 task.result()
         finally:
-            self._duty.is_relaying = False
+            self._duty.is_relaying = self._duty.is_waiting = False
+            self._duty.decided.set()
             await end([watching, relaying])
 
     # -- relaying --------------------------------------------------------------------------------------------
@@ -174,9 +187,11 @@ class ShardRelay:
                 # All its events are journaled: the next takeover rebuilds it.
                 raise SteppedDown("the shard is incomplete")
             if not entries:
+                self._duty.is_waiting = True
                 await self._wait_for_more(cursor.seq)
                 outbox = await self._shard.read_outbox(ownership, cursor.seq)
                 continue
+            self._duty.is_waiting = False
             self._duty.decided.set()
             last = cursor.seq + sum(map(len, entries))
             for block in blocks_of(entries, self._block_events_max):
@@ -263,12 +278,14 @@ class ShardRelay:
             yield producer
 
     @asynccontextmanager
-    async def _consumer(self) -> AsyncIterator[AIOKafkaConsumer]:
+    async def _consumer(self, fetch_max_wait_ms: int) -> AsyncIterator[AIOKafkaConsumer]:
         consumer = AIOKafkaConsumer(
             bootstrap_servers=self._bootstrap,
             auto_offset_reset="none",
             enable_auto_commit=False,
             max_partition_fetch_bytes=RECORD_BYTES_MAX,
+            fetch_max_wait_ms=fetch_max_wait_ms,
+            consumer_timeout_ms=FETCHER_IDLE_MS,
         )
         consumer.assign([self._partition])
         async with started(consumer):
@@ -278,10 +295,8 @@ class ShardRelay:
 class _Tail:
     """Watches the owner's partition for a newer marker, whether or not there is anything to relay."""
 
-    def __init__(
-        self, consumer: AIOKafkaConsumer, partition: TopicPartition, term: int, next_offset: int
-    ) -> None:
-        self._consumer = consumer
+    def __init__(self, opened: OpenConsumer, partition: TopicPartition, term: int, next_offset: int) -> None:
+        self._opened = opened
         self._partition = partition
         self._term = term
         self._next_offset = next_offset
@@ -289,10 +304,13 @@ class _Tail:
 
     async def watch(self) -> None:
         """Reads until cancelled; raises SteppedDown at a marker of a newer term."""
-        self._consumer.seek(self._partition, self._next_offset)
-        self._consumer.resume(self._partition)  # a JournalReader has paused it
+        async with self._opened(TAIL_FETCH_MS) as consumer:
+            consumer.seek(self._partition, self._next_offset)
+            await self._read(consumer)
+
+    async def _read(self, consumer: AIOKafkaConsumer) -> None:
         while True:
-            fetched = await self._consumer.getmany(self._partition, timeout_ms=IDLE_WAIT_MS)
+            fetched = await consumer.getmany(self._partition, timeout_ms=TAIL_FETCH_MS)
             records = fetched.get(self._partition, [])
             for record in records:
                 headers = dict(record.headers)
