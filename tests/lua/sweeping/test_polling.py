@@ -12,7 +12,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.streams.deciding import sweeper as sweeper_module
-from grabstream.streams.deciding.sweeper import POLL_SECONDS_MAX, Due, Sweeper
+from grabstream.streams.deciding.sweeper import POLL_SECONDS_MAX, WATCHED_POLL_SECONDS_MAX, Due, Sweeper
 from tests.conftest import until
 from tests.lua.conftest import SEALER, take_over
 
@@ -53,6 +53,27 @@ async def test_an_idle_shard_costs_a_call_a_second(private_server: Any) -> None:
         await until(lambda: client.sent >= 3, 30, "three calls")
         # Each pause is a second, or longer on a busy machine.
         assert loop.time() - began > 1.9 * POLL_SECONDS_MAX
+    finally:
+        sweeping.cancel()
+        with suppress(asyncio.CancelledError):
+            await sweeping
+        await client.aclose()
+
+
+async def test_a_shard_whose_relay_waits_for_events_is_polled_more_rarely(private_server: Any) -> None:
+    """Until the relay does something else, and says so."""
+    client, keys, decided = CountingClient(port=private_server[1]), KeySpace("own", 1), asyncio.Event()
+    loop, is_watched = asyncio.get_running_loop(), True
+    sweeper = Sweeper(client, keys.shard(0), 1, 10**9, decided=decided, is_watched=lambda: is_watched)
+    sweeping = asyncio.create_task(sweeper.run())
+    try:
+        await until(lambda: client.sent, 10, "the first call")
+        began, client.sent = loop.time(), 0
+        await until(lambda: client.sent, 30, "the second call")
+        assert loop.time() - began > 0.9 * WATCHED_POLL_SECONDS_MAX
+        is_watched, client.sent = False, 0
+        decided.set()
+        await until(lambda: client.sent >= 3, WATCHED_POLL_SECONDS_MAX, "calls every second")
     finally:
         sweeping.cancel()
         with suppress(asyncio.CancelledError):
