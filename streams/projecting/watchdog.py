@@ -28,7 +28,7 @@ from grabstream.streams.topics import Topics
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 2.0
-#: How often the cursors are read although the journal has not grown and nobody lags.
+#: How often the cursors are read although the journal has not grown, and no projector lags or writes.
 CURSORS_SECONDS: Final = 10.0
 #: Longer than the group waits for a member that has ended.
 STALLED_SECONDS: Final = 15.0
@@ -93,7 +93,9 @@ async def _watch(
                 compared, compared_at = dict[int, int](), 0.0
                 while True:
                     ends = await reader.ends(range(shards))
-                    if lagging or ends != compared or time.monotonic() > compared_at + CURSORS_SECONDS:
+                    is_writing = any(projector.seconds_writing() for projector in projectors)
+                    is_old = time.monotonic() > compared_at + CURSORS_SECONDS
+                    if lagging or is_writing or ends != compared or is_old:
                         reason = await _find_stalled(
                             ends, published, connection, schema, projectors, lagging, assigned_at()
                         )
