@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import faust
 from faust.transport.drivers import aiokafka as faust_kafka
+from faust.utils.urls import urllist
 
 from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
@@ -98,9 +99,10 @@ def build_app(
     """The app with an agent for each projector, not connected yet. The projectors start with the app, after
     `ready` has returned.
     """
+    brokers = urllist([f"kafka://{server}" for server in kafka.split(",")])
     app = faust.App(
         group_of(prefix, [projector.name for projector in projectors]),
-        broker=[f"kafka://{server}" for server in kafka.split(",")],
+        broker=brokers,
         store="memory://",
         value_serializer="raw",
         key_serializer="raw",
@@ -117,7 +119,7 @@ def build_app(
         stream_wait_empty=False,
         datadir=tempfile.gettempdir(),
     )
-    app.transport = _Transport(app.conf.broker_consumer, app)
+    app.transport = _Transport(brokers, app)
     journal = app.topic(Topics(prefix).journal, key_serializer="raw", value_serializer="raw")
     for projector in projectors:
         app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
