@@ -17,6 +17,7 @@ from bench.stage import SEALER, envelope, grabs
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.server import raise_term
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.cluster import join_redis
@@ -49,7 +50,7 @@ async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
         keys = KeySpace(_even_prefix(count), SHARDS)
         for number in range(keys.shards):
             state = keys.shard(number).state
-            term, server_epoch, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
+            (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
             await run_script(client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards])
         gate = Gate(client, keys, SEALER, LIMITS)
         try:

@@ -21,6 +21,7 @@ from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.server import raise_term
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.commands.local.services import new_seal_key
@@ -57,7 +58,7 @@ async def taken_over_gate(
     keys = KeySpace(prefix, 8)
     for number in range(keys.shards):
         state = keys.shard(number).state
-        term, server_epoch, *_ = await run_script(client, "raise_term", [state], [0, "bench"])
+        (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
         await run_script(client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards])
     return Gate(client, keys, SEALER, limits, clock), client
 

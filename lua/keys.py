@@ -27,6 +27,7 @@ SHARD_FIELDS: Final = (
     "layout",  # the layout of keys and records; another release may write another layout
     "partial",  # present while the shard is incomplete, because it is being rebuilt
     "fault",  # the reason, in words, why the relay could not reconcile the shard
+    "plain",  # the reason, in words, why its owner runs plain scripts; absent where it uses functions
 )
 
 #: An offer's keys: state (hash) · users (hash: an envelope's parts by user, or counters of limits) · parts
@@ -209,3 +210,8 @@ class KeySpace(NamedTuple):
     def shard_of_offer(self, offer: str) -> int:
         """The shard that decides an offer."""
         return shard_of(campaign_of(offer), self.shards)
+
+
+def state_key_beside(key: str) -> str:
+    """The key of the shard hash, from any key of the shard."""
+    return f"{key[: key.index('}') + 1]}:shard"

@@ -32,12 +32,33 @@ class Script(NamedTuple):
     sha: str
 
 
+class Parts(NamedTuple):
+    """The text of a script without its includes, and the text of those includes, each inserted once."""
+
+    text: str
+    includes: str
+
+
 def assemble(name: str, folder: Path = SCRIPTS) -> str:
     """Returns the text of a script with its includes; raises BadScript with file and reason."""
-    text = script_path(name, folder).read_text()
-    _check_header(name, text)
+    text = _read(name, folder)
     pasted: list[str] = []
     return _include.sub(lambda match: _paste(match.group(1), folder, pasted, (name,)), text)
+
+
+def parts(name: str, folder: Path, pasted: list[str]) -> Parts:
+    """Returns a script apart from its includes, without those in `pasted`; adds them there. Raises BadScript
+    with file and reason.
+    """
+    text = _read(name, folder)
+    includes = [_paste(match.group(1), folder, pasted, (name,)) for match in _include.finditer(text)]
+    return Parts(_include.sub("", text), "".join(includes))
+
+
+def _read(name: str, folder: Path) -> str:
+    text = script_path(name, folder).read_text()
+    _check_header(name, text)
+    return text
 
 
 def script_path(name: str, folder: Path = SCRIPTS) -> Path:

@@ -1,10 +1,11 @@
-"""Reads from the server that has a key: its epoch, which changes when it restarts or is promoted
-(includes/shard.lua), and its time.
+"""Calls about the server that has a key: its epoch, which changes when it restarts or is promoted
+(includes/shard.lua), its time, and the first step of a takeover.
 """
 
 from typing import Any
 
 from grabstream.lua.gate.calls import run_script
+from grabstream.lua.library import provide
 
 
 async def server_epoch_of(redis: Any, key: str) -> str:
@@ -15,3 +16,13 @@ async def server_epoch_of(redis: Any, key: str) -> str:
 async def time_ms_of(redis: Any, key: str) -> int:
     """Returns the time of the server that has a key, ms since 1970 UTC; raises the client's errors."""
     return int(await run_script(redis, "time", [key], []))
+
+
+async def raise_term(redis: Any, state: str, floor: int, owner: str) -> tuple[list[bytes], str]:
+    """Loads the library where it is missing, and raises the term of the shard with this key above `floor`.
+
+    Returns the reply of the script, and why functions cannot be used, in words, or ''. Raises the client's
+    errors, among them the script's error NEWER.
+    """
+    plain = await provide(redis, state)
+    return await run_script(redis, "raise_term", [state], [floor, owner, plain]), plain

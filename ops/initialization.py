@@ -25,6 +25,7 @@ from grabstream.ops.connections.identity import (
     require_schema,
     unknown_cursors,
 )
+from grabstream.ops.connections.libraries import ServerLibraries, delete_others, load_everywhere
 from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import BadSettings, Settings
 from grabstream.projections.database.locks import waiting_at_most
@@ -52,17 +53,26 @@ _POLL_SECONDS: Final = 0.1
 
 
 class Made(NamedTuple):
-    """The topics that were created and the migrations that were applied."""
+    """The topics that were created, the migrations that were applied, and the function libraries of each
+    master (None: Redis cannot be reached).
+    """
 
     topics: list[str]
     migrations: list[str]
+    libraries: list[ServerLibraries] | None
 
 
-async def make_system(settings: Settings, replication: int | None = None, new_journal: bool = False) -> Made:
+async def make_system(
+    settings: Settings,
+    replication: int | None = None,
+    new_journal: bool = False,
+    drop_libraries: bool = False,
+) -> Made:
     """Makes what is missing of a system and records what belongs together; a second call does nothing.
 
     `new_journal` accepts the existing topic as the journal: a copy of the journal that the schema belonged
-    to. Raises BadSettings, and Held when another session holds a lock for longer than LOCK_SECONDS.
+    to. `drop_libraries` deletes the function libraries of other releases. Raises BadSettings, and Held when
+    another session holds a lock for longer than LOCK_SECONDS.
     """
     async with _books(settings) as connection:
         topic = await find_journal(settings)
@@ -74,8 +84,8 @@ async def make_system(settings: Settings, replication: int | None = None, new_jo
         identity = Identity(settings.prefix, topic.id, settings.shards)
         if known != identity:
             await write_identity(connection, settings.schema_, identity)
-    await _claim(settings, identity, new_journal)
-    return Made(created, applied)
+    libraries = await _claim(settings, identity, new_journal, drop_libraries)
+    return Made(created, applied, libraries)
 
 
 async def take_new_journal(settings: Settings, redis: Any) -> None:
@@ -174,14 +184,23 @@ async def _check_redis(settings: Settings, topic: Topic | None, new_journal: boo
         await redis.aclose()
 
 
-async def _claim(settings: Settings, identity: Identity, new_journal: bool) -> None:
+async def _claim(
+    settings: Settings, identity: Identity, new_journal: bool, drop_libraries: bool
+) -> list[ServerLibraries] | None:
+    """Records in Redis what belongs together, and loads the library on every master."""
     redis, write = open_redis(settings), replace_claim if new_journal else claim_prefix
     try:
         await write(redis, key_space(settings).system, settings, identity)
+        libraries = await load_everywhere(redis)
+        if drop_libraries:
+            await delete_others(redis, libraries)
+        return libraries
     except BaseException as error:
-        # With --new-journal the claim must be replaced here; a missing claim is written by the first worker.
-        if new_journal or not is_trouble(error):
+        # With --new-journal the claim must be replaced here; a missing claim is written by the first worker,
+        # a missing library is loaded by the first takeover.
+        if new_journal or drop_libraries or not is_trouble(error):
             raise
+        return None
     finally:
         await redis.aclose()
 

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from grabstream.lua import loader
 from grabstream.lua.gate import encoding
 from grabstream.lua.gate.staging import ScriptCall, discard, stage
-from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.keys import KeySpace, ShardKeys, state_key_beside
+from grabstream.lua.library import LibraryMissing, is_missing, library, why_unusable
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome
@@ -36,6 +38,13 @@ _ALWAYS_ADMITTED: Final = frozenset(
         "unredeem",
     }
 )
+#: Scripts that run before or at the first step of a takeover, so they run without the library too.
+_BEFORE_TAKEOVER: Final = frozenset({"lease", "pass_lease", "raise_term", "server_epoch", "time"})
+#: After this time a client tries again whether a shard has functions, after it ran plain scripts there.
+PLAIN_SECONDS: Final = 10.0
+LIBRARY_RETRY_MS: Final = 1_000
+#: Until when (time of the event loop, s) a client runs plain scripts, by the shard's key.
+_plain_until: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
 #: The code of a reply when the shard has another history than the call names (includes/decide.lua).
 _ANOTHER_HISTORY: Final = -1
 #: The beginning of a script's error when a write failed after another had succeeded: the shard is fenced
@@ -139,6 +148,8 @@ class Calls:
             )  # fmt: skip
         except OutOfMemoryError:
             raise CallRefused(Outcome.busy, "Redis memory is full", self.now() + BUSY_RETRY_MS) from None
+        except LibraryMissing as error:
+            raise CallRefused(Outcome.fenced, str(error), self.now() + LIBRARY_RETRY_MS) from None
         except ReadOnlyError:
             # The server is no longer the master: the client finds the new master, and the call is sent again.
             raise
@@ -196,6 +207,43 @@ def _parts_of(command: AnyCommand) -> int:
 
 
 async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
+    """Runs a script as a function of the library; where functions cannot be used, as a plain script. Both do
+    the same, so callers of one shard may use both at a time.
+
+    Raises LibraryMissing if the server does not have the library now, and the client's errors.
+    """
+    state = state_key_beside(keys[0])
+    if is_plain(redis, state):
+        return await _run_plain(redis, name, keys, arguments)
+    function = library().functions[name]
+    try:
+        return await redis.execute_command("FCALL", function, len(keys), *keys, *arguments)
+    except ResponseError as error:
+        if is_missing(error):
+            if name in _BEFORE_TAKEOVER:
+                return await _run_plain(redis, name, keys, arguments)
+            if not await redis.hexists(state, "plain"):
+                raise LibraryMissing(
+                    f"the server of the shard does not have the library {library().name}: the shard's next "
+                    "takeover loads it, or `grabstream init`"
+                ) from None
+        elif not why_unusable(error):
+            raise
+    _plain_until.setdefault(redis, {})[state] = _loop_seconds() + PLAIN_SECONDS
+    return await _run_plain(redis, name, keys, arguments)
+
+
+def is_plain(redis: Any, state: str) -> bool:
+    """Whether a client runs plain scripts now for the shard that has this key."""
+    until = _plain_until.get(redis)
+    return until is not None and until.get(state, 0.0) > _loop_seconds()
+
+
+def _loop_seconds() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _run_plain(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
     """Runs a script by its SHA-1; sends its text to a server that does not have it (new, restarted, failed
     over).
     """

@@ -3,8 +3,9 @@
 -- the same code sealed with the same key has the same name (lua/gate/sealing.py). Names are kept until the
 -- list is complete or the offer closes, because nothing can be loaded after that.
 
--- The number of characters is NAME_LENGTH of lua/gate/sealing.py.
-local KEY_AND_NAME = '^([^:]+):(' .. string.rep('[%w+/]', 12) .. ')'
+-- The name has NAME_LENGTH characters (lua/gate/sealing.py).
+local KEY_AND_NAME =
+  '^([^:]+):([%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/][%w+/])'
 
 -- Adds a chunk of sealed codes to a list. `list` is the loading state before this chunk (or nil), `loaded`
 -- the loading state with it. Releases before 0.2 sealed codes with random nonces: those codes have names too,

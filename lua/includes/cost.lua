@@ -32,23 +32,22 @@ local COST = {
   part_byte = 0.0015, -- the parts of an envelope
 }
 
-local spend, is_spent, bytes_of
-do
-  local cost = 0
+-- What this call has cost so far.
+--- @each_call
+local cost = 0
 
-  function spend(microseconds)
-    cost = cost + microseconds
-  end
+local function spend(microseconds)
+  cost = cost + microseconds
+end
 
-  -- Whether the call may do no further work. `estimate` is the cost, if known, of work that is planned.
-  function is_spent(estimate)
-    return cost + (estimate or 0) >= COST.call_max
-  end
+-- Whether the call may do no further work. `estimate` is the cost, if known, of work that is planned.
+local function is_spent(estimate)
+  return cost + (estimate or 0) >= COST.call_max
+end
 
-  -- The number of bytes in a list of texts.
-  function bytes_of(texts)
-    local bytes = 0
-    for i = 1, #texts do bytes = bytes + #texts[i] end
-    return bytes
-  end
+-- The number of bytes in a list of texts.
+local function bytes_of(texts)
+  local bytes = 0
+  for i = 1, #texts do bytes = bytes + #texts[i] end
+  return bytes
 end

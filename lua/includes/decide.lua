@@ -33,6 +33,7 @@ local WRITE_VALUES_MAX = 4000
 
 -- A call first notes its writes; `commit` carries them out at the end. After the first write a script reads
 -- and computes nothing more. So a call either fails before it changes anything, or succeeds.
+--- @each_call
 local writes = {}
 
 local function write(...)

@@ -68,10 +68,10 @@ end
 
 -- Grants a run of plain grabs: of one envelope, with no id or user twice. Stops before the first grab that it
 -- cannot grant. Returns the index of that grab and, for the reply, {first seq, first place, first left, time,
--- amounts}. Each grant costs `cost`.
+-- amounts}. Each grant costs `grab_cost`.
 -- It does what `grant_part` does, for all grabs at once. It joins the text of each counting number from its
 -- hundreds and its last two digits, since formatting a number costs more than deciding a grab.
-local function grant_run(call, offer, ids, users, campaign, cost)
+local function grant_run(call, offer, ids, users, campaign, grab_cost)
   local kept = {}
   if redis.call('HGET', campaign.state_key, 'large') then
     -- The campaign has large answers, so this only tests whether there is one under each id.
@@ -131,7 +131,7 @@ local function grant_run(call, offer, ids, users, campaign, cost)
     made_users[2 * i - 1], made_users[2 * i] = user, pack(PART, place, amount, seq)
     amounts[i] = amount
   end
-  spend(cost * granted)
+  spend(grab_cost * granted)
   if granted > 0 then
     call.seq, offer.changed = seq, true
     offer.offer_seq, offer.places, offer.units_left, offer.amount_left = offer_seq, place, left, amount_left

@@ -13,9 +13,11 @@ local function layout_of(named, seq)
 end
 
 -- A server's epoch is its run id and its replication id: the run id changes at a restart, the replication id
--- at every promotion.
+-- at every promotion. A library, and so `run_id`, ends with its server's process; the replication id may
+-- change before, so it is read in each call.
+local run_id
 local function server_epoch()
-  local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+  run_id = run_id or string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
   local replication_id = string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)')
   return run_id .. replication_id
 end

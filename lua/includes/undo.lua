@@ -1,5 +1,6 @@
 -- Undoes what a script has decided but not written: the grabs of a basket are all granted or all refused.
 
+--- @each_call
 local undo_log
 
 -- Sets a field of a table. While a basket is decided, the old value is logged, so that `undo` can restore it.

@@ -3,7 +3,8 @@
 -- (docs/protocol.md, step 1).
 --
 -- KEYS[1] shard hash
--- ARGV[1] term that must be exceeded · ARGV[2] owner id
+-- ARGV[1] term that must be exceeded · ARGV[2] owner id ·
+--   ARGV[3] why the owner runs plain scripts in place of functions; '' or absent if it uses functions
 -- Returns {term, server epoch, server epoch in which the shard was last reconciled or '', seq, form of its
 --         state: complete, partial (a rebuild was interrupted) or outdated (an older key layout)}; or the
 --         error NEWER when a newer program has written the shard.
@@ -19,4 +20,9 @@ local term = string.format('%.0f', math.max(tonumber(held[1] or 0), tonumber(ARG
 local form = held[5] and 'partial' or (layout < LAYOUT and 'outdated' or 'complete')
 local epoch = server_epoch()
 redis.call('HSET', KEYS[1], 'term', term, 'owner', ARGV[2])
+if (ARGV[3] or '') ~= '' then
+  redis.call('HSET', KEYS[1], 'plain', ARGV[3])
+else
+  redis.call('HDEL', KEYS[1], 'plain')
+end
 return {term, epoch, held[2] or '', held[4] or '0', form}

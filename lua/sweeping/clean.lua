@@ -37,14 +37,14 @@ end
 
 -- Records are read whole, and their length is not known before. So the number read at once doubles while the
 -- records are short.
-local over, seen, count = {}, 0, 1
+local over, seen, at_once = {}, 0, 1
 repeat
-  local scanned = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', count)
-  cursor, count = scanned[1], 2 * count
+  local scanned = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', at_once)
+  cursor, at_once = scanned[1], 2 * at_once
   for i = 1, #scanned[2], 2 do
     local record = scanned[2][i + 1]
     spend(COST.scanned + COST.line_byte * #record)
-    if #record > BOUNDS.large_answer_bytes then count = 1 end
+    if #record > BOUNDS.large_answer_bytes then at_once = 1 end
     if is_over(record) then over[#over + 1] = scanned[2][i] end
   end
   seen = seen + #scanned[2] / 2

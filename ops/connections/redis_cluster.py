@@ -195,6 +195,11 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             raise ConnectionError(f"no server has slot {slot}")
         return self._servers[name]
 
+    async def client_of(self, key: str) -> Redis:
+        """The client of the server that has a key, for commands without a key."""
+        await self.execute_command("EXISTS", key)  # follows a redirection
+        return self.server_of(slot_of(key)).client
+
     def masters(self) -> list[Server]:
         """The masters."""
         return [self._servers[name] for name in self._slots.masters] if self._slots else []

@@ -25,6 +25,7 @@ from redis.exceptions import ResponseError
 
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.server import raise_term
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.events import decode_event
 from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, marker_headers, parse_block
@@ -257,8 +258,8 @@ class Restore:
         """Takes the shard from any relay that may still run, by a term above every known one."""
         owner = OWNER + secrets.token_hex(8)
         floor = max(cursor.term for _, cursor in [*plan.cursors, ("", plan.restored)])
-        term, server_epoch, *_ = await run_script(
-            self._redis, "raise_term", [self._keys.shard(plan.shard).state], [floor, owner]
+        (term, server_epoch, *_), _ = await raise_term(
+            self._redis, self._keys.shard(plan.shard).state, floor, owner
         )
         return owner, int(term), server_epoch.decode()
 

@@ -9,6 +9,7 @@ from redis.exceptions import ResponseError
 
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import ShardKeys
+from grabstream.lua.server import raise_term
 from grabstream.models.journal import Cursor
 
 READ_ENTRIES_MAX: Final = 16
@@ -78,12 +79,16 @@ class OwnedShard:
     def __init__(self, redis: Any, keys: ShardKeys) -> None:
         self.redis = redis
         self.keys = keys
+        #: Why the owner runs plain scripts, in words; '' if it uses functions.
+        self.plain = ""
 
     async def raise_term(self, floor: int) -> Raised:
-        """The first step of a takeover: a term above `floor`; raises NewerProgram."""
+        """The first step of a takeover: a term above `floor`; raises NewerProgram. The server has the library
+        then, unless the shard says why functions cannot be used.
+        """
         owner = secrets.token_hex(8)
         try:
-            reply = await run_script(self.redis, "raise_term", [self.keys.state], [floor, owner])
+            reply, self.plain = await raise_term(self.redis, self.keys.state, floor, owner)
         except ResponseError as error:
             if str(error).startswith("NEWER"):
                 raise NewerProgram(str(error).removeprefix("NEWER ")) from None

@@ -18,6 +18,7 @@ from aiokafka.errors import KafkaError
 from grabstream.lua.ending import end
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import ShardKeys
+from grabstream.lua.library import provide
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import Cursor, block_headers, chain
@@ -47,6 +48,8 @@ RETRY_SECONDS: Final = 0.2
 #: A server that answers again is noticed within this time.
 RETRY_SECONDS_MAX: Final = 1.0
 FENCED_RETRY_SECONDS: Final = 10.0
+#: How often the owner of a shard that runs plain scripts tries whether the library can be loaded now.
+LIBRARY_RETRY_SECONDS: Final = 60.0
 
 #: Called with the name of each step; crash tests end the process there.
 Step = Callable[[str], None]
@@ -162,15 +165,28 @@ class ShardRelay:
         tail = _Tail(self._consumer, self._partition, ownership.term, cursor.next_offset)
         watching = asyncio.create_task(tail.watch())
         relaying = asyncio.create_task(self._relay(producer, ownership, cursor, tail))
+        tasks = {watching, relaying}
+        if self._shard.plain:
+            tasks.add(asyncio.create_task(self._functions_again()))
         self._duty.is_relaying = True
         try:
-            done, _ = await asyncio.wait({watching, relaying}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             self._duty.is_relaying = self._duty.is_waiting = False
             self._duty.decided.set()
-            await end([watching, relaying])
+            await end(tasks)
+
+    async def _functions_again(self) -> None:
+        """Tries from time to time to load the library; raises SteppedDown when it is loaded, because a
+        takeover changes what the shard says. Deciding continues meanwhile.
+        """
+        log.warning("shard %d: runs plain scripts: %s", self._shard.keys.shard, self._shard.plain)
+        while True:
+            await asyncio.sleep(LIBRARY_RETRY_SECONDS)
+            if not await provide(self._shard.redis, self._shard.keys.state):
+                raise SteppedDown("functions can be used now")
 
     # -- relaying --------------------------------------------------------------------------------------------
 

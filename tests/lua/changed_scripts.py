@@ -9,6 +9,7 @@ import pytest
 
 from grabstream.lua import loader
 from grabstream.models.bounds import EVENT_LINE_BYTES_MAX
+from tests.support.plain_scripts import use_plain_scripts
 
 _BEFORE = "local function append_events(call)\n"
 _RAISE = (
@@ -72,3 +73,4 @@ def _replace(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]) -> N
         return loader.Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     monkeypatch.setattr(loader, "load", load)
+    use_plain_scripts(monkeypatch)

@@ -17,6 +17,8 @@ from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.library import library, load
+from grabstream.lua.server import raise_term
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.services import free_ports
@@ -45,7 +47,7 @@ async def take_over(client: Any, keys: KeySpace) -> None:
     """Takes over every shard as a relay does, without Kafka, so that the shards decide."""
     for number in range(keys.shards):
         state = keys.shard(number).state
-        term, server_epoch, *_ = await run_script(client, "raise_term", [state], [0, "test"])
+        (term, server_epoch, *_), _ = await raise_term(client, state, 0, "test")
         await run_script(client, "reconcile", [state], [term, "test", server_epoch, "0", keys.shards])
 
 
@@ -60,6 +62,7 @@ async def client(request: pytest.FixtureRequest, servers: Settings) -> AsyncIter
     """A client of a single Redis, then of a Redis Cluster of three nodes."""
     if request.param == "server":
         client = redis.asyncio.Redis.from_url(servers.redis_url)
+        assert not await load(client)
     else:
         port = request.getfixturevalue("cluster_port")
         client = RedisCluster(host="127.0.0.1", port=port)
@@ -162,6 +165,8 @@ def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             lambda: all(b"cluster_state:ok" in _ask(port, "CLUSTER", "INFO") for port in ports),
             what="cluster_state:ok on every node",
         )
+        for port in ports:
+            redis.Redis(port=port).function_load(library().text)
         yield ports[0]
     finally:
         for node in nodes:

@@ -89,6 +89,8 @@ class InterruptingClient:
         return getattr(self._client, name)
 
     async def execute_command(self, *arguments: Any, **options: Any) -> Any:
+        if arguments[0] == "FCALL":  # only the text of a plain script can be wrapped
+            raise ResponseError("unknown command 'FCALL', with args beginning with: ")
         if arguments[0] != "EVALSHA":
             return await self._client.execute_command(*arguments, **options)
         script, rest = interrupting(_name_of(arguments[1])), arguments[2:]

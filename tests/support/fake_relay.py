@@ -13,6 +13,7 @@ from grabstream.lua import loader
 from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.library import library
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Redeem, Return
 from grabstream.models.offers import CouponTerms
 from tests.lua.conftest import SEALER, event_lines, opening
@@ -94,7 +95,8 @@ class InterruptedClient:
         self, client: Any, script: str, then: Callable[[], Awaitable[None]], loses_reply: bool = False
     ) -> None:
         self._client = client
-        self._script = loader.load(script)
+        script_text = loader.load(script)
+        self._names = (script_text.sha, script_text.text, library().functions[script])
         self._then: Callable[[], Awaitable[None]] | None = then
         self._loses_reply = loses_reply
 
@@ -103,7 +105,7 @@ class InterruptedClient:
 
     async def execute_command(self, *words: Any) -> Any:
         reply = await self._client.execute_command(*words)
-        if words[1] in (self._script.sha, self._script.text) and self._then is not None:
+        if words[1] in self._names and self._then is not None:
             then, self._then = self._then, None
             await then()
             if self._loses_reply:

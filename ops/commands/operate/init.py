@@ -4,6 +4,8 @@ import asyncio
 
 import click
 
+from grabstream.lua.library import library
+from grabstream.ops.connections.libraries import ServerLibraries
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
 from grabstream.ops.initialization import make_system
 from grabstream.ops.settings import load_settings
@@ -20,21 +22,57 @@ from grabstream.ops.settings import load_settings
     is_flag=True,
     help="Accept the existing topic as the journal: a copy, with the same offsets, of the schema's journal.",
 )
+@click.option(
+    "--drop-libraries",
+    is_flag=True,
+    help="Delete the function libraries of other releases in Redis: only when no process of them runs.",
+)
 @json_option
-def init(replication: int | None, new_journal: bool, as_json: bool) -> None:
-    """Create the topics and tables that are missing; a second call does nothing. The number of shards cannot
-    be changed later.
+def init(replication: int | None, new_journal: bool, drop_libraries: bool, as_json: bool) -> None:
+    """Create the topics and tables that are missing, and load the function library into Redis; a second call
+    does nothing. The number of shards cannot be changed later.
 
     Prefix, journal, schema and number of shards belong together from then on: every process refuses other
     combinations. Exit code 2: one of them belongs to another system; nothing was created.
     """
     settings = load_settings()
-    made = asyncio.run(make_system(settings, replication or settings.replication, new_journal))
+    made = asyncio.run(
+        make_system(settings, replication or settings.replication, new_journal, drop_libraries)
+    )
     if as_json:
-        print_json({"topics_created": made.topics, "migrations_applied": made.migrations})
+        servers = None if made.libraries is None else [server._asdict() for server in made.libraries]
+        print_json(
+            {
+                "topics_created": made.topics,
+                "migrations_applied": made.migrations,
+                "library": library().name,
+                "libraries": servers,
+            }
+        )
         return
     console.print(f"Topics created: {', '.join(made.topics) or 'none, all exist'}.")
     console.print(
         f"Migrations applied in schema {settings.schema_}: "
         f"{', '.join(made.migrations) or 'none, all were applied before'}."
     )
+    if made.libraries is None:
+        console.print("Redis cannot be reached: the first worker loads the function library.")
+    for server in made.libraries or ():
+        console.print(f"{_of(server)}: {_in_words(server, drop_libraries)}.")
+
+
+def _of(server: ServerLibraries) -> str:
+    return f"Redis {server.server}" if server.server else "Redis"
+
+
+def _in_words(server: ServerLibraries, dropped: bool) -> str:
+    words = (
+        f"scripts run as plain scripts, because {server.plain}"
+        if server.plain
+        else f"the function library {library().name} is loaded"
+    )
+    if not server.others:
+        return words
+    others = f"libraries of other releases: {', '.join(server.others)}"
+    hint = "dropped" if dropped else "`grabstream init --drop-libraries` drops them when none of them runs"
+    return f"{words}; {others} ({hint})"

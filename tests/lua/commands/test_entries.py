@@ -17,6 +17,7 @@ from grabstream.streams.relaying.blocks import ENTRY_BYTES_MAX, blocks_of
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.conftest import NOW, grabs, opening
 from tests.lua.costs.longest_texts import ATTRIBUTES, codes, loads
+from tests.support.plain_scripts import use_plain_scripts
 
 ENTRY_LINES = 3
 
@@ -72,6 +73,7 @@ async def test_an_entry_does_not_divide_a_decision(
     outbox = keys.shard(keys.shard_of_offer("o")).outbox
     await client.xtrim(outbox, maxlen=0)
     monkeypatch.setattr("grabstream.lua.loader.load", _with_short_entries)
+    use_plain_scripts(monkeypatch)
     answers = await gate.decide(commands, "decided")
     assert all(answer.positive for answer in answers)
     entries = await client.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, outbox)

@@ -66,6 +66,7 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.relaying.blocks import BLOCK_BYTES_MAX, blocks_of
 from tests.lua.conftest import NOW
 from tests.lua.histories.scene import HOUR, Scene, coupon, stock
+from tests.support.plain_scripts import use_plain_scripts
 
 #: Number of partial payments of one grab: the event of its return has them all.
 PAYMENTS = 100
@@ -385,6 +386,7 @@ async def test_a_basket_is_bounded_and_an_earlier_larger_basket_keeps_its_answer
     with monkeypatch.context() as patch:
         patch.setattr("grabstream.models.rules.grabbing.BASKET_GRABS_MAX", BASKET_GRABS_KNOWN_MAX)
         patch.setattr("grabstream.lua.loader.load", lambda name: _with_larger_baskets(name))
+        use_plain_scripts(patch)
         assert {
             answer.outcome for answer in await scene.decide_both(basket("y", BASKET_GRABS_KNOWN_MAX))
         } == {"granted"}

@@ -43,6 +43,7 @@ from tests.lua.histories.scene import (
     left_by_limit,
     stock,
 )
+from tests.support.plain_scripts import use_plain_scripts
 
 # -- total, per user, per user and day -----------------------------------------------------------------------
 
@@ -532,14 +533,18 @@ async def test_the_script_s_text_is_sent_only_if_the_server_does_not_have_it(pri
             ]
             assert {answer.outcome for answer in await gate.decide(grabs, "decided")} == {"granted"}
         stats = await client.info("commandstats")
-        return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval")}
+        names = ("fcall", "evalsha", "eval")
+        return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in names}
 
-    # Eighty grabs with two limits each are one call. The script's text is sent only if the server does not
-    # have it.
-    assert await calls(0, 5) == {"evalsha": 5, "eval": 1}
-    assert await calls(5, 5) == {"evalsha": 5, "eval": 0}
-    await client.script_flush()
-    assert await calls(10, 5) == {"evalsha": 5, "eval": 1}
+    # Eighty grabs with two limits each are one call. Where functions cannot be used, the script's text is
+    # sent only if the server does not have it.
+    assert await calls(0, 5) == {"fcall": 5, "evalsha": 0, "eval": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        use_plain_scripts(patch)
+        assert await calls(5, 5) == {"fcall": 0, "evalsha": 5, "eval": 1}
+        assert await calls(10, 5) == {"fcall": 0, "evalsha": 5, "eval": 0}
+        await client.script_flush()
+        assert await calls(15, 5) == {"fcall": 0, "evalsha": 5, "eval": 1}
     await gate.close()
 
 

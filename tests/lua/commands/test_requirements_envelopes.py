@@ -200,7 +200,7 @@ async def test_one_script_call_checks_takes_and_records_many_grabs(private_redis
         await client.config_resetstat()
         answers = await gate.decide(grabs, "decided")
         stats = await client.info("commandstats")
-        assert (stats["cmdstat_evalsha"]["calls"], "cmdstat_eval" in stats) == (1, False)
+        assert (stats["cmdstat_fcall"]["calls"], "cmdstat_eval" in stats) == (1, False)
         assert outcomes(answers) == expected
         assert sum(answer.repeated for answer in answers) == repeated
     lines = await event_lines(client, keys, 0)

@@ -27,6 +27,7 @@ from grabstream.streams.deciding import sweeper
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying import ownership
 from tests.lua.conftest import NOW, SEALER, take_over
+from tests.support.plain_scripts import use_plain_scripts
 
 #: The greatest cost of a call, in µs of the Redis thread (lua/includes/cost.lua), and of the command that may
 #: exceed it at the end of the call.
@@ -67,6 +68,7 @@ def scripts(call_max: int | None = None, counted: bool = False) -> Iterator[None
     """Within it, scripts have another bound of cost (1: one command per call), or store their cost."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "load", lambda name: changed(name, call_max, counted))
+        use_plain_scripts(patch)
         yield
 
 

@@ -25,6 +25,7 @@ from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, codes, loads
 from tests.lua.costs.measured_shard import CALL_COST_MAX, COMMAND_COST_MAX, Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.scene import Scene
+from tests.support.plain_scripts import use_plain_scripts
 
 
 def coupons(total: int, **more: Any) -> Terms:
@@ -256,6 +257,7 @@ async def test_codes_that_a_basket_gets_at_once_are_bounded(
     with monkeypatch.context() as patch:
         patch.setattr("grabstream.models.rules.grabbing.CODES_PER_GRAB_MAX", 1_000)
         patch.setattr("grabstream.lua.loader.load", _with_more_codes)
+        use_plain_scripts(patch)
         assert await decide_basket("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
     assert await decide_basket("e", ("c:now", 60), ("c:now", 40), ("c:now", 1)) == 3 * [("granted", None)]
 

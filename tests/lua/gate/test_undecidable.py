@@ -261,7 +261,7 @@ async def test_a_command_that_breaks_its_shard_each_time_ends_as_unknown(
 async def test_a_missing_permission_is_busy_and_not_undecidable(relay: FakeRelay) -> None:
     """A missing permission affects every command: the answer is `busy`, no command is undecidable."""
     client = relay.client
-    await client.execute_command("ACL", "SETUSER", "default", "-evalsha", "-eval")
+    await client.execute_command("ACL", "SETUSER", "default", "-evalsha", "-eval", "-fcall")
     gate = gate_over(relay)
     [answer] = await gate.decide(grabs(1), "decided")
     assert answer.outcome == "busy"
