@@ -26,6 +26,8 @@ from grabstream.lua.loader import SCRIPTS, BadScript, parts, script_names
 
 #: The names of the libraries of all releases begin so.
 PREFIX: Final = "grabstream_"
+#: What `missing_or_unusable` returns when a takeover would load the library.
+MISSING: Final = "missing"
 _DIGEST_CHARACTERS: Final = 16
 _flags = re.compile(r"^#!lua(?: flags=([a-z,-]+))?$")
 _mark = re.compile(r"^--- @each_call$", re.MULTILINE)
@@ -112,31 +114,42 @@ def why_unusable(error: ResponseError) -> str:
     return ""
 
 
+async def missing_or_unusable(redis: Any, key: str) -> str:
+    """Returns '' if the server that has a key has the library; MISSING; or why functions cannot be used, in
+    words. Raises the client's errors.
+    """
+    try:
+        await redis.execute_command("FCALL", library().functions["time"], 1, key)
+    except ResponseError as error:
+        if is_missing(error):
+            return MISSING
+        if reason := why_unusable(error):
+            return reason
+        raise
+    return ""
+
+
 async def provide(redis: Any, key: str) -> str:
     """Loads the library on the server that has a key, unless it is there. Returns '' or, when functions
     cannot be used there now, the reason in words.
 
-    Raises the client's errors. Called by `init` and by who takes a shard over, by nobody else.
+    Raises the client's errors. Called by whoever takes a shard over, and by nobody else.
     """
-    try:
-        await redis.execute_command("FCALL", library().functions["time"], 1, key)
-        return ""
-    except ResponseError as error:
-        if reason := why_unusable(error):
-            return reason
-        if not is_missing(error):
-            raise
+    reason = await missing_or_unusable(redis, key)
+    if reason != MISSING:
+        return reason
     # A cluster has no server for a command without a key.
-    server = await redis.client_of(key) if hasattr(redis, "client_of") else redis
-    return await load(server)
+    return await load(await redis.client_of(key) if hasattr(redis, "client_of") else redis)
 
 
 async def load(server: Any) -> str:
-    """Loads the library on one server; the same as `provide` otherwise."""
+    """Loads the library on one server. Returns '', also when the server has it; or why functions cannot be
+    used, in words. Raises the client's errors.
+    """
     try:
         await server.execute_command("FUNCTION", "LOAD", library().text)
     except OutOfMemoryError:
-        return "the memory of Redis is full"
+        return "the memory of Redis is full, so the function library cannot be loaded"
     except ResponseError as error:
         if reason := why_unusable(error):
             return reason

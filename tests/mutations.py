@@ -61,6 +61,11 @@ def _in(file: str, *tests: str) -> tuple[str, ...]:
 SCRIPTS: Final = "tests/lua/ownership/test_scripts.py"
 JOURNAL: Final = "tests/models/test_journal.py"
 RECOVERY: Final = "tests/streams/relaying/test_recovery.py"
+LIBRARY: Final = "tests/lua/test_library.py"
+_SURVIVES: Final = _in(LIBRARY, "test_a_call_leaves_nothing_to_the_next_one")
+_PLAIN: Final = _in(
+    LIBRARY, "test_the_owner_says_that_it_may_not_load_the_library[forbidden0-'function|load']"
+)
 _STRANGER: Final = _in(SCRIPTS, "test_owner_scripts_refuse_another_term_owner_or_server_epoch[server]")
 _APPLIED: Final = _in(
     SCRIPTS, "test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last_event[server]"
@@ -132,6 +137,63 @@ MUTATIONS: Final = (
         "false or",
         _in(SCRIPTS, "test_a_full_outbox_is_busy_until_it_is_trimmed[server]"),
         always=True,
+    ),
+    Mutation(
+        "writes end with their call",
+        "lua/includes/decide.lua",
+        "--- @each_call\nlocal writes",
+        "local writes",
+        _SURVIVES,
+    ),
+    Mutation(
+        "cost ends with its call",
+        "lua/includes/cost.lua",
+        "--- @each_call\nlocal cost",
+        "local cost",
+        _SURVIVES,
+    ),
+    Mutation(
+        "what is undone ends with its call",
+        "lua/includes/undo.lua",
+        "--- @each_call\nlocal undo_log",
+        "local undo_log",
+        _SURVIVES,
+    ),
+    Mutation(
+        "a gate without the function library is fenced",
+        "lua/gate/calls.py",
+        'if not await redis.hexists(state, "plain"):',
+        "if False:",
+        _in(LIBRARY, "test_a_gate_without_the_library_is_fenced_until_a_takeover_loads_it"),
+        always=True,
+    ),
+    Mutation(
+        "a takeover loads the function library",
+        "lua/server.py",
+        "plain = await provide(redis, state)",
+        'plain = ""',
+        _in(LIBRARY, "test_a_gate_without_the_library_is_fenced_until_a_takeover_loads_it"),
+    ),
+    Mutation(
+        "a wipe keeps why there are no functions",
+        "lua/ownership/wipe.lua",
+        "if plain then",
+        "if false then",
+        _PLAIN,
+    ),
+    Mutation(
+        "an owner with functions says so",
+        "lua/ownership/raise_term.lua",
+        "  redis.call('HDEL', KEYS[1], 'plain')\n",
+        "",
+        _PLAIN,
+    ),
+    Mutation(
+        "the function library has the release in its name",
+        "lua/library.py",
+        "_{digest}",
+        "",
+        _in(LIBRARY, "test_two_releases_decide_the_same_shard_with_their_libraries"),
     ),
     Mutation(
         "staged parts are whole",

@@ -49,7 +49,7 @@ async def _names(client: Any) -> list[str]:
         if why_unusable(error):
             return []
         raise
-    return sorted(_text(_field(entry, "library_name")) for entry in listed)
+    return sorted(_text(field_of(entry, "library_name")) for entry in listed)
 
 
 async def _delete(client: Any, name: str) -> None:
@@ -60,7 +60,7 @@ async def _delete(client: Any, name: str) -> None:
             raise
 
 
-def _field(entry: Any, name: str) -> Any:
+def field_of(entry: Any, name: str) -> Any:
     """A field of an entry of FUNCTION LIST, which is a map, or a list of names and values."""
     if not isinstance(entry, dict):
         entry = dict(zip(entry[::2], entry[1::2], strict=True))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
+from grabstream.lua.library import MISSING, library, missing_or_unusable
 from grabstream.lua.server import server_epoch_of
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import quoted
@@ -32,7 +33,8 @@ _event_at = re.compile(rb'"at":(\d+)').search
 
 class ShardReadings(NamedTuple):
     """A shard as Redis has it, and the epoch of the server it is on. `relay` is the worker that holds the
-    lease. Times are ms since 1970 UTC; None where the shard has no such event, hold or offer.
+    lease, `library` what `missing_or_unusable` returns. Times are ms since 1970 UTC; None where the shard has
+    no such event, hold or offer.
     """
 
     number: int
@@ -42,6 +44,7 @@ class ShardReadings(NamedTuple):
     oldest_unjournaled_at: int | None
     oldest_due_at: int | None
     oldest_hold_at: int | None
+    library: str = ""
 
     @property
     def waiting(self) -> int:
@@ -161,6 +164,7 @@ async def _read_shard(redis: Any, keys: ShardKeys) -> ShardReadings:
         oldest_unjournaled_at,
         first_due,
         first_hold,
+        await missing_or_unusable(redis, keys.state),
     )
 
 
@@ -348,6 +352,41 @@ def _wrong_layout(shard: ShardReadings, settings: Settings) -> tuple[str, str, i
         "upgrade this program",
         None,
     )
+
+
+def without_functions(readings: CoreReadings, settings: Settings) -> list[Finding]:
+    """Shards whose server does not have the function library of this release."""
+    findings = []
+    missing = [
+        shard.number
+        for shard in readings.shards
+        if shard.library == MISSING and not shard.fields["plain"] and shard.relay is not None
+    ]
+    if missing:
+        findings.append(
+            Finding(
+                "stuck",
+                f"{of_shards(missing)}: Redis does not have the function library {library().name} of this "
+                "release",
+                "commands that this release sends there are answered fenced",
+                "grabstream init   # a relay of this release loads it too, when it takes the shard over",
+            )
+        )
+    reasons: dict[str, list[int]] = {}
+    for shard in readings.shards:
+        if shard.fields["plain"] and shard.library:
+            reasons.setdefault(shard.fields["plain"], []).append(shard.number)
+    findings += [
+        Finding(
+            "risk",
+            f"{of_shards(numbers)}: run plain scripts in place of functions: {quoted(reason)}",
+            "every call costs more time of the Redis thread",
+            "allow the users of workers and gateways `+fcall +function|load`, or give Redis more memory; the "
+            "relays try again every minute",
+        )
+        for reason, numbers in reasons.items()
+    ]
+    return findings
 
 
 def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:

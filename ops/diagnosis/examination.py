@@ -179,6 +179,7 @@ CHECKS: Final = (
     Check("disks have room", (), _disks),
     Check("servers of the Redis Cluster answer", ("redis",), _core(core.silent)),
     Check("shards decide", ("redis",), _core(core.fenced)),
+    Check("Redis has the functions", ("redis",), _core(core.without_functions)),
     Check("shards are relayed", ("redis",), _core(core.not_relayed)),
     Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
     Check("holds and offers end in time", ("redis",), _core(core.not_swept)),

@@ -8,6 +8,7 @@ would make every call slower.
 
 from typing import Any, Final, NamedTuple
 
+from grabstream.lua.library import library
 from grabstream.lua.loader import load, script_names
 from grabstream.lua.trouble import suppressed_trouble
 from grabstream.ops.connections.redis_servers import masters, within
@@ -45,9 +46,11 @@ async def script_calls(redis: Any) -> list[ScriptCalls]:
     for server, client in await masters(redis):
         histograms: dict[bytes, Any] = {}
         with suppressed_trouble():
-            histograms = await within(client.execute_command("LATENCY", "HISTOGRAM", "evalsha"))
-        if evalsha := histograms.get(b"evalsha"):
-            calls.append(ScriptCalls(server, evalsha[b"calls"], max(evalsha[b"histogram_usec"]) / 1_000))
+            histograms = await within(client.execute_command("LATENCY", "HISTOGRAM", "fcall", "evalsha"))
+        if histograms:
+            longest = max(max(of_command[b"histogram_usec"]) for of_command in histograms.values())
+            count = sum(of_command[b"calls"] for of_command in histograms.values())
+            calls.append(ScriptCalls(server, count, longest / 1_000))
     return calls
 
 
@@ -56,7 +59,8 @@ async def slow_scripts(redis: Any, prefix: str) -> list[SlowScript]:
     answer or do not let this user ask.
     """
     names = {load(name).sha.encode(): name for name in script_names()}
-    # In an entry the first key of a script follows soon after the script's SHA-1.
+    names |= {function.encode(): name for name, function in library().functions.items()}
+    # In an entry the first key of a script follows soon after the name of its function, or its SHA-1.
     first_key = f" {prefix}:{{{prefix}-s".encode()
     scripts: dict[tuple[str, str], SlowScript] = {}
     for server, client in await masters(redis):
@@ -65,7 +69,7 @@ async def slow_scripts(redis: Any, prefix: str) -> list[SlowScript]:
             entries = await within(client.slowlog_get(ENTRIES_MAX))
         for entry in entries:
             words = bytes(entry["command"])
-            name = names.get(words.split(b" ", 2)[1]) if words.startswith(b"EVALSHA ") else None
+            name = names.get(words.split(b" ", 2)[1]) if words.startswith((b"FCALL ", b"EVALSHA ")) else None
             if name is None or first_key not in words[:400]:
                 continue
             so_far = scripts.get((server, name), SlowScript(server, name, 0, 0.0, 0))

@@ -320,6 +320,9 @@ class Server:
         """Carries a command out; returns its reply (or error) and what `look` reads before and after it."""
         script = None
         command = list(args)
+        if args[0] in ("FCALL", "FUNCTION"):
+            # Servers here have no functions, so plain scripts run, whose texts this world changes.
+            return ResponseError(f"unknown command '{args[0]}', with args beginning with: "), None, None
         if args[0] in ("EVALSHA", "EVAL"):
             if args[0] == "EVAL":
                 script = self.store.by_text[args[1]]

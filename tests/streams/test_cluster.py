@@ -15,6 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from click.testing import CliRunner
 
+from grabstream.lua.library import library
 from grabstream.ops import cli
 from grabstream.ops.connections.opening import key_space, open_redis, require_core
 from grabstream.ops.connections.redis_cluster import slot_of
@@ -215,6 +216,8 @@ async def test_traffic_survives_the_move_of_a_shard_to_another_master(
         )
         [before] = await information(client, "server", shard.state)
         target = next(node for node in client.masters() if node.name != before)
+        # Its relay finds no function library there, and loads it.
+        await target.client.execute_command("FUNCTION", "DELETE", library().name)
         await asyncio.to_thread(
             _move_slot, cluster, slot_of(shard.state), int(before.rpartition(":")[2]), int(target.port)
         )
