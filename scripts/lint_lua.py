@@ -1,5 +1,5 @@
-"""Checks the Lua scripts: runs the loader's checks, and luacheck on the text of each script and of the function
-library as they are sent to Redis.
+"""Checks the Lua scripts: runs the loader's checks, and luacheck on the text of each script, and of the
+function library, as they are sent to Redis.
 """
 
 import subprocess

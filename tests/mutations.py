@@ -172,7 +172,7 @@ MUTATIONS: Final = (
         "lua/server.py",
         "plain = await provide(redis, state)",
         'plain = ""',
-        _in(LIBRARY, "test_a_gate_without_the_library_is_fenced_until_a_takeover_loads_it"),
+        _in(LIBRARY, "test_a_takeover_loads_it_and_an_earlier_call_does_not"),
     ),
     Mutation(
         "a wipe keeps why there are no functions",

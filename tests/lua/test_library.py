@@ -4,6 +4,7 @@ nothing that a call makes survives the call.
 
 import re
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,9 @@ async def dumped(client: Any, made: Library) -> list[bytes]:
     ]
 
 
-async def play_with_errors(client: Any, keys: KeySpace) -> list[str]:
+async def play_with_errors(client: Any, keys: KeySpace, check: Callable[[], Awaitable[None]]) -> list[str]:
     """Calls that succeed, that are refused, and that raise in the middle: in a basket, and with writes noted.
-    Returns the outcomes of all; those of what raises are `invalid`.
+    Returns the outcomes of all; those of what raises are `invalid`. `check` is called after each step.
     """
     shard, gate = keys.shard(0), Gate(client, keys, SEALER, clock=lambda: NOW)
     coupons = CouponTerms(issuer="i", total=4, codes=True, opens_at=NOW - 1)
@@ -135,20 +136,24 @@ async def play_with_errors(client: Any, keys: KeySpace) -> list[str]:
         *grabs(3),
         Grab(id="x", offer="none", user="u"),
     )
+    await check()
     basket = [Grab(id=f"b{n}", offer="c", user=f"u{n}", basket="b") for n in range(2)]
     codes = shard.of_offer("c")[4]
     await client.rename(codes, f"{codes}kept")
     await client.set(codes, "a string")
     outcomes += await decide(gate, *basket)
+    await check()
     await client.rename(f"{codes}kept", codes)
     # The outbox and all else is noted, then reading the order of refusals raises.
     await client.rename(shard.refusal_order, f"{shard.refusal_order}kept")
     await client.set(shard.refusal_order, "a string")
     outcomes += await decide(gate, Grab(id="y", offer="s", user="v"), Grab(id="z", offer="none", user="v"))
+    await check()
     await client.rename(f"{shard.refusal_order}kept", shard.refusal_order)
     many = [Grab(id=f"m{n}", offer="s", user=f"u{n}") for n in range(20)]
     outcomes += await decide(gate, *many)
     outcomes += await decide(gate, *basket)
+    await check()
     await gate.close()
     return outcomes
 
@@ -163,15 +168,18 @@ async def test_a_call_leaves_nothing_to_the_next_one(
     await client.execute_command("FUNCTION", "FLUSH")
     await client.execute_command("FUNCTION", "LOAD", made.text)
     before = await dumped(client, made)
-    with_functions = await play_with_errors(client, keys)
-    assert await dumped(client, made) == before
+
+    async def check() -> None:
+        assert await dumped(client, made) == before
+
+    with_functions = await play_with_errors(client, keys, check)
     lines = await event_lines(client, keys, 0)
     # The same as plain scripts, each of which begins with nothing.
     await client.flushdb()
     await take_over(client, keys)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "is_plain", lambda redis, state: True)
-        assert await play_with_errors(client, keys) == with_functions
+        assert await play_with_errors(client, keys, check) == with_functions
     plain = await event_lines(client, keys, 0)
     assert [_timeless(line) for line in lines] == [_timeless(line) for line in plain]
 
@@ -206,6 +214,16 @@ async def test_a_gate_without_the_library_is_fenced_until_a_takeover_loads_it(pr
     await raise_term(client, state, 0, "next")
     assert await decide(gate, *grabs(1)) == ["granted"]
     await gate.close()
+
+
+async def test_a_takeover_loads_it_and_an_earlier_call_does_not(private_server: Any) -> None:
+    client = redis.asyncio.Redis(port=private_server[1])
+    state = KeySpace("own", 1).shard(0).state
+    assert int(await run_script(client, "time", [state], [])) > 0
+    assert await missing_or_unusable(client, state) == MISSING
+    await raise_term(client, state, 0, "first")
+    assert await missing_or_unusable(client, state) == ""
+    await client.aclose()
 
 
 async def test_a_gate_waits_for_the_library_as_for_a_fenced_shard(private_redis: Any) -> None:

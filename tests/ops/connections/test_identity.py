@@ -196,7 +196,7 @@ async def test_init_names_the_session_that_holds_a_lock(
             Held, match=rf"somebody's report \(role \w+, pid {stuck.info.backend_pid} of PostgreSQL\)"
         ):
             await make_system(system)
-    assert await make_system(system) == ([], [])
+    assert (await make_system(system))[:2] == ([], [])
 
 
 async def test_another_journal_of_the_same_name_is_refused_until_it_is_declared_new(system: Settings) -> None:
@@ -224,7 +224,7 @@ async def test_another_journal_of_the_same_name_is_refused_until_it_is_declared_
     assert identity is not None
     assert topic is not None
     assert identity.journal == topic.id
-    assert await make_system(system) == ([], [])
+    assert (await make_system(system))[:2] == ([], [])
 
 
 async def test_worker_claims_the_prefix_again_after_redis_was_emptied(
