@@ -9,6 +9,7 @@ import redis.asyncio
 
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.library import load
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.streams.deciding import sweeper as sweeper_module
@@ -45,6 +46,8 @@ def test_the_next_poll_is_when_the_next_thing_is_due(due: Due, seconds: float) -
 
 async def test_an_idle_shard_costs_a_call_a_second(private_server: Any) -> None:
     client, keys = CountingClient(port=private_server[1]), KeySpace("own", 1)
+    await load(client)
+    client.sent = 0
     loop = asyncio.get_running_loop()
     sweeping = asyncio.create_task(Sweeper(client, keys.shard(0), 1, 10**9).run())
     try:

@@ -1,0 +1,84 @@
+"""The Redis users of docs/operating.md: they may do what a worker and a gate do, and a gate may not load
+functions.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from redis.exceptions import NoPermissionError
+
+from grabstream.lua.gate.gate import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.library import library, load
+from grabstream.models.commands import Open
+from grabstream.models.offers import StockTerms
+from grabstream.ops.connections.libraries import delete_others, load_everywhere
+from grabstream.ops.connections.opening import require_core
+from grabstream.streams.deciding.sweeper import Sweeper
+from tests.lua.conftest import SEALER, grabs, opening, private_server, take_over
+
+__all__ = ["private_server"]
+PAGE = Path(__file__).parents[2] / "docs" / "operating.md"
+
+
+@pytest.fixture
+async def users(private_server: Any) -> Any:
+    """Clients of a private Redis: its administrator, and the two users of the page."""
+    port = private_server[1]
+    clients = {"admin": redis.asyncio.Redis(port=port)}
+    block = re.search(r"<!-- redis users -->\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block is not None
+    for line in block[1].splitlines():
+        words = line.split()
+        await clients["admin"].execute_command(*words)
+        clients[words[2]] = redis.asyncio.Redis(port=port, username=words[2], password="secret")
+    await clients["admin"].config_set("maxmemory-policy", "noeviction")
+    yield clients
+    for client in clients.values():
+        await client.aclose()
+
+
+async def test_the_users_of_the_page_can_work(users: Any) -> None:
+    worker, gate_user, keys = users["grab_worker"], users["grab_gate"], KeySpace("grab", 2)
+    [server] = await load_everywhere(worker)
+    assert (server.plain, server.others) == ("", [])
+    await take_over(worker, keys)
+    for client in (worker, gate_user):
+        await require_core(client)
+    async with gate_user.pubsub() as pubsub:
+        await pubsub.subscribe(*(keys.shard(number).channel for number in range(2)))
+    gate = Gate(gate_user, keys, SEALER)
+    stock = Open(id="s", offer="s", terms=StockTerms(issuer="i", total=5, hold_ms=60_000))
+    answers = await gate.decide([opening(), *grabs(2), stock], "decided")
+    assert [answer.outcome for answer in answers] == ["opened", "granted", "granted", "opened"]
+    await gate.close()
+    await Sweeper(worker, keys.shard(0), 2, 10**9).sweep()
+    stats = await users["admin"].info("commandstats")
+    assert "cmdstat_evalsha" not in stats
+    with pytest.raises(NoPermissionError):
+        await gate_user.execute_command("FUNCTION", "LOAD", library().text)
+    with pytest.raises(NoPermissionError):
+        await gate_user.set("another:key", "x")
+
+
+async def test_libraries_of_other_releases_are_named_and_deleted_on_request(users: Any) -> None:
+    admin = users["admin"]
+    assert await load(admin) == ""
+    for name in ("grabstream_1_aa", "somebodys"):
+        await admin.function_load(
+            f"#!lua name={name}\nredis.register_function('{name}_f', function() return 1 end)"
+        )
+    servers = await load_everywhere(admin)
+    assert [(server.plain, server.others) for server in servers] == [("", ["grabstream_1_aa"])]
+    await delete_others(admin, servers)
+    await delete_others(admin, servers)  # another process may have been faster
+    assert [server.others for server in await load_everywhere(admin)] == [[]]
+    assert len(await admin.function_list()) == 2
+
+
+async def test_init_says_why_functions_cannot_be_used(users: Any) -> None:
+    [server] = await load_everywhere(users["grab_gate"])
+    assert "function|load" in server.plain
