@@ -19,6 +19,8 @@ from pydantic import SecretStr
 from grabstream.lua import loader
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS
+from grabstream.lua.library import MISSING
+from grabstream.models.bounds import quoted
 from grabstream.models.commands import Grab, Open
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import StockTerms
@@ -397,6 +399,28 @@ def shard_readings(number: int, relay: str | None = "w-1", **fields: str) -> Sha
         None,
         None,
     )
+
+
+def test_shards_without_functions_are_named_with_the_reason(settings: Settings) -> None:
+    """Missing: a risk only where a relay runs; a shard that was never taken over gets the library with its
+    first takeover.
+    """
+    reason = "this user has no permissions to run the 'function|load' command"
+    readings = CoreReadings(
+        [],
+        [
+            shard_readings(0),
+            shard_readings(1)._replace(library=MISSING),
+            shard_readings(2, relay=None)._replace(library=MISSING),
+            shard_readings(3, plain=reason)._replace(library=MISSING),
+            shard_readings(4, plain=reason),  # the library was loaded since, the relay will notice
+        ],
+    )
+    missing, plain = core.without_functions(readings, settings)
+    assert missing.what.startswith("shard 1: Redis does not have the function library grabstream_")
+    assert (missing.severity, missing.command.startswith("grabstream init")) == ("stuck", True)
+    assert plain.what == f"shard 3: run plain scripts in place of functions: {quoted(reason)}"
+    assert plain.severity == "risk"
 
 
 def test_fenced_shards_name_their_reason_and_command(settings: Settings) -> None:
