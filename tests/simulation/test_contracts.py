@@ -352,8 +352,9 @@ async def a_term_is_raised_and_announced(client: Any, keys: KeySpace) -> Any:
         term, epoch, *rest = await run_script(client, "raise_term", [of_shard.state], [4, "me"])
         arguments = (term, "me", epoch)
         await run_script(client, "reconcile", [of_shard.state], (*arguments, "0", 1))
+        checkpoint = (0, "00", 1, of_shard.channel, term, "me")
         trimmed = await run_script(
-            client, "trim", [of_shard.state, of_shard.outbox], (*arguments, 0, "00", 1, of_shard.channel)
+            client, "trim", [of_shard.state, of_shard.outbox], (*arguments, *checkpoint)
         )
         async for message in pubsub.listen():
             if message["type"] == "message":
