@@ -66,6 +66,8 @@ async def test_an_idle_shard_costs_a_call_a_second(private_server: Any) -> None:
 async def test_a_shard_whose_relay_waits_for_events_is_polled_more_rarely(private_server: Any) -> None:
     """Until the relay does something else, and says so."""
     client, keys, decided = CountingClient(port=private_server[1]), KeySpace("own", 1), asyncio.Event()
+    await load(client)
+    client.sent = 0
     loop, is_watched = asyncio.get_running_loop(), True
     sweeper = Sweeper(client, keys.shard(0), 1, 10**9, decided=decided, is_watched=lambda: is_watched)
     sweeping = asyncio.create_task(sweeper.run())
