@@ -314,7 +314,7 @@ class Oracle:
                 firsts[given.caller, campaign_of(given.command.offer)].append(given)
         for (caller, campaign), found in firsts.items():
             where = f"caller {caller}, campaign {campaign}"
-            last, lost = 0, -1
+            earlier, lost = list[tuple[int, str]](), -1
             for given in sorted(found, key=lambda one: one.order):
                 call, answer = given.order[0], given.answer
                 event = self._event_of(answer)
@@ -325,12 +325,26 @@ class Oracle:
                     self.violations.append(
                         f"{where}: {given.command.id} is there, an earlier one of its list is lost"
                     )
-                if answer.seq < last:
-                    self.violations.append(
-                        f"{where}: {given.command.id} at seq {answer.seq} stands before an earlier command, "
-                        f"at seq {last}"
-                    )
-                last = max(last, answer.seq)
+                self.violations += [
+                    f"{where}: {given.command.id} at seq {answer.seq} stands before an earlier command, at "
+                    f"seq {seq}"
+                    for seq, offer in earlier
+                    # Redis may have lost that there was no such offer.
+                    if seq > answer.seq
+                    and not (self.loses and self._opened_before(answer.shard or 0, seq, offer) > answer.seq)
+                ]
+                earlier.append((answer.seq, given.command.offer))
+
+    def _opened_before(self, shard: int, seq: int, offer: str) -> int:
+        """The seq at which an offer was opened last before a seq; 0 if it was not."""
+        return max(
+            (
+                event["seq"]
+                for event in self.journal[shard].events[: seq - 1]
+                if event["type"] == "offer.opened" and event["offer"] == offer
+            ),
+            default=0,
+        )
 
     def check_lists(self) -> None:
         """In one list, the first command about a grab, or an offer, that an earlier one has made finds it."""
