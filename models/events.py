@@ -44,6 +44,11 @@ class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=T
     at: Count
     command: Id
 
+    @property
+    def last_seq(self) -> int:
+        """The last seq that the event takes; a run takes more than one (`models/runs.py`)."""
+        return self.seq
+
 
 class CampaignZone(msgspec.Struct, frozen=True):
     """The time zone of a campaign: its name, and its offsets (from a time in milliseconds since 1970 UTC on,

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
-from grabstream.models.events import AnyEvent
+from grabstream.models.runs import AnyLine, GrantedRun, HeldRun
 
 #: Prefixes of accounts that are never below 0. Other accounts (`external:`, `issuer:` …) stand for the
 #: outside world.
@@ -31,8 +32,10 @@ def source_of(asset: str, funding: str | None, issuer: str) -> str:
     return f"external:{funding}" if _is_money(asset) else f"issuer:{issuer}"
 
 
-def transfers_of(event: AnyEvent) -> tuple[Transfer, ...]:
-    """The transfers of an event, in order of their legs; empty for an event that moves nothing."""
+def transfers_of(event: AnyLine) -> tuple[Transfer, ...]:
+    """The transfers of an event, in order of their legs; empty for an event that moves nothing. Of a run, one
+    for each grab.
+    """
     kind = type(event)
     of_type = _of_type.get(kind)
     if of_type is None:
@@ -77,6 +80,15 @@ def _granted(event: Any) -> tuple[Transfer, ...]:
 
 def _held(event: Any) -> tuple[Transfer, ...]:
     return (Transfer(event.asset, "offer:" + event.offer, "hold:" + event.user, event.amount),)
+
+
+def _run(kind: str) -> Callable[[Any], tuple[Transfer, ...]]:
+    def of_run(event: Any) -> tuple[Transfer, ...]:
+        asset, offer, moved = repeat(event.asset), repeat("offer:" + event.offer), event.moved
+        accounts = [kind + user for user in event.users]
+        return tuple(map(_transfer, zip(asset, offer, accounts, moved, strict=False)))
+
+    return of_run
 
 
 def _confirmed(event: Any) -> tuple[Transfer, ...]:
@@ -133,5 +145,9 @@ _TRANSFERS: Final[dict[str, Callable[[Any], tuple[Transfer, ...]]]] = {
     "payment.refund_due": _refund_due,
     "ledger.adjusted": _adjusted,
 }
-#: A cache of the same by class: reading the tag of a class costs as much as the rest of `transfers_of`.
-_of_type: Final[dict[type, Callable[[Any], tuple[Transfer, ...]]]] = {}
+#: The same by class: that of runs, and a cache of the others, because reading the tag of a class costs as
+#: much as the rest of `transfers_of`.
+_of_type: Final[dict[type, Callable[[Any], tuple[Transfer, ...]]]] = {
+    GrantedRun: _run("wallet:"),
+    HeldRun: _run("hold:"),
+}

@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
+from grabstream.models.runs import singles
 from grabstream.ops.connections.event_sources import open_history
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.settings import Settings
@@ -60,11 +61,13 @@ async def read_events(
         for planned in await plan(opened, stretches, whole=start is None):
             async with aclosing(up_to(opened.chunks(planned.stretch.shard, planned.start), end)) as chunks:
                 async for chunk in chunks:
-                    for fact in chunk.facts:
-                        if start is not None and start.of(fact) < start.value:
+                    for event in (one for fact in chunk.facts for one in singles(fact.event)):
+                        if start is not None and start.of_event(event) < start.value:
                             continue
-                        if offer is None or fact.event.offer == offer:
-                            yield fact.event
+                        if end is not None and end.of_event(event) > end.value:
+                            continue
+                        if offer is None or event.offer == offer:
+                            yield event
 
 
 def _shards(settings: Settings, shard: int | None, offer: str | None) -> list[int]:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
 
-from grabstream.models.events import AnyEvent
+from grabstream.models.events import encode_event
 from grabstream.models.journal import Cursor
+from grabstream.models.runs import AnyLine, AnyRun, singles
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.models.upcasting import NEWER
 
@@ -21,12 +22,12 @@ class CursorMoved(Exception):
 
 class Fact(NamedTuple):
     """An event as a projection gets it: its line in the journal, the hash of the chain after it, its decoded
-    form, and its transfers.
+    form (a run, if the line is one), and its transfers.
     """
 
     line: bytes
     hash: bytes
-    event: AnyEvent
+    event: AnyLine
     transfers: tuple[Transfer, ...]
 
 
@@ -34,9 +35,33 @@ class Fact(NamedTuple):
 _fact = partial(tuple.__new__, Fact)
 
 
-def facts_of(lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyEvent]) -> list[Fact]:
-    """A fact for each event of a block, with its transfers."""
+def facts_of(lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyLine]) -> list[Fact]:
+    """A fact for each line of a block, with its transfers."""
     return list(map(_fact, zip(lines, hashes, events, map(transfers_of, events), strict=True)))
+
+
+def follow(shard: int, seq: int, events: Iterable[AnyLine]) -> bool:
+    """Whether events are of a shard, and follow each other from the one after `seq` on, by their texts."""
+    for event in events:
+        if event.seq != seq + 1 or event.shard != shard:
+            return False
+        seq = event.last_seq
+    return True
+
+
+def single_facts(facts: Sequence[Fact]) -> Sequence[Fact]:
+    """The same facts, with one for each grab of a run: its event by itself, as `grab.events` has it, in a
+    line of its own, and the hash after the run.
+    """
+    if not any(isinstance(fact.event, AnyRun) for fact in facts):
+        return facts
+    return [single for fact in facts for single in _singles(fact)]
+
+
+def _singles(fact: Fact) -> Iterable[Fact]:
+    if not isinstance(fact.event, AnyRun):
+        return (fact,)
+    return (Fact(encode_event(one), fact.hash, one, transfers_of(one)) for one in singles(fact.event))
 
 
 async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, Cursor]:

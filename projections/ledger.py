@@ -3,12 +3,14 @@ overdraft.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count, repeat
 from typing import Any
 
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
+from grabstream.models.runs import AnyRun
 from grabstream.models.transfers import GUARDED_ACCOUNTS
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.arrays import copy_rows, integer_array, text_array
@@ -32,11 +34,16 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
 
 async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds only the transfers, for a build: `finish` computes the accounts."""
-    rows = [
-        f"{event.shard}\t{event.seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t{event.at}\n"
-        for _, _, event, transfers in facts
-        for leg, (asset, debit, credit, amount) in enumerate(transfers)
-    ]
+    rows = []
+    for _, _, event, transfers in facts:
+        # Each transfer of a run is the only one of its seq.
+        numbers: Iterable[tuple[int, int]] = zip(repeat(event.seq), count(), strict=False)
+        if isinstance(event, AnyRun):
+            numbers = zip(count(event.seq), repeat(0), strict=False)
+        rows += [
+            f"{event.shard}\t{seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t{event.at}\n"
+            for (asset, debit, credit, amount), (seq, leg) in zip(transfers, numbers, strict=False)
+        ]
     await copy_rows(
         connection, "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)", rows
     )

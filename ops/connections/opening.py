@@ -27,8 +27,9 @@ from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.calendar import DAY_MS
-from grabstream.models.events import decode_event
+from grabstream.models.events import encode_event
 from grabstream.models.journal import Cursor
+from grabstream.models.runs import decode_line, singles
 from grabstream.ops.connections.identity import (
     OtherSystem,
     compare_journal,
@@ -315,12 +316,10 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
 async def report_recovery(settings: Settings, recovered: Recovered) -> None:
     """Records what a recovery did; raises OSError when PostgreSQL is away."""
     lost = []
-    for line, event in zip(recovered.lost, map(decode_event, recovered.lost), strict=True):
+    for event in (one for line in recovered.lost for one in singles(decode_line(line))):
         user, amount = getattr(event, "user", None), getattr(event, "amount", None)
-        type_ = str(event.__struct_config__.tag)
-        lost.append(
-            (event.shard, event.seq, "relay", event.command, event.offer, user, type_, amount, line.decode())
-        )
+        type_, text = str(event.__struct_config__.tag), encode_event(event).decode()
+        lost.append((event.shard, event.seq, "relay", event.command, event.offer, user, type_, amount, text))
     row = (
         recovered.shard, recovered.term, recovered.kind, recovered.problem, recovered.redis_seq,
         recovered.journal_seq,

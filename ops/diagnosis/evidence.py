@@ -11,8 +11,9 @@ from psycopg.rows import dict_row
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import read_grab, read_part
 from grabstream.lua.server import server_epoch_of
-from grabstream.models.events import AnyEvent, decode_event
+from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, encode_event
 from grabstream.models.identifiers import campaign_of
+from grabstream.models.runs import decode_line, singles
 
 #: How many refusals of the user are read at most, the newest ones.
 REFUSALS_MAX: Final = 1_000
@@ -134,10 +135,23 @@ async def _find(
     rows = await _rows(
         connection,
         "SELECT body FROM audit WHERE shard = %s AND offer = ANY(%s) "
-        "AND (type NOT LIKE 'grab.%%' AND type <> 'payment.refund_due' OR body ~ %s) ORDER BY seq",
-        shard, offers, "|".join(map(re.escape, sorted(marks))),
+        "AND (type NOT LIKE 'grab.%%' AND type <> 'payment.refund_due' OR body ~ %s "
+        "OR type IN ('grab.granted', 'grab.held') AND body ~ %s) ORDER BY seq",
+        # A run has its users in a list: some of these have the text of a mark elsewhere.
+        shard, offers, _any_of(marks), _any_of({mark.partition(":")[2] for mark in marks}),
     )  # fmt: skip
-    return [decode_event(row["body"].encode()) for row in rows]
+    found = (one for row in rows for one in singles(decode_line(row["body"].encode())))
+    has_mark = re.compile(_any_of(marks)).search
+    return [
+        event
+        for event in found
+        if not isinstance(event, GrabGranted | GrabHeld) or has_mark(encode_event(event).decode())
+    ]
+
+
+def _any_of(texts: set[str]) -> str:
+    """A regular expression, for Python and PostgreSQL, that finds any of these texts."""
+    return "|".join(map(re.escape, sorted(texts)))
 
 
 async def _sold_out_at(

@@ -23,10 +23,11 @@ from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.answers import Answer
 from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load
-from grabstream.models.events import AnyEvent, decode_event
+from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import NO_OFFER
 from grabstream.models.journal import Cursor, parse_block
 from grabstream.models.outcomes import Outcome
+from grabstream.models.runs import decode_line, singles
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import console
 from grabstream.ops.console.progress import bar
@@ -293,8 +294,7 @@ class Story:
                         self._cursor, accepted = self._cursor.feed(
                             record.offset, parse_block(record.headers, record.value)
                         )
-                        for accepted_event in accepted:
-                            event = decode_event(accepted_event.line)
+                        for event in (one for line in accepted for one in singles(decode_line(line.line))):
                             self.tally.take(event)
                             self.on_event(event)
             passed = end

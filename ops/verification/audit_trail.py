@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
 
-from grabstream.models.events import AnyEvent
 from grabstream.models.journal import Accepted
+from grabstream.models.runs import AnyLine
 from grabstream.ops.verification.checks import Problems
 from grabstream.projections.records.set_aside import SetAside
 
@@ -35,6 +35,7 @@ class TrailRow(NamedTuple):
     at: int
     body: str
     hash: bytes
+    seqs: int
 
 
 class AuditTrail:
@@ -59,10 +60,11 @@ class AuditTrail:
         async with connection.cursor(f"audit_{shard}") as rows:
             rows.itersize = 5_000
             await rows.execute(
-                "SELECT seq, offer, type, at, body, hash FROM audit WHERE shard = %s ORDER BY seq", (shard,)
+                "SELECT seq, offer, type, at, body, hash, seqs FROM audit WHERE shard = %s ORDER BY seq",
+                (shard,),
             )
-            async for seq, offer, type_, at, body, hash_ in rows:
-                yield TrailRow(seq, offer, type_, at, body, bytes(hash_))
+            async for seq, offer, type_, at, body, hash_, seqs in rows:
+                yield TrailRow(seq, offer, type_, at, body, bytes(hash_), seqs)
 
     def stop_comparing(self) -> None:
         """Makes `compare` do nothing from now on."""
@@ -81,34 +83,37 @@ class AuditTrail:
         self.sound = False
         self._problems.add(f"shard {self._shard}, seq {seq}: {what}")
 
-    async def compare(self, accepted: Accepted, event: AnyEvent) -> None:
-        """Compares the next event of the journal with its row."""
+    async def compare(self, accepted: Accepted, event: AnyLine) -> None:
+        """Compares the next line of the journal with its row."""
         if not self._active:
             return
-        while (row := await self._row()) is not None and row.seq < accepted.seq:
+        seqs = event.last_seq - event.seq + 1
+        first_seq = accepted.seq - seqs + 1
+        while (row := await self._row()) is not None and row.seq < first_seq:
             self._add_problem(row.seq, "the audit trail has a row that is not in the journal")
             await self._step()
-        if row is None or row.seq > accepted.seq:
-            if accepted.seq > self._end:
+        if row is None or row.seq > first_seq:
+            if first_seq > self._end:
                 return  # the audit trail has not applied it yet
-            self.compared += 1
-            self._add_problem(accepted.seq, "the audit trail lacks this event")
+            self.compared += seqs
+            self._add_problem(first_seq, "the audit trail lacks this event")
             return
-        self.compared += 1
+        self.compared += seqs
         expected = TrailRow(
-            accepted.seq,
+            first_seq,
             event.offer,
             str(event.__struct_config__.tag),
             event.at,
             accepted.line.decode(),
             accepted.hash,
+            seqs,
         )
         if row != expected:
             fields = [
                 name for name, is_, was in zip(TrailRow._fields, row, expected, strict=True) if is_ != was
             ]
             self._add_problem(
-                accepted.seq,
+                first_seq,
                 f"{' and '.join(fields)} of the audit trail {'differs' if len(fields) == 1 else 'differ'} "
                 "from the journal",
             )

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection
 
-from grabstream.models.events import AnyEvent, decode_event
 from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap, parse_block
+from grabstream.models.runs import AnyLine, decode_line
 from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.audit_trail import AuditTrail, SetAsideEvents
@@ -180,9 +180,9 @@ class Books:
                     yield record.offset, cursor, accepted
 
     async def _event(
-        self, shard: int, accepted: Accepted, event: AnyEvent | msgspec.DecodeError, audit: "AuditTrail"
+        self, shard: int, accepted: Accepted, event: AnyLine | msgspec.DecodeError, audit: "AuditTrail"
     ) -> None:
-        self._events += 1
+        self._events += 1 if isinstance(event, msgspec.DecodeError) else event.last_seq - event.seq + 1
         lacking = [name for name in PROJECTIONS if self._set_aside[name].has(shard, accepted.seq)]
         if isinstance(event, msgspec.DecodeError):
             if len(lacking) < len(PROJECTIONS):
@@ -207,9 +207,10 @@ class Books:
             text = row.body.encode()
             if row.seq != seq + 1 or sha256(head + text).digest() != row.hash:
                 break
-            seq, head = row.seq, row.hash
             try:
-                await self._event(shard, Accepted(seq, text, head), decode_event(text), audit)
+                event = decode_line(text)
+                seq, head = event.last_seq, row.hash
+                await self._event(shard, Accepted(seq, text, head), event, audit)
             except msgspec.DecodeError:
                 break
         if seq < wanted:
@@ -318,12 +319,12 @@ def _fed(cursor: Cursor, record: Record) -> tuple[Cursor, Sequence[Accepted]]:
         raise type(error)(where + str(error)) from None
 
 
-def _decoded(events: Sequence[Accepted]) -> list[AnyEvent | msgspec.DecodeError]:
+def _decoded(events: Sequence[Accepted]) -> list[AnyLine | msgspec.DecodeError]:
     """Each event, or the error with its seq when it cannot be decoded."""
-    decoded: list[AnyEvent | msgspec.DecodeError] = []
+    decoded: list[AnyLine | msgspec.DecodeError] = []
     for accepted in events:
         try:
-            decoded.append(decode_event(accepted.line))
+            decoded.append(decode_line(accepted.line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             text = str(error)
             decoded.append(

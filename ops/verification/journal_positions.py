@@ -28,7 +28,8 @@ class PositionChecks:
         if self._redis.journaled_offset == offset + 1:
             self._at_checkpoint = cursor
         if events and events[0].seq <= self._redis.journaled_seq <= events[-1].seq:
-            self._head = events[self._redis.journaled_seq - events[0].seq].hash
+            found = [line.hash for line in events if line.seq == self._redis.journaled_seq]
+            self._head = found[0] if found else self._head
 
     def cursor_problems(self, broken: bool) -> list[tuple[str, str]]:
         """(projection, problem) of each cursor that differs from the journal at its offset. Where the journal

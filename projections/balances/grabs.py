@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from grabstream.models.events import (
     GrabReturned,
     GrabUnredeemed,
 )
+from grabstream.models.runs import AnyRun, GrantedRun, singles
 from grabstream.projections.database.arrays import copy_rows, copy_text, update_by
 
 
@@ -156,6 +158,22 @@ class GrabRows:
             self._full.append(_full_row(event))
         else:
             self._alter(event)
+
+    def run(self, event: AnyRun) -> None:
+        """Adds a run of grants, or of holds."""
+        if isinstance(event, GrantedRun) and not event.attributes and event.basket is None:
+            head, tail = f"{event.offer}\t", f"\t{event.asset}\t"
+            shard, at = f"\t{event.shard}\t", f"\t{event.at}\n"
+            rows = zip(event.grabs, event.users, event.given, event.moved, strict=True)
+            self._plain += [
+                f"{head}{grab}\t{user}\tgranted\t{quantity}\t{amount}{tail}{place}{shard}{seq}{at}"
+                for place, seq, (grab, user, quantity, amount) in zip(
+                    count(event.place), count(event.seq), rows, strict=False
+                )
+            ]
+        else:
+            for one in singles(event):
+                self.add(one)  # type: ignore[arg-type]  # a run has grants and holds only
 
     def _alter(self, event: AnyGrabEvent) -> None:
         _alter(self._changes.setdefault((event.offer, event.grab), _Change()), event)

@@ -28,6 +28,7 @@ from grabstream.models.events import (
 )
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import changes_of
+from grabstream.models.runs import AnyRun, GrantedRun
 from grabstream.projections.database.arrays import update_by
 
 
@@ -120,6 +121,17 @@ class OfferRows:
         offer.grabs += 1
         offer.given += event.amount
         offer.units_left = event.left
+
+    def run(self, event: AnyRun) -> None:
+        """Adds a run of grants, or of holds."""
+        offer, count = self._changes[event.offer], len(event.grabs)
+        offer.grabs += count
+        offer.units_left = event.left
+        if isinstance(event, GrantedRun):
+            offer.given += sum(event.moved)
+        else:
+            offer.held += sum(event.moved)
+            offer.waiting -= count if event.waited else 0
 
     def add(self, event: AnyEvent) -> None:
         """Adds an event. Events of one offer must be added in order."""

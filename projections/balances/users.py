@@ -8,6 +8,7 @@ from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
 from grabstream.models.events import AnyGrabEvent, GrabGranted
+from grabstream.models.runs import AnyRun
 from grabstream.projections.balances.grabs import GrabRows, LoadedGrabRows, finish_grabs
 from grabstream.projections.balances.offers import OfferRows
 from grabstream.projections.cursors import Fact
@@ -73,6 +74,9 @@ async def _write_rows(connection: AsyncConnection[Any], facts: Sequence[Fact], g
         if isinstance(event, GrabGranted):
             offers.granted(event)
             grabs.add(event)
+        elif isinstance(event, AnyRun):
+            offers.run(event)
+            grabs.run(event)
         else:
             offers.add(event)
             if isinstance(event, AnyGrabEvent):

@@ -23,8 +23,8 @@ from grabstream.models.events import (
     OfferClosed,
     OfferOpened,
     OfferRetired,
-    decode_event,
 )
+from grabstream.models.runs import AnyLine, decode_line, singles
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.models.upcasting import NewerEvent
 from grabstream.projections.records.set_aside import SetAside
@@ -43,6 +43,12 @@ class AuditRow(NamedTuple):
     at: int
     body: str
     hash: bytes
+    seqs: int
+
+    @property
+    def last_seq(self) -> int:
+        """The last seq that it takes."""
+        return self.seq + self.seqs - 1
 
 
 class LedgerRow(NamedTuple):
@@ -126,8 +132,8 @@ def walk(
     `reach`, if given, is the seq that the rows must reach, because there are no further rows.
     """
     lines: defaultdict[int, list[LedgerRow]] = defaultdict(list)
-    for line in ledger:
-        lines[line.seq].append(line)
+    for of_ledger in ledger:
+        lines[of_ledger.seq].append(of_ledger)
     facts: list[AuditedEvent] = []
 
     def past_gap() -> None:
@@ -138,20 +144,23 @@ def walk(
 
     for row in rows:
         past_gap()
+        verified: list[AuditedEvent] = []
         try:
             if row.seq != seq + 1:
                 raise _Differs("chain", f"the audit trail has no row for seq {seq + 1}")
-            event, head_after = _verified(shard, head, row)
-            transfers = () if gaps.not_in_ledger(row.seq) else transfers_of(event)
-            _compare_ledger(event, transfers, lines[row.seq])
+            line, head_after = _verified(shard, head, row)
+            for event in singles(line):
+                transfers = () if gaps.not_in_ledger(event.seq) else transfers_of(event)
+                _compare_ledger(event, transfers, lines[event.seq])
+                verified.append(AuditedEvent(event.seq, event, transfers))
         except NewerEvent:
             # This release cannot verify an event of a newer one. A worker of the newer release continues
             # here.
             return Walked(seq, head, facts, None)
         except _Differs as problem:
             return Walked(seq, head, facts, Wrong(problem.kind, seq + 1, str(problem)))
-        seq, head = row.seq, head_after
-        facts.append(AuditedEvent(seq, event, transfers))
+        seq, head = line.last_seq, head_after
+        facts += verified
     if reach is not None:
         past_gap()
         if seq < reach:
@@ -167,7 +176,7 @@ class _Differs(Exception):
         self.kind = kind
 
 
-def _verified(shard: int, head: bytes, row: AuditRow) -> tuple[AnyEvent, bytes]:
+def _verified(shard: int, head: bytes, row: AuditRow) -> tuple[AnyLine, bytes]:
     text = row.body.encode()
     if sha256(head + text).digest() != row.hash:
         raise _Differs(
@@ -176,13 +185,14 @@ def _verified(shard: int, head: bytes, row: AuditRow) -> tuple[AnyEvent, bytes]:
             "them was changed",
         )
     try:
-        event: AnyEvent = decode_event(text)
+        event = decode_line(text)
     except NewerEvent:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _Differs("chain", f"audit, seq {row.seq}: the text is not an event: {error}") from None
-    in_text = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at)
-    if in_text != (shard, row.seq, row.offer, row.type, row.at):
+    seqs = event.last_seq - event.seq + 1
+    in_text = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at, seqs)
+    if in_text != (shard, row.seq, row.offer, row.type, row.at, row.seqs):
         raise _Differs(
             "chain",
             f"audit, seq {row.seq}: the columns beside the text differ from it: {in_text[2:]} by the text",
@@ -218,8 +228,7 @@ def _facts_of(gap: SetAside, lines: Mapping[int, list[LedgerRow]]) -> list[Audit
     texts: Sequence[bytes] = gap.value.split(b"\n") if gap.readable else ()
     events: dict[int, AnyEvent] = {}
     for text in texts:
-        event = decode_event(text)
-        events[event.seq] = event
+        events |= {event.seq: event for event in singles(decode_line(text))}
     return [
         AuditedEvent(
             seq,
@@ -309,5 +318,5 @@ def account_changes(facts: Iterable[AuditedEvent]) -> dict[tuple[str, str], int]
 
 def row_of(values: Sequence[Any]) -> AuditRow:
     """A row of the audit trail from its values in SQL."""
-    seq, offer, type_, at, body, hash_ = values
-    return AuditRow(seq, offer, type_, at, body, bytes(hash_))
+    seq, offer, type_, at, body, hash_, seqs = values
+    return AuditRow(seq, offer, type_, at, body, bytes(hash_), seqs)

@@ -11,11 +11,13 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from grabstream.models.events import AnyEvent, GrabConfirmed, PaymentRefundDue, decode_event_list
+from grabstream.models.events import AnyEvent, GrabConfirmed, PaymentRefundDue
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.models.outcomes import Outcome
+from grabstream.models.runs import decode_lines, singles
+from grabstream.projections.checking import trail
 
 ROWS_AT_ONCE: Final = 2_000
 
@@ -85,11 +87,10 @@ async def trail_of(connection: AsyncConnection[Any], shard: int) -> Trail | None
     has gaps.
     """
     cursor = await newest(connection, shard)
-    at = await (
-        await connection.execute("SELECT at FROM audit WHERE shard = %s AND seq = %s", (shard, cursor.seq))
-    ).fetchone()
-    if at is None:
+    last = await trail.line_at(connection, shard, cursor.seq)
+    if last is None or last.last_seq != cursor.seq:
         return None
+    at = decode_lines(b"[" + last.text + b"]")[0].at
     found = await connection.execute(
         "SELECT offer, bool_or(type = 'offer.retired') FROM audit "
         "WHERE shard = %s AND seq <= %s AND type IN ('offer.opened', 'offer.retired') GROUP BY offer",
@@ -99,7 +100,7 @@ async def trail_of(connection: AsyncConnection[Any], shard: int) -> Trail | None
     present = {campaign_of(offer) for offer, retired in has_retired.items() if not retired}
     retired = [offer for offer, is_retired in has_retired.items() if is_retired]
     needed = [offer for offer in has_retired if campaign_of(offer) in present]
-    return Trail(cursor, at[0], retired, needed, await _past(connection, shard, cursor.seq, at[0], present))
+    return Trail(cursor, at, retired, needed, await _past(connection, shard, cursor.seq, at, present))
 
 
 async def _past(
@@ -134,8 +135,7 @@ async def payments_of(
             ([retired.offer for retired in trail.past], shard, trail.cursor.seq),
         )
         while found := await rows.fetchmany(ROWS_AT_ONCE):
-            events = decode_event_list(b"[" + b",".join(body.encode() for (body,) in found) + b"]")
-            yield [payment for payment in map(_known_payment, events) if payment is not None]
+            yield [payment for payment in map(_known_payment, _events(found)) if payment is not None]
 
 
 def _known_payment(event: AnyEvent) -> KnownPayment | None:
@@ -173,4 +173,10 @@ async def events_of(
             (shard, list(trail.needed), trail.cursor.seq),
         )
         while found := await rows.fetchmany(ROWS_AT_ONCE):
-            yield decode_event_list(b"[" + b",".join(body.encode() for (body,) in found) + b"]")
+            yield _events(found)
+
+
+def _events(rows: Sequence[tuple[str]]) -> list[AnyEvent]:
+    """The events of some lines; the grabs of a run by themselves."""
+    lines = decode_lines(b"[" + b",".join(body.encode() for (body,) in rows) + b"]")
+    return [one for line in lines for one in singles(line)]

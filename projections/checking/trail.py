@@ -1,37 +1,64 @@
 """Reading the audit trail: lines from any seq on, and the hash of the chain at any seq."""
 
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
 from grabstream.models.journal import GENESIS
 
 
+class Line(NamedTuple):
+    """A line of the trail: its first and last seq, its text, and the hash of the chain after it."""
+
+    seq: int
+    last_seq: int
+    text: bytes
+    hash: bytes
+
+
+_COLUMNS: Final = "seq, seqs, body, hash"
+
+
 async def hash_at(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes | None:
-    """The hash of the chain after an event; None if the trail does not have the event."""
+    """The hash of the chain after the line that ends with a seq; None if the trail has no such line."""
     if seq == 0:
         return GENESIS
-    row = await (
-        await connection.execute("SELECT hash FROM audit WHERE shard = %s AND seq = %s", (shard, seq))
-    ).fetchone()
-    return bytes(row[0]) if row else None
+    line = await line_at(connection, shard, seq)
+    return line.hash if line is not None and line.last_seq == seq else None
 
 
-async def lines(
-    connection: AsyncConnection[Any], shard: int, after_seq: int, limit: int
-) -> list[tuple[int, bytes, bytes]]:
-    """At most `limit` events after a seq as (seq, line, hash), in order."""
+async def line_at(connection: AsyncConnection[Any], shard: int, seq: int) -> Line | None:
+    """The line that has a seq; None if the trail does not have it."""
     rows = await connection.execute(
-        "SELECT seq, body, hash FROM audit WHERE shard = %s AND seq > %s ORDER BY seq LIMIT %s",
-        (shard, after_seq, limit),
+        f"SELECT {_COLUMNS} FROM audit WHERE shard = %s AND seq <= %s ORDER BY seq DESC LIMIT 1",  # noqa: S608
+        (shard, seq),
     )
-    return [(seq, body.encode(), bytes(hash_)) for seq, body, hash_ in await rows.fetchall()]
+    found = list(map(_line, await rows.fetchall()))
+    return found[0] if found and found[0].last_seq >= seq else None
+
+
+async def lines(connection: AsyncConnection[Any], shard: int, after_seq: int, limit: int) -> list[Line]:
+    """Lines after a seq, in order, until they take `limit` seqs."""
+    rows = await connection.execute(
+        f"SELECT {_COLUMNS} FROM (SELECT *, sum(seqs) OVER (ORDER BY seq) - seqs AS before FROM ("  # noqa: S608
+        f"SELECT {_COLUMNS} FROM audit WHERE shard = %s AND seq > %s ORDER BY seq LIMIT %s) AS page"
+        ") AS counted WHERE before < %s ORDER BY seq",
+        (shard, after_seq, limit, limit),
+    )
+    return list(map(_line, await rows.fetchall()))
+
+
+def _line(row: tuple[int, int, str, bytes]) -> Line:
+    seq, seqs, body, hash_ = row
+    return Line(seq, seq + seqs - 1, body.encode(), bytes(hash_))
 
 
 async def ends(connection: AsyncConnection[Any], shard: int) -> tuple[int, int]:
     """The first and the last seq of a shard in the trail; (0, 0) if it has none."""
     rows = await connection.execute(
-        "SELECT coalesce(min(seq), 0), coalesce(max(seq), 0) FROM audit WHERE shard = %s", (shard,)
+        "SELECT coalesce(min(seq), 0), coalesce((SELECT seq + seqs - 1 FROM audit WHERE shard = %(shard)s "
+        "ORDER BY seq DESC LIMIT 1), 0) FROM audit WHERE shard = %(shard)s",
+        {"shard": shard},
     )
     first, last = await rows.fetchone() or (0, 0)
     return int(first), int(last)
@@ -53,4 +80,6 @@ async def last_seq_before(connection: AsyncConnection[Any], shard: int, at: int)
             low = middle
         else:
             high = middle - 1
-    return max(low, 0)
+    # This is the first seq of its line.
+    line = await line_at(connection, shard, max(low, 0))
+    return max(low, 0) if line is None else line.last_seq

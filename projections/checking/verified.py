@@ -137,11 +137,13 @@ async def record_pass(connection: AsyncConnection[Any]) -> None:
 async def audit_rows(
     connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int, limit: int
 ) -> list[AuditRow]:
-    """At most `limit` rows of the audit trail in a range of seqs, in order."""
+    """Rows of the audit trail in a range of seqs, in order, until they take `limit` seqs."""
     rows = await connection.execute(
-        "SELECT seq, offer, type, at, body, hash FROM audit WHERE shard = %s AND seq > %s AND seq <= %s "
-        "ORDER BY seq LIMIT %s",
-        (shard, after_seq, to_seq, limit),
+        "SELECT seq, offer, type, at, body, hash, seqs FROM ("
+        "SELECT *, sum(seqs) OVER (ORDER BY seq) - seqs AS before FROM ("
+        "SELECT * FROM audit WHERE shard = %s AND seq > %s AND seq <= %s ORDER BY seq LIMIT %s) AS page"
+        ") AS counted WHERE before < %s ORDER BY seq",
+        (shard, after_seq, to_seq, limit, limit),
     )
     return list(map(row_of, await rows.fetchall()))
 
@@ -277,10 +279,11 @@ async def offers_after(
 async def events_of_offers(
     connection: AsyncConnection[Any], offers: Sequence[str]
 ) -> list[tuple[int, int, str, bytes, bytes | None]]:
-    """The events of these offers by shard and seq, as (shard, seq, text, hash, hash of the event before)."""
+    """The lines of these offers by shard and seq, as (shard, seq, text, hash, hash of the line before)."""
     rows = await connection.execute(
-        "SELECT a.shard, a.seq, a.body, a.hash, b.hash FROM audit AS a LEFT JOIN audit AS b ON b.shard = "
-        "a.shard AND b.seq = a.seq - 1 "
+        "SELECT a.shard, a.seq, a.body, a.hash, b.hash FROM audit AS a LEFT JOIN LATERAL ("
+        "SELECT hash, seq + seqs AS next_seq FROM audit AS c WHERE c.shard = a.shard AND c.seq < a.seq "
+        "ORDER BY c.seq DESC LIMIT 1) AS b ON b.next_seq = a.seq "
         "WHERE a.offer = ANY(%s) ORDER BY a.shard, a.seq",
         (list(offers),),
     )

@@ -1,8 +1,9 @@
--- The audit trail: every event, byte for byte, with the hash of the chain after it.
+-- The audit trail: every line of the journal, byte for byte, with the hash of the chain after it.
 --- definition 1
 
 --- part tables
 
+-- A run of grabs is one line. It takes `seqs` seqs, of which `seq` is the first.
 CREATE TABLE audit_1 (
     shard integer NOT NULL,
     seq bigint NOT NULL,
@@ -10,7 +11,8 @@ CREATE TABLE audit_1 (
     type text NOT NULL,
     at bigint NOT NULL,
     body text NOT NULL,
-    hash bytea NOT NULL
+    hash bytea NOT NULL,
+    seqs integer NOT NULL DEFAULT 1
 );
 
 --- part constraints
@@ -24,7 +26,7 @@ CREATE INDEX audit_1_life ON audit_1 (shard, offer) WHERE type IN ('offer.opened
 
 --- part views
 
-CREATE VIEW audit AS SELECT shard, seq, offer, type, at, body, hash FROM audit_1;
+CREATE VIEW audit AS SELECT shard, seq, offer, type, at, body, hash, seqs FROM audit_1;
 
 -- The commands of operators that made events.
 CREATE VIEW operations AS

@@ -17,7 +17,7 @@ from psycopg import AsyncConnection, sql
 from psycopg.pq import TransactionStatus
 
 from grabstream.models.journal import Cursor
-from grabstream.projections.cursors import CursorMoved, Fact
+from grabstream.projections.cursors import CursorMoved, Fact, single_facts
 from grabstream.streams.projecting.projector import Apply
 
 #: `frozen` marks a cursor while the transaction is open; other transactions never see the mark.
@@ -90,7 +90,7 @@ async def write(
         await _mark(connection, name, schema, moves)
         if facts:
             before = await _state(connection)
-            await _apply(connection, facts, apply)
+            await _apply(connection, single_facts(facts), apply)
             _compare(before, await _state(connection))
         await _move(connection, name, schema, moves)
 

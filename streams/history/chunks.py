@@ -9,15 +9,16 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from grabstream.lua.ending import end
-from grabstream.models.events import AnyEvent
 from grabstream.models.journal import Cursor
+from grabstream.models.runs import AnyLine
 from grabstream.projections.cursors import Fact
 
 
 class Point(NamedTuple):
     """The first or last event of a stretch of history, by its seq, or by a time in ms since 1970 UTC.
 
-    Exactly one of the two is set. The events at the point belong to the stretch.
+    Exactly one of the two is set. The events at the point belong to the stretch. A run of grabs is not
+    divided: if the point is within one, all of it belongs to the stretch.
     """
 
     seq: int | None = None
@@ -31,12 +32,16 @@ class Point(NamedTuple):
         return value
 
     def of(self, fact: Fact) -> int:
-        """The number of a fact that is compared with `value`."""
+        """The number of a fact that is compared with `value` where the stretch ends."""
         return self.of_event(fact.event)
 
-    def of_event(self, event: AnyEvent) -> int:
-        """The number of an event that is compared with `value`."""
+    def of_event(self, event: AnyLine) -> int:
+        """The number of an event that is compared with `value` where the stretch ends."""
         return event.at if self.seq is None else event.seq
+
+    def of_end(self, event: AnyLine) -> int:
+        """The number of an event that is compared with `value` where the stretch begins."""
+        return event.at if self.seq is None else event.last_seq
 
 
 class Chunk(NamedTuple):
@@ -64,7 +69,7 @@ async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> Asyn
                 continue
             # The offset stays at the record: a later read that resumes here needs the rest of it.
             after = (
-                chunk.before._replace(seq=facts[count - 1].event.seq, head=facts[count - 1].hash)
+                chunk.before._replace(seq=facts[count - 1].event.last_seq, head=facts[count - 1].hash)
                 if count
                 else chunk.before
             )
@@ -73,7 +78,7 @@ async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> Asyn
 
 
 async def gathered(chunks: AsyncGenerator[Chunk, None], events: int) -> AsyncGenerator[Chunk, None]:
-    """The chunks of a shard, joined to chunks of at least `events` events each; the last may be smaller."""
+    """The chunks of a shard, joined to chunks of at least `events` seqs each; the last may be smaller."""
     facts: list[Fact] = []
     joined: Chunk | None = None
     async with aclosing(chunks):
@@ -81,7 +86,7 @@ async def gathered(chunks: AsyncGenerator[Chunk, None], events: int) -> AsyncGen
             facts.extend(chunk.facts)
             before, read = (joined.before, joined.read) if joined else (chunk.before, 0)
             joined = Chunk(chunk.shard, before, chunk.after, facts, read + chunk.read)
-            if len(facts) >= events:
+            if chunk.after.seq - joined.before.seq >= events:
                 yield joined
                 facts, joined = [], None
     if joined is not None:

@@ -22,12 +22,12 @@ import msgspec
 from aiokafka.errors import KafkaTimeoutError
 from psycopg import AsyncConnection
 
-from grabstream.models.events import decode_event, decode_event_list
 from grabstream.models.journal import Block, Corrupt, Cursor, Gap, chain, parse_block
+from grabstream.models.runs import decode_line, decode_lines
 from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
 from grabstream.projections.checking import trail
-from grabstream.projections.cursors import Fact, facts_of
+from grabstream.projections.cursors import Fact, facts_of, follow
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.streams.history.chunks import Chunk, Point
 from grabstream.streams.journal import JournalReader, Record, open_reader
@@ -35,7 +35,7 @@ from grabstream.streams.projecting.projector import Decoded
 
 #: The search for a point ends within so many records: reading them is as quick as one more step.
 NEAR_RECORDS: Final = 32
-AUDIT_ROWS: Final = 2_000
+AUDIT_SEQS: Final = 2_000
 #: How long the broker may return nothing while there are more records.
 PATIENCE_SECONDS: Final = 60.0
 
@@ -149,10 +149,10 @@ class JournalSource:
         proved = (await cursors.load(self._books, "audit")).get(shard)
         if proved is None or proved.seq == 0 or proved.next_offset > end:
             return Start(Cursor(), end)
-        newest = await trail.lines(self._books, shard, proved.seq - 1, 1)
-        if not newest or newest[0][2] != proved.head:
+        newest = await trail.line_at(self._books, shard, proved.seq)
+        if newest is None or (newest.last_seq, newest.hash) != proved[:2]:
             return Start(Cursor(), end)
-        if first.of_event(decode_event(newest[0][1])) < first.value:
+        if first.of_end(decode_line(newest.text)) < first.value:
             return Start(proved, end)
         nearest = await self._block_before(shard, first, proved.next_offset)
         if nearest is None:
@@ -168,7 +168,7 @@ class JournalSource:
         while high - low > NEAR_RECORDS:
             middle = (low + high) // 2
             probe = await self._next_block(shard, middle, high)
-            if probe is None or first.of_event(decode_event(probe[1].lines[0])) >= first.value:
+            if probe is None or first.of_event(decode_line(probe[1].lines[0])) >= first.value:
                 high = middle
             else:
                 nearest, low = probe, probe[0] + 1
@@ -282,11 +282,12 @@ def _seq(fact: Fact) -> int:
 
 
 class Lines(NamedTuple):
-    """Consecutive lines of the audit trail with their hashes, and the cursor after them."""
+    """Consecutive lines of the audit trail with their hashes and last seqs, and the cursor after them."""
 
     after: Cursor
     lines: list[bytes]
     hashes: list[bytes]
+    last_seqs: list[int]
 
 
 class AuditSource:
@@ -323,11 +324,11 @@ class AuditSource:
         end = await self.end(shard)
         seq = 0
         if first is not None:
-            seq = (
-                first.seq - 1
-                if first.seq is not None
-                else await trail.last_seq_before(self._books, shard, first.value)
-            )
+            if first.seq is None:
+                seq = await trail.last_seq_before(self._books, shard, first.value)
+            else:
+                line = await trail.line_at(self._books, shard, first.seq)
+                seq = (first.seq if line is None else line.seq) - 1
             seq = max(min(seq, end), 0)
         head = await trail.hash_at(self._books, shard, seq)
         if head is None:
@@ -341,11 +342,11 @@ class AuditSource:
         set_aside = [record for record in set_aside if record.shard == shard]
         cursor = start.cursor
         async with aclosing(self.lines(shard, cursor, start.end)) as lists:
-            async for after, lines, hashes in lists:
+            async for after, lines, hashes, _ in lists:
                 facts, error = _decode(shard, cursor.seq + 1, lines, hashes)
                 if error is not None:
                     if facts:
-                        before_error = cursor._replace(seq=facts[-1].event.seq, head=facts[-1].hash)
+                        before_error = cursor._replace(seq=facts[-1].event.last_seq, head=facts[-1].hash)
                         yield Chunk(shard, cursor, before_error, _without(facts, set_aside), len(facts))
                     raise error
                 yield Chunk(shard, cursor, after, _without(facts, set_aside), len(lines))
@@ -356,21 +357,20 @@ class AuditSource:
         yielded the lines before the error.
         """
         while cursor.seq < end:
-            rows = await trail.lines(self._books, shard, cursor.seq, min(AUDIT_ROWS, end - cursor.seq))
-            lines = [line for _, line, _ in rows]
+            rows = await trail.lines(self._books, shard, cursor.seq, min(AUDIT_SEQS, end - cursor.seq))
+            lines = [row.text for row in rows]
             hashes = chain(cursor.head, lines)
-            expected = enumerate(hashes, cursor.seq + 1)
-            good = 0
-            for (seq, _, hash_), follows in zip(rows, expected, strict=True):
-                if (seq, hash_) != follows:
+            good, seq = 0, cursor.seq
+            for row, hash_ in zip(rows, hashes, strict=True):
+                if (row.seq, row.hash) != (seq + 1, hash_):
                     break
-                good += 1
+                good, seq = good + 1, row.last_seq
             if good:
-                cursor = cursor._replace(seq=cursor.seq + good, head=hashes[good - 1])
-                yield Lines(cursor, lines[:good], hashes[:good])
+                cursor = cursor._replace(seq=seq, head=hashes[good - 1])
+                yield Lines(cursor, lines[:good], hashes[:good], [row.last_seq for row in rows[:good]])
             if good == len(rows) > 0:
                 continue
-            if good == len(rows) or rows[good][0] != cursor.seq + 1:
+            if good == len(rows) or rows[good].seq != cursor.seq + 1:
                 raise Gap(f"audit trail, shard {shard}: seq {cursor.seq + 1} is missing")
             raise Corrupt(
                 f"audit trail, shard {shard}: the hash of seq {cursor.seq + 1} is not that of its text"
@@ -381,17 +381,17 @@ def _decode(
     shard: int, first_seq: int, lines: Sequence[bytes], hashes: Sequence[bytes]
 ) -> tuple[list[Fact], Corrupt | None]:
     """Lines as facts, up to the first that cannot be decoded, and the error there."""
-    numbers = [(shard, seq) for seq in range(first_seq, first_seq + len(lines))]
     try:
-        events = decode_event_list(b"[" + b",".join(lines) + b"]")
-        if [(event.shard, event.seq) for event in events] == numbers:
+        events = decode_lines(b"[" + b",".join(lines) + b"]")
+        if follow(shard, first_seq - 1, events):
             return facts_of(lines, hashes, events), None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass  # the loop below finds the line
     facts: list[Fact] = []
-    for (_, seq), line, hash_ in zip(numbers, lines, hashes, strict=True):
+    seq = first_seq
+    for line, hash_ in zip(lines, hashes, strict=True):
         try:
-            event = decode_event(line)
+            event = decode_line(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return facts, Corrupt(
                 f"audit trail, shard {shard}: the event of seq {seq} cannot be decoded: {error}"
@@ -402,4 +402,5 @@ def _decode(
                 f"{event.shard}, seq {event.seq}"
             )
         facts.append(Fact(line, hash_, event, transfers_of(event)))
+        seq = event.last_seq + 1
     return facts, None

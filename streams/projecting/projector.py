@@ -19,10 +19,10 @@ import psycopg
 from psycopg import AsyncConnection
 
 from grabstream.lua.trouble import is_trouble
-from grabstream.models.events import EVENTS, EventDecoder
 from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
+from grabstream.models.runs import LINES, LineDecoder
 from grabstream.projections import cursors
-from grabstream.projections.cursors import CursorMoved, Fact, facts_of
+from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
 from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
 from grabstream.streams.clients import in_words
@@ -73,10 +73,10 @@ class Group(NamedTuple):
 class Decoded:
     """A decoded record: its block immediately, the facts of its events on demand, if the block counts."""
 
-    def __init__(self, record: Record, events: EventDecoder = EVENTS) -> None:
+    def __init__(self, record: Record, lines: LineDecoder = LINES) -> None:
         """Raises Corrupt when the record contradicts itself."""
         self.block = parse_block(record.headers, record.value)
-        self._events = events
+        self._lines = lines
         self.size = len(record.value) or 1_000  # a marker has no text, but takes memory
         self._facts: list[Fact] = []
         if self.block.shard != record.shard:
@@ -86,21 +86,19 @@ class Decoded:
 
     @property
     def facts(self) -> list[Fact]:
-        """A fact for each line; raises Corrupt if an event cannot be decoded, or has another seq or shard
-        than its block says.
+        """A fact for each line; raises Corrupt if an event cannot be decoded, or has other seqs or another
+        shard than its block says.
         """
         block = self.block
         if block.count and not self._facts:
             try:
-                events = self._events.decode_list(b"[" + b",".join(block.lines) + b"]")
+                events = self._lines.decode_list(b"[" + b",".join(block.lines) + b"]")
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
             # Rows are written under the numbers in the text, and the chain counts by the header: both must
             # agree.
-            numbers = list(range(block.first_seq, block.first_seq + block.count))
-            if [event.seq for event in events] != numbers or {event.shard for event in events} != {
-                block.shard
-            }:
+            reach = [event.last_seq for event in events]
+            if reach != list(block.last_seqs) or not follow(block.shard, block.first_seq - 1, events):
                 raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
             self._facts = facts_of(block.lines, block.hashes, events)
         return self._facts
@@ -111,9 +109,9 @@ class Decoder:
     newest are kept.
     """
 
-    def __init__(self, bytes_max: int = DECODED_BYTES_MAX, events: EventDecoder = EVENTS) -> None:
+    def __init__(self, bytes_max: int = DECODED_BYTES_MAX, lines: LineDecoder = LINES) -> None:
         self._bytes_max = bytes_max
-        self._events = events
+        self._lines = lines
         self._bytes = 0
         self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
 
@@ -123,7 +121,7 @@ class Decoder:
         key = (topic, record.shard, record.offset, tuple(record.headers))
         decoded = self._newest.get(key)
         if decoded is None:
-            decoded = self._newest[key] = Decoded(record, self._events)
+            decoded = self._newest[key] = Decoded(record, self._lines)
             self._bytes += decoded.size
             while self._bytes > self._bytes_max:
                 self._bytes -= self._newest.popitem(last=False)[1].size
@@ -443,7 +441,7 @@ class Projector:
         group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], after)
         group.facts.setdefault(shard, []).extend(news)
         group.records.setdefault(shard, []).append((after, news))
-        if sum(map(len, group.facts.values())) >= GROUP_EVENTS_MAX:
+        if sum(after.seq - before.seq for before, after in group.moves.values()) >= GROUP_EVENTS_MAX:
             await self._write(group)
             return Group({}, {}, {})
         return group

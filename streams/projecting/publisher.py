@@ -18,7 +18,7 @@ from psycopg import AsyncConnection
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
-from grabstream.projections.cursors import Fact
+from grabstream.projections.cursors import Fact, single_facts
 from grabstream.projections.records import set_aside
 from grabstream.streams.clients import close
 from grabstream.streams.journal import JournalReader, open_reader
@@ -214,10 +214,11 @@ def make_producer(kafka: str) -> AIOKafkaProducer:
 def event_batches(
     producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, after: Cursor | None = None
 ) -> list[Any]:
-    """The events in as few batches as the size of a request allows. The last event carries the cursor
-    `after`, if given.
+    """The events in as few batches as the size of a request allows, each grab of a run by itself. The last
+    event carries the cursor `after`, if given.
     """
     batches = [producer.create_batch()]
+    facts = single_facts(facts)
     for fact in facts:
         headers = event_headers(fact, source)
         if after is not None and fact is facts[-1]:

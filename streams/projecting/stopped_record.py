@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from grabstream.models.events import AnyEvent, decode_event
 from grabstream.models.journal import Block, Corrupt, Cursor, Gap, parse_block
+from grabstream.models.runs import AnyLine, decode_line
+from grabstream.projections.cursors import follow
 from grabstream.streams.journal import JournalReader, Record
 
 
@@ -29,7 +30,7 @@ class StoppedRecord(NamedTuple):
     before: Cursor
     after: Cursor
     lines: tuple[bytes, ...]
-    events: tuple[AnyEvent | None, ...]
+    events: tuple[AnyLine | None, ...]
 
     @property
     def event_count(self) -> int:
@@ -44,8 +45,10 @@ class StoppedRecord(NamedTuple):
     @property
     def readable(self) -> bool:
         """Whether every event that the projection will lack can be decoded, and is in this record."""
-        seqs = [event.seq for event in self.events if event is not None]
-        return seqs == list(range(self.before.seq + 1, self.after.seq + 1))
+        events = [event for event in self.events if event is not None]
+        return follow(self.record.shard, self.before.seq, events) and (
+            (events[-1].last_seq if events else self.before.seq) == self.after.seq
+        )
 
 
 async def find_stopped_record(reader: JournalReader, shard: int, cursor: Cursor) -> StoppedRecord:
@@ -113,9 +116,8 @@ def _stopped_record(record: Record, before: Cursor, after: Cursor, lines: tuple[
     return StoppedRecord(record, before, after, lines, tuple(map(_event_of, lines)))
 
 
-def _event_of(line: bytes) -> AnyEvent | None:
+def _event_of(line: bytes) -> AnyLine | None:
     try:
-        event: AnyEvent = decode_event(line)
-        return event
+        return decode_line(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None

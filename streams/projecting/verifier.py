@@ -33,8 +33,8 @@ from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import server_epoch_of
 from grabstream.lua.trouble import is_trouble
-from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
+from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
 from grabstream.projections.checking import proof, verified
@@ -302,8 +302,10 @@ class Verifier:
         self, connection: AsyncConnection[Any], shard: int, seq: int, head: bytes, end: int, gaps: Gaps
     ) -> tuple[Walked, bool]:  # fmt: skip
         rows = await verified.audit_rows(connection, shard, seq, end, EVENTS_A_STEP)
-        full = len(rows) == EVENTS_A_STEP
-        reach = rows[-1].seq if full else end
+        reach = rows[-1].last_seq if rows else seq
+        full = reach - seq >= EVENTS_A_STEP
+        if not full:
+            reach = end
         lines = await verified.ledger_rows(connection, shard, seq, reach)
         walked = proof.walk(shard, seq, head, rows, lines, gaps, None if full else end)
         if walked.wrong is not None:
@@ -478,7 +480,7 @@ class Verifier:
                 fact = _fact(body.encode(), hash_, before or bytes(32))
                 # The walk reports damaged events.
                 if fact is not None and known.get(fact.event.offer) == fact.event.offer_seq - 1:
-                    known[fact.event.offer] = fact.event.offer_seq
+                    known[fact.event.offer] += fact.event.last_seq - fact.event.seq + 1
                     await anew.take("balances", fact)
                 if number % EVENTS_A_STEP == 0:
                     await asyncio.sleep(0)
@@ -613,7 +615,7 @@ def _fact(line: bytes, hash_: bytes, before: bytes) -> cursors.Fact | None:
     if hashlib.sha256(before + line).digest() != hash_:
         return None
     try:
-        event = decode_event(line)
+        event = decode_line(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return cursors.Fact(line, hash_, event, transfers_of(event))

@@ -318,7 +318,7 @@ class Rebuild:
                 async for chunk in read:
                     passed = _between(skipped, shard, self._cursors[shard], chunk.after)
                     await self._write(chunk, apply, frozen, passed)
-                    done += len(chunk.facts)
+                    done += chunk.after.seq - chunk.before.seq
                     self._report(
                         RebuildProgress(
                             step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)

@@ -27,10 +27,11 @@ from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import raise_term
 from grabstream.models.bounds import RECORD_BYTES_MAX
-from grabstream.models.events import decode_event
 from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, marker_headers, parse_block
+from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections import versions
+from grabstream.projections.checking import trail
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
@@ -351,10 +352,11 @@ class _ShardWriter:
         self._cursor = self._cursor._replace(next_offset=offset + 1, term=self._term, owner=self._owner)
         try:
             async with aclosing(AuditSource(connection).lines(shard, self._cursor, end.seq)) as lists:
-                async for _, lines, hashes in lists:
-                    for first, last in self._cuts(lines):
-                        await self._block(lines[first:last], hashes[last - 1])
-                        progress.add(last - first)
+                async for _, lines, hashes, last_seqs in lists:
+                    for first, last in self._cuts(lines, last_seqs):
+                        before = self._cursor.seq
+                        await self._block(lines[first:last], hashes[last - 1], last_seqs[last - 1])
+                        progress.add(self._cursor.seq - before)
         except (Corrupt, Gap) as error:
             raise Unreadable(str(error)) from None
         if (self._cursor.seq, self._cursor.head) != (end.seq, end.head):
@@ -363,26 +365,29 @@ class _ShardWriter:
                 f"seq {end.seq}"
             )
 
-    def _cuts(self, lines: Sequence[bytes]) -> list[tuple[int, int]]:
+    def _cuts(self, lines: Sequence[bytes], last_seqs: Sequence[int]) -> list[tuple[int, int]]:
         """The first and last index of each block of these lines."""
         cuts, first, size = [], 0, 0
-        for index, line in enumerate(lines, 1):
+        for index, (line, last_seq) in enumerate(zip(lines, last_seqs, strict=True), 1):
             size += len(line) + 1
             if (
                 index - first >= BLOCK_EVENTS
                 or size >= BLOCK_BYTES
-                or self._cursor.seq + index in self._plan.marks
+                or last_seq in self._plan.marks
                 or index == len(lines)
             ):
                 cuts.append((first, index))
                 first, size = index, 0
         return cuts
 
-    async def _block(self, lines: Sequence[bytes], head: bytes) -> None:
+    async def _block(self, lines: Sequence[bytes], head: bytes, last_seq: int) -> None:
         shard, before = self._plan.shard, self._cursor
-        headers = block_headers(shard, self._term, self._owner, before.seq + 1, len(lines), before.head, head)
+        headers = block_headers(
+            shard, self._term, self._owner, before.seq + 1, len(lines), before.head, head,
+            last_seq - before.seq,
+        )  # fmt: skip
         offset = await self._send(b"\n".join(lines), headers)
-        self._cursor = Cursor(before.seq + len(lines), head, offset + 1, self._term, self._owner)
+        self._cursor = Cursor(last_seq, head, offset + 1, self._term, self._owner)
         if self._cursor.seq in self._plan.marks:
             self.anchors[self._cursor.seq] = self._cursor
 
@@ -447,18 +452,11 @@ async def _problems(connection: AsyncConnection[Any], plan: ShardPlan, events: s
                 f"{plan.end.seq}; "
                 f"the text of {seqs} {where}"
             )
-        elif cursor.seq and await _hash(connection, plan.shard, cursor.seq) != cursor.head:
+        elif cursor.seq and await trail.hash_at(connection, plan.shard, cursor.seq) != cursor.head:
             problems.append(
                 f"shard {plan.shard}: {owner} has another history than the audit trail at seq {cursor.seq}"
             )
     return problems
-
-
-async def _hash(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes | None:
-    row = await (
-        await connection.execute("SELECT hash FROM audit WHERE shard = %s AND seq = %s", (shard, seq))
-    ).fetchone()
-    return None if row is None else bytes(row[0])
 
 
 async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) -> ShardPlan:
@@ -480,10 +478,9 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
                 for record in records:
                     block = parse_block(record.headers, record.value)
                     if block.count and not block.owner.startswith(OWNER):
-                        last = block.first_seq + block.count - 1
                         raise RebuildRefused(
                             f"shard {plan.shard}: the journal contains events, seq {block.first_seq} to "
-                            f"{last} at offset {record.offset}. "
+                            f"{block.last_seq} at offset {record.offset}. "
                             "If they are the truth, nothing has to be restored. If they are the rest of a "
                             f"lost journal, {delete}; events that the audit trail lacks are then lost"
                         )
@@ -537,10 +534,7 @@ async def _anchor_read_models(
 
 
 async def _fact(connection: AsyncConnection[Any], shard: int, seq: int) -> Fact:
-    rows = await connection.execute(
-        "SELECT body, hash FROM audit WHERE shard = %s AND seq = %s", (shard, seq)
-    )
-    row = await rows.fetchone()
-    assert row is not None, "the plan has read it"
-    event = decode_event(row[0])
-    return Fact(row[0].encode(), bytes(row[1]), event, transfers_of(event))
+    line = await trail.line_at(connection, shard, seq)
+    assert line is not None, "the plan has read it"
+    event = decode_line(line.text)
+    return Fact(line.text, line.hash, event, transfers_of(event))

@@ -27,10 +27,10 @@ from grabstream.models.events import (
     OfferLoaded,
     OfferOpened,
     OfferRetired,
-    decode_event_list,
 )
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
+from grabstream.models.runs import decode_lines, singles
 from grabstream.projections.checking.snapshots import KnownPayment, RetiredOffer
 from grabstream.streams.relaying.ownership import OwnedShard, Ownership
 
@@ -260,11 +260,13 @@ class Recovery:
         """Applies the events after a seq; returns the seq of the last."""
         waiting: list[bytes] = []
         cursor: Cursor | None = None
+        read = seq
         try:
             async with aclosing(journal) as reading:
                 async for cursor, accepted in reading:
-                    waiting += [event.line for event in accepted if event.seq > seq + len(waiting)]
-                    if len(waiting) >= APPLY_EVENTS_MAX:
+                    waiting += [line.line for line in accepted if line.seq > read]
+                    read = max(read, cursor.seq)
+                    if read - seq >= APPLY_EVENTS_MAX:
                         seq = await self._apply_lines(ownership, seq, waiting, cursor)
                         waiting = []
         except (Corrupt, Gap) as error:
@@ -287,11 +289,11 @@ class Recovery:
             raise Impossible(f"after seq {seq}: {error}") from None
         await self._apply_all(ownership, events, seq)
         await self._shard.trim(ownership, cursor)
-        return seq + len(lines)
+        return seq + len(events)
 
     def _decoded(self, lines: Sequence[bytes]) -> list[AnyEvent]:
         try:
-            return decode_event_list(b"[" + b",".join(lines) + b"]")
+            return [one for event in decode_lines(b"[" + b",".join(lines) + b"]") for one in singles(event)]
         except msgspec.DecodeError as error:
             raise Impossible(str(error)) from None
 

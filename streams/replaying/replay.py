@@ -82,12 +82,13 @@ async def replay(
             async for chunk in chunks:
                 facts = selection.of(chunk.facts)
                 if stretch.first is not None:
-                    facts = [fact for fact in facts if stretch.first.of(fact) >= stretch.first.value]
+                    facts = [
+                        fact for fact in facts if stretch.first.of_end(fact.event) >= stretch.first.value
+                    ]
                 await sink.write(chunk, facts)
-                done[stretch.shard] = Done(
-                    stretch.shard, chunk.after, done[stretch.shard].events + len(facts)
-                )
+                events = sum(fact.event.last_seq - fact.event.seq + 1 for fact in facts)
+                done[stretch.shard] = Done(stretch.shard, chunk.after, done[stretch.shard].events + events)
                 left -= chunk.read
-                report(chunk.read, len(facts))
+                report(chunk.read, events)
         report(left, 0)
     await sink.flush()

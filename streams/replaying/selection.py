@@ -13,7 +13,7 @@ from grabstream.models.events import (
     OfferRetired,
     PaymentRefundDue,
 )
-from grabstream.projections.cursors import Fact
+from grabstream.projections.cursors import Fact, single_facts
 
 _OfferEvent = (
     OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
@@ -38,7 +38,8 @@ class Selection:
 
     The events of a user are those that name the user, those that book on the user's `wallet:` or `hold:`
     account (a correction, the rest of an envelope that the user gave), and refunds due for the user's grabs.
-    `offer_events` adds the events about a whole offer, which read models need.
+    `offer_events` adds the events about a whole offer, which read models need. Of a run of grabs, it picks
+    single grabs, each in the form that it has on `grab.events`.
     """
 
     def __init__(self, wanted: Wanted, offer_events: bool, grabs: Iterable[tuple[str, str]] = ()) -> None:
@@ -54,7 +55,7 @@ class Selection:
         if self._offers:
             facts = [fact for fact in facts if fact.event.offer in self._offers]
             self.offers_met.update(fact.event.offer for fact in facts)
-        return [fact for fact in facts if self._is_users(fact)] if self._users else facts
+        return [fact for fact in single_facts(facts) if self._is_users(fact)] if self._users else facts
 
     def _is_users(self, fact: Fact) -> bool:
         event: Any = fact.event

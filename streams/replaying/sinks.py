@@ -8,7 +8,7 @@ from psycopg import AsyncConnection
 
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
-from grabstream.projections.cursors import Fact
+from grabstream.projections.cursors import Fact, single_facts
 from grabstream.streams.history.chunks import Chunk
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import GROUP_EVENTS_MAX, Apply
@@ -69,7 +69,7 @@ class TopicSink:
             await self.flush()
             self._shard, self._seq = chunk.shard, 0
         self._seq = chunk.after.seq
-        self._waiting.extend(facts)
+        self._waiting.extend(single_facts(facts))
         if len(self._waiting) >= SEND_EVENTS_MAX:
             await self.flush()
 
@@ -109,7 +109,7 @@ class RowSink:
         before = self._moves[chunk.shard][0] if chunk.shard in self._moves else chunk.before
         self._moves[chunk.shard] = (before, chunk.after)
         self._facts.extend(facts)
-        if len(self._facts) >= GROUP_EVENTS_MAX:
+        if sum(after.seq - before.seq for before, after in self._moves.values()) >= GROUP_EVENTS_MAX:
             await self.flush()
 
     async def flush(self) -> None:

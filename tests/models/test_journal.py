@@ -135,3 +135,78 @@ def test_any_cut_and_repetition_gives_the_same_history(cuts: list[tuple[int, int
     cursor, seqs = read(blocks)
     assert seqs == list(range(1, len(LINES) + 1))
     assert cursor.head == HASHES[-1]
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+#: The seqs that each line takes, from seq 1 on.
+SEQS = (1, 3, 1, 1000, 2, 1)
+
+
+def lines_of(seqs: Sequence[int]) -> list[bytes]:
+    """Lines that take so many seqs each, with the fields of their texts that say so."""
+    firsts = [1 + sum(seqs[:i]) for i in range(len(seqs))]
+    return [
+        b'{"type":"grab.granted","v":2,"shard":0,"seq":%d,"n":%d}' % pair
+        for pair in zip(firsts, seqs, strict=True)
+    ]
+
+
+def block_of(first: int, last: int, change: tuple[bytes, bytes] = (b"", b"")) -> Block:
+    """A block with the lines from index `first` to index `last` of SEQS."""
+    lines = [line.replace(*change) for line in lines_of(SEQS)]
+    hashes = [GENESIS, *chain(GENESIS, lines)]
+    seqs, first_seq = sum(SEQS[first : last + 1]), 1 + sum(SEQS[:first])
+    count = last + 1 - first
+    headers = block_headers(0, 1, "a", first_seq, count, hashes[first], hashes[last + 1], seqs)
+    return parse_block(headers, b"\n".join(lines[first : last + 1]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted), max_size=6))
+def test_a_reader_of_runs_gets_each_line_once_with_its_last_seq(blocks: list[list[int]]) -> None:
+    cursor, found, reached = Cursor(0, GENESIS, 0, 1, "a"), [], 0
+    for offset, (first, last) in enumerate(blocks):
+        if first > reached:
+            with pytest.raises(Gap):
+                cursor.feed(offset, block_of(first, last))
+            return
+        cursor, accepted = cursor.feed(offset, block_of(first, last))
+        found += accepted
+        reached = max(reached, last + 1)
+        assert cursor.seq == sum(SEQS[:reached])
+    lines = lines_of(SEQS)[:reached]
+    assert [(event.seq, event.line) for event in found] == [
+        (sum(SEQS[: i + 1]), line) for i, line in enumerate(lines)
+    ]
+    assert [event.hash for event in found] == chain(GENESIS, lines)
+
+
+def test_headers_say_how_many_seqs_a_block_takes_only_if_it_has_runs() -> None:
+    assert dict(block_headers(0, 1, "a", 1, 2, GENESIS, GENESIS, 5))["seqs"] == b"5"
+    assert "seqs" not in dict(block_headers(0, 1, "a", 1, 2, GENESIS, GENESIS, 2))
+    assert "seqs" not in dict(block_headers(0, 1, "a", 1, 2, GENESIS, GENESIS))
+
+
+def test_a_cursor_within_a_run_contradicts_the_journal() -> None:
+    within = Cursor(2, GENESIS, 0, 1, "a")
+    with pytest.raises(Corrupt, match="seq 2, where the reader is, is within a run of grabs"):
+        within.feed(0, block_of(0, 3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (b'"seq":2,', b'"seq":1,'), (b'"seq":5', b'"sek":5'), (b'"seq":1,', b'"seq":0,'),
+        (b'"seq":1008', b'"seq":99999999999'),
+    ],
+)  # fmt: skip
+def test_lines_with_other_seqs_than_their_headers_say_are_corrupt(change: tuple[bytes, bytes]) -> None:
+    assert block_of(0, 5).last_seq == sum(SEQS)
+    with pytest.raises(Corrupt, match="do not take 1008 seqs by their texts"):
+        block_of(0, 5, change)
+
+
+def test_a_header_that_says_fewer_seqs_than_lines_is_corrupt() -> None:
+    headers = block_headers(0, 1, "a", 1, 2, GENESIS, chain(GENESIS, LINES[:2])[-1], 1)
+    with pytest.raises(Corrupt, match="do not take 1 seqs"):
+        parse_block(headers, b"\n".join(LINES[:2]))

@@ -1,0 +1,208 @@
+"""Runs: what one call grants, or holds, of one offer in a row, as one event in columns.
+
+A run is version 2 of `grab.granted` and `grab.held`. It takes as many seqs as it has grabs: its grab number i
+(from 0) has the seq `seq + i`, the offer_seq `offer_seq + i` and the place `place + i`. So (shard, seq) names
+one grab, whether it was journaled in a run or by itself. `singles` returns the events of the grabs one by
+one, in the form of version 1; `grab.events` has them so.
+
+The lines of the journal and of the audit trail are single events, or runs: `decode_line` and `decode_lines`
+read them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import msgspec
+
+from grabstream.models.events import EVENTS, AnyEvent, EventDecoder, GrabGranted, GrabHeld, Number
+from grabstream.models.identifiers import Count, Id
+from grabstream.models.money import Asset, Currency, Quantity, Sum
+from grabstream.models.upcasting import NewerEvent
+
+V2 = Literal[2]
+RUN_VERSION: Final = 2
+#: The id of a single-use ticket, and when it ends if it is good for the whole campaign (ms since 1970 UTC).
+Ticket = tuple[Id, Count | None]
+
+
+class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_defaults=True):
+    """What runs have in common. A column has a value for each grab; it is absent if all have the default.
+
+    `quantities` are the units, 1 by default; `amounts` the same in the offer's asset, the quantities by
+    default. `place` is that of the first grab, `left` the units left after the last one. `asked` is what was
+    asked for, where it was more than was given. `digests` are those of the commands, `plain` by default.
+    `command` is the command that made units free for queued grabs; other grabs are commands themselves.
+    Raises ValueError if the columns do not fit together.
+    """
+
+    v: V2
+    shard: Count
+    seq: Number
+    offer_seq: Number
+    offer: Id
+    at: Count
+    command: Id | None = None
+    grabs: tuple[Id, ...]
+    users: tuple[Id, ...]
+    quantities: tuple[Quantity, ...] = ()
+    amounts: tuple[Sum, ...] = ()
+    asset: Asset
+    place: Number
+    left: Sum
+    asked: tuple[Quantity | None, ...] = ()
+    attributes: tuple[dict[Id, Id] | None, ...] = ()
+    tickets: tuple[Ticket | None, ...] = ()
+    basket: Id | None = None
+    digests: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.grabs)
+        if not count:
+            raise ValueError("grabs: a run has at least one grab")
+        for name in self.columns:
+            column = getattr(self, name)
+            if len(column) != count and (column or name == "users"):
+                raise ValueError(f"{name}: {len(column)} values for {count} grabs")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns beside `grabs`."""
+        return ("users", "quantities", "amounts", "asked", "attributes", "tickets", "digests")
+
+    @property
+    def last_seq(self) -> int:
+        """The seq of the last grab."""
+        return self.seq + len(self.grabs) - 1
+
+    @property
+    def given(self) -> Sequence[int]:
+        """The units of each grab."""
+        return self.quantities or (1,) * len(self.grabs)
+
+    @property
+    def moved(self) -> Sequence[int]:
+        """The amount of each grab, in minor units or pieces."""
+        return self.amounts or self.given
+
+
+class GrantedRun(_Run, tag="grab.granted", frozen=True, kw_only=True):
+    """Users got amounts for good. `codes` are sealed."""
+
+    codes: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns beside `grabs`."""
+        return (*super().columns, "codes")
+
+    def single(self, i: int, common: dict[str, Any]) -> GrabGranted:
+        """The event of grab number i, from the fields that it has in common with a hold."""
+        return GrabGranted(**common, codes=self.codes[i] if self.codes else ())
+
+
+class HeldRun(_Run, tag="grab.held", frozen=True, kw_only=True):
+    """Units are held for users until `deadline_at` (milliseconds since 1970 UTC), to be paid with `price`
+    minor units of `currency` each. With `waited`, the grabs were on the waiting list.
+    """
+
+    deadline_at: Count
+    price: Sum = 0
+    currency: Currency | None = None
+    waited: bool = False
+
+    def single(self, i: int, common: dict[str, Any]) -> GrabHeld:
+        """The event of grab number i, from the fields that it has in common with a grant."""
+        return GrabHeld(
+            **common,
+            deadline_at=self.deadline_at,
+            due=None if self.currency is None else self.price * self.given[i],
+            currency=self.currency,
+            waited=self.waited,
+        )
+
+
+AnyRun: TypeAlias = GrantedRun | HeldRun
+#: What a line of the journal contains.
+AnyLine: TypeAlias = AnyEvent | GrantedRun | HeldRun
+
+_RUNS: Final = {str(run.__struct_config__.tag): run for run in (GrantedRun, HeldRun)}
+_WITH_RUNS: Any = GrantedRun | HeldRun
+for _event in get_args(AnyEvent):
+    if str(_event.__struct_config__.tag) not in _RUNS:
+        _WITH_RUNS |= _event
+_decode_run: Final[Callable[[bytes], AnyRun]] = msgspec.json.Decoder(GrantedRun | HeldRun).decode
+_decode_with_runs: Final[Callable[[bytes], list[AnyLine]]] = msgspec.json.Decoder(list[_WITH_RUNS]).decode
+_decode_raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class _Versioned(msgspec.Struct):
+    type: str
+    v: int
+
+
+_decode_versioned: Final = msgspec.json.Decoder(_Versioned).decode
+
+
+class LineDecoder:
+    """Decodes lines of the journal: single events by `events`, and runs. The errors are those of
+    EventDecoder.
+    """
+
+    def __init__(self, events: EventDecoder = EVENTS) -> None:
+        self._events = events
+
+    def decode(self, line: bytes) -> AnyLine:
+        """Decodes one line."""
+        try:
+            return self._events.decode(line)
+        except NewerEvent:
+            found = _decode_versioned(line)
+            if found.type not in _RUNS or found.v != RUN_VERSION:
+                raise
+        try:
+            return _decode_run(line)
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deep to be an event") from None
+
+    def decode_list(self, lines: bytes) -> list[AnyLine]:
+        """Decodes `[line,line,…]` in one call, for whole blocks, unless single events of `grab.granted` and
+        `grab.held` are among runs.
+        """
+        try:
+            return _decode_with_runs(lines)
+        except (msgspec.ValidationError, RecursionError):
+            pass  # the others have single events only, or both
+        try:
+            return self._events.decode_list(lines)  # type: ignore[return-value]  # a list of some of these
+        except NewerEvent:
+            return [self.decode(bytes(raw)) for raw in _decode_raw_list(lines)]
+
+
+LINES: Final = LineDecoder()
+decode_line = LINES.decode
+decode_lines = LINES.decode_list
+
+
+def singles(event: AnyLine) -> Sequence[AnyEvent]:
+    """The events of the grabs of a run, in order; any other event as it is."""
+    if not isinstance(event, AnyRun):
+        return (event,)
+    given, moved = event.given, event.moved
+    left = event.left + sum(given)
+    found: list[AnyEvent] = []
+    for i, (grab, user, quantity, amount) in enumerate(
+        zip(event.grabs, event.users, given, moved, strict=True)
+    ):
+        left -= quantity
+        ticket, ends_at = (event.tickets[i] if event.tickets else None) or (None, None)
+        common: dict[str, Any] = {
+            "v": 1, "shard": event.shard, "seq": event.seq + i, "offer_seq": event.offer_seq + i,
+            "offer": event.offer, "at": event.at, "command": event.command or grab, "grab": grab,
+            "user": user, "quantity": quantity, "amount": amount, "asset": event.asset,
+            "place": event.place + i, "left": left, "asked": event.asked[i] if event.asked else None,
+            "attributes": (event.attributes[i] if event.attributes else None) or {},
+            "ticket": ticket, "ticket_ends_at": ends_at, "basket": event.basket,
+            "digest": event.digests[i] if event.digests else None if event.command else "plain",
+        }  # fmt: skip
+        found.append(event.single(i, common))
+    return found

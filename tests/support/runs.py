@@ -1,0 +1,65 @@
+"""Lines of the journal with runs in place of single grants and holds, as a newer gate writes them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, decode_event
+from grabstream.models.runs import AnyRun, GrantedRun, HeldRun
+
+GRABS_MAX = 1_000
+
+
+def as_runs(lines: Iterable[bytes], grabs_max: int = GRABS_MAX) -> list[bytes]:
+    """The lines, with consecutive grants and holds of one offer, time, basket, price and deadline as runs."""
+    runs: list[list[AnyEvent]] = []
+    for event in map(decode_event, lines):
+        if runs and len(runs[-1]) < grabs_max and _common(runs[-1][-1]) == _common(event) is not None:
+            runs[-1].append(event)
+        else:
+            runs.append([event])
+    return [msgspec.json.encode(run_of(run) if _common(run[0]) else run[0]) for run in runs]
+
+
+def _common(event: AnyEvent) -> tuple[Any, ...] | None:
+    """What all grabs of a run have in common; None if the event is not one of a run."""
+    if isinstance(event, GrabGranted):
+        return (event.offer, event.at, event.basket, event.quantity == event.amount)
+    if not isinstance(event, GrabHeld):
+        return None
+    price = None if event.due is None else event.due / event.quantity
+    served_by = event.command if event.waited else None
+    return (event.offer, event.at, event.basket, event.deadline_at, price, event.currency, served_by)
+
+
+def run_of(events: Sequence[Any]) -> AnyRun:
+    """A run of grants, or of holds, that follow each other."""
+    first, last = events[0], events[-1]
+
+    def column(values: Iterable[Any], default: Any = None) -> tuple[Any, ...]:
+        found = tuple(values)
+        return () if all(value == default for value in found) else found
+
+    is_waited = isinstance(first, GrabHeld) and first.waited
+    tickets = ((one.ticket, one.ticket_ends_at) if one.ticket is not None else None for one in events)
+    quantities = column((one.quantity for one in events), 1)
+    common: dict[str, Any] = {
+        "v": 2, "shard": first.shard, "seq": first.seq, "offer_seq": first.offer_seq, "offer": first.offer,
+        "at": first.at, "command": first.command if is_waited else None,
+        "grabs": tuple(one.grab for one in events), "users": tuple(one.user for one in events),
+        "quantities": quantities,
+        "amounts": () if all(one.amount == one.quantity for one in events)
+        else tuple(one.amount for one in events),
+        "asset": first.asset, "place": first.place, "left": last.left,
+        "asked": column(one.asked for one in events),
+        "attributes": column(one.attributes or None for one in events),
+        "tickets": column(tickets), "basket": first.basket,
+        "digests": column((one.digest for one in events), None if is_waited else "plain"),
+    }  # fmt: skip
+    if isinstance(first, GrabGranted):
+        return GrantedRun(**common, codes=column((one.codes for one in events), ()))
+    price = (first.due or 0) // first.quantity
+    return HeldRun(
+        **common, deadline_at=first.deadline_at, price=price, currency=first.currency, waited=first.waited
+    )
