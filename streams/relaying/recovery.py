@@ -265,7 +265,7 @@ class Recovery:
             async with aclosing(journal) as reading:
                 async for cursor, accepted in reading:
                     waiting += [line.line for line in accepted if line.seq > read]
-                    read = max(read, cursor.seq)
+                    read = max(read, accepted[-1].seq) if accepted else read
                     if read - seq >= APPLY_EVENTS_MAX:
                         seq = await self._apply_lines(ownership, seq, waiting, cursor)
                         waiting = []
@@ -284,7 +284,8 @@ class Recovery:
         there.
         """
         try:
-            events = self._decoded(lines)
+            # A recovery that was interrupted may have applied a part of a run.
+            events = [event for event in self._decoded(lines) if event.seq > seq]
         except Impossible as error:
             raise Impossible(f"after seq {seq}: {error}") from None
         await self._apply_all(ownership, events, seq)

@@ -57,13 +57,20 @@ class JournalWriter:
         await self._send(marker_headers(self._shard, term, owner), b"")
 
     async def block(
-        self, lines: Sequence[bytes], first: int, last: int, term: int = 1, owner: str = "a", **wrong: bytes
-    ) -> None:
-        """Writes events `first` to `last` of lines that begin with seq 1; `wrong` replaces headers."""
+        self, lines: Sequence[bytes], first: int, last: int, term: int = 1, owner: str = "a",
+        last_seqs: Sequence[int] | None = None, **wrong: bytes
+    ) -> None:  # fmt: skip
+        """Writes line number `first` to `last` of lines that begin with seq 1. `last_seqs` are those of all
+        lines, if some are runs; `wrong` replaces headers.
+        """
         hashes = [GENESIS, *chain(GENESIS, lines)]
+        reach = [0, *(last_seqs or range(1, len(lines) + 1))]
         headers = dict(
-            block_headers(self._shard, term, owner, first, last - first + 1, hashes[first - 1], hashes[last])
-        )
+            block_headers(
+                self._shard, term, owner, reach[first - 1] + 1, last - first + 1, hashes[first - 1],
+                hashes[last], reach[last] - reach[first - 1],
+            )
+        )  # fmt: skip
         headers.update(wrong)
         await self._send(list(headers.items()), b"\n".join(lines[first - 1 : last]))
 

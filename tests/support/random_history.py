@@ -3,6 +3,7 @@ models.
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
@@ -14,6 +15,7 @@ from grabstream.models.commands import (
 )
 from grabstream.models.events import encode_event
 from grabstream.models.rules import ShardState, decide, sweep
+from grabstream.models.runs import decode_line
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.lua.histories.shop import Shop
@@ -25,8 +27,8 @@ NOW = 1_800_000_000_000
 class History(Shop):
     """The events of a random shop in one shard, decided by the pure rules without Redis."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed, NOW)
+    def __init__(self, seed: int, now: int = NOW) -> None:
+        super().__init__(seed, now)
         self.state = ShardState(SHARD)
         self.lines: list[bytes] = []
 
@@ -47,9 +49,11 @@ class History(Shop):
             self.decide(action)
 
 
-def random_history(seed: int, steps: int) -> History:
-    """The history of a seed: opens all offers, plays random steps, resumes `s`, and closes `t`."""
-    history = History(seed)
+def random_history(seed: int, steps: int, now: int = NOW) -> History:
+    """The history of a seed from a time on (ms): opens all offers, plays random steps, resumes `s`, and
+    closes `t`.
+    """
+    history = History(seed, now)
     for index in range(len(history.names)):
         history.decide(history.opening(index))
     history.now += 10
@@ -62,22 +66,30 @@ def random_history(seed: int, steps: int) -> History:
     return history
 
 
-async def project(settings: Settings, history: History, cut: random.Random) -> None:
+async def project(
+    settings: Settings, history: History, cut: random.Random, lines: Sequence[bytes] | None = None
+) -> None:
     """Journals a history in blocks of random sizes, some of them twice, and returns when all read models have
-    applied it.
+    applied it. `lines` are its events in another form, if given.
     """
+    await journal_history(settings, history.lines if lines is None else lines, cut)
+    async with running(settings) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await until_at_seq(settings, len(history.lines))
+
+
+async def journal_history(settings: Settings, lines: Sequence[bytes], cut: random.Random) -> None:
+    """Journals lines, from seq 1 on, in blocks of random sizes, some of them twice."""
+    last_seqs = [decode_line(line).last_seq for line in lines]
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
     journal = JournalWriter(settings, producer)
     await journal.marker(1, "a")
     first = 1
-    while first <= len(history.lines):
-        last = min(first + cut.choice((0, 1, 20, 300)), len(history.lines))
+    while first <= len(lines):
+        last = min(first + cut.choice((0, 1, 20, 300)), len(lines))
         for _ in range(cut.choice((1, 1, 1, 2))):
-            await journal.block(history.lines, first, last)
+            await journal.block(lines, first, last, last_seqs=last_seqs)
         first = last + 1
     await producer.stop()
-    async with running(settings) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
-        await until_at_seq(settings, len(history.lines))

@@ -13,6 +13,7 @@ from grabstream.lua.keys import STAGED, ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
 from grabstream.models.journal import GENESIS, Accepted, Cursor, chain
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
+from grabstream.models.runs import decode_line
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Position, Recovery
 
@@ -28,8 +29,8 @@ _unpack = msgspec.msgpack.Decoder().decode
 def accepted(lines: Sequence[bytes]) -> list[Accepted]:
     """Event lines from seq 1 on, as a reader of the journal accepts them."""
     return [
-        Accepted(seq, line, hash_)
-        for seq, (line, hash_) in enumerate(zip(lines, chain(GENESIS, lines), strict=True), 1)
+        Accepted(decode_line(line).last_seq, line, hash_)
+        for line, hash_ in zip(lines, chain(GENESIS, lines), strict=True)
     ]
 
 
@@ -56,10 +57,11 @@ async def fold(
 
     end = len(events)
     stops = sorted({cut.randint(0, end) for _ in range(3)} | {end}) if cut else [end]
+    last_seqs = [0, *(event.seq for event in events)]
     await recovery.rebuild(ownership, Position("other", 0), lambda base: journal(stops[0]))
     for before, after in pairwise(stops):
-        await recovery.catch_up(ownership, Position("behind", before), journal(after))
-    await run_script(client, "reconcile", [keys.state], (*ownership.arguments, end, shards))
+        await recovery.catch_up(ownership, Position("behind", last_seqs[before]), journal(after))
+    await run_script(client, "reconcile", [keys.state], (*ownership.arguments, last_seqs[end], shards))
 
 
 async def contents(client: Any, keys: ShardKeys, now_ms: int | None = None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.recovered import contents, differences, fold
 from tests.lua.histories.strategies import TICKETS
+from tests.support.runs import as_runs
 
 SHARDS = 2
 #: Number of events and answers, at the end of every history, that are checked against their schemas.
@@ -223,11 +224,16 @@ class Twins:
             await self.gate.close()
 
     async def compare_recovered(self, number: int) -> None:
-        """Recovers the shard's events into empty keys, in random steps, and compares the state."""
+        """Recovers the shard's events into empty keys, in random steps, each grab in a line of its own or in
+        a run, and compares the state.
+        """
         cut = random.Random(len(self.lines[number]))
+        lines = self.lines[number]
+        if cut.random() < 0.5:
+            lines = as_runs(lines, cut.choice((2, 3, 1_000)))
         self.recoveries += 1
         keys = KeySpace(f"{self.keys.prefix}-fold{self.recoveries}", self.keys.shards).shard(number)
-        await fold(self.client, keys, self.lines[number], SEALER, self.keys.shards, cut)
+        await fold(self.client, keys, lines, SEALER, self.keys.shards, cut)
         live, recovered = (
             await contents(self.client, self.keys.shard(number), self.now),
             await contents(self.client, keys, self.now),
