@@ -2,7 +2,8 @@
 Python.
 
 - Commands, terms, answers, outcomes and events are types. `encode_command`, `decode_answer` and
-`decode_event` convert them to and from records of Kafka. They need only `pip install grabstream`. -
+`decode_event` convert them to and from records of Kafka; `decode_line` reads lines of the journal and of the
+audit trail, of which some are runs of grabs (`singles`). They need only `pip install grabstream`. -
 `grabstream.vocabulary` has the same commands, terms, answers and events as pydantic models (validation
 messages, `model_dump`, JSON Schema, FastAPI); `to_wire()` and `from_wire()` convert. - `open_gate` decides
 commands directly in Redis, `Projection` describes a read model of your own, `read_events` reads past events.
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from grabstream.models.money import Invalid
     from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
     from grabstream.models.outcomes import Outcome
+    from grabstream.models.runs import AnyLine, GrantedRun, HeldRun, decode_line, singles
     from grabstream.models.transfers import Transfer
     from grabstream.models.upcasting import NewerEvent
     from grabstream.ops.connections.event_sources import NoTrail
@@ -92,6 +94,7 @@ __all__ = [
     "AnyCommand",
     "AnyEvent",
     "AnyGrabEvent",
+    "AnyLine",
     "BadSettings",
     "CampaignZone",
     "Changes",
@@ -115,6 +118,8 @@ __all__ = [
     "GrabReleased",
     "GrabReturned",
     "GrabUnredeemed",
+    "GrantedRun",
+    "HeldRun",
     "Hours",
     "Invalid",
     "LedgerAdjusted",
@@ -153,11 +158,13 @@ __all__ = [
     "decode_answer",
     "decode_command",
     "decode_event",
+    "decode_line",
     "encode_command",
     "load_settings",
     "open_gate",
     "read_events",
     "shard_of",
+    "singles",
 ]
 
 #: The names of each module. A test compares them with the imports above, which type checkers read.
@@ -184,6 +191,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "Changes", "CouponTerms", "EnvelopeTerms", "Hours", "Limit", "StockTerms", "Terms",
     ),
     "models.outcomes": ("Outcome",),
+    "models.runs": ("AnyLine", "GrantedRun", "HeldRun", "decode_line", "singles"),
     "models.transfers": ("Transfer",),
     "models.upcasting": ("NewerEvent",),
     "ops.connections.event_sources": ("NoTrail",),

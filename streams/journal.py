@@ -162,7 +162,7 @@ def last_seq_of(headers: Headers) -> int:
     named = dict(headers)
     try:
         count = int(named["count"])
-        return int(named["first_seq"]) + count - 1 if count else 0
+        return int(named["first_seq"]) + int(named.get("seqs", count)) - 1 if count else 0
     except (KeyError, ValueError):
         return 0
 

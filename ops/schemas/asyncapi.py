@@ -215,7 +215,14 @@ BLOCK_HEADERS: Final = _headers(
         "count": {"type": "string", "pattern": "^[1-9][0-9]*$"},
         "prev": {**_HASH, "description": "the chain's hash before the first line"},
         "head": {**_HASH, "description": "the chain's hash after the last line"},
-    }
+    },
+    {
+        "seqs": {
+            "type": "string",
+            "pattern": "^[1-9][0-9]*$",
+            "description": "how many seqs the lines take, if some are runs of grabs; absent: one each",
+        }
+    },
 )
 EVENT_HEADERS: Final = _headers(
     {
