@@ -314,7 +314,7 @@ class Oracle:
                 firsts[given.caller, campaign_of(given.command.offer)].append(given)
         for (caller, campaign), found in firsts.items():
             where = f"caller {caller}, campaign {campaign}"
-            earlier, lost = list[tuple[int, str]](), -1
+            earlier, lost = list[int](), -1
             for given in sorted(found, key=lambda one: one.order):
                 call, answer = given.order[0], given.answer
                 event = self._event_of(answer)
@@ -328,23 +328,22 @@ class Oracle:
                 self.violations += [
                     f"{where}: {given.command.id} at seq {answer.seq} stands before an earlier command, at "
                     f"seq {seq}"
-                    for seq, offer in earlier
-                    # Redis may have lost that there was no such offer.
+                    for seq in earlier
                     if seq > answer.seq
-                    and not (self.loses and self._opened_before(answer.shard or 0, seq, offer) > answer.seq)
+                    and not self._may_have_been_refused(answer.shard or 0, seq, answer.seq)
                 ]
-                earlier.append((answer.seq, given.command.offer))
+                earlier.append(answer.seq)
 
-    def _opened_before(self, shard: int, seq: int, offer: str) -> int:
-        """The seq at which an offer was opened last before a seq; 0 if it was not."""
-        return max(
-            (
-                event["seq"]
-                for event in self.journal[shard].events[: seq - 1]
-                if event["type"] == "offer.opened" and event["offer"] == offer
-            ),
-            default=0,
-        )
+    def _may_have_been_refused(self, shard: int, seq: int, before: int) -> bool:
+        """Whether the command of an event may have been refused when an event at seq `before` was decided:
+        Redis has lost such a refusal, and another owner has the shard since, and no event of the command was
+        lost.
+        """
+        reading = self.journal[shard]
+        command = reading.events[seq - 1]["command"]
+        text = f'"command":"{command}"'.encode()
+        made = {line for lines in self._made[shard].values() for line in lines if text in line}
+        return self.loses and reading.terms[seq - 1] > reading.terms[before - 1] and len(made) == 1
 
     def check_lists(self) -> None:
         """In one list, the first command about a grab, or an offer, that an earlier one has made finds it."""

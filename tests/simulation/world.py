@@ -291,8 +291,9 @@ class World:
                 self.oracle.violations.append(f"{name} ended by itself")
             elif left:
                 self.oracle.violations.append(f"{name} was told to stop, and these roles do not end: {left}")
-            elif self.master.up and not any(kind.startswith("redis") for kind in self._active):
-                # Where Redis answers, others need not wait until a lease expires.
+            elif self.master.up and not any(fault.kind.startswith("redis") for fault in self.plan.faults):
+                # Where Redis answers, others need not wait until a lease expires. (A server that was the
+                # master before may have the lease of an earlier process of this worker.)
                 for shard in range(SHARDS):
                     look = ("GET", self.keys.shard(shard).lease)
                     holder = self._store.run(self.master.database, [look])[0] or b""
