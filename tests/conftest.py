@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,15 @@ ANYWHERE = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests marked `nightly`, unless `make nightly` runs."""
+    """Deselects tests marked `nightly`, unless `make nightly` runs. In a parallel run, the tests that one
+    process must run come first, so that the others do all the rest meanwhile.
+    """
     if not NIGHTLY:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        sizes = Counter(_group_of(item.nodeid) for item in items)
+        items.sort(key=lambda item: (not item.nodeid.startswith(ONE_BY_ONE), -sizes[_group_of(item.nodeid)]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -106,11 +112,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(ONE_BY_ONE):
-                return "one by one"
-            return nodeid if nodeid.startswith(ANYWHERE) else nodeid.partition("::")[0]
+            return _group_of(nodeid)
 
+    # The groups keep the order of the collection.
+    config.option.loadscopereorder = False
     return Scheduler(config, log)
+
+
+def _group_of(nodeid: str) -> str:
+    """The name of the group of tests that one process runs."""
+    if nodeid.startswith(ONE_BY_ONE):
+        return "one by one"
+    return nodeid if nodeid.startswith(ANYWHERE) else nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")

@@ -269,7 +269,7 @@ MUTATIONS: Final = (
     Mutation(
         "a gap",
         "models/journal.py",
-        "if known < 0:",
+        "if self.seq < block.first_seq - 1:",
         "if False:",
         _in(JOURNAL, "test_missing_events_raise_gap"),
         always=True,

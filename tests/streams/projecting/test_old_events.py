@@ -12,6 +12,7 @@ import pytest
 
 from grabstream.models.events import AnyEvent, EventDecoder
 from grabstream.models.journal import GENESIS, chain
+from grabstream.models.runs import LineDecoder
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections import audit, ledger
@@ -91,7 +92,7 @@ JOURNAL = [
 @asynccontextmanager
 async def running(settings: Settings, events: EventDecoder, *names: str) -> AsyncIterator[list[Projector]]:
     """Runs projectors with the decoder of a test."""
-    decoder = Decoder(events=events)
+    decoder = Decoder(lines=LineDecoder(events))
     where = {"postgres": settings.postgres, "schema": settings.schema_, "kafka": settings.kafka}
     projectors = [
         Projector(name, APPLY[name], journal=Topics(settings.prefix).journal, decoder=decoder, **where)
@@ -151,11 +152,11 @@ async def test_old_event_versions_produce_the_same_rows(
 
 
 class Newer(EventDecoder):
-    """The decoder of a later program that knows grab.granted v2, here the same as v1."""
+    """The decoder of a later program that knows grab.granted v3, here the same as v1."""
 
     def decode_list(self, lines: bytes) -> list[AnyEvent]:
         return super().decode_list(
-            lines.replace(b'"type":"grab.granted","v":2', b'"type":"grab.granted","v":1')
+            lines.replace(b'"type":"grab.granted","v":3', b'"type":"grab.granted","v":1')
         )
 
 
@@ -165,7 +166,7 @@ async def test_a_newer_event_version_stops_the_shard_until_a_newer_program_runs(
     """An older program stops the shard before the event and states the reason; a newer program continues from
     there without a command, and no event is lost.
     """
-    lines = [*LINES[:9], LINES[9].replace(b'"v":1', b'"v":2'), *LINES[10:20]]
+    lines = [*LINES[:9], LINES[9].replace(b'"v":1', b'"v":3'), *LINES[10:20]]
     await journal.marker(1, "a")
     await journal.block(lines, 1, 5)
     await journal.block(lines, 6, 20)
@@ -175,7 +176,7 @@ async def test_a_newer_event_version_stops_the_shard_until_a_newer_program_runs(
         [(seq, reason)] = await rows(system, "SELECT seq, reason FROM stopped_shards")
         assert seq == 5
         assert (
-            "seq 10: grab.granted v2 was written by a newer grabstream, this release knows up to v1" in reason
+            "seq 10: grab.granted v3 was written by a newer grabstream, this release knows up to v1" in reason
         )
     async with running(system, Newer(), "ledger"):
         await until_at_seq(system, 20, "ledger")
@@ -188,7 +189,7 @@ async def test_a_newer_event_version_stops_the_shard_until_a_newer_program_runs(
         if check.name == "chain of every shard"
         for problem in check.problems
     ]
-    assert problem.startswith(f"shard {SHARD}: seq 10: grab.granted v2 was written by a newer grabstream")
+    assert problem.startswith(f"shard {SHARD}: seq 10: grab.granted v3 was written by a newer grabstream")
 
 
 async def test_a_stop_for_another_reason_remains_after_a_restart(
