@@ -291,9 +291,9 @@ class World:
                 self.oracle.violations.append(f"{name} ended by itself")
             elif left:
                 self.oracle.violations.append(f"{name} was told to stop, and these roles do not end: {left}")
-            elif self.master.up and not any(fault.kind.startswith("redis") for fault in self.plan.faults):
-                # Where Redis answers, others need not wait until a lease expires. (A server that was the
-                # master before may have the lease of an earlier process of this worker.)
+            elif not any(one.kind.startswith(("redis", "worker crash")) for one in self.plan.faults):
+                # Where Redis answers, others need not wait until a lease expires. (After a crash, and at a
+                # server that was the master before, an earlier process of this worker may have one.)
                 for shard in range(SHARDS):
                     look = ("GET", self.keys.shard(shard).lease)
                     holder = self._store.run(self.master.database, [look])[0] or b""
