@@ -45,8 +45,13 @@ class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=T
     command: Id
 
     @property
+    def seqs(self) -> int:
+        """The number of seqs that the event takes; a run takes more than one (`models/runs.py`)."""
+        return 1
+
+    @property
     def last_seq(self) -> int:
-        """The last seq that the event takes; a run takes more than one (`models/runs.py`)."""
+        """The last seq that the event takes."""
         return self.seq
 
 

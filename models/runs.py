@@ -70,9 +70,14 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
         return ("users", "quantities", "amounts", "asked", "attributes", "tickets", "digests")
 
     @property
+    def seqs(self) -> int:
+        """The number of seqs that the run takes: one for each grab."""
+        return len(self.grabs)
+
+    @property
     def last_seq(self) -> int:
         """The seq of the last grab."""
-        return self.seq + len(self.grabs) - 1
+        return self.seq + self.seqs - 1
 
     @property
     def given(self) -> Sequence[int]:
@@ -115,7 +120,7 @@ class HeldRun(_Run, tag="grab.held", frozen=True, kw_only=True):
         return GrabHeld(
             **common,
             deadline_at=self.deadline_at,
-            due=None if self.currency is None else self.price * self.given[i],
+            due=None if self.currency is None else self.price * common["quantity"],
             currency=self.currency,
             waited=self.waited,
         )

@@ -22,7 +22,7 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
         type_ = event.__struct_config__.tag
         rows.append(
             f"{event.shard}\t{event.seq}\t{event.offer}\t{type_}\t{event.at}\t{body}\t\\\\x{hash_.hex()}"
-            f"\t{event.last_seq - event.seq + 1}\n"
+            f"\t{event.seqs}\n"
         )
     await copy_rows(connection, "audit_1 (shard, seq, offer, type, at, body, hash, seqs)", rows)
 

@@ -66,14 +66,7 @@ def _singles(fact: Fact) -> Iterable[Fact]:
 
 async def load(connection: AsyncConnection[Any], projection: str) -> dict[int, Cursor]:
     """The cursor of every shard."""
-    rows = await connection.execute(
-        "SELECT shard, seq, head, next_offset, term, owner FROM projection_cursors WHERE projection = %s",
-        (projection,),
-    )
-    return {
-        shard: Cursor(seq, bytes(head), offset, term, owner)
-        for shard, seq, head, offset, term, owner in await rows.fetchall()
-    }
+    return (await load_all(connection, [projection]))[projection]
 
 
 async def load_all(

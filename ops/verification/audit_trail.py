@@ -87,7 +87,7 @@ class AuditTrail:
         """Compares the next line of the journal with its row."""
         if not self._active:
             return
-        seqs = event.last_seq - event.seq + 1
+        seqs = event.seqs
         first_seq = accepted.seq - seqs + 1
         while (row := await self._row()) is not None and row.seq < first_seq:
             self._add_problem(row.seq, "the audit trail has a row that is not in the journal")

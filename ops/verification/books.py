@@ -182,7 +182,7 @@ class Books:
     async def _event(
         self, shard: int, accepted: Accepted, event: AnyLine | msgspec.DecodeError, audit: "AuditTrail"
     ) -> None:
-        self._events += 1 if isinstance(event, msgspec.DecodeError) else event.last_seq - event.seq + 1
+        self._events += 1 if isinstance(event, msgspec.DecodeError) else event.seqs
         lacking = [name for name in PROJECTIONS if self._set_aside[name].has(shard, accepted.seq)]
         if isinstance(event, msgspec.DecodeError):
             if len(lacking) < len(PROJECTIONS):

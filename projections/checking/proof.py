@@ -190,8 +190,7 @@ def _verified(shard: int, head: bytes, row: AuditRow) -> tuple[AnyLine, bytes]:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _Differs("chain", f"audit, seq {row.seq}: the text is not an event: {error}") from None
-    seqs = event.last_seq - event.seq + 1
-    in_text = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at, seqs)
+    in_text = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at, event.seqs)
     if in_text != (shard, row.seq, row.offer, row.type, row.at, row.seqs):
         raise _Differs(
             "chain",

@@ -480,7 +480,7 @@ class Verifier:
                 fact = _fact(body.encode(), hash_, before or bytes(32))
                 # The walk reports damaged events.
                 if fact is not None and known.get(fact.event.offer) == fact.event.offer_seq - 1:
-                    known[fact.event.offer] += fact.event.last_seq - fact.event.seq + 1
+                    known[fact.event.offer] += fact.event.seqs
                     await anew.take("balances", fact)
                 if number % EVENTS_A_STEP == 0:
                     await asyncio.sleep(0)

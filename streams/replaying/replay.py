@@ -86,7 +86,7 @@ async def replay(
                         fact for fact in facts if stretch.first.of_end(fact.event) >= stretch.first.value
                     ]
                 await sink.write(chunk, facts)
-                events = sum(fact.event.last_seq - fact.event.seq + 1 for fact in facts)
+                events = sum(fact.event.seqs for fact in facts)
                 done[stretch.shard] = Done(stretch.shard, chunk.after, done[stretch.shard].events + events)
                 left -= chunk.read
                 report(chunk.read, events)
