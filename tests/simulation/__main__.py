@@ -24,6 +24,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="the first of them")
     parser.add_argument("--processes", type=int, help="in how many processes (default: cores, at most 4)")
     parser.add_argument("--seed", type=int, help="play this one and print its timeline")
+    parser.add_argument(
+        "--shorten", action="store_true", help="with --seed: print the shortest history that still fails"
+    )
     parser.add_argument("--length", type=int, help="commands of a history (default: by seed, 40 to 80)")
     parser.add_argument(
         "--without", help="take a guard out, or put a bug or a damage in: some seed fails then"
@@ -62,7 +65,9 @@ def main() -> int:
             tree = Path(asked.beside)
             play_beside(tree if tree.is_dir() else unpack(asked.beside, Path(folder) / "beside"))
         try:
-            return play_one(asked.seed, asked.length) if asked.seed is not None else play_many(asked)
+            if asked.seed is not None:
+                return play_one(asked.seed, asked.length, asked.shorten)
+            return play_many(asked)
         except KeyboardInterrupt:
             return 130
 

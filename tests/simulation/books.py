@@ -4,6 +4,7 @@ what read models and events must be in the end.
 
 import asyncio
 import json
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -101,6 +102,8 @@ class Books:
         values: dict[str, Any] = {"GRAB_SCHEMA": SCHEMA, "prefix": prefix, "shards": shards}
         self.settings = Settings(_env_file=None, kafka="simulated:9092", **values)
         broker.create(self._topics.events, shards)
+        #: Records of other programs on it, by partition and offset.
+        self._foreign: set[tuple[int, int]] = set()
         _reset(server.database)
 
     # -- the code under test ---------------------------------------------------------------------------------
@@ -178,12 +181,31 @@ class Books:
         ).fetchall()
         return {(shard, second, code, offer): count for shard, second, code, offer, count in rows}
 
+    def append_foreign(self, draw: random.Random) -> None:
+        """Appends a record of another program to the topic of events."""
+        shard = draw.randrange(self._shards)
+        headers = draw.choice(
+            (
+                (),
+                (("ce_id", b"%d-%d" % (shard, draw.randrange(1, 99))), ("ce_source", b"others")),
+                (("ce_source", b"\xff"), (CURSOR_HEADER, b"none")),
+            )
+        )
+        log = self._broker.topics[self._topics.events][shard]
+        self._foreign.add((shard, len(log)))
+        self._broker.append(self._topics.events, shard, None, b"of others", headers)
+
+    def _of_ours(self, shard: int) -> list[Any]:
+        """The records of a partition of the topic of events, without those of other programs."""
+        log = self._broker.topics[self._topics.events][shard]
+        return [record for record in log if (shard, record.offset) not in self._foreign]
+
     def _published(self) -> list[dict[bytes, list[Any]]]:
         """The records on `grab.events`, by partition and id."""
         found: list[dict[bytes, list[Any]]] = []
-        for log in self._broker.topics[self._topics.events]:
+        for shard in range(self._shards):
             of_partition: dict[bytes, list[Any]] = defaultdict(list)
-            for record in log:
+            for record in self._of_ours(shard):
                 of_partition[dict(record.headers)["ce_id"]].append(record)
             found.append(of_partition)
         return found
@@ -277,7 +299,7 @@ class Books:
                     if (record.key, sorted(found_headers)) != (key, headers):
                         yield f"events: {id_.decode()} has key {record.key!r}, headers {record.headers}"
             seen = 0
-            for record in self._broker.topics[self._topics.events][reading.shard]:
+            for record in self._of_ours(reading.shard):
                 seq = int(dict(record.headers)["ce_id"].partition(b"-")[2])
                 if seq > seen + 1:
                     yield f"events, shard {reading.shard}: {seq} stands after {seen}"

@@ -13,7 +13,7 @@ from msgspec.msgpack import encode as encode_msgpack
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.rebuilding.rebuild import Busy, RebuildRefused
 from tests.simulation.loop import Process
-from tests.simulation.plan import GATES, PREFIX, SHARDS, WORKERS, Fault
+from tests.simulation.plan import GATES, PREFIX, SHARDS, Fault
 from tests.simulation.redis_server import Server, Weather
 
 if TYPE_CHECKING:
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 STOPPED_SECONDS_MAX: Final = 18.0
 #: What an operator may rebuild.
 REBUILT: Final = ("ledger", "balances", "audit")
+
+#: Values of records that hold no command, and a list with no command in it.
+MALFORMED: Final = (
+    *(None, b"", b"\xff\xfe", b"null", b"7", b"[" * 3_000, b'{"type":"grab"', b"[[]]", b"[{}]"),
+    b'{"type":"grab","id":"unknown-field","offer":"o","user":"u","sum":1}',
+    b'{"type":"steal","id":"unknown-type","offer":"o"}',
+    b'{"type":"grab","id":"\\ud800","offer":"o","user":"u"}',
+    b'{"type":"grab","id":"no\\u0000name","offer":"o","user":"u"}',
+    b'{"type":"grab","id":"too-many","offer":"o","user":"u","quantity":1e400}',
+)
 
 
 async def _kill(world: "World", name: str, seconds: float, start: Callable[[], None]) -> None:
@@ -45,19 +55,19 @@ async def _pause(world: "World", name: str, seconds: float) -> None:
 
 
 async def worker_crash(world: "World", fault: Fault) -> None:
-    number = fault.target % WORKERS
+    number = fault.target % world.plan.workers
     await _kill(world, f"worker-{number}", fault.seconds, lambda: world.start_worker(number))
 
 
 async def worker_pause(world: "World", fault: Fault) -> None:
-    await _pause(world, f"worker-{fault.target % WORKERS}", fault.seconds)
+    await _pause(world, f"worker-{fault.target % world.plan.workers}", fault.seconds)
 
 
 async def worker_stop(world: "World", fault: Fault) -> None:
     """A worker is told to stop, while its client of Redis takes cancellations for lost connections; it
     ends within a bound, unless it is killed or stands still meanwhile.
     """
-    number = fault.target % WORKERS
+    number = fault.target % world.plan.workers
     name = f"worker-{number}"
     process = world.processes[name]
     if not process.alive or process.paused or process in world.stopping:
@@ -265,6 +275,23 @@ async def kafka_twice(world: "World", fault: Fault) -> None:
 
 async def group_rebalance(world: "World", fault: Fault) -> None:
     world.broker.group(f"{PREFIX}.decider").rebalance()
+
+
+async def commands_malformed(world: "World", fault: Fault) -> None:
+    """Somebody sends records that hold no command; their bytes are to be kept."""
+    for value in world.draw.sample(MALFORMED, 3):
+        partition = world.draw.randrange(SHARDS)
+        offset = world.broker.append(world.topics.commands, partition, None, value, ())
+        world.malformed[partition, offset] = value or b""
+        await asyncio.sleep(fault.seconds / 3)
+
+
+async def events_of_others(world: "World", fault: Fault) -> None:
+    """Another program writes to the topic of events."""
+    assert world.books is not None
+    for _ in range(4):
+        world.books.append_foreign(world.draw)
+        await asyncio.sleep(fault.seconds / 4)
 
 
 async def postgresql_away(world: "World", fault: Fault) -> None:

@@ -82,7 +82,7 @@ GUARDS: Final = (
     ),
     Guard(
         "a cursor has term and owner", "projections/cursors.py",
-        "shard: Cursor(seq, bytes(head), offset, term, owner)", "shard: Cursor(seq, bytes(head), offset)",
+        "= Cursor(seq, bytes(head), offset, term, owner)", "= Cursor(seq, bytes(head), offset)",
     ),
     Guard(
         "a takeover under another server epoch is a recovery", "streams/relaying/takeover.py",

@@ -1,7 +1,9 @@
 """An asyncio loop with a virtual clock, in which processes can be killed and paused at any await.
 
-Nothing waits: when no callback is ready, the clock jumps to the next timer. Callbacks run in the order that
-asyncio promises; what varies from seed to seed is how long each answer of a server takes.
+Nothing waits: when no callback is ready, the clock jumps to the next timer. The callbacks of one process run
+in the order that asyncio promises. What varies from seed to seed is the order of processes within a round,
+how long each answer of a server takes, and when a process of a busy machine stands still for some ms, so that
+answers and timers pile up before it continues.
 
 A process is a value of `PROCESS` in the context of a callback. The callbacks of a killed process are dropped,
 so none of its code runs any more, not even its clean-up. Those of a paused process wait until it wakes.
@@ -10,11 +12,14 @@ so none of its code runs any more, not even its clean-up. Those of a paused proc
 import asyncio
 import contextvars
 import heapq
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 #: Callbacks in one run, before it counts as one that never ends.
 CALLBACKS_MAX: Final = 3_000_000
+#: For how long a process of a busy machine stands still, in virtual seconds.
+BUSY_SECONDS: Final = (0.0005, 0.004, 0.03)
 
 
 class Endless(Exception):
@@ -28,6 +33,8 @@ class Process:
         self.name = name
         self.alive = True
         self.paused = False
+        #: Whether it stands still for a moment, since the machine is busy.
+        self.busy = False
         self.waiting: list[asyncio.Handle] = []
         #: Suspended coroutines run their clean-up when they are freed: a killed one must be kept until the
         #: end.
@@ -61,10 +68,15 @@ class SimulatedFuture(asyncio.Future[Any]):
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """The loop of one run; `time` is virtual seconds from its beginning."""
+    """The loop of one run; `time` is virtual seconds from its beginning. `draw` decides on the order of
+    processes; on average, one of `busy_every` callbacks of processes finds the machine busy (0: none does).
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, draw: random.Random, busy_every: int = 0) -> None:
         super().__init__()
+        self._draw = draw
+        self._busy_every = busy_every
+        self._until_busy = self._drawn_until_busy()
         self.now = 0.0
         self.callbacks = 0
         self._numbers = 0
@@ -183,8 +195,42 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def wake(self, process: Process) -> None:
         """Continues a paused process."""
         process.paused = False
-        self._ready.extend(process.waiting)
-        process.waiting.clear()
+        self._continue(process)
+
+    def _continue(self, process: Process) -> None:
+        if not process.paused and not process.busy:
+            self._ready.extend(process.waiting)
+            process.waiting.clear()
+
+    def _drawn_until_busy(self) -> float:
+        """Callbacks until the next one that finds the machine busy."""
+        return 1 + self._draw.expovariate(1 / self._busy_every) if self._busy_every else float("inf")
+
+    def _stand_still(self, process: Process) -> None:
+        process.busy = True
+        seconds = self._draw.choice(BUSY_SECONDS) * self._draw.uniform(0.5, 1.5)
+        self.call_at_world(seconds, self._stand_no_more, process)
+        self._until_busy = self._drawn_until_busy()
+
+    def _stand_no_more(self, process: Process) -> None:
+        process.busy = False
+        self._continue(process)
+
+    def _mix(self) -> None:
+        """Draws the order of the processes whose callbacks are ready."""
+        ready = self._ready
+        places: dict[Process | None, float] = {}
+        keys = []
+        for handle in ready:
+            process = handle._context.get(PROCESS)
+            if process not in places:
+                places[process] = self._draw.random()
+            keys.append(places[process])
+        if len(places) > 1:
+            numbers = sorted(range(len(keys)), key=keys.__getitem__)
+            handles = [ready[number] for number in numbers]
+            ready.clear()
+            ready.extend(handles)
 
     def _run_once(self) -> None:
         """Runs until the loop is stopped."""
@@ -198,6 +244,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 self.now = max(self.now, scheduled[0][0])
             while scheduled and scheduled[0][0] <= self.now:
                 ready.append(heapq.heappop(scheduled)[1])
+            if len(ready) > 1:
+                self._mix()
             for _ in range(len(ready)):
                 handle = ready.popleft()
                 if handle.cancelled():
@@ -206,7 +254,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 if process is not None:
                     if not process.alive:
                         continue
-                    if process.paused:
+                    self._until_busy -= 1
+                    if self._until_busy < 0:
+                        self._stand_still(process)
+                    if process.paused or process.busy:
                         process.waiting.append(handle)
                         continue
                 handle._run()

@@ -24,7 +24,10 @@ from tests.simulation.machine import BEGINNING_MS
 
 PREFIX: Final = "sim"
 SHARDS: Final = 2
-WORKERS: Final = 2
+#: How many workers a run may have: a third one waits for leases, and takes them over.
+WORKERS: Final = (2, 2, 2, 3)
+#: On average, one of so many callbacks of processes finds the machine busy, in plans with faults (0: none).
+BUSY_EVERY: Final = (0, 0, 3_000, 400)
 GATES: Final = 2
 CALLERS: Final = 4
 #: How many commands, or lists of commands, a history has.
@@ -32,6 +35,8 @@ LENGTHS: Final = (40, 60, 80)
 #: Shares of plans in which the books are written, and of these in which they are verified.
 BOOKS_SHARE: Final = 0.2
 VERIFIED_SHARE: Final = 0.3
+#: Share of plans in which programs of others write to the topics.
+STRANGERS_SHARE: Final = 0.2
 #: Commands in one step; a storm of more costs time and shows nothing else.
 COMMANDS_MAX: Final = 12
 #: The chance that each way of sending commands has a caller.
@@ -89,6 +94,9 @@ class Plan(NamedTuple):
     #: Whether workers also write the read models and events; whether one verifies them.
     has_books: bool = False
     is_verified: bool = False
+    workers: int = 2
+    #: One of so many callbacks finds the machine busy; 0: none does.
+    busy_every: int = 0
 
 
 #: Each fault, and how often it is drawn.
@@ -137,6 +145,8 @@ FAULTS_OF_BOOKS: Final = {
     "read model rebuilt": 2,
 }
 
+#: What other programs do; the last one in plans with books.
+FAULTS_OF_STRANGERS: Final = ("commands malformed", "events of others")
 
 #: The step at which a process sends commands that follow others of the same callers.
 DECISION: Final = "before a decision that follows another"
@@ -228,7 +238,19 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
     if has_books:
         faults = sorted([*faults, *_faults(draw, seconds, FAULTS_OF_BOOKS, MEETINGS_OF_BOOKS)])
     is_verified = has_books and draw.random() < VERIFIED_SHARE
-    return Plan(seed, made, faults, block_events_max, has_books, is_verified)
+    draw = random.Random(f"{seed} strangers")
+    if draw.random() < STRANGERS_SHARE:
+        kinds = FAULTS_OF_STRANGERS if has_books else FAULTS_OF_STRANGERS[:1]
+        faults += [
+            Fault(round(draw.uniform(0.1, seconds), 4), kind, 0, round(draw.uniform(0.1, 2.0), 4), 1.0)
+            for kind in kinds
+        ]
+        faults.sort()
+    draw = random.Random(f"{seed} machine")
+    workers, busy_every = draw.choice(WORKERS), draw.choice(BUSY_EVERY)
+    return Plan(
+        seed, made, faults, block_events_max, has_books, is_verified, workers, busy_every if faults else 0
+    )
 
 
 def _faults(

@@ -48,6 +48,11 @@ MEMORY: Final = "/dev/shm"
 MEMORY_BYTES_MIN: Final = 2 * 1024**3
 #: How long a statement is waited for before it is asked whether it waits for a lock.
 POLL_MS: Final = 2
+#: Why PostgreSQL gives a transaction up: it is to be tried again.
+GIVEN_UP: Final = (
+    psycopg.errors.DeadlockDetected("deadlock detected"),
+    psycopg.errors.SerializationFailure("could not serialize access due to concurrent update"),
+)
 _WAITS: Final = "SELECT count(*) > 0 FROM pg_locks WHERE pid = %s AND NOT granted"
 _IS_THERE: Final = "SELECT count(*) > 0 FROM pg_stat_activity WHERE pid = %s"
 _SETTING: Final = b"SELECT setting FROM pg_settings WHERE name = "
@@ -415,9 +420,12 @@ class Session(AsyncConnection[Any]):
         """PostgreSQL gives up the transaction that is open; raises what the last statement of it gets."""
         if self.pgconn.transaction_status != TransactionStatus.INTRANS:
             return
-        self.server.trace.add("postgresql", "a transaction is given up for a deadlock")
-        self.pgconn.exec_(b"DO $$ BEGIN RAISE EXCEPTION 'deadlock detected' USING ERRCODE = '40P01'; END $$")
-        raise psycopg.errors.DeadlockDetected("deadlock detected")
+        raised = self.server.draw.choice(GIVEN_UP)
+        self.server.trace.add("postgresql", f"a transaction is given up: {raised}")
+        self.pgconn.exec_(
+            f"DO $$ BEGIN RAISE EXCEPTION '{raised}' USING ERRCODE = '{raised.sqlstate}'; END $$".encode()
+        )
+        raise raised
 
     def _watch_idle(self) -> None:
         open_ = (TransactionStatus.INTRANS, TransactionStatus.INERROR)

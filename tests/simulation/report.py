@@ -11,7 +11,8 @@ def told(verdict: Verdict) -> str:
     """A run in words: what went wrong, what was planned, and what happened."""
     plan = verdict.plan
     lines = [f"seed {plan.seed}, digest {verdict.digest}, {verdict.seconds:.2f} virtual seconds"]
-    lines += [f"  steps: {len(plan.steps)}", *(f"  fault: {fault}" for fault in plan.faults)]
+    lines += [f"  steps: {len(plan.steps)}, workers: {plan.workers}, busy every: {plan.busy_every} callbacks"]
+    lines += [*(f"  fault: {fault}" for fault in plan.faults)]
     trace = list(verdict.trace)
     if len(trace) > LINES_MAX:
         lines.append(f"  … {len(trace) - LINES_MAX} earlier lines")

@@ -94,7 +94,7 @@ TOPIC = "contract"
 
 
 def in_simulation(work: Callable[[SimulatedLoop], Awaitable[Any]]) -> Any:
-    loop = SimulatedLoop()
+    loop = SimulatedLoop(random.Random(0))
     asyncio.set_event_loop(loop)
     try:
         return loop.run_until_complete(loop.create_task(work(loop)))  # type: ignore[arg-type]

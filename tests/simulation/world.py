@@ -19,7 +19,7 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer
-from grabstream.models.commands import AnyCommand, Grab, Open, decode_command, encode_command
+from grabstream.models.commands import AnyCommand, Grab, Open, decode_command, encode_command, secret_of
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
@@ -34,7 +34,7 @@ from tests.simulation.kafka_broker import Broker, Consumer, Producer
 from tests.simulation.loop import PROCESS, Endless, Process, SimulatedLoop
 from tests.simulation.machine import Clock, Trace, quietly_freed, signals_wait, simulated_machine
 from tests.simulation.oracle import Given, Oracle
-from tests.simulation.plan import CALLERS, DECISION, GATES, PREFIX, SHARDS, WORKERS, Fault, Plan, Step
+from tests.simulation.plan import CALLERS, DECISION, GATES, PREFIX, SHARDS, Fault, Plan, Step
 from tests.simulation.postgresql_server import PrivatePostgres
 from tests.simulation.redis_server import Client, Server, SimulatedScript, Store, Weather
 from tests.simulation.releases import RELEASES
@@ -87,7 +87,7 @@ class World:
 
     def __init__(self, plan: Plan, store: Store, database: Callable[[], PrivatePostgres]) -> None:
         self.plan = plan
-        self.loop = SimulatedLoop()
+        self.loop = SimulatedLoop(random.Random(f"{plan.seed} order"), plan.busy_every)
         self.clock = Clock(self.loop)
         self.trace = Trace(self.loop)
         self.oracle = Oracle(SHARDS)
@@ -136,6 +136,8 @@ class World:
         self._waited: list[float] = []
         #: Commands for which scripts have raised for a time.
         self.poisoned: set[str] = set()
+        #: What was sent that holds no command, by partition and offset.
+        self.malformed: dict[tuple[int, int], bytes] = {}
         #: Workers that are told to stop, those that have done so, and what tells them.
         self.stopping: set[Process] = set()
         self.stopped: set[Process] = set()
@@ -203,7 +205,7 @@ class World:
         background += [self._write_to_disk()] if "redis tail lost" in kinds else []
         background += [self._back_up()] if "postgresql tail lost" in kinds else []
         tasks = [asyncio.create_task(one) for one in background]
-        for number in range(WORKERS):
+        for number in range(self.plan.workers):
             self.start_worker(number)
         for number in range(GATES):
             self.start_gate(number)
@@ -613,7 +615,7 @@ class World:
                 if late := [name for name in demand if int(name.partition(b":")[0]) < past_second]:
                     yield f"shard {shard}: counts of refusals that are not in SQL: {late}"
             holders.add(lease)
-        if len(holders) < WORKERS or None in holders:
+        if len(holders) < min(self.plan.workers, SHARDS) or None in holders:
             yield f"the leases of all shards: {holders}"
 
     def _is_at_rest(self) -> bool:
@@ -668,6 +670,7 @@ class World:
                 answer = decode_answer(record.value or b"")
                 answers.setdefault(answer.id, []).append(answer)
         sent = Counter(command.id for step in self.plan.steps for command in step.commands)
+        self._check_kept()
         # Of these it is unknown whether they are decided: each call with them failed after a write.
         set_aside = [
             decode_command(record.value or b"")
@@ -697,6 +700,29 @@ class World:
             amounts = {one.amount for one in positive if not (one.repeated and one.offer in retired)}
             if len({(one.outcome, one.seq) for one in positive}) > 1 or len(amounts) > 1:
                 self.oracle.violations.append(f"topic: {command_id} has several answers: {found}")
+
+    def _check_kept(self) -> None:
+        """What holds no command is kept with its bytes, and so are commands with a secret; nothing else is,
+        but for what was set aside.
+        """
+        secrets = {encode_command(command) for command in self._sent if secret_of(command)}
+        kept: dict[tuple[int, int], bytes] = {}
+        kept_secrets: set[bytes] = set()
+        for record in self.broker.topics[self.topics.rejected][0]:
+            headers = dict(record.headers)
+            if SET_ASIDE_HEADER in headers:
+                continue
+            place = int(headers["partition"]), int(headers["offset"])
+            if place in self.malformed:
+                kept[place] = record.value or b""
+            else:
+                kept_secrets.add(record.value or b"")
+        if kept_secrets != secrets:
+            self.oracle.violations.append(f"topic: kept {kept_secrets}, commands with secrets {secrets}")
+        for place, value in sorted(self.malformed.items()):
+            # An array of one element is kept as this element.
+            if kept.get(place) not in (value, value[1:-1]):
+                self.oracle.violations.append(f"topic: {value!r} at {place} was kept as {kept.get(place)!r}")
 
     def fails_for(self, command: AnyCommand) -> bool:
         """Whether a fault of this run made scripts break off, or raise for a command with a poisoned name."""
