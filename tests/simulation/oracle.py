@@ -5,7 +5,7 @@ each answer, and when everything is at rest.
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from grabstream.models.answers import Answer
@@ -35,8 +35,12 @@ class JournalReading:
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
-        self.lines: list[bytes] = []
+        #: The lines, and after each of them the last seq and the head.
+        self.raw: list[bytes] = []
+        self.last_seqs: list[int] = []
         self.heads: list[bytes] = []
+        #: Of each seq: the text of its event as a line of its own, its term, and the event.
+        self.lines: list[bytes] = []
         self.terms: list[int] = []
         self.events: list[Any] = []
         self.head = bytes(32)
@@ -76,27 +80,69 @@ class JournalReading:
             raise Violation(f"{where}: a block of term {term}, which no marker has announced")
         if (term, owner) != (self.term, self.owner):
             return
-        first = int(named["first_seq"])
+        first, seqs = int(named["first_seq"]), int(named.get("seqs", count))
         lines = (record.value or b"").split(b"\n")
         if len(lines) != count:
             raise Violation(f"{where}: {len(lines)} lines, {count} are announced")
         if first > len(self.lines) + 1:
             raise Violation(f"{where}: begins at seq {first}, the last one is {len(self.lines)}")
-        known = self.lines[first - 1 : first - 1 + count]
+        if first > 1 and first - 1 not in self.last_seqs:
+            raise Violation(f"{where}: begins at seq {first}, which is within a run")
+        begins = self.last_seqs.index(first - 1) + 1 if first > 1 else 0
+        known = self.raw[begins : begins + count]
         if known != lines[: len(known)]:
             raise Violation(f"{where}: another history from seq {first} on")
         for line in lines[len(known) :]:
-            self.head = hashlib.sha256(self.head + line).digest()
-            self.lines.append(line)
-            self.heads.append(self.head)
-            self.terms.append(term)
-            self.events.append(json.loads(line))
+            self._take(line, term)
             if len(line) > LINE_BYTES_MAX:
                 raise Violation(f"{where}: an event of {len(line)} bytes")
-        if known == lines:
-            return
-        if first + count - 1 == len(self.lines) and self.head.hex().encode() != named["head"]:
+        if self.last_seqs[begins + count - 1] != first + seqs - 1:
+            raise Violation(f"{where}: its lines do not take the {seqs} seqs that it names")
+        if self.heads[begins + count - 1].hex().encode() != named["head"]:
             raise Violation(f"{where}: the chain does not lead to the head that the record names")
+
+    def _take(self, line: bytes, term: int) -> None:
+        self.head = hashlib.sha256(self.head + line).digest()
+        for event, text in one_by_one(line):
+            self.lines.append(text)
+            self.terms.append(term)
+            self.events.append(event)
+        self.raw.append(line)
+        self.last_seqs.append(len(self.lines))
+        self.heads.append(self.head)
+
+
+def one_by_one(line: bytes) -> Iterator[tuple[Any, bytes]]:
+    """The events of a line, each with its text as a line of its own: of a run, those of its grabs."""
+    run = json.loads(line)
+    if run["v"] == 1:
+        yield run, line
+        return
+    grabs = run["grabs"]
+    quantities = run.get("quantities", [1] * len(grabs))
+    left = run["left"] + sum(quantities)
+    for number, (grab, quantity) in enumerate(zip(grabs, quantities, strict=True)):
+        left -= quantity
+        ticket, ends_at = _of_column(run, "tickets", number) or (None, None)
+        event = {
+            "type": run["type"], "v": 1, "shard": run["shard"], "seq": run["seq"] + number,
+            "offer_seq": run["offer_seq"] + number, "offer": run["offer"], "at": run["at"], "command": grab,
+            "grab": grab, "user": run["users"][number], "quantity": quantity,
+            "amount": _of_column(run, "amounts", number, quantity), "asset": run["asset"],
+            "place": run["place"] + number, "left": left, "asked": _of_column(run, "asked", number),
+            "deadline_at": run.get("deadline_at"),
+            "due": run.get("price", 0) * quantity if "currency" in run else None,
+            "currency": run.get("currency"), "attributes": _of_column(run, "attributes", number),
+            "ticket": ticket, "ticket_ends_at": ends_at, "basket": run.get("basket"),
+            "codes": _of_column(run, "codes", number) or None,
+            "digest": _of_column(run, "digests", number, "plain"),
+        }  # fmt: skip
+        there = {name: value for name, value in event.items() if value is not None}
+        yield there, json.dumps(there, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _of_column(run: Any, name: str, number: int, otherwise: Any = None) -> Any:
+    return run[name][number] if name in run else otherwise
 
 
 class Given:
@@ -186,9 +232,9 @@ class Oracle:
                 f"is wrong: the caller says {at_ms}"
             )
         [(entry, fields)] = after[1]
-        for made in map(json.loads, fields[1::2]):
-            self.made.add((campaign_of(made["offer"]), made["command"]))
-        for decided, line in enumerate(fields[1::2], int(entry.partition(b"-")[0])):
+        made = [one for line in fields[1::2] for one in one_by_one(line)]
+        for decided, (event, line) in enumerate(made, int(entry.partition(b"-")[0])):
+            self.made.add((campaign_of(event["offer"]), event["command"]))
             self._made[shard][decided].add(line)
             if not self.loses and self._decided.setdefault((shard, decided), line) != line:
                 self.violations.append(

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, basket_of, check, torn_baskets
 from grabstream.models.identifiers import campaign_of, shard_of
@@ -26,6 +27,7 @@ PREFIX: Final = "sim"
 SHARDS: Final = 2
 #: How many workers a run may have: a third one waits for leases, and takes them over.
 WORKERS: Final = (2, 2, 2, 3)
+LAYOUTS: Final = (LAYOUT_MIN, LAYOUT, LAYOUT)
 #: On average, one of so many callbacks of processes finds the machine busy, in plans with faults (0: none).
 BUSY_EVERY: Final = (0, 0, 3_000, 400)
 GATES: Final = 2
@@ -97,6 +99,8 @@ class Plan(NamedTuple):
     workers: int = 2
     #: One of so many callbacks finds the machine busy; 0: none does.
     busy_every: int = 0
+    #: The layout of keys and records that the shards have at first.
+    layout: int = LAYOUT
 
 
 #: Each fault, and how often it is drawn.
@@ -247,10 +251,9 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
         ]
         faults.sort()
     draw = random.Random(f"{seed} machine")
-    workers, busy_every = draw.choice(WORKERS), draw.choice(BUSY_EVERY)
-    return Plan(
-        seed, made, faults, block_events_max, has_books, is_verified, workers, busy_every if faults else 0
-    )
+    workers, busy_every = draw.choice(WORKERS), draw.choice(BUSY_EVERY) if faults else 0
+    layout = draw.choice(LAYOUTS)
+    return Plan(seed, made, faults, block_events_max, has_books, is_verified, workers, busy_every, layout)
 
 
 def _faults(

@@ -56,10 +56,13 @@ GIVEN_UP: Final = (
 _WAITS: Final = "SELECT count(*) > 0 FROM pg_locks WHERE pid = %s AND NOT granted"
 _IS_THERE: Final = "SELECT count(*) > 0 FROM pg_stat_activity WHERE pid = %s"
 _SETTING: Final = b"SELECT setting FROM pg_settings WHERE name = "
+#: Each table, and whether it has rows; each view, with a digest of its text, has none.
 _TABLES: Final = (
     "SELECT quote_ident(nspname) || '.' || quote_ident(relname), pg_relation_size(c.oid) > 0 "
     "FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-    "WHERE relkind = 'r' AND nspname !~ '^(pg_|information_schema)' ORDER BY 1"
+    "WHERE relkind = 'r' AND nspname !~ '^(pg_|information_schema)' "
+    "UNION ALL SELECT 'view ' || schemaname || '.' || viewname || ' ' || md5(definition), false "
+    "FROM pg_views WHERE schemaname !~ '^(pg_|information_schema)' ORDER BY 1"
 )
 
 

@@ -17,7 +17,7 @@ from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT_MIN, KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import AnyCommand, Grab, Open, decode_command, encode_command, secret_of
 from grabstream.models.identifiers import campaign_of
@@ -109,6 +109,8 @@ class World:
             self.books = Books(server, self.broker, PREFIX, SHARDS, plan.is_verified)
             self.loop.killed = server.end_sessions
         store.flush()
+        # Another release knows the older layout only.
+        self._layout = self.plan.layout if len(RELEASES) == 1 else LAYOUT_MIN
         self.servers = [
             Server(f"redis-{number}", store, *databases, self.clock, self.loop, self.draw)
             for number, databases in enumerate(SERVER_DATABASES)
@@ -120,6 +122,10 @@ class World:
         self.replica.is_master = False
         self.replica.replication_id = self.master.replication_id
         self.replicates = True
+        if self._layout == LAYOUT_MIN:
+            # A shard that nobody has used gets the newest one.
+            named = [("HSET", self.keys.shard(shard).state, "layout", LAYOUT_MIN) for shard in range(SHARDS)]
+            store.run(self.master.database, named)
         self.processes: dict[str, Process] = {}
         self.clients: dict[str, Client] = {}
         self._starts: dict[str, int] = Counter()
@@ -164,7 +170,7 @@ class World:
             if self.books is not None:
                 stack.enter_context(self.books.patched())
             stack.enter_context(simulated_machine(self.loop, self.clock, self.trace, self.entropy))
-            if self.plan.block_events_max == BLOCK_EVENTS_OF_FORMER:
+            if self.plan.block_events_max == BLOCK_EVENTS_OF_FORMER and self._layout == LAYOUT_MIN:
                 stack.enter_context(entries_divided())
             asyncio.set_event_loop(self.loop)
             try:
@@ -838,7 +844,7 @@ class World:
 
     async def _compare_with_journal(self) -> None:
         """What Redis has is what a fold of the journal gives, key by key."""
-        lines = [list(reading.lines) for reading in self.oracle.journal]
+        lines = [list(reading.raw) for reading in self.oracle.journal]
         self._store.copy(self.master.database, FOLD_DATABASE)
         server = Server("fold", self._store, FOLD_DATABASE, FOLD_DATABASE, self.clock, self.loop, self.draw)
         client = AtOnce("fold", server, self.weather, self.loop, self.draw, self.trace)
