@@ -16,7 +16,7 @@ from bench.deciding import LIMITS, answered_lists
 from bench.stage import SEALER, envelope, grabs
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.server import raise_term
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.services import free_ports
@@ -51,7 +51,9 @@ async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
         for number in range(keys.shards):
             state = keys.shard(number).state
             (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
-            await run_script(client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards])
+            await run_script(
+                client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards, LAYOUT]
+            )
         gate = Gate(client, keys, SEALER, LIMITS)
         try:
             yield gate, ports

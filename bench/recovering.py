@@ -14,11 +14,12 @@ from psycopg import AsyncConnection
 from bench.stage import SEALER, envelope, grabs, private_redis, system, taken_over_gate
 from bench.streaming import until_booked
 from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import Confirm, Grab, Open
 from grabstream.models.journal import GENESIS, Accepted, Cursor, block_headers, chain, marker_headers
 from grabstream.models.offers import Limit, StockTerms
+from grabstream.models.runs import decode_line
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
@@ -42,9 +43,19 @@ return found
 """
 
 
-async def _lines(client: Any, keys: KeySpace) -> list[list[bytes]]:
-    """The events of each shard, from outboxes that were not relayed."""
-    return [await client.eval(LINES, 1, keys.shard(number).outbox) for number in range(keys.shards)]
+async def _journaled(client: Any, keys: KeySpace) -> list[list[Accepted]]:
+    """The lines of each shard as its journal would have them, from outboxes that were not relayed."""
+    found = []
+    for number in range(keys.shards):
+        lines = await client.eval(LINES, 1, keys.shard(number).outbox)
+        hashes = chain(GENESIS, lines)
+        found.append(
+            [
+                Accepted(decode_line(line).last_seq, line, hash_)
+                for line, hash_ in zip(lines, hashes, strict=True)
+            ]
+        )
+    return found
 
 
 async def rebuild(runs: int, count: int) -> dict[str, Any]:
@@ -69,12 +80,14 @@ async def rebuild(runs: int, count: int) -> dict[str, Any]:
             ):
                 await asyncio.gather(*(gate.decide(listed[n::LISTS], "decided") for n in range(LISTS)))
             decided = time.perf_counter() - began
-            lines = await _lines(client, KeySpace("bench", 8))
+            journaled = await _journaled(client, KeySpace("bench", 8))
             await gate.close()
             await client.flushall()
-            events = sum(map(len, lines))
+            events = sum(of_shard[-1].seq for of_shard in journaled if of_shard)
             began = time.perf_counter()
-            await asyncio.gather(*(_fold(client, number, of_shard) for number, of_shard in enumerate(lines)))
+            await asyncio.gather(
+                *(_fold(client, number, of_shard) for number, of_shard in enumerate(journaled))
+            )
             ours.append(events / (time.perf_counter() - began))
             theirs.append(events / decided)
             await client.aclose()
@@ -118,20 +131,17 @@ def _stock(count: int) -> StockTerms:
     )
 
 
-async def _fold(client: Any, number: int, lines: Sequence[bytes]) -> None:
+async def _fold(client: Any, number: int, accepted: Sequence[Accepted]) -> None:
     shard = OwnedShard(client, KeySpace("bench", 8).shard(number))
     ownership = (await shard.raise_term(0)).ownership
-    accepted = [
-        Accepted(seq, line, hash_)
-        for seq, (line, hash_) in enumerate(zip(lines, chain(GENESIS, lines), strict=True), 1)
-    ]
+    last_seq = accepted[-1].seq if accepted else 0
 
     async def journal(base: Cursor) -> AsyncGenerator[tuple[Cursor, Sequence[Accepted]], None]:
         for start in range(0, len(accepted), BLOCK_EVENTS):
             yield base, accepted[start : start + BLOCK_EVENTS]
 
     await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal)
-    await run_script(client, "reconcile", [shard.keys.state], (*ownership.arguments, len(lines), 8))
+    await run_script(client, "reconcile", [shard.keys.state], (*ownership.arguments, last_seq, 8, LAYOUT))
 
 
 async def beside_the_past(runs: int, past: int) -> dict[str, Any]:

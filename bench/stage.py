@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.server import raise_term
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
@@ -59,7 +59,9 @@ async def taken_over_gate(
     for number in range(keys.shards):
         state = keys.shard(number).state
         (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
-        await run_script(client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards])
+        await run_script(
+            client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards, LAYOUT]
+        )
     return Gate(client, keys, SEALER, limits, clock), client
 
 

@@ -10,8 +10,10 @@ from typing import Final, NamedTuple
 
 from grabstream.models.identifiers import campaign_of, shard_of
 
-#: The layout of keys and records that the scripts write (lua/includes/shard.lua describes each layout).
-LAYOUT: Final = 2
+#: The newest and the oldest layout of keys and records that the scripts write (lua/includes/shard.lua
+#: describes each layout).
+LAYOUT: Final = 3
+LAYOUT_MIN: Final = 2
 #: Fields of the shard hash that Python reads; Lua writes them.
 SHARD_FIELDS: Final = (
     "seq",  # of the last event decided here

@@ -18,11 +18,14 @@ async def time_ms_of(redis: Any, key: str) -> int:
     return int(await run_script(redis, "time", [key], []))
 
 
-async def raise_term(redis: Any, state: str, floor: int, owner: str) -> tuple[list[bytes], str]:
-    """Loads the library where it is missing, and raises the term of the shard with this key above `floor`.
+async def raise_term(
+    redis: Any, state: str, floor: int, owner: str, layout: int | None = None
+) -> tuple[list[bytes], str]:
+    """Loads the library where it is missing, and raises the term of the shard with this key above `floor`;
+    also its layout, if one is given and the shard has an older one that the scripts write.
 
     Returns the reply of the script, and why functions cannot be used, in words, or ''. Raises the client's
     errors, among them the script's error NEWER.
     """
     plain = await provide(redis, state)
-    return await run_script(redis, "raise_term", [state], [floor, owner, plain]), plain
+    return await run_script(redis, "raise_term", [state], [floor, owner, plain, layout or ""]), plain

@@ -5,12 +5,15 @@ anything is created.
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
 
 import click
 from psycopg import AsyncConnection
 
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
+from grabstream.lua.server import raise_term
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.identity import (
     NEW_JOURNAL,
@@ -53,13 +56,16 @@ _POLL_SECONDS: Final = 0.1
 
 
 class Made(NamedTuple):
-    """The topics that were created, the migrations that were applied, and the function libraries of each
-    master (None: Redis cannot be reached).
+    """The topics that were created, the migrations that were applied, the function libraries of each master
+    (None: Redis cannot be reached), the shards that write an older key layout, and those that did before it
+    was raised.
     """
 
     topics: list[str]
     migrations: list[str]
     libraries: list[ServerLibraries] | None
+    outdated: list[int]
+    raised: list[int]
 
 
 async def make_system(
@@ -67,12 +73,14 @@ async def make_system(
     replication: int | None = None,
     new_journal: bool = False,
     drop_libraries: bool = False,
+    raise_layout: bool = False,
 ) -> Made:
     """Makes what is missing of a system and records what belongs together; a second call does nothing.
 
     `new_journal` accepts the existing topic as the journal: a copy of the journal that the schema belonged
-    to. `drop_libraries` deletes the function libraries of other releases. Raises BadSettings, and Held when
-    another session holds a lock for longer than LOCK_SECONDS.
+    to. `drop_libraries` deletes the function libraries of other releases. `raise_layout` lets all shards
+    write the newest key layout. Raises BadSettings, and Held when another session holds a lock for longer
+    than LOCK_SECONDS.
     """
     async with _books(settings) as connection:
         topic = await find_journal(settings)
@@ -84,8 +92,9 @@ async def make_system(
         identity = Identity(settings.prefix, topic.id, settings.shards)
         if known != identity:
             await write_identity(connection, settings.schema_, identity)
-    libraries = await _claim(settings, identity, new_journal, drop_libraries)
-    return Made(created, applied, libraries)
+    libraries = await _claim(settings, identity, new_journal, drop_libraries, raise_layout)
+    outdated = [] if libraries is None else await _raise_layout(settings, raise_layout)
+    return Made(created, applied, libraries, *(([], outdated) if raise_layout else (outdated, [])))
 
 
 async def take_new_journal(settings: Settings, redis: Any) -> None:
@@ -185,7 +194,11 @@ async def _check_redis(settings: Settings, topic: Topic | None, new_journal: boo
 
 
 async def _claim(
-    settings: Settings, identity: Identity, new_journal: bool, drop_libraries: bool
+    settings: Settings,
+    identity: Identity,
+    new_journal: bool,
+    drop_libraries: bool,
+    raise_layout: bool,
 ) -> list[ServerLibraries] | None:
     """Records in Redis what belongs together, and loads the library on every master."""
     redis, write = open_redis(settings), replace_claim if new_journal else claim_prefix
@@ -198,9 +211,32 @@ async def _claim(
     except BaseException as error:
         # With --new-journal the claim must be replaced here; a missing claim is written by the first worker,
         # a missing library is loaded by the first takeover.
-        if new_journal or drop_libraries or not is_trouble(error):
+        if new_journal or drop_libraries or raise_layout or not is_trouble(error):
             raise
         return None
+    finally:
+        await redis.aclose()
+
+
+async def _raise_layout(settings: Settings, raise_layout: bool) -> list[int]:
+    """The shards that write an older key layout than this program can write. With `raise_layout`, they write
+    the newest from then on: the owner takes each over again, if it is of a release that knows the layout.
+
+    A shard that nobody has taken over yet gets its layout then; one of a layout that this program does not
+    write is rebuilt first, by its next takeover.
+    """
+    redis, keys = open_redis(settings), key_space(settings)
+    try:
+        outdated = []
+        for number in range(keys.shards):
+            state = keys.shard(number).state
+            layout = await redis.hget(state, "layout")
+            if layout is None or not LAYOUT_MIN <= int(layout) < LAYOUT:
+                continue
+            outdated.append(number)
+            if raise_layout:
+                await raise_term(redis, state, 0, secrets.token_hex(8), LAYOUT)
+        return outdated
     finally:
         await redis.aclose()
 

@@ -219,78 +219,107 @@ do
   end
 end
 
--- Uses a single-use ticket; returns its text for the event.
-local function ticket_text(offer, extra)
-  if offer.rules.audience ~= 'ticket' or extra.ticket_once == '' then return '' end
-  use_ticket(offer, extra.ticket_once, extra.ticket_ends_at)
-  return ',"ticket":"' .. extra.ticket_once .. (extra.ticket_ends_at and '","ticket_ends_at":'
-    .. int(extra.ticket_ends_at) or '"')
-end
-
-local function tail_text(i, extra, ticket)
-  return (attributes[i] == '' and '' or ',"attributes":' .. attributes[i]) .. ticket
-    .. (extra and extra.basket and ',"basket":"' .. extra.basket .. '"' or '')
-end
-
--- Grants or holds units, or adds the grab to the queue; returns the row.
-local function take_pieces(i, offer)
-  local rules, extra, id = offer.rules, extras and extras[i], ids[i]
-  local under, wanted = counted[i] or {}, quantities[i]
-  if rules.take == 'up_to' then
-    for n = 1, #under do wanted = math.min(wanted, rules.limits[n].max - count_in(offer, under[n])) end
-  end
-  local free = available(offer)
-  local waits = free < (rules.take == 'up_to' and 1 or wanted)
-  local quantity = waits and wanted or math.min(wanted, free)
-  count(offer, under, quantity)
-  local ticket = ticket_text(offer, extra)
-  local grab = new_grab(users[i], quantity, under)
-  put(offer.grabs, id, grab)
-  local row = {CODE.granted, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
-  local details = row[10]
-  if #under > 0 then details.limits = limit_states(offer, under, now) end
-  if waits then
-    join_queue(offer, id, grab)
-    add_line(call, event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
-      .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
-    row[1], row[4] = CODE.waiting, 0
-  else
-    put(offer, 'places', offer.places + 1)
-    grab.place, grab.price = offer.places, rules.price or 0
-    move_units(offer, -quantity)
-    local asked = quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or ''
-    if rules.hold_ms then
-      begin_hold(offer, grab, quantity, now)
-      add_line(call, event_head(call, offer, 'grab.held', id)
-        .. grab_text(offer, id, grab, quantity, quantity) .. asked
-        .. hold_text(offer, grab) .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
-      row[1] = CODE.held
-      hold_row(offer, grab, details)
-    else
-      grab.taken = quantity
-      local codes = hand_out(offer, grab, quantity)
-      add_line(call, event_head(call, offer, 'grab.granted', id)
-        .. grab_text(offer, id, grab, quantity, quantity) .. asked
-        .. tail_text(i, extra, ticket) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}')
-      coupon_row(offer, grab, codes, details)
-    end
-  end
-  touch_grab(offer, id)
-  row[2], row[6], row[7] = call.seq, grab.place, offer.units_left
-  local record = pack_row(offer.name, row, digests[i])
-  keep_answer(offer.campaign, id, record)
-  return row
-end
-
 -- Decides a grab of which nothing is remembered; returns its row.
-local function decide_new(i)
-  local o = offer_of[i]
-  local offer = offers[o]
-  local row = refusal_of(i, o, offer)
-  if row then return row end
-  if offer.pieces then return take_pieces(i, offer) end
-  local tail = tail_text(i, nil, ticket_text(offer, extras and extras[i]))
-  return grant_part(call, offer, ids[i], users[i], digests[i], tail, #offer_users[o], taken[o])
+local decide_new
+do
+  -- Uses a single-use ticket; returns its text for the event.
+  local function ticket_text(offer, extra)
+    if offer.rules.audience ~= 'ticket' or extra.ticket_once == '' then return '' end
+    use_ticket(offer, extra.ticket_once, extra.ticket_ends_at)
+    return ',"ticket":"' .. extra.ticket_once .. (extra.ticket_ends_at and '","ticket_ends_at":'
+      .. int(extra.ticket_ends_at) or '"')
+  end
+
+  -- What a grab has in the columns of a run that are absent where no grab has a value (includes/runs.lua).
+  local function rare_columns(i, ticket, quantity, codes)
+    local extra, rare = extras and extras[i], {}
+    if quantity ~= quantities[i] then rare.asked = int(quantities[i]) .. '' end
+    if attributes[i] ~= '' then rare.attributes = attributes[i] end
+    if ticket ~= '' then
+      rare.tickets = '["' .. extra.ticket_once .. '",'
+        .. (extra.ticket_ends_at and int(extra.ticket_ends_at) or 'null') .. ']'
+    end
+    if digests[i] ~= PLAIN then rare.digests = '"' .. digests[i] .. '"' end
+    if codes and #codes > 0 then rare.codes = '["' .. table.concat(codes, '","') .. '"]' end
+    return rare
+  end
+
+  local function tail_text(i, extra, ticket)
+    return (attributes[i] == '' and '' or ',"attributes":' .. attributes[i]) .. ticket
+      .. (extra and extra.basket and ',"basket":"' .. extra.basket .. '"' or '')
+  end
+
+  -- Grants or holds units, or adds the grab to the queue; returns the row.
+  local function take_pieces(i, offer)
+    local rules, extra, id = offer.rules, extras and extras[i], ids[i]
+    local basket = extra and extra.basket or nil
+    local under, wanted = counted[i] or {}, quantities[i]
+    if rules.take == 'up_to' then
+      for n = 1, #under do wanted = math.min(wanted, rules.limits[n].max - count_in(offer, under[n])) end
+    end
+    local free = available(offer)
+    local waits = free < (rules.take == 'up_to' and 1 or wanted)
+    local quantity = waits and wanted or math.min(wanted, free)
+    count(offer, under, quantity)
+    local ticket = ticket_text(offer, extra)
+    local grab = new_grab(users[i], quantity, under)
+    put(offer.grabs, id, grab)
+    local row = {CODE.granted, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
+    local details = row[10]
+    if #under > 0 then details.limits = limit_states(offer, under, now) end
+    if waits then
+      join_queue(offer, id, grab)
+      add_line(call, event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
+        .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
+      row[1], row[4] = CODE.waiting, 0
+    else
+      put(offer, 'places', offer.places + 1)
+      grab.place, grab.price = offer.places, rules.price or 0
+      move_units(offer, -quantity)
+      local asked = quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or ''
+      if rules.hold_ms then
+        begin_hold(offer, grab, quantity, now)
+        if call.has_runs then
+          add_grab(call, 'grab.held', offer, id, users[i], quantity, quantity, basket,
+            rare_columns(i, ticket, quantity))
+        else
+          add_line(call, event_head(call, offer, 'grab.held', id)
+            .. grab_text(offer, id, grab, quantity, quantity) .. asked
+            .. hold_text(offer, grab) .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
+        end
+        row[1] = CODE.held
+        hold_row(offer, grab, details)
+      else
+        grab.taken = quantity
+        local codes = hand_out(offer, grab, quantity)
+        if call.has_runs then
+          add_grab(call, 'grab.granted', offer, id, users[i], quantity, quantity, basket,
+            rare_columns(i, ticket, quantity, codes))
+        else
+          add_line(call, event_head(call, offer, 'grab.granted', id)
+            .. grab_text(offer, id, grab, quantity, quantity) .. asked
+            .. tail_text(i, extra, ticket) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}')
+        end
+        coupon_row(offer, grab, codes, details)
+      end
+    end
+    touch_grab(offer, id)
+    row[2], row[6], row[7] = call.seq, grab.place, offer.units_left
+    local record = pack_row(offer.name, row, digests[i])
+    keep_answer(offer.campaign, id, record)
+    return row
+  end
+
+  function decide_new(i)
+    local o = offer_of[i]
+    local offer = offers[o]
+    local row = refusal_of(i, o, offer)
+    if row then return row end
+    if offer.pieces then return take_pieces(i, offer) end
+    local ticket = ticket_text(offer, extras and extras[i])
+    return grant_part(call, offer, ids[i], users[i], digests[i], tail_text(i, nil, ticket),
+      rare_columns(i, ticket, 1), #offer_users[o], taken[o])
+  end
 end
 
 -- The digest of a grab, in full also for a plain grab, for records that do not hold its offer and user.
@@ -423,6 +452,7 @@ do
     end
     local problem = unfit_basket(members)
     if problem then return refuse_all(members, rows, problem) end
+    end_run(call)
     local seq, count_lines = call.seq, #lines
     undo_log = {}
     for _, i in ipairs(members) do
@@ -438,8 +468,8 @@ do
       end
       if row[1] >= CODE.invalid then
         undo()
-        call.seq = seq
-        for n = #lines, count_lines + 1, -1 do lines[n], call.joined[n] = nil, nil end
+        call.seq, call.run = seq, nil
+        for n = #lines, count_lines + 1, -1 do lines[n], call.joined[n], call.seqs[n] = nil, nil, nil end
         for _, j in ipairs(members) do
           rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, 0,
             {message = 'basket: refused with grab ' .. ids[i]}})
@@ -448,6 +478,7 @@ do
       end
       rows[i] = row
     end
+    end_run(call)
     for n = count_lines + 2, #lines do call.joined[n] = true end
     undo_log = nil
   end

@@ -4,6 +4,7 @@
 --- @include "cost"
 --- @include "shard"
 --- @include "records"
+--- @include "runs"
 
 -- The outcomes, numbered as in models/outcomes.py. They are in one table because a script may have at most
 -- 200 locals.
@@ -56,7 +57,7 @@ end
 -- ahead of the shard's seq. The shard's relay journals the events in the outbox, then rebuilds the shard.
 local function break_off(words)
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
-  local seq = last and tonumber(string.match(last[1], '^%d+')) + #last[2] / 2 - 1 or 0
+  local seq = last and tonumber(string.match(last[1], '^%d+')) + seqs_of(last[2]) - 1 or 0
   redis.call('HDEL', KEYS[1], 'life', 'history')
   redis.call('HSET', KEYS[1], 'partial', '1', 'fault', 'a script broke off while it wrote: ' .. words,
     'seq', string.format('%.0f', math.max(seq, tonumber(redis.call('HGET', KEYS[1], 'seq') or 0))))
@@ -109,9 +110,9 @@ local function begin_call()
       or 'the shard has not been reconciled with the journal since this server started'}
   end
   local layout = layout_of(shard[8], shard[1])
-  if layout ~= LAYOUT then
+  if layout < LAYOUT_MIN or layout > LAYOUT then
     return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout .. ', this program writes '
-      .. LAYOUT .. ': upgrade it'}
+      .. LAYOUT_MIN .. ' to ' .. LAYOUT .. ': upgrade it'}
   end
   local number, shards, history = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)$')
   if shard[7] ~= shards then
@@ -134,19 +135,9 @@ local function begin_call()
   return {
     shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
     now = math.max(clock, tonumber(shard[2] or 0)),
-    lines = {}, joined = {}, refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, in_order = {},
+    has_runs = layout > 2, lines = {}, seqs = {}, joined = {},
+    refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, in_order = {},
   }
-end
-
--- The greatest amount, and the greatest product of price and quantity.
-local AMOUNT_MAX = 1e13
-
--- Returns a number that may be joined to an event's text; raises for any other. Lua writes 14 digits: a
--- longer number would be rounded, and no number in an event has a fraction. Called only before the first
--- write of a script, so nothing has changed when it raises.
-local function int(number)
-  if number < 1e14 and number >= 0 and number % 1 == 0 then return number end
-  error('not an integer from 0 to 99999999999999: ' .. tostring(number))
 end
 
 -- Whether an offer has retired. Records that name a retired offer count as forgotten, even if they are not
@@ -160,26 +151,22 @@ local function has_retired(call, name)
   return retired
 end
 
--- Takes the next seq. The caller then adds the event's line to `call.lines`.
-local function next_seq(call)
-  call.seq = call.seq + 1
-  return call.seq
-end
-
 -- Adds the text of an event; its cost is by its bytes. `joined`: it was decided together with the event
 -- before it, so both stand in one entry of the outbox. The relay keeps them in one record of the journal
 -- (streams/relaying/blocks.py).
 local function add_line(call, text, joined)
+  end_run(call)
   spend(COST.line_byte * #text)
   call.lines[#call.lines + 1] = text
   call.joined[#call.lines] = joined
 end
 
 -- Notes the first write of a call, the only one that can still be refused (when its id is not above the last
--- id of the stream). Every line is a separate value: joining lines in Lua would cost as much as deciding,
--- since Lua hashes every string that it makes.
+-- id of the stream). `call.seqs` has the number of seqs of each line that is a run. Every line is a separate
+-- value: joining lines in Lua would cost as much as deciding, since Lua hashes every string that it makes.
 local function append_events(call)
-  local count, lines, from = #call.lines, call.lines, 1
+  end_run(call)
+  local count, lines, from, seq = #call.lines, call.lines, 1, call.first_seq
   if count == 0 then return end
   -- The bounds of commands keep lines short enough. A longer line would stop its shard, so this raises before
   -- anything is written.
@@ -190,14 +177,14 @@ local function append_events(call)
     end
   end
   while from <= count do
-    local fields, n, i, bytes = {}, 0, from, 0
+    local fields, n, i, bytes, first_seq = {}, 0, from, 0, seq
     repeat
-      fields[n + 1], fields[n + 2] = 'e', lines[i]
-      n, bytes, i = n + 2, bytes + #lines[i], i + 1
+      local seqs = call.seqs[i]
+      fields[n + 1], fields[n + 2] = seqs or 'e', lines[i]
+      n, bytes, i, seq = n + 2, bytes + #lines[i], i + 1, seq + (seqs or 1)
     until i > count
       or not call.joined[i] and (i - from >= entry_lines or bytes + #lines[i] > entry_bytes)
-    writes[#writes + 1] = {'XADD', KEYS[2], string.format('%.0f-0', call.first_seq + from - 1),
-      unpack(fields)}
+    writes[#writes + 1] = {'XADD', KEYS[2], string.format('%.0f-0', first_seq), unpack(fields)}
     from = i
   end
   write('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))

@@ -1,15 +1,24 @@
 -- The state of a shard: its key layout, its server epoch, its clock and its owner.
 -- Needs KEYS[1], the shard hash.
 
--- The layout of keys and records that these scripts read and write. A shard with an older layout is rebuilt
--- from the journal; a shard with a newer layout is left unchanged. 1: subkeys of an offer and a campaign
--- after ':'; 2: after '/', which no id contains. Also in lua/keys.py.
-local LAYOUT = 2
+-- The layouts of keys and records that these scripts read and write: the newest and the oldest. A shard of
+-- an older layout is rebuilt from the journal; a shard of a newer layout is left unchanged. 1: subkeys of an
+-- offer and a campaign after ':'; 2: after '/', which no id contains; 3: the outbox has runs of grabs. Also
+-- in lua/keys.py.
+local LAYOUT, LAYOUT_MIN = 3, 2
 
 -- The layout of a shard. Layout 1 was not named in the shard hash. A shard without a seq was never
 -- reconciled, so it is new.
 local function layout_of(named, seq)
-  return tonumber(named or (seq and 1 or LAYOUT))
+  return tonumber(named or (seq and 1 or LAYOUT_MIN))
+end
+
+-- The number of seqs that the lines of an entry of the outbox take. The field of a line is 'e', or the number
+-- of grabs of the run that the line has.
+local function seqs_of(fields)
+  local seqs = 0
+  for i = 1, #fields, 2 do seqs = seqs + (tonumber(fields[i]) or 1) end
+  return seqs
 end
 
 -- A server's epoch is its run id and its replication id: the run id changes at a restart, the replication id

@@ -4,8 +4,9 @@
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] first seq wanted · ARGV[5] entries at most
 -- Returns {seq of the shard, entries, '1' when the shard is incomplete, else ''}: stream entries {id, {'e',
---         line, 'e', line, …}} in order, from the entry that holds the first seq wanted; entries end when
---         LINES_MAX or BYTES_MAX is reached. Or the error LOST when the shard has another owner.
+--         line, 'e', line, …}} in order, from the entry that holds the first seq wanted, with the number of
+--         its grabs in place of 'e' where the line is a run; entries end when LINES_MAX or BYTES_MAX is
+--         reached. Or the error LOST when the shard has another owner.
 --- @include "shard"
 
 -- Lua hashes every line that it reads. An entry that begins below a bound is read whole.

@@ -23,7 +23,7 @@ if open then
   -- An entry is removed only when its last event is acknowledged: this entry may also hold the first event
   -- that is not acknowledged.
   local first = tonumber(string.match(open[1], '^(%d+)'))
-  local holds = first + #open[2] / 2 - 1 > seq
+  local holds = first + seqs_of(open[2]) - 1 > seq
   local least = holds and open[1] or string.format('%.0f-0', seq + 1)
   -- Removes whole nodes of the stream first, a bounded number; what is then left in one node is little.
   more = redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0

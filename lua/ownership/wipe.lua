@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Deletes keys of a shard that is to be rebuilt, a bounded number per call. Of the shard hash, only term,
--- owner and `plain` remain.
+-- owner, `plain`, and a layout that these scripts write remain.
 --
 -- KEYS[1] shard hash · KEYS[2 …] keys to delete
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] reason in words
@@ -10,9 +10,10 @@
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
-local plain = redis.call('HGET', KEYS[1], 'plain')
+local plain, layout = unpack(redis.call('HMGET', KEYS[1], 'plain', 'layout'))
 redis.call('DEL', KEYS[1])
 if plain then redis.call('HSET', KEYS[1], 'plain', plain) end
+if layout and tonumber(layout) >= LAYOUT_MIN then redis.call('HSET', KEYS[1], 'layout', layout) end
 redis.call('HSET', KEYS[1], 'term', ARGV[1], 'owner', ARGV[2], 'partial', '1', 'fault', ARGV[4])
 for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
 return 1

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from grabstream.models.bounds import BASKET_GRABS_MAX, EVENT_LINE_BYTES_MAX, RECORD_BYTES_MAX
+from grabstream.streams.relaying.ownership import OutboxLine
 
 BLOCK_BYTES_MAX: Final = RECORD_BYTES_MAX // 4
 #: The longest entry: decisions of 128 KiB together, and then a basket. The other decisions of many events are
@@ -23,11 +24,11 @@ BLOCK_BYTES_MAX: Final = RECORD_BYTES_MAX // 4
 ENTRY_BYTES_MAX: Final = 128 * 1024 + BASKET_GRABS_MAX * (EVENT_LINE_BYTES_MAX + 1)
 
 
-def blocks_of(entries: Iterable[Sequence[bytes]], events_max: int) -> list[list[bytes]]:
+def blocks_of(entries: Iterable[Sequence[OutboxLine]], events_max: int) -> list[list[OutboxLine]]:
     """The lines of the entries in blocks. A block has at most `events_max` lines and BLOCK_BYTES_MAX bytes,
     or is one entry.
     """
-    blocks: list[list[bytes]] = []
+    blocks: list[list[OutboxLine]] = []
     size = 0
     for entry in entries:
         for lines in _fitting_a_record(entry):
@@ -41,12 +42,12 @@ def blocks_of(entries: Iterable[Sequence[bytes]], events_max: int) -> list[list[
     return blocks
 
 
-def _size(lines: Sequence[bytes]) -> int:
+def _size(lines: Sequence[OutboxLine]) -> int:
     """The bytes of lines in a record, each with the character between it and the next one."""
-    return sum(map(len, lines)) + len(lines)
+    return sum(len(text) for text, _ in lines) + len(lines)
 
 
-def _fitting_a_record(entry: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+def _fitting_a_record(entry: Sequence[OutboxLine]) -> Iterator[Sequence[OutboxLine]]:
     """The entry; single lines of one that is longer than any script writes it, since a record that is too
     large for Kafka would stop its shard for ever.
     """

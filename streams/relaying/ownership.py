@@ -13,6 +13,8 @@ from grabstream.lua.server import raise_term
 from grabstream.models.journal import Cursor
 
 READ_ENTRIES_MAX: Final = 16
+#: A line of the outbox, and the number of seqs that it takes.
+OutboxLine = tuple[bytes, int]
 
 
 class SteppedDown(Exception):
@@ -64,11 +66,11 @@ class Outbox(NamedTuple):
     """
 
     seq: int
-    entries: list[list[bytes]]
+    entries: list[list[OutboxLine]]
     incomplete: bool
 
     @property
-    def lines(self) -> list[bytes]:
+    def lines(self) -> list[OutboxLine]:
         """The lines of all entries."""
         return [line for entry in self.entries for line in entry]
 
@@ -128,15 +130,23 @@ class OwnedShard:
         reply = await self.run(
             "read_outbox", [self.keys.state, self.keys.outbox], ownership, after_seq + 1, READ_ENTRIES_MAX
         )
-        entries: list[list[bytes]] = []
+        entries: list[list[OutboxLine]] = []
         next_seq = after_seq + 1
         for entry_id, fields in reply[1]:
-            first = int(entry_id.partition(b"-")[0])
-            if first > next_seq:
+            seq = int(entry_id.partition(b"-")[0])
+            if seq > next_seq:
                 break
-            if lines := fields[1::2][next_seq - first :]:
+            lines = []
+            for name, text in zip(fields[::2], fields[1::2], strict=True):
+                seqs = 1 if name == b"e" else int(name)
+                if seq == next_seq:
+                    lines.append((text, seqs))
+                    next_seq += seqs
+                seq += seqs
+            if lines:
                 entries.append(lines)
-                next_seq += len(lines)
+            elif seq > next_seq:
+                break  # the seq is within a run, which no journal divides: a hole
         return Outbox(int(reply[0]), entries, bool(reply[2]))
 
     async def trim(self, ownership: Ownership, cursor: Cursor) -> None:

@@ -28,6 +28,7 @@ from grabstream.streams.relaying.blocks import blocks_of
 from grabstream.streams.relaying.ownership import (
     NewerProgram,
     NotReconciled,
+    OutboxLine,
     OwnedShard,
     Ownership,
     SteppedDown,
@@ -209,7 +210,7 @@ class ShardRelay:
                 continue
             self._duty.is_waiting = False
             self._duty.decided.set()
-            last = cursor.seq + sum(map(len, entries))
+            last = cursor.seq + sum(seqs for entry in entries for _, seqs in entry)
             for block in blocks_of(entries, self._block_events_max):
                 after = await self._append(producer, ownership, cursor, block)
                 if after.next_offset != cursor.next_offset + 1:
@@ -243,11 +244,13 @@ class ShardRelay:
             await self._shard.trim(ownership, cursor)
 
     async def _append(
-        self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor, lines: list[bytes]
+        self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor, block: list[OutboxLine]
     ) -> Cursor:
         """Sends a block; returns the cursor after it, which is valid only if no record that counts lies
         between.
         """
+        lines = [text for text, _ in block]
+        seqs = sum(seqs for _, seqs in block)
         head = chain(cursor.head, lines)[-1]
         headers = block_headers(
             self._shard.keys.shard,
@@ -257,9 +260,10 @@ class ShardRelay:
             len(lines),
             cursor.head,
             head,
+            seqs,
         )
         offset = await self._send(producer, b"\n".join(lines), headers)
-        return Cursor(cursor.seq + len(lines), head, offset + 1, ownership.term, ownership.owner)
+        return Cursor(cursor.seq + seqs, head, offset + 1, ownership.term, ownership.owner)
 
     async def _wait_for_more(self, seq: int) -> None:
         """Returns when the outbox may have entries after a seq. A hint: the owner's script reads them."""

@@ -17,6 +17,7 @@ from contextlib import aclosing
 from typing import Final, NamedTuple
 
 from grabstream.lua.gate.sealing import CannotOpen
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, marker_headers, parse_block
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.relaying.ownership import NotReconciled, OwnedShard, Ownership, Raised, SteppedDown
@@ -67,6 +68,8 @@ class Takeover:
         self._send = send
         self._drain = drain
         self._recovery = recovery
+        #: Whether the journal that was read has runs of grabs.
+        self._has_runs = False
 
     async def run(self) -> tuple[Ownership, Cursor]:
         """Reconciles Redis; returns the ownership and the cursor at the journal's end.
@@ -202,7 +205,9 @@ class Takeover:
         ) as reading:
             async for records in reading:
                 for record in records:
-                    cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                    block = parse_block(record.headers, record.value)
+                    self._has_runs |= block.last_seq - block.first_seq + 1 > block.count > 0
+                    cursor, accepted = cursor.feed(record.offset, block)
                     yield cursor, accepted
 
     # -- comparing Redis with it -----------------------------------------------------------------------------
@@ -264,7 +269,11 @@ class Takeover:
         return NotReconciled(reason)
 
     async def _finish(self, ownership: Ownership, seq: int) -> None:
-        await self._shard.run("reconcile", [self._shard.keys.state], ownership, seq, self._shards)
+        """Lets the shard decide again. A shard without a layout writes runs if it has no events, or if its
+        journal has runs; otherwise older programs may work beside, until an operator raises the layout.
+        """
+        layout = LAYOUT if not seq or self._has_runs else LAYOUT_MIN
+        await self._shard.run("reconcile", [self._shard.keys.state], ownership, seq, self._shards, layout)
 
     async def _compare(
         self, ownership: Ownership, truth: Truth, checkpoint: Cursor, distrusted: bool = False
@@ -280,12 +289,14 @@ class Takeover:
             shard_seq, lines, incomplete = outbox.seq, outbox.lines, outbox.incomplete
             if not lines:
                 break
-            for line, hash_ in zip(lines, chain(head, lines), strict=True):
-                seq, head = seq + 1, hash_
-                if different is None and not distrusted and seq <= tail and truth.hashes.get(seq) != head:
+            texts = [text for text, _ in lines]
+            for (text, seqs), hash_ in zip(lines, chain(head, texts), strict=True):
+                before, seq, head = seq, seq + seqs, hash_
+                # Lines that begin in the journal end there: no journal has a part of a run.
+                if different is None and not distrusted and before < tail and truth.hashes.get(seq) != head:
                     different = seq
                 if different is not None or seq > tail:
-                    lost.append(line)
+                    lost.append(text)
         if distrusted:
             # Events beyond the journal are lost as well.
             problem = (

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from redis.asyncio.cluster import RedisCluster
 from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.library import library, load
 from grabstream.lua.server import raise_term
 from grabstream.models.commands import Grab, Open
@@ -24,6 +24,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
 from tests.conftest import wait_until
+from tests.support.runs import as_singles
 
 SEAL_KEYS = {"test": bytes(32)}
 SEALER = Sealer(SEAL_KEYS)
@@ -43,12 +44,15 @@ def grabs(count: int, offer: str = "e", start: int = 0) -> list[Grab]:
     ]
 
 
-async def take_over(client: Any, keys: KeySpace) -> None:
-    """Takes over every shard as a relay does, without Kafka, so that the shards decide."""
+async def take_over(client: Any, keys: KeySpace, layouts: Sequence[int] = (LAYOUT,)) -> None:
+    """Takes over every shard as a relay does, without Kafka, so that the shards decide; with these layouts in
+    turn.
+    """
     for number in range(keys.shards):
         state = keys.shard(number).state
         (term, server_epoch, *_), _ = await raise_term(client, state, 0, "test")
-        await run_script(client, "reconcile", [state], [term, "test", server_epoch, "0", keys.shards])
+        layout = layouts[number % len(layouts)]
+        await run_script(client, "reconcile", [state], [term, "test", server_epoch, "0", keys.shards, layout])
 
 
 @pytest.fixture
@@ -198,7 +202,12 @@ def _answers(port: int) -> bool:
 
 
 async def event_lines(client: Any, keys: KeySpace, shard: int, after_seq: int = 0) -> list[bytes]:
-    """All event lines in a shard's outbox after a seq, in order.
+    """All events in a shard's outbox after a seq, in order, as lines; those of runs one by one."""
+    return as_singles(await outbox_lines(client, keys, shard, after_seq))
+
+
+async def outbox_lines(client: Any, keys: KeySpace, shard: int, after_seq: int = 0) -> list[bytes]:
+    """All lines in a shard's outbox after a seq, in order.
 
     Read by a script: redis-py returns an entry's fields as a dict, which keeps only one of several fields of
     the same name.

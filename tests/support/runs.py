@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, decode_event
-from grabstream.models.runs import AnyRun, GrantedRun, HeldRun
+from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, decode_event, encode_event
+from grabstream.models.runs import AnyRun, GrantedRun, HeldRun, decode_line, singles
 
 GRABS_MAX = 1_000
 
@@ -20,6 +20,16 @@ def as_runs(lines: Iterable[bytes], grabs_max: int = GRABS_MAX) -> list[bytes]:
         else:
             runs.append([event])
     return [msgspec.json.encode(run_of(run) if _common(run[0]) else run[0]) for run in runs]
+
+
+def as_singles(lines: Iterable[bytes]) -> list[bytes]:
+    """The lines, with the grabs of each run one by one."""
+    return [
+        encode_event(one) if isinstance(event, AnyRun) else line
+        for line in lines
+        for event in [decode_line(line)]
+        for one in singles(event)
+    ]
 
 
 def _common(event: AnyEvent) -> tuple[Any, ...] | None:

@@ -4,6 +4,7 @@ import asyncio
 
 import click
 
+from grabstream.lua.keys import LAYOUT
 from grabstream.lua.library import library
 from grabstream.ops.connections.libraries import ServerLibraries
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
@@ -27,8 +28,16 @@ from grabstream.ops.settings import load_settings
     is_flag=True,
     help="Delete the function libraries of other releases in Redis: only when no process of them runs.",
 )
+@click.option(
+    "--raise-layout",
+    is_flag=True,
+    help="Let all shards write the newest key layout: only when no process of an older release runs, since "
+    "those cannot read it. There is no way back.",
+)
 @json_option
-def init(replication: int | None, new_journal: bool, drop_libraries: bool, as_json: bool) -> None:
+def init(
+    replication: int | None, new_journal: bool, drop_libraries: bool, raise_layout: bool, as_json: bool
+) -> None:
     """Create the topics and tables that are missing, and load the function library into Redis; a second call
     does nothing. The number of shards cannot be changed later.
 
@@ -37,7 +46,7 @@ def init(replication: int | None, new_journal: bool, drop_libraries: bool, as_js
     """
     settings = load_settings()
     made = asyncio.run(
-        make_system(settings, replication or settings.replication, new_journal, drop_libraries)
+        make_system(settings, replication or settings.replication, new_journal, drop_libraries, raise_layout)
     )
     if as_json:
         servers = None if made.libraries is None else [server._asdict() for server in made.libraries]
@@ -47,6 +56,9 @@ def init(replication: int | None, new_journal: bool, drop_libraries: bool, as_js
                 "migrations_applied": made.migrations,
                 "library": library().name,
                 "libraries": servers,
+                "layout": LAYOUT,
+                "shards_of_older_layout": made.outdated,
+                "shards_raised": made.raised,
             }
         )
         return
@@ -59,6 +71,17 @@ def init(replication: int | None, new_journal: bool, drop_libraries: bool, as_js
         console.print("Redis cannot be reached: the first worker loads the function library.")
     for server in made.libraries or ():
         console.print(f"{_of(server)}: {_in_words(server, drop_libraries)}.")
+    if made.raised:
+        console.print(f"Shards {_listed(made.raised)} write key layout {LAYOUT} from now on.")
+    if made.outdated:
+        console.print(
+            f"Shards {_listed(made.outdated)} write an older key layout than {LAYOUT}: each grab is an event "
+            "of its own. `grabstream init --raise-layout` raises it when all processes are of this release."
+        )
+
+
+def _listed(shards: list[int]) -> str:
+    return ", ".join(map(str, shards))
 
 
 def _of(server: ServerLibraries) -> str:

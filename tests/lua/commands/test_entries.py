@@ -13,8 +13,9 @@ from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import Script, assemble
 from grabstream.models.commands import AnyCommand, Grab, Open, Release
 from grabstream.models.offers import CouponTerms, StockTerms
+from grabstream.models.runs import decode_line
 from grabstream.streams.relaying.blocks import ENTRY_BYTES_MAX, blocks_of
-from grabstream.streams.relaying.ownership import OwnedShard
+from grabstream.streams.relaying.ownership import OutboxLine, OwnedShard
 from tests.lua.conftest import NOW, grabs, opening
 from tests.lua.costs.longest_texts import ATTRIBUTES, codes, loads
 from tests.support.plain_scripts import use_plain_scripts
@@ -32,7 +33,11 @@ def stock(offer: str, **terms: Any) -> Open:
 
 
 def basket(name: str) -> list[AnyCommand]:
-    return [Grab(id=f"{name}-{n}", offer="o", user=f"{name}-{n}", basket=name) for n in range(2)]
+    """Two grabs of two offers, so that they are no run."""
+    return [
+        Grab(id=f"{name}-{n}", offer=offer, user=f"{name}-{n}", basket=name)
+        for n, offer in enumerate(("o", "o:2"))
+    ]
 
 
 QUEUE = {"total": 9, "hold_ms": 60_000, "waiting_list": True, "max_per_grab": 9}
@@ -42,7 +47,7 @@ QUEUE = {"total": 9, "hold_ms": 60_000, "waiting_list": True, "max_per_grab": 9}
     ("before", "commands", "sizes"),
     [
         (
-            [stock("o", total=100)],
+            [stock("o", total=100), stock("o:2", total=100)],
             [*basket("a"), *basket("b"), *basket("c"), Grab(id="g", offer="o", user="g")],
             [4, 3],
         ),
@@ -55,7 +60,12 @@ QUEUE = {"total": 9, "hold_ms": 60_000, "waiting_list": True, "max_per_grab": 9}
             [Release(id=f"r{n}", offer="o", grab=f"h{n}") for n in range(3)],
             [4, 4, 4],
         ),
-        ([opening("o", 3), opening("o:2", 3)], [*grabs(3, "o"), *grabs(3, "o:2")], [4, 4]),
+        # The grabs of each envelope are a run.
+        (
+            [opening(offer, 3) for offer in ("o", "o:2", "o:3")],
+            [grab for offer in ("o", "o:2", "o:3") for grab in grabs(3, offer)],
+            [4, 2],
+        ),
     ],
     ids=["baskets", "queue", "drained envelope"],
 )
@@ -80,27 +90,39 @@ async def test_an_entry_does_not_divide_a_decision(
     assert [len(fields) // 2 for _, fields in entries] == sizes
 
 
-async def read_entries(client: Any, keys: KeySpace, after_seq: int = 0) -> list[list[bytes]]:
+async def read_entries(client: Any, keys: KeySpace, after_seq: int = 0) -> list[list[OutboxLine]]:
     """The entries of the outbox of offer `o` after a seq, read as the shard's relay does."""
     shard = OwnedShard(client, keys.shard(keys.shard_of_offer("o")))
     ownership = (await shard.raise_term(0)).ownership
-    entries: list[list[bytes]] = []
+    entries: list[list[OutboxLine]] = []
     while read := (await shard.read_outbox(ownership, after_seq)).entries:
         entries += read
-        after_seq += sum(map(len, read))
+        after_seq += sum(seqs for entry in read for _, seqs in entry)
     return entries
 
 
 async def test_the_relay_reads_where_entries_end(client: Any, keys: KeySpace, make_gate: Any) -> None:
     gate = make_gate()
-    for commands in ([stock("o", total=100)], basket("a"), [*basket("b"), *basket("c")]):
+    of_both = [stock("o", total=100), stock("o:2", total=100)]
+    for commands in (of_both, basket("a"), [*basket("b"), *basket("c")]):
         await gate.decide(commands, "decided")
     entries = await read_entries(client, keys)
-    assert list(map(len, entries)) == [1, 2, 4]
+    assert list(map(len, entries)) == [2, 2, 4]
     # Of an entry whose first events another program journaled, the rest keeps its end.
-    assert await read_entries(client, keys, 2) == [entries[1][1:], entries[2]]
-    assert await read_entries(client, keys, 3) == entries[2:]
-    assert await read_entries(client, keys, 7) == []
+    assert await read_entries(client, keys, 3) == [entries[1][1:], entries[2]]
+    assert await read_entries(client, keys, 4) == entries[2:]
+    assert await read_entries(client, keys, 8) == []
+
+
+async def test_a_seq_within_a_run_is_a_hole(client: Any, keys: KeySpace, make_gate: Any) -> None:
+    gate = make_gate()
+    await gate.decide([stock("o", total=100)], "decided")
+    await gate.decide([Grab(id=f"g{n}", offer="o", user=f"u{n}") for n in range(5)], "decided")
+    await gate.decide([Grab(id="g", offer="o", user="g")], "decided")
+    [_, [(run, seqs)], last] = await read_entries(client, keys)
+    assert (decode_line(run).seqs, seqs, len(last)) == (5, 5, 1)
+    assert await read_entries(client, keys, 6) == [last]
+    assert [await read_entries(client, keys, seq) for seq in (2, 5)] == [[], []]
 
 
 async def test_a_record_does_not_divide_baskets_that_look_alike(
@@ -110,17 +132,22 @@ async def test_a_record_does_not_divide_baskets_that_look_alike(
     name.
     """
     gate = make_gate(now=[NOW])
-    await gate.decide([stock("o", total=10**6)], "decided")
-    singles = [Grab(id=f"g{n}", offer="o", user=f"u{n}") for n in range(904)]
+    # Grabs of two offers in turn are no runs.
+    offers = ("o", "o:2")
+    await gate.decide([stock(offer, total=10**6) for offer in offers], "decided")
+    singles = [Grab(id=f"g{n}", offer=offers[n % 2], user=f"u{n}") for n in range(904)]
     for at in range(0, len(singles), 452):
         await gate.decide(singles[at : at + 452], "decided")
     for number in range(20):
-        cart = [Grab(id=f"{number}.{n}", offer="o", user=f"{number}.{n}", basket="cart") for n in range(10)]
+        cart = [
+            Grab(id=f"{number}.{n}", offer=offers[n % 2], user=f"{number}.{n}", basket="cart")
+            for n in range(10)
+        ]
         assert {answer.outcome for answer in await gate.decide(cart, "decided")} == {"granted"}
     entries = await read_entries(client, keys)
     blocks = blocks_of(entries, 1_000)
     assert [line for block in blocks for line in block] == [line for entry in entries for line in entry]
-    assert list(map(len, blocks)) == [995, 110]
+    assert list(map(len, blocks)) == [996, 110]
 
 
 async def test_the_longest_entry(client: Any, keys: KeySpace, make_gate: Any) -> None:
@@ -141,5 +168,5 @@ async def test_the_longest_entry(client: Any, keys: KeySpace, make_gate: Any) ->
     ]  # fmt: skip
     answers = await gate.decide([*single, *cart], "decided")
     assert {answer.outcome for answer in answers} == {"granted"}
-    longest = max(sum(map(len, entry)) for entry in await read_entries(client, keys))
+    longest = max(sum(len(text) for text, _ in entry) for entry in await read_entries(client, keys))
     assert 150_000 < longest < ENTRY_BYTES_MAX // 4

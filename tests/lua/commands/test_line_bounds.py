@@ -250,8 +250,8 @@ async def play(connect: Any, lists: Sequence[Sequence[AnyCommand]]) -> tuple[Cou
 
 def check_lines(lines: Sequence[bytes]) -> None:
     assert max(map(len, lines)) <= EVENT_LINE_BYTES_MAX
-    for block in blocks_of([[line] for line in lines], 1_000):
-        assert len(b"\n".join(block)) <= BLOCK_BYTES_MAX < RECORD_BYTES_MAX
+    for block in blocks_of([[(line, 1)] for line in lines], 1_000):
+        assert len(b"\n".join(text for text, _ in block)) <= BLOCK_BYTES_MAX < RECORD_BYTES_MAX
 
 
 @pytest.mark.timeout(600)

@@ -41,6 +41,7 @@ from tests.lua.histories.books import check_books
 from tests.lua.histories.scene import DAY, HOUR, Scene, coupon
 from tests.models.recompute import recompute
 from tests.support.kcat import consume
+from tests.support.runs import as_singles
 
 SEED = "5eed" * 16
 DRAWS: tuple[Draw, ...] = get_args(Draw)
@@ -679,7 +680,10 @@ async def test_grabs_reach_the_journal_the_books_and_the_published_events_once(
             lines.splitlines()
             for lines in "\n".join(consume(system, topics.journal, "%s\n\nRECORD\n")).split("RECORD")
         ]
-        blocks = [[json.loads(line) for line in lines if line] for lines in records]
+        blocks = [
+            [json.loads(line) for line in as_singles(line.encode() for line in lines if line)]
+            for lines in records
+        ]
         granted = {(answer.grab, answer.amount, answer.seq) for answer in answers}
         assert {
             (event["grab"], event["amount"], event["seq"])
@@ -750,7 +754,7 @@ async def test_grabs_reach_the_journal_the_books_and_the_published_events_once(
         ]
         # A: few transactions wrote the events.
         [[written, transactions]] = await rows(
-            f"SELECT count(*), count(DISTINCT xmin::text) FROM {system.schema_}_audit_1.audit_1"
+            f"SELECT sum(seqs), count(DISTINCT xmin::text) FROM {system.schema_}_audit_1.audit_1"
         )
         assert (written, transactions < PARTS / 10) == (PARTS + 6, True)
 

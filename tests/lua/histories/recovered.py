@@ -9,7 +9,7 @@ import msgspec
 
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import STAGED, ShardKeys
+from grabstream.lua.keys import LAYOUT, STAGED, ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
 from grabstream.models.journal import GENESIS, Accepted, Cursor, chain
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
@@ -41,6 +41,7 @@ async def fold(
     sealer: Sealer,
     shards: int,
     cut: random.Random | None = None,
+    layout: int = LAYOUT,
 ) -> None:
     """Recovers an empty shard from these events; with `cut`, in random steps."""
     shard = OwnedShard(client, keys)
@@ -61,7 +62,9 @@ async def fold(
     await recovery.rebuild(ownership, Position("other", 0), lambda base: journal(stops[0]))
     for before, after in pairwise(stops):
         await recovery.catch_up(ownership, Position("behind", last_seqs[before]), journal(after))
-    await run_script(client, "reconcile", [keys.state], (*ownership.arguments, last_seqs[end], shards))
+    await run_script(
+        client, "reconcile", [keys.state], (*ownership.arguments, last_seqs[end], shards, layout)
+    )
 
 
 async def contents(client: Any, keys: ShardKeys, now_ms: int | None = None) -> dict[str, Any]:

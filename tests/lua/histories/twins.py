@@ -13,7 +13,7 @@ import msgspec
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open
 from grabstream.models.digests import Digests
@@ -56,7 +56,7 @@ class Twins:
         self.lines: list[list[bytes]] = [[] for _ in range(keys.shards)]
         self.first_answers: dict[tuple[str, str], tuple[AnyCommand, Answer]] = {}
         await client.initialize()
-        await take_over(self.client, self.keys)
+        await take_over(self.client, self.keys, (LAYOUT, LAYOUT_MIN))
         self.gate = Gate(self.client, self.keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS)
 
     async def sweep_both(self) -> None:

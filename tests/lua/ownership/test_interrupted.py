@@ -165,10 +165,10 @@ async def test_owner_scripts_interrupted_before_their_first_write_have_changed_n
         await gate.decide([opening(), *grabs(3)], "decided")
         shard = OwnedShard(client, of_shard)
         ownership = (await shard.raise_term(0)).ownership
-        await shard.trim(ownership, Cursor(2, bytes(32), 1, ownership.term, ownership.owner))
-        await run_script(client, "anchor", [of_shard.state], [*ownership.arguments, 2, "aa", 5, 1, "x", 2])
+        await shard.trim(ownership, Cursor(1, bytes(32), 1, ownership.term, ownership.owner))
+        await run_script(client, "anchor", [of_shard.state], [*ownership.arguments, 1, "aa", 5, 1, "x", 1])
         await shard.fence(ownership, "why")
-        assert (await shard.read_outbox(ownership, 2)).lines
+        assert (await shard.read_outbox(ownership, 1)).lines
         for worker, ms, seize in (("me", 1_000, False), ("other", 1_000, True), ("other", 0, False)):
             await request_lease(client, of_shard, worker, ms, seize, Worker(3))
         await request_lease(client, of_shard, "me", 1_000)

@@ -11,7 +11,7 @@ import redis
 from grabstream.lua import loader, restoring
 from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.loader import BadScript, assemble
 from grabstream.models.commands import Close, Grab, Open, Pause
 from grabstream.models.events import decode_event
@@ -128,7 +128,7 @@ async def test_owner_scripts_refuse_another_term_owner_or_server_epoch(
             ("read_outbox", [shard.state, shard.outbox], [1, 1]),
             ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel, 1, "x"]),
             ("fence", [shard.state], ["why"]),
-            ("reconcile", [shard.state], ["0", 3]),
+            ("reconcile", [shard.state], ["0", 3, LAYOUT]),
             ("wipe", [shard.state], ["why"]),
             ("apply", shard.deciding(), ["0", "0", "0", NO_EVENTS]),
             ("apply_past", [shard.state, shard.past], [msgspec.msgpack.encode([[], []])]),
@@ -156,11 +156,11 @@ async def test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last
     with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
     with pytest.raises(redis.ResponseError, match="LOST the shard is incomplete"):
-        await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3])
+        await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3, LAYOUT])
     await run_script(client, "apply", shard.deciding(), [*ownership, "", "0", "0", NO_EVENTS])
     with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
-        await run_script(client, "reconcile", [shard.state], [*ownership, "1", 3])
-    assert await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3]) == 1
+        await run_script(client, "reconcile", [shard.state], [*ownership, "1", 3, LAYOUT])
+    assert await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3, LAYOUT]) == 1
 
 
 async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: KeySpace) -> None:
@@ -291,7 +291,7 @@ async def test_full_memory_is_busy_until_there_is_room(private_redis: Any) -> No
     assert outcome == "busy"
     assert "memory" in (answers[-1].message or "")
     # Clearly full: near the limit, freed buffers decide which calls are refused.
-    await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] - 300_000))
+    await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] - 100_000))
     assert (await gate.decide([opening("n")], "decided"))[0].outcome == "busy"
     # No call is half done: every grant has its event, and every event its state.
     assert (

@@ -11,7 +11,7 @@ import pytest
 
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.keys import LAYOUT, KeySpace, ShardKeys
 from grabstream.models.answers import Answer
 from grabstream.models.commands import decode_command
 from grabstream.ops.commands.local.services import new_seal_key
@@ -50,7 +50,7 @@ class OneShard:
     async def begin(self) -> None:
         shard = OwnedShard(self.redis, self.keys)
         raised = await shard.raise_term(0)
-        await shard.run("reconcile", [self.keys.state], raised.ownership, 0, 1)
+        await shard.run("reconcile", [self.keys.state], raised.ownership, 0, 1, LAYOUT)
 
     async def decide(self, type: str, id: str, offer: str, **fields: Any) -> Answer:
         command = decode_command(json.dumps({"type": type, "id": id, "offer": offer} | fields).encode())

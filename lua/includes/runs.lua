@@ -1,0 +1,109 @@
+-- Runs: the grabs that a call grants, or holds, of one offer in a row are one event in columns
+-- (models/runs.py). A run takes as many seqs as it has grabs.
+--- @include "cost"
+--- @include "undo"
+--- @include "records"
+
+-- The greatest amount, and the greatest product of price and quantity.
+local AMOUNT_MAX = 1e13
+
+-- Returns a number that may be joined to an event's text; raises for any other. Lua writes 14 digits: a
+-- longer number would be rounded, and no number in an event has a fraction. Called only before the first
+-- write of a script, so nothing has changed when it raises.
+local function int(number)
+  if number < 1e14 and number >= 0 and number % 1 == 0 then return number end
+  error('not an integer from 0 to 99999999999999: ' .. tostring(number))
+end
+
+-- Takes the next seq. The caller then adds the event's line to `call.lines`.
+local function next_seq(call)
+  call.seq = call.seq + 1
+  return call.seq
+end
+
+-- Adds a grab to the run of the call: {type, offer, basket, seq, offer_seq, place: of the first grab; count;
+-- bytes: of the columns; left: units after the last grab; ids, users, quantities, amounts; rare}. Begins a
+-- new run where the last one was of another offer or basket, or is full. `rare` has, for columns that only
+-- some grabs have, the text of this grab's value: asked, attributes, tickets, digests, codes.
+local add_grab
+-- Ends the run of the call, if there is one: adds its line.
+local end_run
+do
+  local GRABS_MAX, BYTES_MAX = 1000, 131072
+  -- In the order of models/runs.py, with the value of a grab that has none.
+  local RARE = {{'asked', 'null'}, {'attributes', 'null'}, {'tickets', 'null'}}
+  local RARE_LAST = {{'digests', '"' .. PLAIN .. '"'}, {'codes', '[]'}}
+
+  local function texts_of(columns, rare, count)
+    local text = ''
+    for _, column in ipairs(columns) do
+      local values = rare[column[1]]
+      if values then
+        for i = 1, count do values[i] = values[i] or column[2] end
+        text = text .. ',"' .. column[1] .. '":[' .. table.concat(values, ',') .. ']'
+      end
+    end
+    return text
+  end
+
+  function end_run(call)
+    local run = call.run
+    if not run then return end
+    call.run = nil
+    local offer, count, ids, users = run.offer, run.count, run.ids, run.users
+    local text = string.format(
+      '{"type":"%s","v":2,"shard":%s,"seq":%.0f,"offer_seq":%.0f,"offer":"%s","at":%.0f,"grabs":["',
+      run.type, call.shard, run.seq, run.offer_seq, offer.name, call.now)
+      .. table.concat(ids, '","', 1, count) .. '"],"users":["' .. table.concat(users, '","', 1, count)
+    if run.has_quantities then
+      text = text .. '"],"quantities":[' .. table.concat(run.quantities, ',') .. '],'
+    else
+      text = text .. '"],'
+    end
+    if run.amounts then text = text .. '"amounts":[' .. table.concat(run.amounts, ',') .. '],' end
+    text = text .. '"asset":"' .. offer.asset
+      .. string.format('","place":%.0f,"left":%.0f', run.place, run.left)
+      .. texts_of(RARE, run.rare, count) .. (run.basket and ',"basket":"' .. run.basket .. '"' or '')
+      .. texts_of(RARE_LAST, run.rare, count)
+    if run.type == 'grab.held' then
+      text = text .. ',"deadline_at":' .. int(call.now + offer.rules.hold_ms)
+      if offer.rules.currency then
+        text = text .. ',"price":' .. int(offer.rules.price or 0) .. ',"currency":"' .. offer.rules.currency
+          .. '"'
+      end
+    end
+    call.lines[#call.lines + 1] = text .. '}'
+    call.seqs[#call.lines] = count
+  end
+
+  function add_grab(call, type, offer, id, user, quantity, amount, basket, rare)
+    local run = call.run
+    if run and (run.offer ~= offer or run.basket ~= basket or run.count == GRABS_MAX
+        or run.bytes > BYTES_MAX) then
+      end_run(call)
+      run = nil
+    end
+    spend(COST.event)
+    put(offer, 'offer_seq', offer.offer_seq + 1)
+    put(offer, 'changed', true)
+    local seq = next_seq(call)
+    if not run then
+      run = {type = type, offer = offer, basket = basket, seq = seq, offer_seq = offer.offer_seq,
+        place = offer.places, count = 0, bytes = 0, ids = {}, users = {}, quantities = {},
+        amounts = not offer.pieces and {}, rare = {}}
+      call.run = run
+    end
+    local n, bytes = run.count + 1, #id + #user
+    run.count, run.left = n, offer.units_left
+    run.ids[n], run.users[n], run.quantities[n] = id, user, int(quantity)
+    if run.amounts then run.amounts[n] = int(amount) end
+    if quantity ~= 1 then run.has_quantities = true end
+    for name, text in pairs(rare) do
+      run.rare[name] = run.rare[name] or {}
+      run.rare[name][n] = text
+      bytes = bytes + #text
+    end
+    run.bytes = run.bytes + bytes
+    spend(COST.line_byte * bytes)
+  end
+end
