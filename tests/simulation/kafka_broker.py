@@ -27,6 +27,12 @@ from tests.simulation.redis_server import Weather
 
 HEARTBEAT_SECONDS: Final = 1.0
 REQUEST_SECONDS: Final = 10.0
+#: How late a record may be, and from when on it expires on its way instead, if its broker does not know its
+#: producer: a broker that does refuses what the producer sends next.
+LATE_SECONDS: Final = (0.05, 4.0)
+EXPIRED_SECONDS: Final = 2.5
+#: How many records a batch has room for.
+BATCH_RECORDS_MAX: Final = 3
 
 
 class Record(NamedTuple):
@@ -167,8 +173,10 @@ class Batch:
         self.records: list[tuple[Any, Any, Any]] = []
 
     def append(self, *, key: Any, value: Any, timestamp: Any, headers: Any = None) -> object:
-        """Adds a record."""
+        """Adds a record; returns None if there is no room."""
         del timestamp
+        if len(self.records) == BATCH_RECORDS_MAX:
+            return None
         self.records.append((key, value, headers))
         return len(self.records)
 
@@ -185,6 +193,8 @@ class Producer:
     def __init__(self, **options: Any) -> None:
         del options
         self._last: dict[TopicPartition, asyncio.Future[Any]] = {}
+        #: Partitions whose broker has a record of this producer.
+        self._known: set[TopicPartition] = set()
 
     async def start(self) -> None:
         """Connects."""
@@ -251,9 +261,14 @@ class Producer:
                 _fail(acknowledged, KafkaTimeoutError("the record was not sent in time"))
             return
         if conditions.late and draw.random() < conditions.late:
-            delay = draw.uniform(0.05, 4.0)
-            broker.trace.add("kafka", f"{place.topic}/{place.partition}: a record is late by {delay:.2f} s")
-            broker.loop.call_at_world(delay, self._append, place, records)
+            delay = draw.uniform(*LATE_SECONDS)
+            if delay > EXPIRED_SECONDS and place not in self._known:
+                broker.trace.add("kafka", f"{place.topic}/{place.partition}: a record expires on its way")
+            else:
+                broker.trace.add(
+                    "kafka", f"{place.topic}/{place.partition}: a record is late by {delay:.2f} s"
+                )
+                broker.loop.call_at_world(delay, self._append, place, records)
             broker.loop.call_at_world(
                 draw.uniform(0.0, 0.5), _fail, acknowledged, KafkaTimeoutError("given up")
             )
@@ -283,6 +298,7 @@ class Producer:
         )
 
     def _append(self, place: TopicPartition, records: list[Any]) -> int:
+        self._known.add(place)
         offsets = [self.broker.append(place.topic, place.partition, *record) for record in records]
         return offsets[0]
 

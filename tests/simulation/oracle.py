@@ -175,7 +175,11 @@ class Given:
 class Oracle:
     """Watches a run."""
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, has_whole_entries: bool = False) -> None:
+        #: Whether each record of the journal has whole entries of the outbox.
+        self._has_whole_entries = has_whole_entries
+        #: By shard, seqs after which no entry ends, as far as that is known.
+        self._within_entries: list[set[int]] = [set() for _ in range(shards)]
         self.journal = [JournalReading(shard) for shard in range(shards)]
         self.given: list[Given] = []
         self.lost: set[tuple[str, str]] = set()
@@ -184,6 +188,9 @@ class Oracle:
         #: Commands of which a caller was told that nothing was decided, and which it gave up.
         self.given_up: list[AnyCommand] = []
         self.violations: list[str] = []
+        #: The processes that live when everything is at rest: what they gave as decided, they report if it is
+        #: lost.
+        self.survivors: set[object] = set()
         #: Set when Redis loses what it has: then decisions may be lost.
         self.loses = False
         #: Each line that was decided until then.
@@ -195,11 +202,21 @@ class Oracle:
     # -- as it happens ---------------------------------------------------------------------------------------
 
     def appended(self, record: Record) -> None:
-        """After each record of the journal."""
+        """After each record of the journal. What was decided together is in one record: as long as Redis has
+        lost nothing, none ends within an entry of the outbox.
+        """
+        reading = self.journal[record.partition]
+        before = len(reading.lines)
         try:
-            self.journal[record.partition].read(record)
+            reading.read(record)
         except Violation as error:
             self.violations.append(str(error))
+        seq = len(reading.lines)
+        is_checked = self._has_whole_entries and not self.loses and seq > before
+        if is_checked and seq in self._within_entries[record.partition]:
+            self.violations.append(
+                f"journal {record.partition}, offset {record.offset}: ends at seq {seq}, within an entry"
+            )
 
     def called(
         self,
@@ -233,7 +250,9 @@ class Oracle:
             )
         [(entry, fields)] = after[1]
         made = [one for line in fields[1::2] for one in one_by_one(line)]
-        for decided, (event, line) in enumerate(made, int(entry.partition(b"-")[0])):
+        first = int(entry.partition(b"-")[0])
+        self._within_entries[shard].update(range(first, first + len(made) - 1))
+        for decided, (event, line) in enumerate(made, first):
             self.made.add((campaign_of(event["offer"]), event["command"]))
             self._made[shard][decided].add(line)
             if not self.loses and self._decided.setdefault((shard, decided), line) != line:
@@ -330,7 +349,7 @@ class Oracle:
                 self.violations.append(f"in the end ({given.promise}): {problem}")
 
     def _is_reported(self, given: Given) -> bool:
-        gate_died = not getattr(given.gate, "alive", True)
+        gate_died = given.gate is not None and given.gate not in self.survivors
         known = (campaign_of(given.command.offer), given.command.id)
         return gate_died or given.answer.repeated or known in self.lost
 

@@ -22,6 +22,7 @@ from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sw
 from tests.lua.conftest import SEALER
 from tests.lua.histories.hostile_history import HostileHistory, Sweep, TimePasses
 from tests.simulation.machine import BEGINNING_MS
+from tests.simulation.scenes import of_neighbours, scene_of
 
 PREFIX: Final = "sim"
 SHARDS: Final = 2
@@ -32,11 +33,18 @@ LAYOUTS: Final = (LAYOUT_MIN, LAYOUT, LAYOUT)
 BUSY_EVERY: Final = (0, 0, 3_000, 400)
 GATES: Final = 2
 CALLERS: Final = 4
+#: Of so many steps whose commands are refused with a whole call, one is not sent again.
+GIVES_UP_EVERY: Final = 3
 #: How many commands, or lists of commands, a history has.
 LENGTHS: Final = (40, 60, 80)
 #: Shares of plans in which the books are written, and of these in which they are verified.
 BOOKS_SHARE: Final = 0.2
 VERIFIED_SHARE: Final = 0.3
+#: Share of plans in which a caller plays a scene.
+SCENES_SHARE: Final = 0.25
+#: Share of plans in which the journal of one shard stands still while commands for all are in the topic, and
+#: nothing else goes wrong.
+NEIGHBOURS_SHARE: Final = 0.03
 #: Share of plans in which programs of others write to the topics.
 STRANGERS_SHARE: Final = 0.2
 #: Commands in one step; a storm of more costs time and shows nothing else.
@@ -146,7 +154,7 @@ FAULTS_OF_BOOKS: Final = {
     "faust stalls": 1,
     "faust skips": 2,
     "faust repeats": 2,
-    "read model rebuilt": 2,
+    "read model rebuilt": 4,
 }
 
 #: What other programs do; the last one in plans with books.
@@ -154,6 +162,8 @@ FAULTS_OF_STRANGERS: Final = ("commands malformed", "events of others")
 
 #: The step at which a process sends commands that follow others of the same callers.
 DECISION: Final = "before a decision that follows another"
+#: The step at which a recovery applies more events, after a checkpoint of its own.
+NEXT_APPLY: Final = "before the next apply"
 
 
 class Part(NamedTuple):
@@ -175,7 +185,7 @@ _LOSSES: Final = (
 _OWNER_STEPS: Final = ("relay.took_over", "relay.acknowledged", "relay.trimmed", "before trim")
 _RECOVERY_STEPS: Final = (
     *("recovery.applied", "recovery.wiped", "before wipe", "before fence", "before apply"),
-    *("before reconcile", "before trim", "before raise_term"),
+    *("before reconcile", "before trim", "before raise_term", NEXT_APPLY),
 )
 #: Faults that do harm together, within a short time, and that seldom meet by themselves.
 MEETINGS: Final[Sequence[Sequence[Part]]] = (
@@ -204,6 +214,27 @@ MEETINGS: Final[Sequence[Sequence[Part]]] = (
         Part(("kafka away",), (0.1, 0.3), steps=(DECISION,)),
         Part(_LOSSES, (0.02, 0.1), after=0.01, steps=(DECISION,)),
     ),
+    # A recovery is interrupted after a checkpoint of its own, in the middle of the journal.
+    *(
+        (
+            Part((lost, "redis failover"), (0.02, 0.2)),
+            Part(("worker crash", "worker pause"), (0.3, 4.0), steps=(NEXT_APPLY,)),
+        )
+        for lost in ("redis tail lost", "redis emptied")
+    ),
+    # Two masters live, and what is acknowledged has no offset.
+    (
+        Part(("redis divided",), (2.0, 4.0)),
+        Part(("kafka lagging",), (4.0, 7.0)),
+        Part(("kafka twice",), (4.0, 7.0), share=0.8),
+    ),
+    # The journal of one shard stands still, and nothing else is wrong.
+    (Part(("kafka leaderless",), (0.5, 3.0)),),
+    # A reply is lost, and then Redis refuses for longer than a caller waits.
+    (
+        Part(("redis lossy",), (0.05, 0.4), share=1.0, steps=("", DECISION)),
+        Part(("redis full",), (0.5, 3.0), after=0.2),
+    ),
 )
 #: The same for the books.
 _COMMITTED: Final = ("ledger.committed", "balances.committed", "audit.committed", "events.committed")
@@ -226,6 +257,13 @@ MEETINGS_OF_BOOKS: Final[Sequence[Sequence[Part]]] = (
         Part(("kafka unacknowledged", "kafka twice", "kafka late"), (0.3, 1.0), steps=("", *_COMMITTED)),
         Part(("worker crash", "worker pause", "group rebalance", "postgresql away"), (0.3, 12.0), after=0.5),
     ),
+    # Many events are published at once, and some are not taken.
+    (
+        Part(("kafka away", "postgresql away", "worker pause"), (0.5, 2.0)),
+        Part(("kafka late",), (1.0, 3.0), after=0.5, steps=("", "events.committed")),
+    ),
+    # Redis loses decisions that the verifier has seen, and that were not journaled.
+    (Part(("kafka away",), (1.0, 2.5)), Part(_LOSSES, (0.02, 0.2), after=2.0)),
 )
 
 
@@ -250,6 +288,13 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
             for kind in kinds
         ]
         faults.sort()
+    draw = random.Random(f"{seed} scenes")
+    if draw.random() < SCENES_SHARE:
+        made = _with_scene(made, draw)
+    draw = random.Random(f"{seed} neighbours")
+    if draw.random() < NEIGHBOURS_SHARE:
+        made = _with_neighbours(made, draw)
+        faults = [Fault(0.6, "kafka leaderless", draw.randrange(SHARDS), 2.0, 1.0)]
     draw = random.Random(f"{seed} machine")
     workers, busy_every = draw.choice(WORKERS), draw.choice(BUSY_EVERY) if faults else 0
     layout = draw.choice(LAYOUTS)
@@ -402,6 +447,30 @@ def _traffic(draw: random.Random, steps: int) -> list[Step]:
                 caller = 0
             made.append(Step(number, caller, ways[caller], gap, commands, vanishes=draw.random() < 0.06))
     return made
+
+
+def _with_scene(steps: Sequence[Step], draw: random.Random) -> list[Step]:
+    """The steps, and those of a scene between them, which the first caller plays."""
+    scene = scene_of(draw)
+    places = sorted(draw.randrange(len(steps) + 1) for _ in scene)
+    joined = list(steps)
+    for index, (place, moment) in reversed(list(enumerate(zip(places, scene, strict=True)))):
+        # Above all other numbers; who gives up goes by the number.
+        number = GIVES_UP_EVERY * (max(LENGTHS) + index) + 1
+        joined.insert(
+            place, Step(number, 0, "journaled", moment.gap_seconds, moment.commands, moment.pass_ms)
+        )
+    return joined
+
+
+def _with_neighbours(steps: Sequence[Step], draw: random.Random) -> list[Step]:
+    """The steps, where the last caller only grabs in all shards, by the topic."""
+    others = [step for step in steps if step.caller != CALLERS - 1]
+    number = GIVES_UP_EVERY * (max(LENGTHS) + 100)
+    return others + [
+        Step(number + index, CALLERS - 1, "topic", moment.gap_seconds, moment.commands)
+        for index, moment in enumerate(of_neighbours(draw, SHARDS))
+    ]
 
 
 def _list(drawn: Sequence[AnyCommand]) -> list[AnyCommand]:

@@ -47,11 +47,12 @@ _IN_MODULES: Final[tuple[tuple[Any, str, int], ...]] = (
     (backlog, "HELD_COMMANDS_MAX", 12),
     (backlog, "OPEN_RECORDS_MAX", 6),
     (decider, "CALL_COMMANDS_MAX", 8),
+    (decider, "CALLS_IN_FLIGHT_MAX", 2),
     (sweeper, "OFFERS_AT_ONCE_MAX", 2),
     (sweeper, "HOLDS_AT_ONCE_MAX", 2),
     (sweeper, "CLEAN_FIELDS_A_STEP", 3),
     (sweeper, "LEFT_OUT_SECONDS", 2.0),
-    (recovery, "APPLY_EVENTS_MAX", 12),
+    (recovery, "APPLY_EVENTS_MAX", 6),
     (recovery, "WIPE_KEYS_A_STEP", 8),
 )
 
