@@ -399,7 +399,7 @@ MUTATIONS: Final = (
     Mutation(
         "comparison by hash",
         "streams/relaying/takeover.py",
-        "and seq <= tail and truth.hashes.get(seq) != head:",
+        "and before < tail and truth.hashes.get(seq) != head:",
         "and False:",
         _ANOTHER,
     ),

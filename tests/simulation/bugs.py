@@ -99,7 +99,7 @@ OF_SCRIPTS: Final = (
                 "return math.min(grab.quantity, offer.units_left)",
             ),
             (
-                "lua/includes/decide.lua",
+                "lua/includes/runs.lua",
                 "if number < 1e14 and number >= 0 and number % 1 == 0 then",
                 "if true then",
             ),
