@@ -103,7 +103,9 @@ MUTATIONS: Final = (
         _in(SCRIPTS, "test_a_shard_decides_nothing_in_another_server_epoch[server]"),
         always=True,
     ),
-    Mutation("key layout", "lua/includes/decide.lua", "layout ~= LAYOUT", "false", _LAYOUT),
+    Mutation(
+        "key layout", "lua/includes/decide.lua", "layout < LAYOUT_MIN or layout > LAYOUT", "false", _LAYOUT
+    ),
     Mutation("key layout of a takeover", "lua/ownership/raise_term.lua", "layout > LAYOUT", "false", _LAYOUT),
     Mutation(
         "seq of a recovery",
@@ -348,7 +350,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "exact integers",
-        "lua/includes/decide.lua",
+        "lua/includes/runs.lua",
         "if number < 1e14 and number >= 0 and number % 1 == 0 then",
         "if true then",
         _in(
