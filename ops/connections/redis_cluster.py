@@ -195,6 +195,10 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             raise ConnectionError(f"no server has slot {slot}")
         return self._servers[name]
 
+    def server_name(self, key: str) -> str:
+        """The name of the server that has a key as far as is known now; '' for none."""
+        return (self._slots.owners[slot_of(key)] if self._slots else None) or ""
+
     async def client_of(self, key: str) -> Redis:
         """The client of the server that has a key, for commands without a key."""
         await self.execute_command("EXISTS", key)  # follows a redirection
@@ -333,7 +337,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
 
 class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
     """Commands that are sent together, each to the server that has its key. They are not repeated: a
-    redirection raises ConnectionError.
+    redirection raises ConnectionError, unless `execute` is to return the errors of single commands.
     """
 
     def __init__(self, client: ClusterClient, transaction: bool) -> None:
@@ -352,31 +356,55 @@ class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
         self._commands.append((args, options))
         return self
 
-    async def execute(self) -> list[Any]:
-        """Sends the commands and returns their replies in order; raises the errors of a single command."""
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Sends the commands and returns their replies in order; raises the errors of a single command, or
+        returns each error in the place of the reply. Commands that a server redirects are then sent again, by
+        themselves, because it has not run them.
+        """
         commands, self._commands = self._commands, []
         await self._client.load_slots()
+        replies = await self._replies(commands, raise_on_error)
+        for index, reply in enumerate(replies):
+            if isinstance(reply, MovedError | AskError | TryAgainError):
+                args, options = commands[index]
+                replies[index] = await _reply_or_error(self._client.execute_command(*args, **options))
+            elif isinstance(reply, ClusterDownError):
+                self._client.refresh_slots()
+        return replies
+
+    async def _replies(
+        self, commands: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], raise_on_error: bool
+    ) -> list[Any]:
         indexes_by_server: dict[Server, list[int]] = {}
-        for index, (args, _) in enumerate(commands):
-            server = self._client.server_of(slot_of(key_of(args)))
-            indexes_by_server.setdefault(server, []).append(index)
         replies: list[Any] = [None] * len(commands)
+        for index, (args, _) in enumerate(commands):
+            try:
+                server = self._client.server_of(slot_of(key_of(args)))
+            except ConnectionError as error:
+                if raise_on_error:
+                    raise
+                replies[index] = error
+            else:
+                indexes_by_server.setdefault(server, []).append(index)
 
         async def send(server: Server, indexes: Sequence[int]) -> None:
             async with server.client.pipeline(transaction=self._transaction) as pipe:
                 for index in indexes:
                     args, options = commands[index]
                     pipe.execute_command(*args, **options)
-                for index, reply in zip(indexes, await pipe.execute(), strict=True):
+                for index, reply in zip(indexes, await pipe.execute(raise_on_error), strict=True):
                     replies[index] = reply
 
         results = await asyncio.gather(
             *(self._client.guarded(send(server, indexes)) for server, indexes in indexes_by_server.items()),
             return_exceptions=True,
         )
-        for result in results:
+        for indexes, result in zip(indexes_by_server.values(), results, strict=True):
             if isinstance(result, BaseException):
-                raise result
+                if raise_on_error or not isinstance(result, Exception):
+                    raise result
+                for index in indexes:
+                    replies[index] = result
         return replies
 
 
@@ -494,6 +522,13 @@ async def _asking(server: Server, args: Sequence[Any], options: dict[str, Any]) 
     if isinstance(reply, BaseException):
         raise reply
     return reply
+
+
+async def _reply_or_error(sent: Awaitable[Any]) -> Any:
+    try:
+        return await sent
+    except Exception as error:
+        return error
 
 
 def _ignore_failure(task: asyncio.Future[None]) -> None:

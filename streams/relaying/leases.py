@@ -1,7 +1,8 @@
 """Leases of shards: a worker runs relay and sweeper of the shards whose leases it holds.
 
-Each lease is requested and renewed separately, with a timeout well below its length, so a server that hangs
-costs only the leases of its own shards. The same call reports to the other workers that this one is present.
+Each lease is requested and renewed by a call of its own, with a timeout well below its length. The calls of
+all shards of a server are sent together, so a server that hangs costs only the leases of its own shards. The
+same call reports to the other workers that this one is present.
 
 Leases are spread evenly (`shares.py`). A worker takes every free lease, so that no shard waits. A worker with
 more than its share passes leases on, one after the other:
@@ -27,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from grabstream.lua.bundling import Bundled
 from grabstream.lua.ending import END_SECONDS_MAX, end
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace, ShardKeys
@@ -38,6 +40,9 @@ from grabstream.streams.relaying.shares import Overload, Worker, takers
 log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE: Final = 4
+#: A shard is renewed with the others at the next tick, unless that is nearer than this part of the time
+#: between two renewals.
+TICK_PART_MIN: Final = 0.1
 #: How long returning a lease may take. The next holder waits no longer than for a lease that expires.
 RETURN_SECONDS_MAX: Final = 1.0
 #: The name of a command that rebuilds a shard by hand, as the holder of its lease, begins so …
@@ -158,6 +163,9 @@ class Leases:
         self._redis = redis
         self._keys = keys
         self._lease_ms = lease_ms
+        self._bundled = Bundled(redis, self._renew_seconds)
+        #: The first tick; all others are a multiple of the time between two renewals later.
+        self._ticks_since = 0.0
         self._tasks_of = tasks_of
         #: Called once, with the shards held, when every lease has been requested.
         self._requested = requested
@@ -186,12 +194,14 @@ class Leases:
         """Takes free leases, renews those held and passes on what is more than its share, until `stop`; then
         passes all on, or returns them. Raises what a task of a shard raised.
         """
+        self._ticks_since = self._now()
         holding = [asyncio.create_task(self._hold(shard, stop)) for shard in range(self._keys.shards)]
         holding.append(asyncio.create_task(self._measure(stop)))
         try:
             await asyncio.wait(holding, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await end(holding, 2 * END_SECONDS_MAX)
+            await self._bundled.aclose()
         for task in holding:
             if task.done() and not task.cancelled():
                 task.result()
@@ -199,7 +209,7 @@ class Leases:
     async def _hold(self, shard: int, stop: asyncio.Event) -> None:
         try:
             while not stop.is_set():
-                next_renewal = self._now() + self._renew_seconds
+                next_renewal = self._next_tick()
                 await self._renew(shard)
                 self._report_requested()
                 await self._pass_on_surplus(shard)
@@ -216,6 +226,11 @@ class Leases:
         finally:
             await self._return_lease(shard)
 
+    def _next_tick(self) -> float:
+        """When the leases of all shards are renewed next, in one request to each server."""
+        ticks = (self._now() - self._ticks_since) / self._renew_seconds
+        return self._ticks_since + math.floor(ticks + 1 + TICK_PART_MIN) * self._renew_seconds
+
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
@@ -227,7 +242,7 @@ class Leases:
             async with asyncio.timeout(self._renew_seconds):
                 about = Worker(round(self._lag_ms), self._overload.shards_max)
                 lease = await request_lease(
-                    self._redis,
+                    self._bundled,
                     self._keys.shard(shard),
                     self.worker,
                     self._lease_ms,

@@ -560,6 +560,45 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
         self._trace.add(self.name, "the client of Redis swallows a cancellation")
         raise ConnectionError("cancelled while it was sending")
 
+    async def call_each(self, commands: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> list[Any]:
+        """Sends commands in one request, which is on its way, and may be lost, as a whole; returns the reply
+        or the error of each.
+        """
+        replied = self.loop.create_future()
+        self.loop.call_at_world(self.delay(), self._arrive_together, self.server, commands, replied)
+        try:
+            replies = await replied
+        except asyncio.CancelledError:
+            if self._draw.random() >= self._weather.swallowed:
+                raise
+            self._trace.add(self.name, "the client of Redis swallows a cancellation")
+            raise ConnectionError("cancelled while it was sending") from None
+        return [
+            reply if isinstance(reply, Exception) else self._parsed(args, reply, options)
+            for (args, options), reply in zip(commands, replies, strict=True)
+        ]
+
+    def _arrive_together(
+        self,
+        server: Server,
+        commands: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        replied: "asyncio.Future[Any]",
+    ) -> None:
+        weather, draw, count = self._weather, self._draw, len(commands)
+        if not server.up:
+            return self._reply(replied, ConnectionError(f"{server.name}: connection refused"))
+        if weather.request_lost and draw.random() < weather.request_lost:
+            self._trace.add("redis", f"{server.name}: {count} commands of {self.name} are lost")
+            return self._lose(replied)
+        replies = [server.carry_out(args)[0] for args, _ in commands]
+        for (args, _), reply in zip(commands, replies, strict=True):
+            said = repr(reply) if isinstance(reply, Exception) else _short(reply)
+            self._trace.add("redis", f"{server.name}: {self.name}: {_words(server, args)} -> {said}")
+        if weather.reply_lost and draw.random() < weather.reply_lost:
+            self._trace.add("redis", f"{server.name}: {count} replies to {self.name} are lost")
+            return self._lose(replied)
+        return self._reply(replied, replies)
+
     def _arrive(self, server: Server, args: Sequence[Any], replied: "asyncio.Future[Any]") -> None:
         weather, draw, words = self._weather, self._draw, _words(server, args)
         if not server.up:
@@ -620,10 +659,14 @@ class Pipeline(AsyncCoreCommands):  # type: ignore[misc]
         self._commands.append((args, options))
         return self
 
-    async def execute(self) -> list[Any]:
-        """Sends the commands, and returns their replies; raises the first error among them."""
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Sends the commands, and returns their replies; raises the first error among them, or returns each
+        in the place of its reply.
+        """
         client, commands = self._client, self._commands
         self._commands = []
+        if not raise_on_error:
+            return await client.call_each(commands)
         await asyncio.sleep(client.delay())
         server = client.server
         if not server.up:

@@ -3,6 +3,7 @@ being moved are found.
 """
 
 import asyncio
+import builtins
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,6 +13,7 @@ import pytest
 import redis
 from redis.exceptions import ConnectionError, TimeoutError
 
+from grabstream.lua.bundling import Bundled
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.journaled import Journaled
 from grabstream.lua.keys import KeySpace
@@ -107,7 +109,23 @@ async def test_commands_do_not_wait_for_another_server_that_hangs(
         assert not again.done()
         again.cancel()
 
+    async def ask_each_in_one_call(one: Any) -> None:
+        bundled = Bundled(one, 3.0)
+
+        async def ask(shard: int) -> None:
+            await run_script(bundled, "time", [KEYS.shard(shard).state], [])
+
+        tasks = {shard: asyncio.create_task(ask(shard)) for shard in range(KEYS.shards)}
+        await asyncio.wait([tasks[shard] for shard in healthy])
+        for shard, task in tasks.items():
+            assert task.done() == (shard in healthy)
+        await asyncio.gather(*(tasks[shard] for shard in healthy))
+        for shard in shards[hung.port]:
+            with pytest.raises(builtins.TimeoutError):
+                await tasks[shard]
+
     with hanging(hung):
+        await ask_each_in_one_call(client)
         newcomer = open_redis(settings)
         try:
             await asyncio.gather(ask_them_while_one_hangs(client), ask_them_while_one_hangs(newcomer))
@@ -188,6 +206,14 @@ async def test_commands_follow_keys_that_are_being_moved(
             async with client.pipeline(transaction=False) as pipe:
                 pipe.get(first)
                 await pipe.execute()
+        # Calls of other keys in the same request are not concerned, and redirected ones are sent again.
+        async with client.pipeline(transaction=False) as pipe:
+            for key in (first, second, "elsewhere"):
+                pipe.get(key)
+            pipe.execute_command("EVAL", BOTH, 2, first, second)
+            *values, error = await pipe.execute(raise_on_error=False)
+        assert values == [b"1", b"2", None]
+        assert isinstance(error, ConnectionError)
         here.execute_command("MIGRATE", "127.0.0.1", target.port, second, 0, 5_000)
         before = there.info("errorstats").get("errorstat_MOVED")
         assert await both() == [b"1", b"2"]
