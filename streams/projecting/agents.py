@@ -14,8 +14,10 @@ from functools import partial
 from typing import Any, Final
 
 import faust
+from faust.sensors import Monitor
 from faust.transport.drivers import aiokafka as faust_kafka
 from faust.utils.urls import urllist
+from mode import Service
 
 from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
@@ -37,6 +39,9 @@ STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
 PAUSE_SECONDS_MAX: Final = 5.0
 LEFT_APP_PAUSE_SECONDS: Final = 5.0
+#: How often Faust looks whether there are offsets to commit, and after 2.5 times this whether partitions
+#: move, which it only logs. After a crash, records of this time are read again and ignored.
+COMMIT_SECONDS: Final = 5.0
 #: The number of apps of this process that did not stop when asked.
 _apps_left = 0
 
@@ -86,6 +91,14 @@ class _Consumer(faust_kafka.Consumer):  # type: ignore[misc]
         return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
 
+class _Monitor(Monitor):  # type: ignore[misc]
+    """Faust's statistics without rates, which nobody reads and which wake the process every second."""
+
+    @Service.task  # type: ignore[untyped-decorator]
+    async def _sampler(self) -> None:
+        """Returns at once."""
+
+
 class _Transport(faust_kafka.Transport):  # type: ignore[misc]
     """Faust's way to Kafka, with consumers that do nothing while nothing happens."""
 
@@ -113,7 +126,8 @@ def build_app(
         consumer_auto_offset_reset="earliest",
         broker_session_timeout=10.0,
         broker_heartbeat_interval=2.0,
-        broker_commit_interval=1.0,
+        broker_commit_interval=COMMIT_SECONDS,
+        Monitor=_Monitor,
         # An agent may wait for a projector that waits for PostgreSQL. Neither a rebalance nor our end may
         # wait for that, and need not, because our cursors say what is written.
         stream_wait_empty=False,
