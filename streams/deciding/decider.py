@@ -46,9 +46,13 @@ from grabstream.streams.topics import Topics
 log = logging.getLogger(__name__)
 
 POLL_RECORDS_MAX: Final = 2_000
-#: How long a poll waits for records: while partitions are paused, which may have room again, and else.
+#: How long a poll waits for records while partitions are paused, which may have room again. Other polls end
+#: when there are records, or the decider is stopped.
 POLL_WAIT_MS: Final = 200
-IDLE_POLL_WAIT_MS: Final = 500
+IDLE_POLL_WAIT_MS: Final = 60_000
+#: How long Kafka holds a fetch while there is nothing. The first fetch after partitions were assigned waits
+#: for the one before it.
+FETCH_WAIT_MS: Final = 1_000
 #: Bytes that one poll may return, of all partitions and of one. A broker sends a larger record alone.
 POLL_BYTES_MAX: Final = 8 * 1024 * 1024
 PARTITION_BYTES_MAX: Final = 1024 * 1024
@@ -116,6 +120,7 @@ class Decider:
             enable_auto_commit=False,
             fetch_max_bytes=POLL_BYTES_MAX,
             max_partition_fetch_bytes=PARTITION_BYTES_MAX,
+            fetch_max_wait_ms=FETCH_WAIT_MS,
             consumer_timeout_ms=FETCHER_IDLE_MS,
             session_timeout_ms=6_000,
             heartbeat_interval_ms=1_000,
@@ -157,6 +162,8 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         self._partitions: dict[TopicPartition, OpenPartition] = {}
         self._shards: dict[int, _ShardDecider] = {}
         self._progress = asyncio.Event()
+        #: The poll that waits for records, if any.
+        self._polling: asyncio.Timeout | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Runs until `stop`; raises the errors of reading, deciding and answering."""
@@ -166,7 +173,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         ]
         self._shards = {decider.shard: decider for decider in shards}
         work = [self._read(stop), self._keep_committing(), *(decider.run() for decider in shards)]
-        async with running(*work) as tasks:
+        async with running(*work) as tasks, running(self._end_poll(stop)):
             await first_to_end(tasks)
             await self._drain(list(self._partitions.values()))
             await self._commit()
@@ -179,13 +186,34 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             self._pause()
             # Polls even while all partitions are paused, or the group would remove this consumer.
             wait_ms = POLL_WAIT_MS if self._consumer.paused() else IDLE_POLL_WAIT_MS
-            fetched = await self._consumer.getmany(timeout_ms=wait_ms, max_records=POLL_RECORDS_MAX)
+            fetched = await self._poll(wait_ms)
             self._trouble.over()
             # Looks up the partitions before any wait: a partition that is revoked and assigned again gets a
             # new object, and its records are delivered again.
             await self._take(
                 [(self._partitions.get(source), records) for source, records in fetched.items()], pace
             )
+
+    async def _poll(self, wait_ms: int) -> dict[TopicPartition, list[Any]]:
+        """The records that there are, at the latest after `wait_ms`; none when the decider is stopped."""
+        fetched: dict[TopicPartition, list[Any]] = {}
+        polling = self._polling = asyncio.timeout(None)
+        try:
+            async with polling:
+                # Cancelled, it takes no records.
+                fetched = await self._consumer.getmany(timeout_ms=wait_ms, max_records=POLL_RECORDS_MAX)
+        except TimeoutError:
+            if not polling.expired():
+                raise
+        finally:
+            self._polling = None
+        return fetched
+
+    async def _end_poll(self, stop: asyncio.Event) -> None:
+        """Ends the poll that waits when the decider is stopped."""
+        await stop.wait()
+        if self._polling is not None:
+            self._polling.reschedule(0)
 
     def _pause(self) -> None:
         """Pauses full partitions, and resumes those that have room again."""
