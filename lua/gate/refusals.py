@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 from grabstream.lua.ending import end
+from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, GrabCommand
@@ -117,7 +118,7 @@ class RefusalLog:
         """
         logged = 0
         while True:
-            await asyncio.sleep(FLUSH_EVERY_SECONDS)
+            await asyncio.sleep(seconds_to_tick(FLUSH_EVERY_SECONDS))
             if self.dropped > logged:
                 log.info("%d refusals were too many to be kept; `demand` counts them", self.dropped - logged)
                 logged = self.dropped

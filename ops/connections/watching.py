@@ -14,6 +14,7 @@ from typing import Any, Final
 from aiokafka.admin import AIOKafkaAdminClient
 
 from grabstream.lua.ending import first_to_end, running
+from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.redis_servers import masters
 from grabstream.ops.settings import Settings, without_password
@@ -103,7 +104,7 @@ async def _watch(server: str, opened: Callable[[], AbstractAsyncContextManager[A
                     log.warning("%s answers again, after %.0f s", server, time.monotonic() - away_since)
                     OUTAGES.ended(server)
                     away_since = None
-            await asyncio.sleep(ASK_EVERY_SECONDS)
+            await asyncio.sleep(seconds_to_tick(ASK_EVERY_SECONDS))
 
 
 class Readiness:

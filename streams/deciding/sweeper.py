@@ -16,6 +16,7 @@ from grabstream.lua.gate.calls import is_raised_by_script, now_ms, run_script
 from grabstream.lua.gate.encoding import CallOffers, decode_reply
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.server import time_ms_of
+from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.streams.clients import Trouble, in_words
@@ -131,7 +132,8 @@ class Sweeper:
             try:
                 due = await self.read_due()
                 trouble.over()
-                seconds = due.seconds(WATCHED_POLL_SECONDS_MAX if self._is_watched() else POLL_SECONDS_MAX)
+                seconds_max = WATCHED_POLL_SECONDS_MAX if self._is_watched() else POLL_SECONDS_MAX
+                seconds = due.seconds(seconds_to_tick(seconds_max))
                 for at_ms, event in (
                     (due.holds_ms, holds), (due.offers_ms, offers), (due.payments_ms, records)
                 ):  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Final
 from psycopg import AsyncConnection
 
 from grabstream.lua.ending import running
+from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections import cursors
 from grabstream.projections.database.sessions import connect
@@ -103,7 +104,7 @@ async def _watch(
                             return reason
                         compared, compared_at = ends, time.monotonic()
                     pause_seconds = POLL_SECONDS
-                    await asyncio.sleep(POLL_SECONDS)
+                    await asyncio.sleep(seconds_to_tick(POLL_SECONDS))
         except BaseException as error:
             if is_trouble(error):
                 # A server is down: no projector can make progress, and each logs that itself.

@@ -32,6 +32,7 @@ from grabstream.lua.bundling import Bundled
 from grabstream.lua.ending import END_SECONDS_MAX, end
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.relaying.relay import Duty
@@ -40,9 +41,6 @@ from grabstream.streams.relaying.shares import Overload, Worker, takers
 log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE: Final = 4
-#: A shard is renewed with the others at the next tick, unless that is nearer than this part of the time
-#: between two renewals.
-TICK_PART_MIN: Final = 0.1
 #: How long returning a lease may take. The next holder waits no longer than for a lease that expires.
 RETURN_SECONDS_MAX: Final = 1.0
 #: The name of a command that rebuilds a shard by hand, as the holder of its lease, begins so …
@@ -65,7 +63,7 @@ ABSENT_RENEWALS: Final = 1.5
 ABSENT_SECONDS: Final = 0.25
 #: The lag of the event loop is measured so often, and averaged over about LAG_SECONDS. A single pause counts
 #: as LAG_MS_MAX at most, so that it does not look like overload.
-LAG_EVERY_SECONDS: Final = 0.25
+LAG_EVERY_SECONDS: Final = 0.5
 LAG_SECONDS: Final = 5.0
 LAG_MS_MAX: Final = 1_000.0
 
@@ -164,8 +162,6 @@ class Leases:
         self._keys = keys
         self._lease_ms = lease_ms
         self._bundled = Bundled(redis, self._renew_seconds)
-        #: The first tick; all others are a multiple of the time between two renewals later.
-        self._ticks_since = 0.0
         self._tasks_of = tasks_of
         #: Called once, with the shards held, when every lease has been requested.
         self._requested = requested
@@ -194,7 +190,6 @@ class Leases:
         """Takes free leases, renews those held and passes on what is more than its share, until `stop`; then
         passes all on, or returns them. Raises what a task of a shard raised.
         """
-        self._ticks_since = self._now()
         holding = [asyncio.create_task(self._hold(shard, stop)) for shard in range(self._keys.shards)]
         holding.append(asyncio.create_task(self._measure(stop)))
         try:
@@ -209,7 +204,8 @@ class Leases:
     async def _hold(self, shard: int, stop: asyncio.Event) -> None:
         try:
             while not stop.is_set():
-                next_renewal = self._next_tick()
+                # All shards at the same time, so that they share a request.
+                next_renewal = self._now() + seconds_to_tick(self._renew_seconds)
                 await self._renew(shard)
                 self._report_requested()
                 await self._pass_on_surplus(shard)
@@ -225,11 +221,6 @@ class Leases:
                     raise
         finally:
             await self._return_lease(shard)
-
-    def _next_tick(self) -> float:
-        """When the leases of all shards are renewed next, in one request to each server."""
-        ticks = (self._now() - self._ticks_since) / self._renew_seconds
-        return self._ticks_since + math.floor(ticks + 1 + TICK_PART_MIN) * self._renew_seconds
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -480,8 +471,8 @@ class Leases:
         """
         weight = LAG_EVERY_SECONDS / LAG_SECONDS
         while not stop.is_set():
-            expected = self._now() + LAG_EVERY_SECONDS
-            await asyncio.sleep(LAG_EVERY_SECONDS)
+            expected = self._now() + (pause_seconds := seconds_to_tick(LAG_EVERY_SECONDS))
+            await asyncio.sleep(pause_seconds)
             now = self._now()
             self._lag_ms += weight * (min((now - expected) * 1000, LAG_MS_MAX) - self._lag_ms)
             others = self._others(self._recent(now))

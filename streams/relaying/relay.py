@@ -8,6 +8,7 @@ with tests/protocol/model.py.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final
@@ -19,6 +20,7 @@ from grabstream.lua.ending import end
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.library import provide
+from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import Cursor, block_headers, chain
@@ -42,9 +44,10 @@ log = logging.getLogger(__name__)
 #: New events, newer owners, and a server that closes its connections, are noticed at once.
 IDLE_WAIT_MS: Final = 4_000
 #: How long Kafka holds a fetch at the end of a partition: of a takeover, whose next request on the same
-#: connection waits for that, and of a tail, which has its connection for itself. A record ends the wait.
+#: connection waits for that, and of a tail, which has its connection for itself (less than the client's
+#: time-out of requests, 40 s). A record ends the wait.
 TAKEOVER_FETCH_MS: Final = 500
-TAIL_FETCH_MS: Final = 10_000
+TAIL_FETCH_MS: Final = 30_000
 RETRY_SECONDS: Final = 0.2
 #: A server that answers again is noticed within this time.
 RETRY_SECONDS_MAX: Final = 1.0
@@ -267,7 +270,8 @@ class ShardRelay:
 
     async def _wait_for_more(self, seq: int) -> None:
         """Returns when the outbox may have entries after a seq. A hint: the owner's script reads them."""
-        await self._shard.redis.xread({self._shard.keys.outbox: f"{seq}-0"}, count=1, block=IDLE_WAIT_MS)
+        block = math.ceil(seconds_to_tick(IDLE_WAIT_MS / 1000) * 1000)
+        await self._shard.redis.xread({self._shard.keys.outbox: f"{seq}-0"}, count=1, block=block)
 
     # -- Kafka -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import uvloop
 
 import grabstream.models.events  # noqa: F401 - reports a gap in the upcasters here, not at a role's first event
 from grabstream.lua.ending import first_to_end, running
+from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.identity import IdentityNotRecorded, OtherSystem, claim_prefix
 from grabstream.ops.connections.opening import (
@@ -200,7 +201,7 @@ class Known:
                     raise
                 log.info("which system this is: %s", in_words(error))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK_AGAIN_SECONDS):
+                async with asyncio.timeout(seconds_to_tick(CHECK_AGAIN_SECONDS)):
                     await stop.wait()
 
 
