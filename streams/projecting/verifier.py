@@ -116,6 +116,8 @@ class Verifier:
         self._offer = ""
         self._rows_offer = ""
         self._rows_at = 0.0
+        #: Shards whose keys agreed when they were compared last, and whose findings were cleared then.
+        self._keys_agree: set[int] = set()
         #: Whether the last pass has compared every row there is.
         self._is_complete = False
 
@@ -144,6 +146,8 @@ class Verifier:
                 if await _pause(stop, RETRY_SECONDS):
                     return
             await verified.begin(connection, self._keys.shards)
+            # Whoever had the lock before may have recorded findings.
+            self._keys_agree.clear()
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             work = [self._walk_on(connection, stop, trouble)]
             if self._compare_keys is not None:
@@ -187,11 +191,16 @@ class Verifier:
         ]
         # The numbers of an offer are compared in each pass, and reported there.
         problems = [problem for problem in problems if not _number_of_offer(problem.subject)]
+        if not problems and shard in self._keys_agree:
+            return
+        self._keys_agree.discard(shard)
         async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
             for problem in problems:
                 await self._record_problem(connection, "keys", shard, problem)
             await verified.clear_others(connection, "keys", shard, [problem.subject for problem in problems])
+        if not problems:
+            self._keys_agree.add(shard)
 
     async def _try_lock(self, connection: AsyncConnection[Any]) -> bool:
         locked = await (
@@ -204,8 +213,8 @@ class Verifier:
         records = await set_aside.load(connection)
         gaps = {shard: Gaps(records, shard) for shard in range(self._keys.shards)}
         async with connection.transaction():
-            await self._update_gaps(connection, gaps)
-            at_rest = await self._at_rest(connection)
+            at = await self._update_gaps(connection, gaps)
+            at_rest = await self._at_rest(connection, at)
         can_continue, self._is_complete = False, True
         for shard in range(self._keys.shards):
             if shard in at_rest:
@@ -228,9 +237,11 @@ class Verifier:
         await verified.record_pass(connection)
         return can_continue
 
-    async def _update_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
+    async def _update_gaps(
+        self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]
+    ) -> dict[int, VerifiedTo]:
         """Starts again from the first event if read models have events that they lacked, or lack verified
-        ones: then another version is live.
+        ones: then another version is live. Returns how far the shards are verified.
         """
         at = await verified.progress(connection)
         changed = [
@@ -247,16 +258,19 @@ class Verifier:
                 break
         for shard in changed:
             await verified.set_gaps(connection, shard, sorted(gaps[shard].ids))
+        return await verified.progress(connection) if changed else at
 
     # -- the walk --------------------------------------------------------------------------------------------
 
-    async def _at_rest(self, connection: AsyncConnection[Any]) -> set[int]:
+    async def _at_rest(
+        self, connection: AsyncConnection[Any], verified_to: dict[int, VerifiedTo]
+    ) -> set[int]:
         """The shards of which there is nothing to walk, and no finding to clear."""
         if await verified.has_findings(connection):
             return set()
         loaded = await cursors.load_all(connection, PROJECTIONS)
         at_rest = set()
-        for shard, at in (await verified.progress(connection)).items():
+        for shard, at in verified_to.items():
             positions = {name: of_shards.get(shard, Cursor()) for name, of_shards in loaded.items()}
             end = min(positions[proof.AUDIT].seq, positions[proof.LEDGER].seq)
             is_walked = at.seq >= end and at.again_seq >= end
@@ -354,10 +368,8 @@ class Verifier:
     async def _compare_accounts(self, connection: AsyncConnection[Any]) -> None:
         """Compares the next page of accounts, and the balances that users see, with the fold."""
         at = await verified.progress(connection)
-        ledger, balances = (
-            await cursors.load(connection, "ledger"),
-            await cursors.load(connection, "balances"),
-        )
+        loaded = await cursors.load_all(connection, ("ledger", "balances"))
+        ledger, balances = loaded["ledger"], loaded["balances"]
         ahead = [_seq(ledger, shard) - position.seq for shard, position in at.items()]
         if min(ahead) < 0 or sum(ahead) > AHEAD_EVENTS_MAX:
             return
@@ -393,10 +405,8 @@ class Verifier:
         """
         async with connection.transaction():
             at = await verified.progress(connection)
-            audit, balances = (
-                await cursors.load(connection, "audit"),
-                await cursors.load(connection, "balances"),
-            )
+            loaded = await cursors.load_all(connection, ("audit", "balances"))
+            audit, balances = loaded["audit"], loaded["balances"]
             seqs = {
                 shard: (position.seq, _seq(balances, shard), _seq(audit, shard))
                 for shard, position in at.items()
@@ -436,7 +446,8 @@ class Verifier:
         events make.
         """
         at = await verified.progress(connection)
-        audit, balances = await cursors.load(connection, "audit"), await cursors.load(connection, "balances")
+        loaded = await cursors.load_all(connection, ("audit", "balances"))
+        audit, balances = loaded["audit"], loaded["balances"]
         near = [
             shard
             for shard, position in at.items()
