@@ -1,0 +1,230 @@
+"""What costs nothing while nothing happens: requests to servers and wake-ups are counted, against others that
+are known to come, and never against the time.
+"""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from psycopg import IsolationLevel
+
+from grabstream.lua import ticks
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.gate import Gate
+from grabstream.ops.connections.opening import key_space, open_redis, sealer
+from grabstream.ops.rehearsal.run import open_books
+from grabstream.ops.settings import Settings
+from grabstream.projections.checking import verified
+from grabstream.streams.clients import started
+from grabstream.streams.deciding.decider import Decider
+from grabstream.streams.journal import open_reader
+from grabstream.streams.projecting import agents
+from grabstream.streams.projecting import verifier as verifier_module
+from grabstream.streams.projecting.verifier import COMPLETE_SECONDS_MIN, Verifier
+from grabstream.streams.topics import Topics
+from tests.conftest import until
+from tests.support.projecting import (
+    LINES,
+    SHARD,
+    JournalWriter,
+    journal,  # noqa: F401 - a fixture
+)
+
+FETCHES = 3
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, counts: Counter[str]) -> None:
+    """Counts the calls of a method."""
+    method = getattr(target, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        counts[name] += 1
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(target, name, call)
+
+
+# -- Kafka ---------------------------------------------------------------------------------------------------
+
+
+async def test_the_fetcher_of_faust_sleeps_while_a_fetch_waits(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the time-out that aiokafka has by default, it wakes up seven times in each of Faust's fetches."""
+    app = agents.build_app(system.kafka, system.prefix, system.shards, [])
+    app.finalize()
+    consumer = app.consumer._thread._create_worker_consumer(app.transport)
+    consumer.assign([TopicPartition(Topics(system.prefix).journal, SHARD)])
+    counts: Counter[str] = Counter()
+    async with started(consumer):
+        counted(monkeypatch, consumer._fetcher, "_proc_fetch_request", counts)
+        await until(lambda: counts["_proc_fetch_request"])
+        first = counts["_proc_fetch_request"]
+        counted(monkeypatch, consumer._fetcher, "_get_actions_per_node", counts)
+        await until(lambda: counts["_proc_fetch_request"] >= first + FETCHES)
+    # The end of a fetch wakes it up, and the partition that can be fetched again may do so once more.
+    assert counts["_get_actions_per_node"] <= 2 * FETCHES
+
+
+async def test_faust_gathers_no_rates(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its statistics have no timer; the one of Faust wakes up every second."""
+    app = agents.build_app(system.kafka, system.prefix, system.shards, [])
+    timers: list[str] = []
+
+    async def itertimer(interval: float, name: str = "", **options: Any) -> Any:
+        timers.append(name)
+        for _ in ():
+            yield
+
+    monkeypatch.setattr(app.monitor, "itertimer", itertimer)
+    await app.monitor.start()
+    await asyncio.sleep(0)
+    await app.monitor.stop()
+    assert timers == []
+
+
+async def test_a_reader_does_not_fetch_behind_the_end_of_a_read(
+    system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its caller takes with the last records."""
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    counts: Counter[str] = Counter()
+    async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
+        counted(monkeypatch, reader._consumer._fetcher, "_proc_fetch_request", counts)
+        reading = reader.read(SHARD, 0, 2)
+        read = 0
+        while read < 2:
+            read += len(await anext(reading))
+        before = counts["_proc_fetch_request"]
+        # A fetch and these requests share a connection: each of them waits for the fetch before it.
+        for _ in range(20):
+            await reader.end(SHARD)
+        assert counts["_proc_fetch_request"] <= before + 1
+        await reading.aclose()
+
+
+async def test_a_decider_polls_once_and_ends_at_once(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[str] = Counter()
+    consumers: list[AIOKafkaConsumer] = []
+    getmany = AIOKafkaConsumer.getmany
+
+    async def poll(consumer: AIOKafkaConsumer, *arguments: Any, **options: Any) -> Any:
+        counts["polls"] += 1
+        if consumer not in consumers:
+            consumers.append(consumer)
+            counted(monkeypatch, consumer._fetcher, "_proc_fetch_request", counts)
+        return await getmany(consumer, *arguments, **options)
+
+    monkeypatch.setattr(AIOKafkaConsumer, "getmany", poll)
+    redis, stop = open_redis(system), asyncio.Event()
+    gate = Gate(redis, key_space(system), sealer(system), GateLimits())
+    gate.start()
+    decider = Decider(gate, system.kafka, Topics(system.prefix), system.shards)
+    running = asyncio.create_task(decider.run(stop))
+    await until(lambda: counts["_proc_fetch_request"])
+    before, first = counts["polls"], counts["_proc_fetch_request"]
+    await until(lambda: counts["_proc_fetch_request"] >= first + FETCHES)
+    assert counts["polls"] == before
+    stop.set()
+    # The client leaves its group, which takes a moment.
+    async with asyncio.timeout(10):
+        await running
+    await gate.close()
+    await redis.aclose()
+
+
+# -- the verifier --------------------------------------------------------------------------------------------
+
+
+async def test_a_verifier_that_has_compared_everything_rests(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over an empty system takes milliseconds: by its share alone, the next one would begin soon."""
+    redis, stop, share = open_redis(system), asyncio.Event(), 0.01
+    verifier = Verifier(redis, key_space(system), system.postgres, system.schema_, share)
+    pauses: list[float] = []
+
+    async def pause(stop: asyncio.Event, seconds: float) -> bool:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            stop.set()
+        return stop.is_set()
+
+    monkeypatch.setattr(verifier_module, "_pause", pause)
+    # Passes that take no time.
+    monkeypatch.setattr(verifier_module, "time", SimpleNamespace(monotonic=lambda: 1.0))
+    await verifier.run(stop)
+    assert pauses == [pytest.approx(COMPLETE_SECONDS_MIN * (1 / share - 1))] * 3
+    await redis.aclose()
+
+
+async def test_a_pass_of_the_verifier_at_rest_costs_the_same_for_any_number_of_shards(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its statements are counted with the shards at rest, and with the walks that they would cost."""
+    redis = open_redis(system)
+    verifier = Verifier(redis, key_space(system), system.postgres, system.schema_, 1.0)
+    counts: Counter[str] = Counter()
+    async with await open_books(system) as connection:
+        await verified.begin(connection, system.shards)
+        await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
+        await verifier.verify_once(connection)
+        counted(monkeypatch, connection, "execute", counts)
+        await verifier.verify_once(connection)
+        at_rest = counts.pop("execute")
+
+        async def none_at_rest(*arguments: Any) -> set[int]:
+            return set()
+
+        monkeypatch.setattr(verifier, "_at_rest", none_at_rest)
+        await verifier.verify_once(connection)
+    assert at_rest <= 15
+    assert counts["execute"] >= at_rest + system.shards
+    await redis.aclose()
+
+
+async def test_keys_that_agree_as_before_cost_no_session(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Findings are cleared once. Every difference is recorded, and cleared when it is gone."""
+    redis = open_redis(system)
+    verifier = Verifier(redis, key_space(system), system.postgres, system.schema_, 1.0)
+    counts: Counter[str] = Counter()
+    counted(monkeypatch, verifier_module, "connect", counts)
+
+    async def findings(shard: int, *differences: str) -> int:
+        await verifier._judge_keys(shard, differences)
+        async with await open_books(system) as connection:
+            return len(await verified.open_findings(connection))
+
+    assert [await findings(0), await findings(0), await findings(1)] == [0, 0, 0]
+    assert counts["connect"] == 2
+    different = "shard 0: key: is in Redis, and should not be there"
+    assert [await findings(0, different), await findings(0), await findings(0)] == [1, 0, 0]
+    assert counts["connect"] == 4
+    await redis.aclose()
+
+
+# -- ticks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0.5, 0.75, 2.0, 5.0])
+def test_pauses_that_begin_at_any_time_end_together(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(
+        ticks, "asyncio", SimpleNamespace(get_running_loop=lambda: SimpleNamespace(time=lambda: now))
+    )
+    ends = set()
+    for step in range(100):
+        # From shortly before the tick at 1000 × seconds until shortly before the next one.
+        now = seconds * (1_000 + (step - 0.5) / 100)
+        pause = ticks.seconds_to_tick(seconds)
+        assert 0 < pause <= seconds * (1 + ticks.NEAR_PART)
+        ends.add(round(now + pause, 6))
+    assert ends == {seconds * 1_001}
