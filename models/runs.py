@@ -188,6 +188,15 @@ decode_line = LINES.decode
 decode_lines = LINES.decode_list
 
 
+#: How the scripts begin a line that is a run.
+_RUN_BEGINS: Final = tuple(b'{"type":"%s","v":%d,' % (tag.encode(), RUN_VERSION) for tag in _RUNS)
+
+
+def is_run(line: bytes) -> bool:
+    """Whether a line that a script has written is a run, also of one grab."""
+    return line.startswith(_RUN_BEGINS)
+
+
 def singles(event: AnyLine) -> Sequence[AnyEvent]:
     """The events of the grabs of a run, in order; any other event as it is."""
     if not isinstance(event, AnyRun):

@@ -18,6 +18,7 @@ from referencing.jsonschema import DRAFT202012
 
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import AnyCommand, encode_command
+from grabstream.models.runs import is_run
 from grabstream.ops.settings import Settings
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
@@ -48,7 +49,8 @@ def check_events(lines: Iterable[bytes]) -> Counter[str]:
     for line in lines:
         event = json.loads(line)
         types[event["type"]] += 1
-        assert not problems(f"events/{event['type']}.v{event['v']}", event), line
+        folder = "journal" if is_run(line) else "events"
+        assert not problems(f"{folder}/{event['type']}.v{event['v']}", event), line
     return types
 
 

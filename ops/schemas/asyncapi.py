@@ -6,8 +6,9 @@ from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.identifiers import ID_PATTERN
+from grabstream.models.runs import AnyRun
 from grabstream.models.upcasting import FIRST_VERSION
-from grabstream.ops.schemas.documents import ANSWER, DIALECT, event_name, tag_of
+from grabstream.ops.schemas.documents import ANSWER, DIALECT, event_name, run_name, tag_of
 from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics, retention_ms
 
@@ -139,6 +140,8 @@ def _messages() -> Node:
             ),
             "contentType": "application/x-ndjson",
             "headers": _schema(BLOCK_HEADERS),
+            # A line is a run, or an event as on the topic of events.
+            "x-lines": {"oneOf": [_file(run_name(tag_of(run))) for run in get_args(AnyRun)]},
         },
         "marker": {
             **_message(

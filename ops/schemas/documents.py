@@ -13,6 +13,7 @@ import msgspec
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand
 from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
+from grabstream.models.runs import RUN_VERSION, AnyRun
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 ANSWER: Final = "answers/answer"
@@ -30,6 +31,8 @@ def documents() -> dict[str, Schema]:
         event_name(tag_of(event)): schema_of(event, tag_of(event), nulls=False)
         for event in get_args(AnyEvent)
     }
+    # The values of a column may be null where a grab has none.
+    schemas |= {run_name(tag_of(run)): schema_of(run, f"{tag_of(run)} (run)") for run in get_args(AnyRun)}
     return {
         name: {"$schema": DIALECT, "$id": f"urn:grabstream:{name.replace('/', ':')}", **schemas[name]}
         for name in sorted(schemas)
@@ -39,6 +42,13 @@ def documents() -> dict[str, Schema]:
 def event_name(type_: str, version: int | None = None) -> str:
     """The name of the schema of an event; without a version, of the current version."""
     return f"events/{type_}.v{version or CURRENT_VERSIONS[type_]}"
+
+
+def run_name(type_: str) -> str:
+    """The name of the schema of a run, which only the journal and the audit trail have: elsewhere its grabs
+    are events of the current version.
+    """
+    return f"journal/{type_}.v{RUN_VERSION}"
 
 
 def tag_of(struct: type) -> str:

@@ -28,6 +28,47 @@ CREATE INDEX audit_1_life ON audit_1 (shard, offer) WHERE type IN ('offer.opened
 
 CREATE VIEW audit AS SELECT shard, seq, offer, type, at, body, hash, seqs FROM audit_1;
 
+-- Every event by itself, as on `grab.events`: the grabs of a run one by one, in the form of version 1.
+CREATE VIEW events AS
+    SELECT shard, seq, offer, type, at, body FROM audit_1
+    WHERE NOT body LIKE '{"type":"grab.%","v":2,%'
+    UNION ALL
+    SELECT line.shard, line.seq + n - 1, line.offer, line.type, line.at, concat(
+        '{"type":"', line.type, '","v":1,"shard":', line.shard, ',"seq":', line.seq + n - 1,
+        ',"offer_seq":', run.offer_seq + n - 1, ',"offer":"', line.offer, '","at":', line.at,
+        ',"command":"', coalesce(run.command, grab), '","grab":"', grab, '","user":"', "user",
+        '","quantity":', units, ',"amount":', coalesce(amount, units::text), ',"asset":"', run.asset,
+        '","place":', run.place + n - 1, ',"left":', run."left" + later, ',"asked":' || one.asked,
+        ',"deadline_at":' || run.deadline_at,
+        CASE WHEN run.currency IS NOT NULL THEN ',"due":' || coalesce(run.price, 0) * units END,
+        ',"currency":"' || run.currency || '"', CASE WHEN run.waited THEN ',"waited":true' END,
+        ',"attributes":' || nullif(one.attributes::text, 'null'), ',"ticket":"' || (ticket->>0) || '"',
+        ',"ticket_ends_at":' || (ticket->>1), ',"basket":"' || run.basket || '"',
+        ',"codes":' || nullif(one.codes::text, '[]'),
+        ',"digest":"' || coalesce(digest, CASE WHEN run.command IS NULL THEN 'plain' END) || '"', '}'
+    )
+    FROM audit_1 AS line,
+        LATERAL json_to_record(line.body::json) AS run(
+            offer_seq bigint, command text, asset text, place bigint, "left" bigint, basket text,
+            deadline_at bigint, price bigint, currency text, waited boolean, grabs json, users json,
+            quantities json, amounts json, asked json, attributes json, tickets json, codes json, digests json
+        ),
+        LATERAL (
+            SELECT grab, "user", amount, asked, attributes, ticket, codes, digest, n,
+                   coalesce(quantity::bigint, 1) AS units,
+                   sum(coalesce(quantity::bigint, 1)) OVER (ORDER BY n DESC)
+                       - coalesce(quantity::bigint, 1) AS later
+            FROM ROWS FROM (
+                json_array_elements_text(run.grabs), json_array_elements_text(run.users),
+                json_array_elements_text(run.quantities), json_array_elements_text(run.amounts),
+                json_array_elements_text(run.asked), json_array_elements(run.attributes),
+                json_array_elements(run.tickets), json_array_elements(run.codes),
+                json_array_elements_text(run.digests)
+            ) WITH ORDINALITY
+                AS columns(grab, "user", quantity, amount, asked, attributes, ticket, codes, digest, n)
+        ) AS one
+    WHERE line.body LIKE '{"type":"grab.%","v":2,%';
+
 -- The commands of operators that made events.
 CREATE VIEW operations AS
     SELECT shard, seq, offer, type, at, body::jsonb->>'operator' AS operator,

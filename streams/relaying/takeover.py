@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from grabstream.lua.gate.sealing import CannotOpen
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, marker_headers, parse_block
+from grabstream.models.runs import is_run
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.relaying.ownership import NotReconciled, OwnedShard, Ownership, Raised, SteppedDown
 from grabstream.streams.relaying.recovery import Impossible, Position, Recovery
@@ -206,7 +207,7 @@ class Takeover:
             async for records in reading:
                 for record in records:
                     block = parse_block(record.headers, record.value)
-                    self._has_runs |= block.last_seq - block.first_seq + 1 > block.count > 0
+                    self._has_runs = self._has_runs or any(map(is_run, block.lines))
                     cursor, accepted = cursor.feed(record.offset, block)
                     yield cursor, accepted
 

@@ -11,7 +11,7 @@ from grabstream.lua import loader
 from grabstream.models.bounds import EVENT_LINE_BYTES_MAX
 from tests.support.plain_scripts import use_plain_scripts
 
-_BEFORE = "local function append_events(call)\n"
+_BEFORE = "local function append_events(call)\n  end_run(call)\n"
 _RAISE = (
     "  for _, line in ipairs(call.lines) do if string.find(line, 'undecidable', 1, true) then "
     "error('injected') end end\n"

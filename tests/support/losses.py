@@ -96,24 +96,24 @@ async def empty_journal(settings: Settings) -> None:
 
 
 async def forget_last_audit_row(settings: Settings) -> tuple[int, int, Any]:
-    """Removes the last event of a shard from the audit trail, with its cursor; returns the event's shard, seq
-    and body.
+    """Removes the last line of a shard from the audit trail, with its cursor; returns the line's shard, first
+    seq and body.
     """
     query = (
-        "SELECT a.shard, a.seq, body FROM audit a JOIN cursors c USING (shard, seq) WHERE c.projection = "
-        "'audit' ORDER BY a.seq DESC"
+        "SELECT a.shard, a.seq, body FROM audit a JOIN cursors c ON c.projection = 'audit' AND "
+        "(c.shard, c.seq) = (a.shard, a.seq + a.seqs - 1) ORDER BY a.seq DESC"
     )
     [(shard, seq, body), *_] = await rows(settings, query)
     schema = (await version_in(settings, "audit")).schema
     async with await open_books(settings) as books:
         [head] = await (
-            await books.execute("SELECT hash FROM audit WHERE (shard, seq) = (%s, %s)", (shard, seq - 1))
+            await books.execute("SELECT hash FROM audit WHERE (shard, seq + seqs) = (%s, %s)", (shard, seq))
         ).fetchone() or [b""]
         await books.execute(
             f"DELETE FROM {schema}.audit_1 WHERE (shard, seq) = (%s, %s)".encode(), (shard, seq)
         )
         await books.execute(
-            f"UPDATE {schema}.projection_cursors SET seq = seq - 1, head = %s WHERE shard = %s".encode(),
-            (head, shard),
+            f"UPDATE {schema}.projection_cursors SET seq = %s, head = %s WHERE shard = %s".encode(),
+            (seq - 1, head, shard),
         )
     return shard, seq, json.loads(body)

@@ -1,4 +1,4 @@
-"""Lines of the journal with runs in place of single grants and holds, as a newer gate writes them."""
+"""Lines of the journal with runs in place of single grants and holds, and the other way round."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

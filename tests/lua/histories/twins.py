@@ -31,7 +31,7 @@ from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sw
 from grabstream.models.splitting import pack_parts
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.contract import check_answered, check_events
-from tests.lua.conftest import NOW, SEALER, event_lines, take_over
+from tests.lua.conftest import NOW, SEALER, event_lines, outbox_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.recovered import contents, differences, fold
 from tests.lua.histories.strategies import TICKETS
@@ -215,6 +215,7 @@ class Twins:
                 await self._compare_state(number, state)
                 check_books(self.lines[number])
                 check_events(self.lines[number][-SCHEMA_CHECKS:])
+                check_events((await outbox_lines(self.client, self.keys, number))[-SCHEMA_CHECKS:])
                 await self.compare_recovered(number)
             check_answered(self.answered[-SCHEMA_CHECKS:])
         finally:

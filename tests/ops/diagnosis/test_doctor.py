@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from grabstream.lua import loader
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.keys import LAYOUT, SHARD_FIELDS
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, SHARD_FIELDS
 from grabstream.lua.library import MISSING
 from grabstream.models.bounds import quoted
 from grabstream.models.commands import Grab, Open
@@ -499,7 +499,7 @@ async def test_a_shard_changed_by_hand_names_the_field_and_the_command_mends_it(
         assert (
             newer.what
             == f"shard {shard.shard}: fenced: its keys have layout '{LAYOUT + 7}', but this program writes "
-            f"layout {LAYOUT}"
+            f"layouts {LAYOUT_MIN} to {LAYOUT}"
         )
         assert f"HSET {shard.state} layout {LAYOUT}" in newer.command
         await redis.hset(shard.state, "layout", LAYOUT)
@@ -509,8 +509,8 @@ async def test_a_shard_changed_by_hand_names_the_field_and_the_command_mends_it(
     await redis.aclose()
 
 
-def test_the_layout_is_the_number_that_the_scripts_write() -> None:
-    assert f"\nlocal LAYOUT = {LAYOUT}\n" in loader.load("server_epoch").text
+def test_the_layouts_are_the_numbers_that_the_scripts_write() -> None:
+    assert f"\nlocal LAYOUT, LAYOUT_MIN = {LAYOUT}, {LAYOUT_MIN}\n" in loader.load("server_epoch").text
 
 
 async def test_a_topic_of_commands_that_keeps_compressed_batches_is_mended_by_init(system: Settings) -> None:

@@ -17,8 +17,9 @@ from grabstream.models.answers import decode_answer
 from grabstream.models.commands import AnyCommand, Undecodable, decode_command
 from grabstream.models.events import CURRENT_VERSIONS, decode_event
 from grabstream.models.journal import GENESIS, block_headers, marker_headers
+from grabstream.models.runs import AnyRun
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.schemas.documents import documents, event_name, tag_of
+from grabstream.ops.schemas.documents import documents, event_name, run_name, tag_of
 from grabstream.streams.topics import Topics, retention_ms
 from tests.contract import ASYNCAPI, SCHEMAS, asyncapi_problems, check_events, problems
 
@@ -66,7 +67,8 @@ def test_stale_schemas_are_named_and_written_again(tmp_path: Path) -> None:
 
 def test_every_command_answer_and_event_has_a_schema() -> None:
     commands = {f"commands/{tag_of(command)}" for command in get_args(AnyCommand)}
-    assert documents().keys() == commands | {"answers/answer"} | {
+    runs = {run_name(tag_of(run)) for run in get_args(AnyRun)}
+    assert documents().keys() == commands | runs | {"answers/answer"} | {
         event_name(type_) for type_ in CURRENT_VERSIONS
     }
 

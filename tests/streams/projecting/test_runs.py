@@ -28,7 +28,7 @@ from tests.support.runs import as_runs
 TABLES = {
     "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg",
     "balances": "user_id, asset", "payments": "payment", "operations": "shard, seq",
-    "waiting": "offer, position", "limits": "offer, by, per, scope, value",
+    "waiting": "offer, position", "limits": "offer, by, per, scope, value", "events": "shard, seq",
 }  # fmt: skip
 STEPS = 1_500
 
@@ -70,6 +70,8 @@ async def _same_tables(both: Both) -> None:
     for table, order in TABLES.items():
         query = f"SELECT * FROM {table} ORDER BY {order}"
         assert await rows(both.runs, query) == await rows(both.single, query), table
+    events = await rows(both.runs, "SELECT body FROM events ORDER BY seq")
+    assert [body.encode() for [body] in events] == both.history.lines
     trail = await rows(both.runs, "SELECT seq, seqs, body, hash FROM audit ORDER BY seq")
     assert [body.encode() for *_, body, _ in trail] == both.lines
     assert [bytes(hash_) for *_, hash_ in trail] == chain(GENESIS, both.lines)

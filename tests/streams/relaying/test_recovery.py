@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from grabstream.lua.gate.gate import Gate
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.commands import Close, Confirm, Grab, Open, Release
 from grabstream.models.journal import Accepted, Cursor, parse_block
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
@@ -48,7 +49,7 @@ from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows
 from tests.support.redis_keys import delete_keys
 
-NEXT_LAYOUT = 3
+NEXT_LAYOUT = LAYOUT + 1
 
 
 @pytest.fixture
@@ -531,9 +532,17 @@ def next_release(folder: Path) -> Path:
     copy_package(copy)
     include = copy / "lua/includes/shard.lua"
     text = include.read_text()
-    this_layout = f"local LAYOUT = {NEXT_LAYOUT - 1}\n"
+    this_layout = f"local LAYOUT, LAYOUT_MIN = {LAYOUT}, {LAYOUT_MIN}\n"
     assert this_layout in text
-    include.write_text(text.replace(this_layout, f"local LAYOUT = {NEXT_LAYOUT}\n"))
+    include.write_text(
+        text.replace(this_layout, f"local LAYOUT, LAYOUT_MIN = {NEXT_LAYOUT}, {NEXT_LAYOUT}\n")
+    )
+    # Its takeovers name the layout that a rebuilt shard gets.
+    names = copy / "lua/keys.py"
+    text = names.read_text()
+    for name, layout in (("LAYOUT", LAYOUT), ("LAYOUT_MIN", LAYOUT_MIN)):
+        text = text.replace(f"\n{name}: Final = {layout}\n", f"\n{name}: Final = {NEXT_LAYOUT}\n")
+    names.write_text(text)
     return copy
 
 
@@ -555,7 +564,7 @@ async def test_a_shard_of_an_older_key_layout_is_journaled_and_rebuilt(
         assert [(answer.outcome, answer.seq, answer.repeated) for answer in again] == [
             ("granted", answer.seq, True) for answer in decided
         ]
-        assert await redis.hget(shard.state, "layout") == str(NEXT_LAYOUT - 1).encode()
+        assert await redis.hget(shard.state, "layout") == str(LAYOUT).encode()
     finally:
         await redis.aclose()
     await assert_state_is_the_journal_s(system)

@@ -1,0 +1,84 @@
+"""Key layouts 2 and 3: a shard writes an event for each grab until an operator raises its layout, then runs."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
+from grabstream.models.commands import AnyCommand, Grab, Open
+from grabstream.models.offers import EnvelopeTerms, StockTerms
+from grabstream.models.runs import is_run
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
+from grabstream.ops.settings import Settings
+from tests.streams.state import assert_state_is_the_journal_s, journal_lines
+from tests.support.command_line import env_of, grabstream
+
+ASKED: dict[str, Any] = {"patience_ms": 20_000, "timeout_ms": 20_000}
+#: Lists of grabs that are sent while the layout is raised, and the grabs of each.
+LISTS, GRABS = 40, 5
+
+
+def openings() -> list[AnyCommand]:
+    money = EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=100_000, parts=1_000, seed="ab" * 16)
+    held = StockTerms(issuer="i", total=1_000, hold_ms=3_600_000, price=5, currency="CNY")
+    return [Open(id="open-e", offer="e", terms=money), Open(id="open-s", offer="s", terms=held)]
+
+
+def crowd(offer: str, number: int) -> list[AnyCommand]:
+    return [Grab(id=f"{offer}-{number}.{n}", offer=offer, user=f"{number}.{n}") for n in range(GRABS)]
+
+
+@pytest.mark.timeout(180)
+async def test_the_layout_is_raised_under_traffic(system: Settings, worker: Callable[..., Any]) -> None:
+    redis, keys = open_redis(system), key_space(system)
+    try:
+        for number in range(system.shards):
+            await redis.hset(keys.shard(number).state, "layout", LAYOUT_MIN)
+        worker(system)
+        async with open_gate(system) as gate:
+            assert [one.outcome for one in await gate.decide(openings(), **ASKED)] == ["opened"] * 2
+            await _grant(gate, 0)
+            shards = sorted({keys.shard_of_offer(offer) for offer in "es"})
+            before = {shard: await journal_lines(system, shard) for shard in shards}
+            assert not any(is_run(line) for lines in before.values() for line in lines)
+            assert await _init(system) == (list(range(system.shards)), [])
+            granting = asyncio.create_task(_grant_many(gate))
+            assert await _init(system, "--raise-layout") == ([], list(range(system.shards)))
+            await granting
+            await _grant(gate, LISTS + 1)
+        for shard in shards:
+            lines = await journal_lines(system, shard)
+            assert lines[: len(before[shard])] == before[shard]
+            assert is_run(lines[-1])
+        states = [await redis.hget(keys.shard(number).state, "layout") for number in range(system.shards)]
+        assert states == [str(LAYOUT).encode()] * system.shards
+        assert await _init(system, "--raise-layout") == ([], [])
+        await assert_state_is_the_journal_s(system)
+        verified = await asyncio.to_thread(grabstream, "verify", **env_of(system))
+        assert verified.returncode == 0, verified.stdout + verified.stderr
+    finally:
+        await redis.aclose()
+
+
+async def _grant(gate: Any, number: int) -> None:
+    """Grabs of both offers, of which all are granted or held at once, and journaled."""
+    for offer, outcome in (("e", "granted"), ("s", "held")):
+        answers = await gate.decide(crowd(offer, number), **ASKED)
+        assert [answer.outcome for answer in answers] == [outcome] * GRABS
+
+
+async def _grant_many(gate: Any) -> None:
+    for number in range(1, LISTS + 1):
+        await _grant(gate, number)
+
+
+async def _init(system: Settings, *options: str) -> tuple[list[int], list[int]]:
+    """The shards of an older layout, and those that were raised, as `grabstream init` says."""
+    done = await asyncio.to_thread(grabstream, "init", "--json", *options, **env_of(system))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["layout"] == LAYOUT
+    return said["shards_of_older_layout"], said["shards_raised"]
