@@ -1,4 +1,4 @@
-"""Key layouts 2 and 3: a shard writes an event for each grab until an operator raises its layout, then runs."""
+"""Key layouts 2 and 3: a shard writes single events until an operator raises its layout, then runs."""
 
 import asyncio
 import json
