@@ -494,8 +494,8 @@ OF_BOOKS: Final = (
 
 BUGS: Final = (*OF_SCRIPTS, *OF_GATE, *OF_STREAMS, *OF_BOOKS)
 
-#: Bugs that no seed shows, and why.
-OUTSIDE: Final = {
+#: Bugs that are not found, and why.
+NOT_FOUND: Final = {
     "a snapshot that does not go on ends a recovery": (
         "the journal of the simulation loses no record, so each snapshot is of this journal; "
         "test_a_recovery_ignores_an_audit_trail_of_another_history"
@@ -503,5 +503,9 @@ OUTSIDE: Final = {
     "nobody ends a session that hangs": (
         "a statement is carried out at once, so no process hangs in one; hanging sessions are ended by the "
         "clock of PostgreSQL, which is not the simulation's; test_rows_locked_by_a_hanging_process_are_freed"
+    ),
+    "a swallowed cancellation is for ever": (
+        "a hole: clients swallow too few cancellations, none of 148 plans that stop a worker shows it; "
+        "tests/lua/test_ending.py"
     ),
 }

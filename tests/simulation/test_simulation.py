@@ -15,7 +15,7 @@ import pytest
 from grabstream.ops.services.servers import PROJECT
 from tests.copies import copy_tree
 from tests.protocol.model import RULES
-from tests.simulation.bugs import BUGS, OUTSIDE
+from tests.simulation.bugs import BUGS, NOT_FOUND
 from tests.simulation.damages import DAMAGES
 from tests.simulation.guards import COVERED, GUARDS, OF_THE_MODEL, guard_of, stands_once
 
@@ -186,7 +186,7 @@ def test_every_damage_is_seen(damage: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1_000)
-@pytest.mark.parametrize("bug", [one.name for one in BUGS if one.name not in OUTSIDE])
+@pytest.mark.parametrize("bug", [one.name for one in BUGS if one.name not in NOT_FOUND])
 def test_every_bug_that_is_put_back_is_found(bug: str) -> None:
     code, said = simulate("--without", bug, "--seconds", "900", "--whole", seconds_max=950.0)
     assert code == 1, said[-2_000:]
@@ -210,4 +210,4 @@ def test_every_bug_and_damage_can_be_put_in() -> None:
     assert missing == []
     names = [bug.name for bug in (*BUGS, *DAMAGES)]
     assert len(set(names)) == len(names)
-    assert OUTSIDE.keys() <= {bug.name for bug in BUGS}
+    assert NOT_FOUND.keys() <= {bug.name for bug in BUGS}
