@@ -128,7 +128,7 @@ async def test_kcat_and_sql_see_an_envelope_from_opening_to_close(
             return row == ("closed", 3, 1000, TERMS["title"])
 
         await until(booked, 60, "the books")
-        rows = await (await books.execute("SELECT body FROM audit ORDER BY seq")).fetchall()
+        rows = await (await books.execute("SELECT body FROM events ORDER BY seq")).fetchall()
         assert [body for (body,) in rows] == [line.split("|", 2)[2] for line in lines]
         posted = dict(await (await books.execute("SELECT account, posted FROM accounts")).fetchall())
         assert posted.pop("external:pay-1") == -1000

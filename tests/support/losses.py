@@ -2,13 +2,15 @@
 its last event.
 """
 
-import json
+from collections.abc import Sequence
 from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient
 
 from grabstream.models.commands import Grab, Open
+from grabstream.models.events import AnyEvent
 from grabstream.models.offers import EnvelopeTerms
+from grabstream.models.runs import decode_line, singles
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.initialization import take_new_journal
 from grabstream.ops.rehearsal.run import open_books, read_progress
@@ -95,9 +97,9 @@ async def empty_journal(settings: Settings) -> None:
         await redis.aclose()
 
 
-async def forget_last_audit_row(settings: Settings) -> tuple[int, int, Any]:
-    """Removes the last line of a shard from the audit trail, with its cursor; returns the line's shard, first
-    seq and body.
+async def forget_last_audit_row(settings: Settings) -> tuple[int, Sequence[AnyEvent]]:
+    """Removes the last line of a shard from the audit trail, with its cursor; returns the shard and the
+    events of the line.
     """
     query = (
         "SELECT a.shard, a.seq, body FROM audit a JOIN cursors c ON c.projection = 'audit' AND "
@@ -116,4 +118,4 @@ async def forget_last_audit_row(settings: Settings) -> tuple[int, int, Any]:
             f"UPDATE {schema}.projection_cursors SET seq = %s, head = %s WHERE shard = %s".encode(),
             (seq - 1, head, shard),
         )
-    return shard, seq, json.loads(body)
+    return shard, singles(decode_line(body.encode()))
