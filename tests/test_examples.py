@@ -26,8 +26,9 @@ from grabstream import (
     Return,
     Settings,
     StockTerms,
-    decode_event,
+    decode_line,
     open_gate,
+    singles,
 )
 from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
@@ -99,7 +100,7 @@ class Stage:
         def caught_up() -> bool:
             lines = self.run("grabstream", "replay", "--into", "-").splitlines()
             [(booked,)] = self.rows("SELECT sum(seq)::bigint FROM cursors WHERE projection LIKE 'ledger%'")
-            last = {event.shard: event.seq for event in map(decode_event, map(str.encode, lines))}
+            last = {event.shard: event.last_seq for event in map(decode_line, map(str.encode, lines))}
             return bool(booked == sum(last.values()))
 
         wait_until(caught_up, 60, "the books")
@@ -260,7 +261,7 @@ def test_replay_job_writes_the_same_file_from_both_sources(stage: Stage, tmp_pat
     assert Path(empty.strip()).read_text().splitlines() == [columns]
     stage.until_booked()
     lines = stage.run("grabstream", "replay", "--into", "-").encode().splitlines()
-    events = [decode_event(line) for line in lines]
+    events: list[Any] = [event for line in lines for event in singles(decode_line(line))]
     day = datetime.fromtimestamp(events[-1].at / 1000, UTC).date()
     written = {}
     for source in ("journal", "audit"):

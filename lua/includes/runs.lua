@@ -77,12 +77,16 @@ do
   end
 
   function add_grab(call, type, offer, id, user, quantity, amount, basket, rare)
-    local run = call.run
+    local run, bytes = call.run, #id + #user
+    for _, text in pairs(rare) do bytes = bytes + #text end
+    -- The line may be as long again: numbers, what separates values, and values of grabs that have none.
     if run and (run.offer ~= offer or run.basket ~= basket or run.count == GRABS_MAX
-        or run.bytes > BYTES_MAX) then
+        or run.bytes + bytes > BYTES_MAX) then
       end_run(call)
       run = nil
     end
+    -- A run has the price only; readers multiply.
+    if type == 'grab.held' then int((offer.rules.price or 0) * quantity) end
     spend(COST.event)
     put(offer, 'offer_seq', offer.offer_seq + 1)
     put(offer, 'changed', true)
@@ -93,7 +97,7 @@ do
         amounts = not offer.pieces and {}, rare = {}}
       call.run = run
     end
-    local n, bytes = run.count + 1, #id + #user
+    local n = run.count + 1
     run.count, run.left = n, offer.units_left
     run.ids[n], run.users[n], run.quantities[n] = id, user, int(quantity)
     if run.amounts then run.amounts[n] = int(amount) end
@@ -101,7 +105,6 @@ do
     for name, text in pairs(rare) do
       run.rare[name] = run.rare[name] or {}
       run.rare[name][n] = text
-      bytes = bytes + #text
     end
     run.bytes = run.bytes + bytes
     spend(COST.line_byte * bytes)

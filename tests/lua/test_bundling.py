@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+import redis.asyncio
 from redis.exceptions import ResponseError
 
 from grabstream.lua.bundling import Bundled
@@ -14,21 +15,25 @@ from grabstream.lua.library import provide
 from grabstream.ops.settings import Settings
 
 
-async def requests_of(redis: Any, calls: list[Coroutine[Any, Any, Any]]) -> tuple[list[Any], int]:
+async def requests_of(client: Any, calls: list[Coroutine[Any, Any, Any]]) -> tuple[list[Any], int]:
     """The replies or errors of calls made at the same moment, and the requests that the server has read."""
-    await redis.ping()
-    before = (await redis.info("stats"))["total_reads_processed"]
+    await client.ping()
+    before = (await client.info("stats"))["total_reads_processed"]
     replies = await asyncio.gather(*calls, return_exceptions=True)
-    after = (await redis.info("stats"))["total_reads_processed"]
+    after = (await client.info("stats"))["total_reads_processed"]
     return replies, after - before - 1  # INFO itself
 
 
-async def test_calls_of_one_moment_are_one_request(redis_client: Any, settings: Settings) -> None:
+async def test_calls_of_one_moment_are_one_request(
+    private_server: tuple[Any, int], settings: Settings
+) -> None:
+    """On a server of its own: others would send requests meanwhile."""
     keys = KeySpace(settings.prefix, 8)
-    bundled = Bundled(redis_client, 5.0)
+    client = redis.asyncio.Redis(port=private_server[1])
+    bundled = Bundled(client, 5.0)
 
     # A server without the library would get each script a second time, as plain text.
-    assert not await provide(redis_client, keys.shard(0).state)
+    assert not await provide(client, keys.shard(0).state)
 
     def lease(shard: int) -> Coroutine[Any, Any, Any]:
         of_shard = keys.shard(shard)
@@ -39,10 +44,11 @@ async def test_calls_of_one_moment_are_one_request(redis_client: Any, settings: 
             [f"w{shard}", 60_000, "", ""],
         )
 
-    replies, requests = await requests_of(redis_client, [lease(shard) for shard in range(8)])
+    replies, requests = await requests_of(client, [lease(shard) for shard in range(8)])
     assert [reply[0] for reply in replies] == [b"w%d" % shard for shard in range(8)]
     assert requests == 1
     await bundled.aclose()
+    await client.aclose()
 
 
 async def test_an_error_is_that_of_its_call_only(redis_client: Any, settings: Settings) -> None:

@@ -21,6 +21,7 @@ from grabstream.models.events import (
     decode_event_list,
     encode_event,
 )
+from grabstream.models.runs import RUN_VERSION
 from grabstream.models.upcasting import BrokenChain, NewerEvent, Upcaster, Upcasters, UpcastFailed
 from grabstream.ops.commands.local.services import new_seal_key
 from tests.copies import copy_package
@@ -163,14 +164,17 @@ def test_failing_upcaster_names_the_event() -> None:
 
 
 def test_lua_writes_current_versions() -> None:
-    """The version is a literal in the scripts: one for grab.granted, and one for all other types."""
+    """The version is a literal in the scripts: one for grab.granted, one for runs, and one for all other
+    types.
+    """
     written = {}
     for path in sorted((ROOT / "lua").rglob("*.lua")):
         for type_, version in re.findall(r'"type":"(.*?)","v":(\d+)', path.read_text()):
             written[type_] = int(version)
-    assert written.keys() == {"grab.granted", "' .. type .. '"}, (
+    assert written.keys() == {"grab.granted", "%s", "' .. type .. '"}, (
         "a script writes events in a place that this test does not know"
     )
+    assert written.pop("%s") == RUN_VERSION
     common = written.pop("' .. type .. '")
     assert {type_: written.get(type_, common) for type_ in CURRENT_VERSIONS} == CURRENT_VERSIONS
     assert {GrabGranted, OfferOpened} <= {type(decode_event(line)) for line in LINES}

@@ -177,6 +177,9 @@ class Failing:
     def pubsub(self) -> Any:
         self._raise()
 
+    def pipeline(self, **rest: Any) -> Any:
+        self._raise()
+
     def __getattr__(self, name: str) -> Any:
         async def command(*words: Any, **rest: Any) -> Any:
             self._raise()

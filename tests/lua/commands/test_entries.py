@@ -13,7 +13,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import Script, assemble
 from grabstream.models.commands import AnyCommand, Grab, Open, Release
 from grabstream.models.offers import CouponTerms, StockTerms
-from grabstream.models.runs import decode_line
+from grabstream.models.runs import decode_line, is_run
 from grabstream.streams.relaying.blocks import ENTRY_BYTES_MAX, blocks_of
 from grabstream.streams.relaying.ownership import OutboxLine, OwnedShard
 from tests.lua.conftest import NOW, grabs, opening
@@ -21,6 +21,8 @@ from tests.lua.costs.longest_texts import ATTRIBUTES, codes, loads
 from tests.support.plain_scripts import use_plain_scripts
 
 ENTRY_LINES = 3
+#: Of the columns of a run, and of what separates them (lua/includes/runs.lua).
+RUN_BYTES_MAX = 131_072 + 1_000
 
 
 def _with_short_entries(name: str) -> Script:
@@ -170,3 +172,16 @@ async def test_the_longest_entry(client: Any, keys: KeySpace, make_gate: Any) ->
     assert {answer.outcome for answer in answers} == {"granted"}
     longest = max(sum(len(text) for text, _ in entry) for entry in await read_entries(client, keys))
     assert 150_000 < longest < ENTRY_BYTES_MAX // 4
+
+
+async def test_a_run_ends_before_its_line_is_long(client: Any, keys: KeySpace, make_gate: Any) -> None:
+    gate = make_gate()
+    terms = CouponTerms(issuer="i", total=150, codes=True, max_per_grab=100)
+    await gate.decide([Open(id="open-codes", offer="o:codes", terms=terms)], "decided")
+    for load in loads("o:codes", "codes", codes(150)):
+        await gate.decide([load], "decided")
+    crowd = [Grab(id=f"g{n}", offer="o:codes", user=f"u{n}", quantity=q) for n, q in enumerate((50, 50, 50))]
+    assert {answer.outcome for answer in await gate.decide(crowd, "decided")} == {"granted"}
+    lines = [text for entry in await read_entries(client, keys) for text, _ in entry if is_run(text)]
+    assert [decode_line(text).seqs for text in lines] == [2, 1]
+    assert 60_000 < max(map(len, lines)) <= RUN_BYTES_MAX < sum(map(len, lines))
