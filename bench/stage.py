@@ -50,7 +50,11 @@ def private_redis() -> Iterator[int]:
 
 
 async def taken_over_gate(
-    port: int, limits: GateLimits, prefix: str = "bench", clock: Callable[[], int] | None = None
+    port: int,
+    limits: GateLimits,
+    prefix: str = "bench",
+    clock: Callable[[], int] | None = None,
+    layout: int = LAYOUT,
 ) -> tuple[Gate, Any]:
     """A gate on new shards without a relay, so that the outboxes only grow; and its client."""
     client = redis.asyncio.Redis(port=port)
@@ -60,7 +64,7 @@ async def taken_over_gate(
         state = keys.shard(number).state
         (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
         await run_script(
-            client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards, LAYOUT]
+            client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards, layout]
         )
     return Gate(client, keys, SEALER, limits, clock), client
 

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from redis.exceptions import AskError, MovedError, TryAgainError
+
 from grabstream.lua.ending import end
 
 #: The position of the first key in FCALL, EVALSHA and EVAL.
@@ -84,9 +86,29 @@ class Bundled:
         except Exception as error:
             replies = [error] * len(calls)
         for call, reply in zip(calls, replies, strict=True):
-            if call.reply.done():
-                continue
-            if isinstance(reply, BaseException):
-                call.reply.set_exception(reply)
+            if isinstance(reply, MovedError | AskError | TryAgainError):
+                # The server has not run it. The others do not wait for where it leads.
+                self._start(self._send_again(call))
             else:
-                call.reply.set_result(reply)
+                _settle(call, reply)
+
+    async def _send_again(self, call: _Call) -> None:
+        """Sends a call that a server of a cluster redirected, by itself."""
+        try:
+            async with asyncio.timeout(self._seconds_max):
+                reply = await self._redis.execute_command(*call.words)
+        except asyncio.CancelledError:
+            call.reply.cancel()
+            raise
+        except Exception as error:
+            reply = error
+        _settle(call, reply)
+
+
+def _settle(call: _Call, reply: Any) -> None:
+    if call.reply.done():
+        return
+    if isinstance(reply, BaseException):
+        call.reply.set_exception(reply)
+    else:
+        call.reply.set_result(reply)

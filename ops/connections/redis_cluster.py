@@ -358,18 +358,13 @@ class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         """Sends the commands and returns their replies in order; raises the errors of a single command, or
-        returns each error in the place of the reply. Commands that a server redirects are then sent again, by
-        themselves, because it has not run them.
+        returns each error, also a redirection, in the place of the reply.
         """
         commands, self._commands = self._commands, []
         await self._client.load_slots()
         replies = await self._replies(commands, raise_on_error)
-        for index, reply in enumerate(replies):
-            if isinstance(reply, MovedError | AskError | TryAgainError):
-                args, options = commands[index]
-                replies[index] = await _reply_or_error(self._client.execute_command(*args, **options))
-            elif isinstance(reply, ClusterDownError):
-                self._client.refresh_slots()
+        if any(isinstance(reply, ClusterDownError) for reply in replies):
+            self._client.refresh_slots()
         return replies
 
     async def _replies(
@@ -522,13 +517,6 @@ async def _asking(server: Server, args: Sequence[Any], options: dict[str, Any]) 
     if isinstance(reply, BaseException):
         raise reply
     return reply
-
-
-async def _reply_or_error(sent: Awaitable[Any]) -> Any:
-    try:
-        return await sent
-    except Exception as error:
-        return error
 
 
 def _ignore_failure(task: asyncio.Future[None]) -> None:

@@ -30,7 +30,7 @@ from grabstream.models.events import (
 )
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
-from grabstream.models.runs import decode_lines, singles
+from grabstream.models.runs import decode_line, decode_lines, singles
 from grabstream.projections.checking.snapshots import KnownPayment, RetiredOffer
 from grabstream.streams.relaying.ownership import OwnedShard, Ownership
 
@@ -399,7 +399,8 @@ class Recovery:
             "that only Redis had are lost; "
             "running gates report which answers promised as decided are lost, those of ended gates are "
             "unknown",
-            done.shard, done.seconds, done.problem, beginning, done.applied, done.journal_seq, len(done.lost),
+            done.shard, done.seconds, done.problem, beginning, done.applied, done.journal_seq,
+            sum(decode_line(line).seqs for line in done.lost),
         )  # fmt: skip
         for line in done.lost:
             log.error("lost: decided by Redis, but not in the journal: %s", line.decode())
