@@ -25,6 +25,7 @@ from tests.conftest import Worker
 from tests.drill.observer import Fenced
 from tests.drill.stage import Scene
 from tests.streams.state import assert_state_is_the_journal_s
+from tests.support.runs import as_singles
 
 REPEATED_MAX = 120
 PROBLEMS_MAX = 3
@@ -69,8 +70,8 @@ async def journal_of(settings: Settings) -> dict[tuple[int, int], Journaled]:
                     for record in records:
                         block = parse_block(record.headers, record.value)
                         cursor, accepted = cursor.feed(record.offset, block)
-                        for event in accepted:
-                            events[shard, event.seq] = Journaled(block.term, json.loads(event.line))
+                        for event in map(json.loads, as_singles(one.line for one in accepted)):
+                            events[shard, event["seq"]] = Journaled(block.term, event)
     return events
 
 
