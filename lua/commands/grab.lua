@@ -240,7 +240,7 @@ do
         .. (extra.ticket_ends_at and int(extra.ticket_ends_at) or 'null') .. ']'
     end
     if digests[i] ~= PLAIN then rare.digests = '"' .. digests[i] .. '"' end
-    if codes and #codes > 0 then rare.codes = '["' .. table.concat(codes, '","') .. '"]' end
+    if #codes > 0 then rare.codes = '["' .. table.concat(codes, '","') .. '"]' end
     return rare
   end
 
@@ -249,10 +249,36 @@ do
       .. (extra and extra.basket and ',"basket":"' .. extra.basket .. '"' or '')
   end
 
+  -- Writes the event of a grab that was granted or held: as the next of a run, or by itself.
+  local function write_grab(type, i, offer, grab, quantity, amount, ticket, codes)
+    local extra, id = extras and extras[i], ids[i]
+    if call.has_runs then
+      return add_grab(call, type, offer, id, grab.user, quantity, amount, extra and extra.basket or nil,
+        rare_columns(i, ticket, quantity, codes))
+    end
+    add_line(call, event_head(call, offer, type, id) .. grab_text(offer, id, grab, quantity, amount)
+      .. (quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or '')
+      .. (type == 'grab.held' and hold_text(offer, grab) or '') .. tail_text(i, extra, ticket)
+      .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}')
+  end
+
+  -- Grants the next part of an envelope; returns the row.
+  local function take_part(i, o, offer)
+    local id, user = ids[i], users[i]
+    local ticket = ticket_text(offer, extras and extras[i])
+    local amount = part_at(offer, #offer_users[o])
+    offer.places, offer.units_left, offer.amount_left = offer.places + 1, offer.units_left - 1,
+      offer.amount_left - amount
+    write_grab('grab.granted', i, offer, {user = user, place = offer.places}, 1, amount, ticket, {})
+    offer.campaign.answers[id], taken[o][user] = keep_part(call, offer, id, user, digests[i], amount)
+    local row = {CODE.granted, call.seq, call.now, amount, 1, offer.places, offer.units_left}
+    if offer.units_left == 0 then close_offer(call, offer, 'drained', id) end
+    return row
+  end
+
   -- Grants or holds units, or adds the grab to the queue; returns the row.
   local function take_pieces(i, offer)
     local rules, extra, id = offer.rules, extras and extras[i], ids[i]
-    local basket = extra and extra.basket or nil
     local under, wanted = counted[i] or {}, quantities[i]
     if rules.take == 'up_to' then
       for n = 1, #under do wanted = math.min(wanted, rules.limits[n].max - count_in(offer, under[n])) end
@@ -276,30 +302,15 @@ do
       put(offer, 'places', offer.places + 1)
       grab.place, grab.price = offer.places, rules.price or 0
       move_units(offer, -quantity)
-      local asked = quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or ''
       if rules.hold_ms then
         begin_hold(offer, grab, quantity, now)
-        if call.has_runs then
-          add_grab(call, 'grab.held', offer, id, users[i], quantity, quantity, basket,
-            rare_columns(i, ticket, quantity))
-        else
-          add_line(call, event_head(call, offer, 'grab.held', id)
-            .. grab_text(offer, id, grab, quantity, quantity) .. asked
-            .. hold_text(offer, grab) .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
-        end
+        write_grab('grab.held', i, offer, grab, quantity, quantity, ticket, {})
         row[1] = CODE.held
         hold_row(offer, grab, details)
       else
         grab.taken = quantity
         local codes = hand_out(offer, grab, quantity)
-        if call.has_runs then
-          add_grab(call, 'grab.granted', offer, id, users[i], quantity, quantity, basket,
-            rare_columns(i, ticket, quantity, codes))
-        else
-          add_line(call, event_head(call, offer, 'grab.granted', id)
-            .. grab_text(offer, id, grab, quantity, quantity) .. asked
-            .. tail_text(i, extra, ticket) .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}')
-        end
+        write_grab('grab.granted', i, offer, grab, quantity, quantity, ticket, codes)
         coupon_row(offer, grab, codes, details)
       end
     end
@@ -316,9 +327,7 @@ do
     local row = refusal_of(i, o, offer)
     if row then return row end
     if offer.pieces then return take_pieces(i, offer) end
-    local ticket = ticket_text(offer, extras and extras[i])
-    return grant_part(call, offer, ids[i], users[i], digests[i], tail_text(i, nil, ticket),
-      rare_columns(i, ticket, 1), #offer_users[o], taken[o])
+    return take_part(i, o, offer)
   end
 end
 

@@ -23,26 +23,6 @@ local function part_at(offer, most)
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
 
--- Grants the next part; returns its row. `tail` is further text of the event of a grab that is no run, `rare`
--- what the grab has in columns of a run. `taken` has the parts of users that this call has read or granted,
--- by user.
-local function grant_part(call, offer, id, user, digest, tail, rare, most, taken)
-  local amount = part_at(offer, most)
-  offer.places, offer.units_left, offer.amount_left = offer.places + 1, offer.units_left - 1,
-    offer.amount_left - amount
-  if call.has_runs then
-    add_grab(call, 'grab.granted', offer, id, user, 1, amount, nil, rare)
-  else
-    add_line(call, event_head(call, offer, 'grab.granted', id) .. ',"grab":"' .. id .. '","user":"' .. user
-      .. '","quantity":1,"amount":' .. amount .. ',"asset":"' .. offer.asset .. '","place":' .. offer.places
-      .. ',"left":' .. offer.units_left .. tail .. ',"digest":"' .. digest .. '"}')
-  end
-  offer.campaign.answers[id], taken[user] = keep_part(call, offer, id, user, digest, amount)
-  local row = {CODE.granted, call.seq, call.now, amount, 1, offer.places, offer.units_left}
-  if offer.units_left == 0 then close_offer(call, offer, 'drained', id) end
-  return row
-end
-
 -- Whether a grab of this offer can only be refused because its user already has a part, its id is known, or
 -- no part is left.
 local function is_plain(call, offer)
@@ -57,8 +37,9 @@ end
 -- Grants a run of plain grabs: of one envelope, with no id or user twice. Stops before the first grab that it
 -- cannot grant. Returns the index of that grab and, for the reply, {first seq, first place, first left, time,
 -- amounts}. Each grant costs `grab_cost`.
--- It does what `grant_part` does, for all grabs at once. It joins the text of each counting number from its
--- hundreds and its last two digits, since formatting a number costs more than deciding a grab.
+-- It does what `take_part` in commands/grab.lua does, for all grabs at once. It joins the text of each
+-- counting number from its hundreds and its last two digits, since formatting a number costs more than
+-- deciding a grab.
 local grant_run
 do
   -- The last two digits of a number as text.
