@@ -57,15 +57,13 @@ _POLL_SECONDS: Final = 0.1
 
 class Made(NamedTuple):
     """The topics that were created, the migrations that were applied, the function libraries of each master
-    (None: Redis cannot be reached), the shards that write an older key layout, and those that did before it
-    was raised.
+    (None: Redis cannot be reached), and the shards that wrote an older key layout until now.
     """
 
     topics: list[str]
     migrations: list[str]
     libraries: list[ServerLibraries] | None
     outdated: list[int]
-    raised: list[int]
 
 
 async def make_system(
@@ -92,9 +90,8 @@ async def make_system(
         identity = Identity(settings.prefix, topic.id, settings.shards)
         if known != identity:
             await write_identity(connection, settings.schema_, identity)
-    libraries = await _claim(settings, identity, new_journal, drop_libraries, raise_layout)
-    outdated = [] if libraries is None else await _raise_layout(settings, raise_layout)
-    return Made(created, applied, libraries, *(([], outdated) if raise_layout else (outdated, [])))
+    libraries, outdated = await _claim(settings, identity, new_journal, drop_libraries, raise_layout)
+    return Made(created, applied, libraries, outdated)
 
 
 async def take_new_journal(settings: Settings, redis: Any) -> None:
@@ -199,46 +196,44 @@ async def _claim(
     new_journal: bool,
     drop_libraries: bool,
     raise_layout: bool,
-) -> list[ServerLibraries] | None:
-    """Records in Redis what belongs together, and loads the library on every master."""
+) -> tuple[list[ServerLibraries] | None, list[int]]:
+    """Records in Redis what belongs together, and loads the library on every master; returns the libraries,
+    and the shards of an older key layout.
+    """
     redis, write = open_redis(settings), replace_claim if new_journal else claim_prefix
     try:
         await write(redis, key_space(settings).system, settings, identity)
         libraries = await load_everywhere(redis)
         if drop_libraries:
             await delete_others(redis, libraries)
-        return libraries
+        return libraries, await _outdated(redis, settings, raise_layout)
     except BaseException as error:
         # With --new-journal the claim must be replaced here; a missing claim is written by the first worker,
         # a missing library is loaded by the first takeover.
         if new_journal or drop_libraries or raise_layout or not is_trouble(error):
             raise
-        return None
+        return None, []
     finally:
         await redis.aclose()
 
 
-async def _raise_layout(settings: Settings, raise_layout: bool) -> list[int]:
+async def _outdated(redis: Any, settings: Settings, raise_layout: bool) -> list[int]:
     """The shards that write an older key layout than this program can write. With `raise_layout`, they write
     the newest from then on: the owner takes each over again, if it is of a release that knows the layout.
 
     A shard that nobody has taken over yet gets its layout then; one of a layout that this program does not
     write is rebuilt first, by its next takeover.
     """
-    redis, keys = open_redis(settings), key_space(settings)
-    try:
-        outdated = []
-        for number in range(keys.shards):
-            state = keys.shard(number).state
-            layout = await redis.hget(state, "layout")
-            if layout is None or not LAYOUT_MIN <= int(layout) < LAYOUT:
-                continue
-            outdated.append(number)
-            if raise_layout:
-                await raise_term(redis, state, 0, secrets.token_hex(8), LAYOUT)
-        return outdated
-    finally:
-        await redis.aclose()
+    keys, older = key_space(settings), [b"%d" % layout for layout in range(LAYOUT_MIN, LAYOUT)]
+    outdated = []
+    for number in range(keys.shards):
+        state = keys.shard(number).state
+        if await redis.hget(state, "layout") not in older:
+            continue
+        outdated.append(number)
+        if raise_layout:
+            await raise_term(redis, state, 0, secrets.token_hex(8), LAYOUT)
+    return outdated
 
 
 async def _new_journal(settings: Settings) -> Topic:

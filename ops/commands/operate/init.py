@@ -48,6 +48,7 @@ def init(
     made = asyncio.run(
         make_system(settings, replication or settings.replication, new_journal, drop_libraries, raise_layout)
     )
+    raised, outdated = (made.outdated, []) if raise_layout else ([], made.outdated)
     if as_json:
         servers = None if made.libraries is None else [server._asdict() for server in made.libraries]
         print_json(
@@ -57,8 +58,8 @@ def init(
                 "library": library().name,
                 "libraries": servers,
                 "layout": LAYOUT,
-                "shards_of_older_layout": made.outdated,
-                "shards_raised": made.raised,
+                "shards_of_older_layout": outdated,
+                "shards_raised": raised,
             }
         )
         return
@@ -71,11 +72,11 @@ def init(
         console.print("Redis cannot be reached: the first worker loads the function library.")
     for server in made.libraries or ():
         console.print(f"{_of(server)}: {_in_words(server, drop_libraries)}.")
-    if made.raised:
-        console.print(f"Shards {_listed(made.raised)} write key layout {LAYOUT} from now on.")
-    if made.outdated:
+    if raised:
+        console.print(f"Shards {_listed(raised)} write key layout {LAYOUT} from now on.")
+    if outdated:
         console.print(
-            f"Shards {_listed(made.outdated)} write an older key layout than {LAYOUT}: each grab is an event "
+            f"Shards {_listed(outdated)} write an older key layout than {LAYOUT}: each grab is an event "
             "of its own. `grabstream init --raise-layout` raises it when all processes are of this release."
         )
 
