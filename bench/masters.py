@@ -13,11 +13,9 @@ import redis
 from redis.crc import key_slot
 
 from bench.deciding import LIMITS, answered_lists
-from bench.stage import SEALER, envelope, grabs
-from grabstream.lua.gate.calls import run_script
+from bench.stage import SEALER, envelope, grabs, take_over
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import LAYOUT, KeySpace
-from grabstream.lua.server import raise_term
+from grabstream.lua.keys import KeySpace
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.cluster import join_redis
@@ -48,12 +46,7 @@ async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
         url = "redis-cluster://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         client = open_redis(load_settings().model_copy(update={"redis_url": url}))
         keys = KeySpace(_even_prefix(count), SHARDS)
-        for number in range(keys.shards):
-            state = keys.shard(number).state
-            (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
-            await run_script(
-                client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards, LAYOUT]
-            )
+        await take_over(client, keys)
         gate = Gate(client, keys, SEALER, LIMITS)
         try:
             yield gate, ports

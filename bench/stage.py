@@ -60,13 +60,18 @@ async def taken_over_gate(
     client = redis.asyncio.Redis(port=port)
     await client.flushall()
     keys = KeySpace(prefix, 8)
+    await take_over(client, keys, layout)
+    return Gate(client, keys, SEALER, limits, clock), client
+
+
+async def take_over(client: Any, keys: KeySpace, layout: int = LAYOUT) -> None:
+    """Lets new shards decide, without a relay."""
     for number in range(keys.shards):
         state = keys.shard(number).state
         (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
         await run_script(
             client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards, layout]
         )
-    return Gate(client, keys, SEALER, limits, clock), client
 
 
 def envelope(offer: str, parts: int) -> Open:
