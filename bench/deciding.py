@@ -1,4 +1,4 @@
-"""Rows 1, 2 and 7: decisions in lists, single decisions, and memory, on one private Redis."""
+"""Rows 1, 2, 7 and 11: decisions in lists, single decisions, and memory, on one private Redis."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ def _profile(client: "redis.Redis", count: int) -> dict[str, float]:
     stats = client.info("commandstats")
     spent = {name.removeprefix("cmdstat_"): values["usec"] / count for name, values in stats.items()}
     inside = {name: round(spent.get(name, 0.0), 2) for name in ("hmget", "hset", "xadd", "getrange")}
-    script = spent.get("evalsha", 0.0)
+    script = spent.get("fcall", 0.0) or spent.get("evalsha", 0.0)
     return {"script": round(script, 2), **inside, "lua": round(script - sum(inside.values()), 2)}
 
 
@@ -65,40 +65,48 @@ async def decisions(runs: int, count: int, id_length: int = 32) -> dict[str, Any
     return {"ours": ours, "theirs": theirs, "unit": "grabs/s", "profile": {"µs of Redis a grab": profile}}
 
 
-async def singles(runs: int, count: int) -> dict[str, Any]:
-    """Row 2: 20 callers of one gate with single grabs, against 20 callers of the classic script with the same
-    client library.
+async def singles(runs: int, count: int, callers: int, is_sold_out: bool = False) -> dict[str, Any]:
+    """Rows 2 and 11: single grabs of concurrent callers of one gate, against as many callers of the classic
+    script with redis-py; granted, or refused because nothing is left.
     """
     ours, theirs = [], []
+    parts = 1 if is_sold_out else count
     with private_redis() as port:
         plain = redis.Redis(port=port)
         for run in range(runs):
             gate, client = await taken_over_gate(port, LIMITS)
-            await gate.decide([envelope("e", count)], "decided", timeout_ms=60_000)
-            waiting = iter(grabs("e", count))
+            await gate.decide([envelope("e", parts)], "decided", timeout_ms=60_000)
+            waiting = iter(grabs("e", count + parts)[parts:] if is_sold_out else grabs("e", count))
+            if is_sold_out:
+                await gate.decide(grabs("e", 1), "decided")
 
             async def caller(gate: Gate = gate, waiting: Any = waiting) -> None:
                 for grab in waiting:
-                    await gate.decide([grab], "decided")
+                    [answer] = await gate.decide([grab], "decided", timeout_ms=60_000)
+                    assert answer.positive is not is_sold_out, answer
 
             began = time.perf_counter()
-            await asyncio.gather(*(caller() for _ in range(20)))
+            await asyncio.gather(*(caller() for _ in range(callers)))
             ours.append(count / (time.perf_counter() - began))
             await gate.close()
             await client.aclose()
             plain.flushall()
-            theirs.append(await _classic_singles(port, classic.prepare(plain, count, 32), count))
+            sha = classic.prepare(plain, parts, 32)
+            if is_sold_out:
+                plain.evalsha(sha, 3, *classic.KEYS, "first")
+            theirs.append(await _classic_singles(port, sha, count, callers, is_sold_out))
             plain.flushall()
     return {"ours": ours, "theirs": theirs, "unit": "grabs/s"}
 
 
-async def _classic_singles(port: int, sha: str, count: int) -> float:
+async def _classic_singles(port: int, sha: str, count: int, callers: int, is_sold_out: bool) -> float:
     numbers = iter(range(count))
-    clients = [redis.asyncio.Redis(port=port, single_connection_client=True) for _ in range(20)]
+    clients = [redis.asyncio.Redis(port=port, single_connection_client=True) for _ in range(callers)]
 
     async def caller(client: Any) -> None:
         for number in numbers:
-            await client.evalsha(sha, 3, *classic.KEYS, f"u{number:031d}")
+            taken = await client.evalsha(sha, 3, *classic.KEYS, f"u{number:031d}")
+            assert (taken is None) is is_sold_out
 
     for client in clients:
         await client.ping()

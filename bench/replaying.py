@@ -1,5 +1,6 @@
 """Row 4: from the journal to a complete ledger, against COPY of the same rows into the same tables."""
 
+import json
 import os
 import secrets
 import time
@@ -20,28 +21,32 @@ from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import open_rebuild
 from grabstream.streams.topics import Topics
 
-BLOCK_EVENTS = 1_000
+#: Grabs of a run, as many as one call of 20 callers grants, and lines of a record.
+RUN_GRABS = 20
+BLOCK_LINES = 50
 COPY_BYTES = 256 * 1024
 
 
-def _lines(shard: int, count: int) -> list[bytes]:
-    """The events of an envelope and its grants, with ids of 32 characters."""
+def _lines(shard: int, count: int) -> list[tuple[bytes, int]]:
+    """An envelope and its grants in runs, with ids of 32 characters: each line, and its seqs."""
     opened = (
-        f'{{"v":1,"type":"offer.opened","shard":{shard},"seq":1,"offer_seq":1,"offer":"e{shard}",'
+        f'{{"type":"offer.opened","v":1,"shard":{shard},"seq":1,"offer_seq":1,"offer":"e{shard}",'
         '"at":1800000000000,"command":"open",'
         f'"kind":"envelope","issuer":"bench","funding":"bench","asset":"CNY","total":{count * 100},"opens_'
         'at":1,"closes_at":9,'
         f'"terms":{{"kind":"envelope","parts":{count}}},"digest":"0123456789abcdef"}}'
     )
-    grants = (
-        f'{{"v":1,"type":"grab.granted","shard":{shard},"seq":{seq},"offer_seq":{seq},"offer":"e{shard}",'
-        '"at":1800000000000,'
-        f'"command":"g{seq:031d}","grab":"g{seq:031d}","user":"u{seq + shard * 10**9:031d}","quantity":1,'
-        '"amount":100,"asset":"CNY",'
-        f'"place":{seq - 1},"left":{count - seq},"digest":"0123456789abcdef"}}'
-        for seq in range(2, count + 1)
-    )
-    return [opened.encode(), *(line.encode() for line in grants)]
+    lines = [(opened.encode(), 1)]
+    for first in range(2, count + 1, RUN_GRABS):
+        seqs = range(first, min(first + RUN_GRABS, count + 1))
+        run = {
+            "type": "grab.granted", "v": 2, "shard": shard, "seq": first, "offer_seq": first,
+            "offer": f"e{shard}", "at": 1800000000000, "grabs": [f"g{seq:031d}" for seq in seqs],
+            "users": [f"u{seq + shard * 10**9:031d}" for seq in seqs], "amounts": [100] * len(seqs),
+            "asset": "CNY", "place": first - 1, "left": count - seqs[-1],
+        }  # fmt: skip
+        lines.append((json.dumps(run, separators=(",", ":")).encode(), len(seqs)))
+    return lines
 
 
 async def _journal(settings: Settings, connection: AsyncConnection[Any], count: int) -> None:
@@ -55,19 +60,20 @@ async def _journal(settings: Settings, connection: AsyncConnection[Any], count: 
     await producer.start()
     try:
         for shard in range(settings.shards):
-            lines, head = _lines(shard, count // settings.shards), GENESIS
+            lines, head, seq = _lines(shard, count // settings.shards), GENESIS, 0
             await producer.send_and_wait(
                 topic, b"", partition=shard, headers=marker_headers(shard, 1, "bench")
             )
-            for first in range(0, len(lines), BLOCK_EVENTS):
-                block = lines[first : first + BLOCK_EVENTS]
+            for first in range(0, len(lines), BLOCK_LINES):
+                part = lines[first : first + BLOCK_LINES]
+                block, seqs = [line for line, _ in part], sum(seqs for _, seqs in part)
                 after = chain(head, block)[-1]
-                headers = block_headers(shard, 1, "bench", first + 1, len(block), head, after)
+                headers = block_headers(shard, 1, "bench", seq + 1, len(block), head, after, seqs)
                 sent = await producer.send_and_wait(
                     topic, b"\n".join(block), partition=shard, headers=headers
                 )
-                head = after
-            end = Cursor(len(lines), head, sent.offset + 1, 1, "bench")
+                head, seq = after, seq + seqs
+            end = Cursor(seq, head, sent.offset + 1, 1, "bench")
             await connection.execute(
                 "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) "
                 "WHERE shard = %s",

@@ -21,6 +21,7 @@ from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.script_client import ScriptClient
 from grabstream.lua.server import raise_term
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
@@ -57,7 +58,7 @@ async def taken_over_gate(
     layout: int = LAYOUT,
 ) -> tuple[Gate, Any]:
     """A gate on new shards without a relay, so that the outboxes only grow; and its client."""
-    client = redis.asyncio.Redis(port=port)
+    client = ScriptClient(port=port)
     await client.flushall()
     keys = KeySpace(prefix, 8)
     await take_over(client, keys, layout)

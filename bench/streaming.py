@@ -232,7 +232,9 @@ async def _by_hand(settings: Settings, count: int, commit: bool) -> float:
     """
     plain = redis.Redis.from_url(settings.redis_url)
     sha = classic.prepare(plain, count, 32)
-    client = redis.asyncio.Redis.from_url(settings.redis_url)
+    # On a slow machine, more calls wait than a pool has connections: they wait for a free one.
+    pool = redis.asyncio.BlockingConnectionPool.from_url(settings.redis_url, max_connections=64, timeout=None)
+    client = redis.asyncio.Redis(connection_pool=pool)
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", enable_idempotence=True)
     await producer.start()
     connections = [

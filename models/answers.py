@@ -24,7 +24,8 @@ class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
     scope: Annotated[str, in_schema(enum=["offer", "campaign"])] = "offer"
 
 
-class Answer(msgspec.Struct, omit_defaults=True, frozen=True):
+# Answers and grabs are many, and never part of a cycle: Python's collector need not look at them.
+class Answer(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
     """The answer to one command.
 
     `code` is the number of `outcome`. `amount` counts the offer's asset (minor units or pieces), `place` is

@@ -22,7 +22,15 @@ from grabstream.models.bounds import (
     shortened,
 )
 from grabstream.models.entries import Entry, check_adjustment
-from grabstream.models.identifiers import ID_LENGTH_MAX, RESERVED_IDS, Id, campaign_of, in_schema, is_id
+from grabstream.models.identifiers import (
+    ID_LENGTH_MAX,
+    RESERVED_IDS,
+    Id,
+    are_three_ids,
+    campaign_of,
+    in_schema,
+    is_id,
+)
 from grabstream.models.money import Currency, Invalid, Quantity, Sum, check_amount
 from grabstream.models.offers import (
     LINE_LENGTH_MAX,
@@ -77,7 +85,8 @@ class Open(OfferCommand, frozen=True, kw_only=True):
     terms: Terms
 
 
-class Grab(Command, frozen=True, kw_only=True):
+# As with answers, Python's collector need not look at grabs.
+class Grab(Command, frozen=True, kw_only=True, gc=False):
     """One user's attempt to get `quantity` units.
 
     `attributes` are names and values that limits may count by, `ticket` is a signed token of the eligibility
@@ -204,6 +213,7 @@ _is_currency = re.compile(r"[A-Z]{3}\Z").match
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder(AnyCommand).decode
 _decode_raw_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_list = msgspec.json.Decoder(list[AnyCommand]).decode
 
 
 class _Addressed(msgspec.Struct):
@@ -254,6 +264,27 @@ def check(command: AnyCommand) -> None:
         ) from None
 
 
+def is_plain(command: Grab) -> bool:
+    """Whether a grab asks for one unit for one user of one offer, without further fields."""
+    return command.quantity == 1 and not (
+        command.attributes or command.ticket is not None or command.basket is not None or command.wait
+    )
+
+
+def _is_right_and_plain(command: Grab) -> bool:
+    """Whether a grab is plain, and nothing is wrong with it: most are so, and this takes less time than the
+    rules. Raises TypeError for a name that is no text.
+    """
+    return (
+        is_plain(command)
+        # A command made in Python may have 1.0, or None.
+        and type(command.quantity) is int
+        and command.wait is False
+        and are_three_ids(command.id, command.offer, command.user)
+        and command.id not in RESERVED_IDS
+    )
+
+
 def _check_types(command: AnyCommand) -> None:
     try:
         msgspec.convert(msgspec.to_builtins(command), type(command))
@@ -262,6 +293,8 @@ def _check_types(command: AnyCommand) -> None:
 
 
 def _check_rules(command: AnyCommand) -> None:
+    if type(command) is Grab and _is_right_and_plain(command):
+        return
     if not is_id(command.id):
         raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.id)}")
     if command.id in RESERVED_IDS:
@@ -497,6 +530,9 @@ def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
     if value[:1] != b"[" and not value.lstrip().startswith(b"["):
         yield _decode_or_reason(value)
         return
+    if grabs := _plain_grabs(value):
+        yield from grabs
+        return
     try:
         raws = _split(value)
     except (msgspec.DecodeError, Invalid, UnicodeDecodeError) as error:
@@ -506,6 +542,24 @@ def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
     else:
         for raw in raws:
             yield _decode_or_reason(bytes(raw))
+
+
+def _plain_grabs(value: bytes) -> list[Grab]:
+    """The commands of an array of plain grabs, decoded together, which takes less than half of the time; none
+    if any command is another, or wrong: then each is decoded by itself.
+    """
+    # A command has at least so many quotes, since the union of all commands requires `type`; one that names
+    # a field twice, or has another field, has more. No command of such an array is above the bound of one.
+    quotes = value.count(b'"')
+    if len(value) > COMMAND_BYTES_MAX or not quotes or quotes % PLAIN_GRAB_QUOTES:
+        return []
+    try:
+        grabs: list[Any] = _decode_list(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+    is_right = len(grabs) * PLAIN_GRAB_QUOTES == quotes and len(grabs) <= ARRAY_COMMANDS_MAX
+    is_right = is_right and all(type(grab) is Grab and _is_right_and_plain(grab) for grab in grabs)
+    return grabs if is_right else []
 
 
 def _split(value: bytes) -> list[msgspec.Raw]:

@@ -23,7 +23,15 @@ from typing import Final
 
 import msgspec
 
-from grabstream.models.commands import Adjust, AnyCommand, Grab, OfferCommand, encode_command, secret_of
+from grabstream.models.commands import (
+    Adjust,
+    AnyCommand,
+    Grab,
+    OfferCommand,
+    encode_command,
+    is_plain,
+    secret_of,
+)
 
 PLAIN: Final = "plain"
 HASHED: Final = "b2"
@@ -104,13 +112,6 @@ class Digests:
         secret this way does not reveal it.
         """
         return [blake2b(text.encode(), digest_size=15, key=key).hexdigest() for key in self._names]
-
-
-def is_plain(command: Grab) -> bool:
-    """Whether a grab asks for one unit for one user of one offer, without further fields."""
-    return command.quantity == 1 and not (
-        command.attributes or command.ticket is not None or command.basket is not None or command.wait
-    )
 
 
 def plain_body(command: Grab) -> str:

@@ -34,12 +34,19 @@ Id = Annotated[str, in_schema(pattern=ID_PATTERN)]
 Count = Annotated[int, in_schema(minimum=0)]
 
 _id_match = re.compile(ID_PATTERN[:-1] + r"\Z").match
+#: Three ids with a slash between them, which no id contains.
+_three_ids_match = re.compile("/".join([ID_PATTERN[1:-1]] * 3) + r"\Z").match
 _ID_BYTES: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
 
 
 def is_id(text: str) -> bool:
     """Whether the text may name a command, offer, user, issuer, payment or attribute."""
     return _id_match(text) is not None
+
+
+def are_three_ids(first: str, second: str, third: str) -> bool:
+    """Whether all three are ids, in one match; raises TypeError for what is no text."""
+    return _three_ids_match("/".join((first, second, third))) is not None
 
 
 def are_ids(texts: Iterable[str]) -> bool:

@@ -10,7 +10,7 @@ read them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -25,7 +25,8 @@ RUN_VERSION: Final = 2
 Ticket = tuple[Id, Count | None]
 
 
-class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_defaults=True):
+# Runs are many, and never part of a cycle: Python's collector need not look at them.
+class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What runs have in common. A column has a value for each grab; it is absent if all have the default.
 
     `quantities` are the units, 1 by default; `amounts` the same in the offer's asset, the quantities by
@@ -34,6 +35,11 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
     `command` is the command that made units free for queued grabs; other grabs are commands themselves.
     Raises ValueError if the columns do not fit together.
     """
+
+    #: The names of the columns beside `grabs`.
+    columns: ClassVar[tuple[str, ...]] = (
+        "users", "quantities", "amounts", "asked", "attributes", "tickets", "digests"
+    )  # fmt: skip
 
     v: V2
     shard: Count
@@ -65,11 +71,6 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
                 raise ValueError(f"{name}: {len(column)} values for {count} grabs")
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of the columns beside `grabs`."""
-        return ("users", "quantities", "amounts", "asked", "attributes", "tickets", "digests")
-
-    @property
     def seqs(self) -> int:
         """The number of seqs that the run takes: one for each grab."""
         return len(self.grabs)
@@ -90,22 +91,19 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
         return self.amounts or self.given
 
 
-class GrantedRun(_Run, tag="grab.granted", frozen=True, kw_only=True):
+class GrantedRun(_Run, tag="grab.granted", frozen=True, kw_only=True, gc=False):
     """Users got amounts for good. `codes` are sealed."""
 
-    codes: tuple[tuple[str, ...], ...] = ()
+    columns: ClassVar[tuple[str, ...]] = (*_Run.columns, "codes")
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of the columns beside `grabs`."""
-        return (*super().columns, "codes")
+    codes: tuple[tuple[str, ...], ...] = ()
 
     def single(self, i: int, common: dict[str, Any]) -> GrabGranted:
         """The event of grab number i, from the fields that it has in common with a hold."""
         return GrabGranted(**common, codes=self.codes[i] if self.codes else ())
 
 
-class HeldRun(_Run, tag="grab.held", frozen=True, kw_only=True):
+class HeldRun(_Run, tag="grab.held", frozen=True, kw_only=True, gc=False):
     """Units are held for users until `deadline_at` (milliseconds since 1970 UTC), to be paid with `price`
     minor units of `currency` each. With `waited`, the grabs were on the waiting list.
     """
@@ -115,12 +113,16 @@ class HeldRun(_Run, tag="grab.held", frozen=True, kw_only=True):
     currency: Currency | None = None
     waited: bool = False
 
+    def due(self, quantity: int) -> int | None:
+        """What so many units cost; None if they cost nothing."""
+        return None if self.currency is None else self.price * quantity
+
     def single(self, i: int, common: dict[str, Any]) -> GrabHeld:
         """The event of grab number i, from the fields that it has in common with a grant."""
         return GrabHeld(
             **common,
             deadline_at=self.deadline_at,
-            due=None if self.currency is None else self.price * common["quantity"],
+            due=self.due(common["quantity"]),
             currency=self.currency,
             waited=self.waited,
         )

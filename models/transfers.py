@@ -1,16 +1,20 @@
 """Transfers: each event as movements of an integer amount of one asset from one account to another."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from grabstream.models.runs import AnyLine, GrantedRun, HeldRun
 
 #: Prefixes of accounts that are never below 0. Other accounts (`external:`, `issuer:` …) stand for the
 #: outside world.
 GUARDED_ACCOUNTS: Final = ("offer:", "hold:", "wallet:", "redeemed:")
+#: The kinds of accounts between which grants and holds move.
+_OFFER, _WALLET, _HOLD = "offer:", "wallet:", "hold:"
 _is_money = re.compile(r"[A-Z]{3}\Z").match
 
 
@@ -27,14 +31,38 @@ class Transfer(NamedTuple):
 _transfer = partial(tuple.__new__, Transfer)
 
 
+class RunTransfers(msgspec.Struct, frozen=True, gc=False):
+    """The transfers of a run in columns, one for each grab. An account is its kind and its name: the debit of
+    all is `kind` + `name`, the credits are `user_kind` + user. Iterating makes Transfers.
+    """
+
+    asset: str
+    kind: str
+    name: str
+    user_kind: str
+    users: Sequence[str]
+    amounts: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        debit, credits_ = self.kind + self.name, [self.user_kind + user for user in self.users]
+        return map(_transfer, zip(repeat(self.asset), repeat(debit), credits_, self.amounts, strict=False))
+
+
+#: The transfers of a line of the journal.
+Transfers: TypeAlias = tuple[Transfer, ...] | RunTransfers
+
+
 def source_of(asset: str, funding: str | None, issuer: str) -> str:
     """The account from which an offer is funded: the payment (money) or the issuer (pieces)."""
     return f"external:{funding}" if _is_money(asset) else f"issuer:{issuer}"
 
 
-def transfers_of(event: AnyLine) -> tuple[Transfer, ...]:
+def transfers_of(event: AnyLine) -> Transfers:
     """The transfers of an event, in order of their legs; empty for an event that moves nothing. Of a run, one
-    for each grab.
+    for each grab, in columns.
     """
     kind = type(event)
     of_type = _of_type.get(kind)
@@ -75,20 +103,19 @@ def _closed(event: Any) -> tuple[Transfer, ...]:
 
 def _granted(event: Any) -> tuple[Transfer, ...]:
     # The most frequent event, so this function is optimized.
-    return (_transfer((event.asset, "offer:" + event.offer, "wallet:" + event.user, event.amount)),)
+    return (_transfer((event.asset, _OFFER + event.offer, _WALLET + event.user, event.amount)),)
 
 
 def _held(event: Any) -> tuple[Transfer, ...]:
-    return (Transfer(event.asset, "offer:" + event.offer, "hold:" + event.user, event.amount),)
+    return (Transfer(event.asset, _OFFER + event.offer, _HOLD + event.user, event.amount),)
 
 
-def _run(kind: str) -> Callable[[Any], tuple[Transfer, ...]]:
-    def of_run(event: Any) -> tuple[Transfer, ...]:
-        asset, offer, moved = repeat(event.asset), repeat("offer:" + event.offer), event.moved
-        accounts = [kind + user for user in event.users]
-        return tuple(map(_transfer, zip(asset, offer, accounts, moved, strict=False)))
+def _granted_run(event: GrantedRun) -> RunTransfers:
+    return RunTransfers(event.asset, _OFFER, event.offer, _WALLET, event.users, event.moved)
 
-    return of_run
+
+def _held_run(event: HeldRun) -> RunTransfers:
+    return RunTransfers(event.asset, _OFFER, event.offer, _HOLD, event.users, event.moved)
 
 
 def _confirmed(event: Any) -> tuple[Transfer, ...]:
@@ -147,7 +174,4 @@ _TRANSFERS: Final[dict[str, Callable[[Any], tuple[Transfer, ...]]]] = {
 }
 #: The same by class: that of runs, and a cache of the others, because reading the tag of a class costs as
 #: much as the rest of `transfers_of`.
-_of_type: Final[dict[type, Callable[[Any], tuple[Transfer, ...]]]] = {
-    GrantedRun: _run("wallet:"),
-    HeldRun: _run("hold:"),
-}
+_of_type: Final[dict[type, Callable[[Any], Transfers]]] = {GrantedRun: _granted_run, HeldRun: _held_run}

@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 from grabstream.models.events import encode_event
 from grabstream.models.journal import Cursor
 from grabstream.models.runs import AnyLine, AnyRun, singles
-from grabstream.models.transfers import Transfer, transfers_of
+from grabstream.models.transfers import Transfers, transfers_of
 from grabstream.models.upcasting import NEWER
 
 
@@ -28,7 +28,7 @@ class Fact(NamedTuple):
     line: bytes
     hash: bytes
     event: AnyLine
-    transfers: tuple[Transfer, ...]
+    transfers: Transfers
 
 
 #: Makes a Fact from a tuple, in half the time of its constructor.

@@ -2,18 +2,17 @@
 overdraft.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count, repeat
 from typing import Any
 
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
-from grabstream.models.runs import AnyRun
-from grabstream.models.transfers import GUARDED_ACCOUNTS
+from grabstream.models.transfers import GUARDED_ACCOUNTS, RunTransfers
+from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.cursors import Fact
-from grabstream.projections.database.arrays import copy_rows, integer_array, text_array
+from grabstream.projections.database.arrays import copy_rows, in_order, integer_array, text_array
 
 NAME = "ledger"
 
@@ -22,28 +21,26 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
     """Adds the transfers of the events, in the caller's transaction; raises psycopg.errors.CheckViolation at
     an overdraft.
     """
-    changes: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for _, _, _, transfers in facts:
-        for asset, debit, credit, amount in transfers:
-            changes[debit, asset] -= amount
-            changes[credit, asset] += amount
-    if changes:
+    if changes := changes_of(facts):
         await load(connection, facts)
         await _post(connection, changes)
 
 
 async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds only the transfers, for a build: `finish` computes the accounts."""
-    rows = []
+    rows: list[str] = []
     for _, _, event, transfers in facts:
-        # Each transfer of a run is the only one of its seq.
-        numbers: Iterable[tuple[int, int]] = zip(repeat(event.seq), count(), strict=False)
-        if isinstance(event, AnyRun):
-            numbers = zip(count(event.seq), repeat(0), strict=False)
-        rows += [
-            f"{event.shard}\t{seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t{event.at}\n"
-            for (asset, debit, credit, amount), (seq, leg) in zip(transfers, numbers, strict=False)
-        ]
+        shard, seq, offer, at = f"{event.shard}\t", event.seq, f"\t{event.offer}\t", f"\t{event.at}\n"
+        if isinstance(transfers, RunTransfers):
+            # Each transfer of a run is the only one of its seq.
+            between = f"\t0{offer}{transfers.asset}\t{transfers.kind}{transfers.name}\t{transfers.user_kind}"
+            columns = zip(count(seq), transfers.users, transfers.amounts, strict=False)
+            rows += [f"{shard}{seq}{between}{user}\t{amount}{at}" for seq, user, amount in columns]
+        else:
+            rows += [
+                f"{shard}{seq}\t{leg}{offer}{asset}\t{debit}\t{credit}\t{amount}{at}"
+                for leg, (asset, debit, credit, amount) in enumerate(transfers)
+            ]
     await copy_rows(
         connection, "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)", rows
     )
@@ -59,21 +56,21 @@ async def finish(connection: AsyncConnection[Any]) -> None:
     )
 
 
-async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str], int]) -> None:
+async def _post(connection: AsyncConnection[Any], changes: Changes) -> None:
     """Adds changes to accounts in sorted order, so that two transactions rarely deadlock.
 
     A loss of a guarded account is an UPDATE: an upsert would check the row to insert, which has only the
     loss, against the CHECK before it finds the existing row.
     """
-    losses = sorted(
-        key for key, amount in changes.items() if amount < 0 and key[0].startswith(GUARDED_ACCOUNTS)
-    )
-    gains = sorted(changes.keys() - set(losses))
+    losses: Changes = {}
+    for (kind, asset), of_kind in changes.items():
+        if kind in GUARDED_ACCOUNTS and (lost := [name for name in of_kind if of_kind[name] < 0]):
+            losses[kind, asset] = {name: of_kind.pop(name) for name in lost}
     await connection.execute(
         "INSERT INTO accounts_1 AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], %s::text[], "
         "%s::numeric[]) "
         "ON CONFLICT (account, asset) DO UPDATE SET posted = a.posted + excluded.posted",
-        _columns(gains, changes),
+        _columns(changes),
     )
     if not losses:
         return
@@ -81,12 +78,21 @@ async def _post(connection: AsyncConnection[Any], changes: dict[tuple[str, str],
         "UPDATE accounts_1 AS a SET posted = a.posted + c.amount "
         "FROM unnest(%s::text[], %s::text[], %s::numeric[]) AS c (account, asset, amount) "
         "WHERE a.account = c.account AND a.asset = c.asset",
-        _columns(losses, changes),
+        _columns(losses),
     )
-    if done.rowcount != len(losses):
-        raise CheckViolation(f"a missing account would fall below 0, one of {losses[:5]}")
+    if done.rowcount != sum(map(len, losses.values())):
+        examples = [(kind + name, asset) for (kind, asset), lost in sorted(losses.items()) for name in lost]
+        raise CheckViolation(f"a missing account would fall below 0, one of {examples[:5]}")
 
 
-def _columns(keys: Sequence[tuple[str, str]], changes: dict[tuple[str, str], int]) -> tuple[str, str, str]:
-    accounts, assets = [key[0] for key in keys], [key[1] for key in keys]
-    return text_array(accounts), text_array(assets), integer_array(changes[key] for key in keys)
+def _columns(changes: Changes) -> tuple[str, str, str]:
+    accounts: list[str] = []
+    assets: list[str] = []
+    amounts: list[int] = []
+    for kind, asset in sorted(changes):
+        of_kind = changes[kind, asset]
+        accounts += [kind + name for name in of_kind]
+        assets += repeat(asset, len(of_kind))
+        amounts += of_kind.values()
+    accounts, assets, amounts = in_order(accounts, assets, amounts)
+    return text_array(accounts), text_array(assets), integer_array(amounts)

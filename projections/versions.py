@@ -347,7 +347,14 @@ async def _freeze(connection: AsyncConnection[Any], version: Version, frozen: bo
 
 
 async def show_cursors(connection: AsyncConnection[Any], schema: str) -> None:
-    """Makes the views of cursors and stopped shards show the live versions that have their tables."""
+    """Makes the views of cursors and stopped shards show the live versions that have their tables, in the
+    caller's transaction.
+
+    Waits until no other transaction does so: read before that one ends, the live versions would be old, and
+    views of a version that is dropped later would be dropped with it.
+    """
+    name = f"grabstream-views-{schema}"
+    await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (name,))
     live = [version for version in await versions(connection, schema) if version.state == "live"]
     without_tables = await lost(connection, live)
     schemas = [version.schema for version in live if version not in without_tables]

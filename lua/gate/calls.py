@@ -132,9 +132,10 @@ class Calls:
         return self._clock() if self._clock else now_ms()
 
     async def call(
-        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int
+        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int, journaled_seq: int
     ) -> tuple[list[list[int]], int]:
-        """Returns the rows of the commands and the history of the shard.
+        """Returns the rows of the commands and the history of the shard. The call must be decided in a
+        history (0: any), by a server that has events up to `journaled_seq`.
 
         Raises CallRefused, AnotherHistory, Undecidable, BrokenOff, and errors of a client that cannot reach
         its server.
@@ -144,7 +145,7 @@ class Calls:
             packed = await stage(partial(run_script, self._redis), call) if call.staged else call.arguments
             raw = await run_script(
                 self._redis, script, [*keys.deciding(), *call.keys],
-                (*self._first_arguments(keys, script, history), *packed)
+                (*self._first_arguments(keys, script, history, journaled_seq), *packed)
             )  # fmt: skip
         except OutOfMemoryError:
             raise CallRefused(Outcome.busy, "Redis memory is full", self.now() + BUSY_RETRY_MS) from None
@@ -185,11 +186,11 @@ class Calls:
         except Exception as error:
             raise Undecidable(f"{type(error).__name__}: {error}") from error
 
-    def _first_arguments(self, keys: ShardKeys, script: str, history: int) -> tuple[object, ...]:
+    def _first_arguments(
+        self, keys: ShardKeys, script: str, history: int, journaled_seq: int
+    ) -> tuple[object, ...]:
         """Returns the first arguments of every deciding script."""
-        shard = (
-            f"{keys.shard}/{self._keys.shards}/{history}" if history else f"{keys.shard}/{self._keys.shards}"
-        )
+        shard = f"{keys.shard}/{self._keys.shards}/{history or ''}/{journaled_seq or ''}"
         outbox_max: int | str = "" if script in _ALWAYS_ADMITTED else self._limits.outbox_events_max
         return (
             shard,

@@ -66,8 +66,10 @@ class DecidedAnswers:
         self, shard: int, history: int, commands: Sequence[AnyCommand], answers: Sequence[Answer]
     ) -> None:
         """Keeps answers of one call until their events are journaled."""
+        if not self._journaled.is_following:
+            return
         seq = max((answer.seq for answer in answers if answer.seq is not None and answer.positive), default=0)
-        if not seq or not self._journaled.is_following:
+        if not seq:
             return
         self._kept.setdefault(shard, deque()).append(_Kept(history, seq, commands, answers))
         if shard not in self._tasks or self._tasks[shard].done():

@@ -23,6 +23,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any, Final, Literal
 
@@ -42,6 +43,7 @@ from grabstream.lua.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.gate.queue import (
     OFFERS_IN_CALL_MAX,
     CallOrder,
+    Lane,
     OutcomeUnknown,
     QueueEntry,
     ShardQueue,
@@ -151,11 +153,15 @@ class Gate:
         nothing; they never get `fenced` or `busy`. `report_undecidable` is called with the index and the
         error of each command that no script can decide; the answer to it is `invalid`.
         """
-        answers: list[Answer | None] = [None] * len(commands)
-        valid = self._check(commands, answers)
-        runs = list(self._runs(valid, commands))
         timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
         deadline = math.inf if reader else time.monotonic() + timeout_seconds
+        if len(commands) == 1 and reader is None and basket_of(commands[0]) is None:
+            return [
+                await self._decide_one(commands[0], promise, deadline, patience_ms / 1000, report_undecidable)
+            ]
+        answers: list[Answer | None] = [None] * len(commands)
+        valid = self._check(commands, answers)
+        runs = list(self._split(valid, commands))
         order = reader or CallOrder()
         waits: deque[tuple[int, Sequence[int], QueueEntry]] = deque()
         last_of: dict[int, QueueEntry] = {}
@@ -186,12 +192,9 @@ class Gate:
                 if entry.fault is not None:
                     for index in indexes:
                         report_undecidable(index, entry.fault)
-                if promise == "decided":
-                    self._decided.keep(shard, entry.history, entry.commands, entry.answers)
-                else:
+                self._remember(shard, entry, promise)
+                if promise != "decided":
                     entry.give()
-                if self._refusals is not None:
-                    self._refusals.take(entry.commands, entry.answers)
                 if len(indexes) == len(commands):
                     return entry.answers
                 for index, answer in zip(indexes, entry.answers, strict=True):
@@ -201,14 +204,42 @@ class Gate:
             for entry in entries:
                 entry.give()
 
+    async def _decide_one(
+        self,
+        command: AnyCommand,
+        promise: Promise,
+        deadline: float,
+        patience_seconds: float,
+        report_undecidable: ReportUndecidable,
+    ) -> Answer:
+        """Decides a command that comes alone, as `decide` does: most of a crowd's do."""
+        if (refused := _refused(command)) is not None:
+            return refused
+        number = self._shard(command.offer)
+        entry = QueueEntry(Lane(), type(command).__name__.lower(), (command,), deadline, patience_seconds)
+        self._submit(number, entry, bounded=True, before=None)
+        try:
+            await self._answers_ready(number, entry, promise)
+            if entry.fault is not None:
+                report_undecidable(0, entry.fault)
+            self._remember(number, entry, promise)
+            return entry.answers[0]
+        finally:
+            entry.give()
+
+    def _remember(self, number: int, entry: QueueEntry, promise: Promise) -> None:
+        """Keeps what a shard has decided until it is journaled, and a sample of its refusals."""
+        if promise == "decided":
+            self._decided.keep(number, entry.history, entry.commands, entry.answers)
+        if self._refusals is not None:
+            self._refusals.take(entry.commands, entry.answers)
+
     async def grab(self, command: Grab, promise: Promise = "journaled", patience_ms: int = 0) -> Answer:
         """Decides one grab; see `decide`."""
         return (await self.decide([command], promise, patience_ms))[0]
 
     def _check(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
         """Returns the indexes of the valid commands; answers the others `invalid`."""
-        if len(commands) == 1:
-            return self._check_each(commands, answers)
         names: list[str] = []
         ids: list[str] = []
         for command in commands:
@@ -220,47 +251,35 @@ class Gate:
             ids.append(command.id)
         else:
             quantities = [command.quantity for command in commands]  # type: ignore[union-attr]
-            if (
-                RESERVED_IDS.isdisjoint(ids)
-                and are_ids(names + ids)
-                and min(quantities, default=1) > 0  # type: ignore[type-var, operator]
-                and max(quantities, default=1) < 10**13  # type: ignore[type-var, operator]
-            ):
-                return range(len(commands))
+            # A name may be no text, in a command made in Python.
+            with suppress(TypeError):
+                if (
+                    RESERVED_IDS.isdisjoint(ids)
+                    and are_ids(names + ids)
+                    and min(quantities, default=1) > 0  # type: ignore[type-var, operator]
+                    and max(quantities, default=1) < 10**13  # type: ignore[type-var, operator]
+                ):
+                    return range(len(commands))
         return self._check_each(commands, answers)
 
     def _check_each(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
         valid = []
         for index, command in enumerate(commands):
-            try:
-                check(command)
+            if (refused := _refused(command)) is None:
                 valid.append(index)
-            except Exception as error:
-                # Any error: no other command of the list may be affected.
-                if not isinstance(error, Invalid | TypeError):
-                    log.exception("a command of type %s cannot be checked", type(command).__name__)
-                answers[index] = refusal(
-                    command.id, Outcome.invalid, command.offer, str(error) or type(error).__name__
-                )
+            else:
+                answers[index] = refused
         if any(map(basket_of, commands)):
             _check_baskets(commands, answers)
             return [index for index in valid if answers[index] is None]
         return valid
 
-    def _runs(
-        self, indexes: Sequence[int], commands: Sequence[AnyCommand]
+    def _split(
+        self, indexes: Iterable[int], commands: Sequence[AnyCommand]
     ) -> Iterable[tuple[int, str, Sequence[int]]]:
         """Returns (shard, script, indexes): the commands of each shard in order, split where the type changes
         and where a call would be too large.
         """
-        if len(indexes) == 1:
-            command = commands[indexes[0]]
-            return [(self._shard(command.offer), type(command).__name__.lower(), indexes)]
-        return self._split(indexes, commands)
-
-    def _split(
-        self, indexes: Iterable[int], commands: Sequence[AnyCommand]
-    ) -> Iterable[tuple[int, str, Sequence[int]]]:
         by_shard: dict[int, list[int]] = {}
         for index in indexes:
             by_shard.setdefault(self._shard(commands[index].offer), []).append(index)
@@ -304,14 +323,16 @@ class Gate:
             # An entry that has to be decided again gets a new future while we wait for the old one.
             if not entry.done.done():
                 continue
-            last = entry.last_seq
-            if promise == "decided" or last == 0:
+            if promise == "decided" or (last := entry.last_seq) == 0:
                 return
             try:
                 left = entry.deadline - time.monotonic()
                 # Not wait_for: before Python 3.12 it may swallow a cancellation, and with it Ctrl-C.
                 async with asyncio.timeout(None if left == math.inf else max(left, 0.001)):
                     await self.journaled.wait(number, entry.history, last)
+                # A reader's lane, whose entries have no deadline, may outlive a journal that is put back.
+                if entry.deadline < math.inf:
+                    entry.lane.journaled_seq = max(entry.lane.journaled_seq, last)
                 return
             except HistoryChanged:
                 # The decisions may be lost with their history: all entries of the lane are decided again, and
@@ -347,13 +368,13 @@ class Gate:
         """Sends as many calls as may be in flight; after a refused call, the shard pauses before a retry."""
         shard.waking = False
         while shard.queue and not shard.is_paused and self._may_send(shard):
-            entries, history = self._next_call(shard)
+            entries, history, journaled_seq = self._next_call(shard)
             if not entries:
                 return
             shard.in_flight.append(entries)
             if not shard.watch:
                 shard.watch = asyncio.get_running_loop().call_later(WATCH_EVERY_SECONDS, self._watch, shard)
-            task = asyncio.create_task(self._send(shard, entries, history))
+            task = asyncio.create_task(self._send(shard, entries, history, journaled_seq))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -364,9 +385,9 @@ class Gate:
             in_flight < IN_FLIGHT_MAX and 2 * shard.queued >= self._limits.batch_commands_max
         )
 
-    def _next_call(self, shard: ShardQueue) -> tuple[list[QueueEntry], int]:
-        """Takes the entries for one call from the head of the queue; returns them and the history in which
-        the call must be decided (0: any).
+    def _next_call(self, shard: ShardQueue) -> tuple[list[QueueEntry], int, int]:
+        """Takes the entries for one call from the head of the queue; returns them, the history in which the
+        call must be decided (0: any), and the last event that their callers know to be journaled.
 
         The entries have one type, none of their lanes is in flight, and the decided entries of their lanes
         were decided in one history.
@@ -404,9 +425,11 @@ class Gate:
         shard.queued -= count
         for entry in entries:
             entry.lane.in_flight = True
-        return entries, history
+        return entries, history, max((entry.lane.journaled_seq for entry in entries), default=0)
 
-    async def _send(self, shard: ShardQueue, entries: list[QueueEntry], history: int) -> None:
+    async def _send(
+        self, shard: ShardQueue, entries: list[QueueEntry], history: int, journaled_seq: int
+    ) -> None:
         """Sends one call and handles its result; entries to be sent again go to the head of the queue, in
         order.
         """
@@ -416,7 +439,9 @@ class Gate:
         again: list[QueueEntry] = []
         pause = True
         try:
-            rows, history = await self._calls.call(shard.keys, entries[0].script, commands, history)
+            rows, history = await self._calls.call(
+                shard.keys, entries[0].script, commands, history, journaled_seq
+            )
             again, pause = self._answer(shard, entries, rows, history), False
             if shard.refuses:
                 log.warning("shard %d decides again", shard.keys.shard)
@@ -620,6 +645,18 @@ def _partial_answer(shard: int, command: AnyCommand, row: Sequence[Any], error: 
         at=row[2],
         message=message,
     )
+
+
+def _refused(command: AnyCommand) -> Answer | None:
+    """The answer `invalid` to a command that must not reach a script; None for others."""
+    try:
+        check(command)
+    except Exception as error:
+        # Any error: no other command of the list may be affected.
+        if not isinstance(error, Invalid | TypeError):
+            log.exception("a command of type %s cannot be checked", type(command).__name__)
+        return refusal(command.id, Outcome.invalid, command.offer, str(error) or type(error).__name__)
+    return None
 
 
 def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None]) -> None:

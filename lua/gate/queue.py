@@ -5,8 +5,9 @@ out.
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final
+
+import msgspec
 
 from grabstream.lua.gate.sizes import size_of_all
 from grabstream.lua.keys import ShardKeys
@@ -44,15 +45,17 @@ class Lane:
     """The commands of one order in one shard. Only one script call at a time carries commands of a lane.
 
     `decided` are the entries whose answers are not given yet, in their order, all decided in `history`.
-    `stale` is set when that history is lost.
+    `stale` is set when that history is lost. `journaled_seq` is the last event of the entries whose answers
+    were given as journaled; a reader's lane has none, since it may outlive a journal that is put back.
     """
 
-    __slots__ = ("decided", "history", "in_flight", "stale")
+    __slots__ = ("decided", "history", "in_flight", "journaled_seq", "stale")
 
     def __init__(self) -> None:
         self.decided: deque[QueueEntry] = deque()
         self.history = 0
         self.in_flight = False
+        self.journaled_seq = 0
         self.stale = False
 
     def take_decided(self) -> "list[QueueEntry]":
@@ -65,7 +68,7 @@ class Lane:
         return entries
 
 
-class QueueEntry:
+class QueueEntry(msgspec.Struct, eq=False):
     """Consecutive commands of one caller, shard and type. `done` gets a result when they are decided or
     refused; then `answers` and `history` have the outcome. `next` is the following entry of the same caller's
     call and shard: it must not overtake commands that were not decided.
@@ -77,39 +80,31 @@ class QueueEntry:
     a call had no room for all commands. `fault` is the error of a single command.
     """
 
-    __slots__ = (
-        "answers", "breaks", "bytes", "commands", "deadline", "done", "entries_max", "fault", "given",
-        "has_baskets", "history", "lane", "next",
-        "parts", "patience_seconds", "patient_until", "script", "unsure",
-    )  # fmt: skip
+    lane: Lane
+    script: str
+    commands: Sequence[AnyCommand]
+    deadline: float
+    patience_seconds: float
+    patient_until: float | None = None
+    unsure: bool = False
+    given: bool = False
+    entries_max: int = ENTRIES_IN_CALL_MAX
+    breaks: int = 0
+    fault: str | None = None
+    next: "QueueEntry | None" = None
+    parts: "tuple[QueueEntry, ...]" = ()
+    answers: list[Answer] = []
+    history: int = 0
+    bytes: int = 0
+    #: Two callers may use the same basket name, so entries with baskets never share a call.
+    has_baskets: bool = False
+    done: asyncio.Future[None] = msgspec.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
-    def __init__(
-        self,
-        lane: Lane,
-        script: str,
-        commands: Sequence[AnyCommand],
-        deadline: float,
-        patience_seconds: float,
-    ) -> None:
-        self.lane = lane
-        self.script = script
-        self.commands = commands
-        self.bytes = size_of_all(commands)
-        self.deadline = deadline
-        self.patience_seconds = patience_seconds
-        self.patient_until: float | None = None
-        self.unsure = False
-        self.given = False
-        self.entries_max = ENTRIES_IN_CALL_MAX
-        self.breaks = 0
-        self.fault: str | None = None
-        self.next: QueueEntry | None = None
-        self.parts: tuple[QueueEntry, ...] = ()
-        self.answers: list[Answer] = []
-        self.history = 0
-        # Two callers may use the same basket name, so entries with baskets never share a call.
-        self.has_baskets = script == "grab" and any(map(basket_of, commands))
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __post_init__(self) -> None:
+        self.bytes = size_of_all(self.commands)
+        self.has_baskets = self.script == "grab" and any(map(basket_of, self.commands))
 
     @property
     def last_seq(self) -> int:
@@ -206,7 +201,7 @@ class QueueEntry:
     def give(self) -> None:
         """The caller has its answers, or no longer waits; commands that were not sent are dropped."""
         self.given = True
-        with suppress(ValueError):
+        if self in self.lane.decided:
             self.lane.decided.remove(self)
         self.done.cancel()
         for part in self.parts:

@@ -31,6 +31,8 @@ _PART_BYTES: Final = 6
 def size_of(command: AnyCommand) -> int:
     """Returns an estimate of the bytes that a command takes of a call's arguments."""
     if isinstance(command, Grab):
+        if not command.attributes:
+            return PLAIN_BYTES
         # They are sent twice: as text for the event, and as a map.
         return PLAIN_BYTES + 2 * sum(len(name) + len(value) + 6 for name, value in command.attributes.items())
     if isinstance(command, Load):
@@ -51,6 +53,8 @@ def size_of(command: AnyCommand) -> int:
 
 def size_of_all(commands: Sequence[AnyCommand]) -> int:
     """Returns the sum for commands of one type."""
+    if len(commands) == 1:
+        return size_of(commands[0])
     if type(commands[0]) is Grab and not any(command.attributes for command in commands):  # type: ignore[union-attr]
         return PLAIN_BYTES * len(commands)
     return sum(map(size_of, commands))

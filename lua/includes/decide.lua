@@ -83,9 +83,11 @@ end
 
 -- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code,
 -- retry_at, message}.
---   ARGV[1] shard/shards, or shard/shards/history. The history is given when callers of this call have
---     earlier commands that were decided in it and are not known to be journaled. In another history those
---     decisions may be lost, and no later command of the same callers may be decided before them.
+--   ARGV[1] shard/shards, or shard/shards/history/seq, either of which may be empty. The history is given
+--     when callers of this call have earlier commands that were decided in it and are not known to be
+--     journaled. In another history those decisions may be lost, and no later command of the same callers may
+--     be decided before them. The seq is that of an earlier command whose event is journaled: a server that
+--     has less lags behind the journal, such as a former master in a divided network.
 --   ARGV[2] the caller's time, ms
 --   ARGV[3] a time to use in place of the server's, ms, or ''
 --   ARGV[4] allowed clock skew, ms
@@ -114,17 +116,21 @@ local function begin_call()
     return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout .. ', this program writes '
       .. LAYOUT_MIN .. ' to ' .. LAYOUT .. ': upgrade it'}
   end
-  local number, shards, history = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)$')
+  local number, shards, history, journaled = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)/?(%d*)$')
   if shard[7] ~= shards then
     return nil, {CODE.fenced, clock + 1000,
       'this system has ' .. shard[7] .. ' shards, the caller assumes ' .. shards
         .. ': correct GRAB_SHARDS'}
   end
+  local seq = tonumber(shard[1] or 0)
+  if journaled ~= '' and tonumber(journaled) > seq then
+    return nil, {CODE.fenced, clock + 1000, 'this server lags behind the journal: the shard has seq '
+      .. (shard[1] or 0) .. ' here, and seq ' .. journaled .. ' is journaled'}
+  end
   if history ~= '' and history ~= shard[4] then
     return nil, {ANOTHER_HISTORY, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4]
       .. ' instead of ' .. history}
   end
-  local seq = tonumber(shard[1] or 0)
   if seq > SEQ_MAX - 10000 then
     return nil, {CODE.fenced, clock + 1000,
       'the shard has reached the greatest event number that its records can hold'}

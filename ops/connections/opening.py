@@ -25,6 +25,7 @@ from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, wri
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.script_client import ScriptClient
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import encode_event
@@ -94,12 +95,12 @@ def open_redis(settings: Settings) -> Any:
         "max_connections": 256,
     }
     if not is_cluster(settings.redis_url):
-        return _cancellable(redis.asyncio.Redis.from_url(settings.redis_url, **options))
+        return _cancellable(ScriptClient.from_url(settings.redis_url, **options))
     address = cluster_address(settings.redis_url)
     login = {"username": address.username, "password": address.password, "ssl": address.encrypted}
 
     def open_server(host: str, port: int) -> Any:
-        return _cancellable(redis.asyncio.Redis(host=host, port=port, **login, **options))
+        return _cancellable(ScriptClient(host=host, port=port, **login, **options))
 
     return ClusterClient(address.nodes, open_server)
 

@@ -30,6 +30,7 @@ from redis.exceptions import (
 )
 
 from grabstream.lua.ending import end
+from grabstream.lua.script_client import ScriptClient
 from grabstream.lua.trouble import is_trouble
 
 SLOTS: Final = 16_384
@@ -326,6 +327,9 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             if name in known and name not in slots.masters
         ]
         # Ends the commands that wait for a master that hangs and has been replaced.
+        for server in demoted:
+            if isinstance(server.client, ScriptClient):
+                server.client.lose_lines()
         for closing in [server.client.aclose() for server in gone] + [
             server.client.connection_pool.disconnect() for server in demoted
         ]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from grabstream.models.events import (
     GrabReturned,
     GrabUnredeemed,
 )
-from grabstream.models.runs import AnyRun, GrantedRun, singles
+from grabstream.models.runs import AnyRun, GrantedRun, HeldRun, singles
 from grabstream.projections.database.arrays import copy_rows, copy_text, update_by
 
 
@@ -162,18 +162,17 @@ class GrabRows:
     def run(self, event: AnyRun) -> None:
         """Adds a run of grants, or of holds."""
         if isinstance(event, GrantedRun) and not event.attributes and event.basket is None:
-            head, tail = f"{event.offer}\t", f"\t{event.asset}\t"
+            head, asset = f"{event.offer}\t", f"\t{event.asset}\t"
             shard, at = f"\t{event.shard}\t", f"\t{event.at}\n"
-            rows = zip(event.grabs, event.users, event.given, event.moved, strict=True)
             self._plain += [
-                f"{head}{grab}\t{user}\tgranted\t{quantity}\t{amount}{tail}{place}{shard}{seq}{at}"
-                for place, seq, (grab, user, quantity, amount) in zip(
-                    count(event.place), count(event.seq), rows, strict=False
-                )
+                f"{head}{grab}\t{user}\tgranted\t{quantity}\t{amount}{asset}{place}{shard}{seq}{at}"
+                for grab, user, quantity, amount, place, seq in zip(*_columns(event), strict=False)
             ]
-        else:
+        elif isinstance(event, HeldRun) and event.waited:
             for one in singles(event):
-                self.add(one)  # type: ignore[arg-type]  # a run has grants and holds only
+                self._alter(one)  # type: ignore[arg-type]  # a run has grants and holds only
+        else:
+            self._full += _full_rows(event)
 
     def _alter(self, event: AnyGrabEvent) -> None:
         _alter(self._changes.setdefault((event.offer, event.grab), _Change()), event)
@@ -232,15 +231,51 @@ def _full_row(event: GrabGranted | GrabHeld | GrabQueued) -> str:
     held, deadline_at, due, currency = 0, None, None, None
     if isinstance(event, GrabHeld):
         held, deadline_at, due, currency = event.quantity, event.deadline_at, event.due, event.currency
-    attributes = copy_text(msgspec.json.encode(event.attributes).decode()) if event.attributes else "\\N"
     basket = None if isinstance(event, GrabQueued) else event.basket
     state = "held" if held else ("waiting" if waiting else "granted")
     values: Iterable[object] = (
         event.offer, event.grab, event.user, state, event.quantity,
         event.quantity if waiting else event.amount, event.asset, event.place,
-        event.shard, event.seq, event.at, held, waiting, deadline_at, due, currency, attributes, basket,
+        event.shard, event.seq, event.at, held, waiting, deadline_at, due, currency,
+        _attributes(event.attributes), basket,
     )  # fmt: skip
     return "\t".join("\\N" if value is None else str(value) for value in values) + "\n"
+
+
+def _full_rows(event: AnyRun) -> list[str]:
+    """The rows of a run whose grabs have not waited, as `_full_row` makes them of its single events."""
+    given, at = event.given, f"\t{event.at}\t"
+    # By quantity: the columns from `at` to `currency`.
+    if isinstance(event, HeldRun):
+        state, deadline_at, currency = "\theld\t", event.deadline_at, _or_null(event.currency)
+        units = {
+            quantity: f"{at}{quantity}\t0\t{deadline_at}\t{_or_null(event.due(quantity))}\t{currency}\t"
+            for quantity in set(given)
+        }
+    else:
+        state, units = "\tgranted\t", dict.fromkeys(given, f"{at}0\t0\t\\N\t\\N\t\\N\t")
+    attributes = map(_attributes, event.attributes) if event.attributes else repeat("\\N")
+    head, asset, shard = f"{event.offer}\t", f"\t{event.asset}\t", f"\t{event.shard}\t"
+    end = f"\t{_or_null(event.basket)}\n"
+    columns = (*_columns(event), attributes)
+    return [
+        f"{head}{grab}\t{user}{state}{quantity}\t{amount}{asset}{place}{shard}{seq}"
+        f"{units[quantity]}{of_grab}{end}"
+        for grab, user, quantity, amount, place, seq, of_grab in zip(*columns, strict=False)
+    ]
+
+
+def _columns(event: AnyRun) -> tuple[Iterable[Any], ...]:
+    """What every row of a run has for itself: grab, user, quantity, amount, place and seq."""
+    return event.grabs, event.users, event.given, event.moved, count(event.place), count(event.seq)
+
+
+def _attributes(attributes: dict[str, str] | None) -> str:
+    return copy_text(msgspec.json.encode(attributes).decode()) if attributes else "\\N"
+
+
+def _or_null(value: object) -> object:
+    return "\\N" if value is None else value
 
 
 def _alter(change: _Change, event: AnyGrabEvent) -> None:

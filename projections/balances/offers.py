@@ -130,7 +130,7 @@ class OfferRows:
         if isinstance(event, GrantedRun):
             offer.given += sum(event.moved)
         else:
-            offer.held += sum(event.moved)
+            offer.held += sum(event.given)
             offer.waiting -= count if event.waited else 0
 
     def add(self, event: AnyEvent) -> None:

@@ -1,22 +1,21 @@
 """The projection `balances`: balances of users, and the current state of offers, grabs and payments."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
 from grabstream.models.events import AnyGrabEvent, GrabGranted
 from grabstream.models.runs import AnyRun
+from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.balances.grabs import GrabRows, LoadedGrabRows, finish_grabs
 from grabstream.projections.balances.offers import OfferRows
 from grabstream.projections.cursors import Fact
-from grabstream.projections.database.arrays import copy_rows, integer_array, text_array
+from grabstream.projections.database.arrays import copy_rows, in_order, integer_array, text_array
 
 NAME = "balances"
-
-_Changes = dict[tuple[str, str], int]
 
 _WALLET, _HOLD = "wallet:", "hold:"
 
@@ -37,19 +36,19 @@ _LOSE = (
 
 async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds the events to balances, grabs, offers and payments, in the caller's transaction."""
-    accounts = await _write_rows(connection, facts, GrabRows())
-    await _upsert_users(connection, *_by_user(accounts))
+    await _write_rows(connection, facts, GrabRows())
+    await _upsert_users(connection, changes_of(facts))
 
 
 async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds the events for a build, in the caller's transaction. Changes of balances and grabs go to staging
     tables until `finish`.
     """
-    accounts = await _write_rows(connection, facts, LoadedGrabRows())
-    available, held = _by_user(accounts)
+    await _write_rows(connection, facts, LoadedGrabRows())
     rows = [
-        f"{user}\t{asset}\t{available.get((user, asset), 0)}\t{held.get((user, asset), 0)}\n"
-        for user, asset in available | held
+        f"{user}\t{asset}\t{available.get(user, 0)}\t{held.get(user, 0)}\n"
+        for asset, available, held in _by_asset(changes_of(facts))
+        for user in available | held
     ]
     await copy_rows(connection, "balance_changes (user_id, asset, available, held)", rows)
 
@@ -63,14 +62,10 @@ async def finish(connection: AsyncConnection[Any]) -> None:
     await finish_grabs(connection)
 
 
-async def _write_rows(connection: AsyncConnection[Any], facts: Sequence[Fact], grabs: GrabRows) -> _Changes:
-    """Writes offers, payments and grabs; returns the change of every (account, asset)."""
-    accounts: defaultdict[tuple[str, str], int] = defaultdict(int)
+async def _write_rows(connection: AsyncConnection[Any], facts: Sequence[Fact], grabs: GrabRows) -> None:
+    """Writes offers, payments and grabs."""
     offers = OfferRows()
-    for _, _, event, transfers in facts:
-        for asset, debit, credit, amount in transfers:
-            accounts[debit, asset] -= amount
-            accounts[credit, asset] += amount
+    for _, _, event, _ in facts:
         if isinstance(event, GrabGranted):
             offers.granted(event)
             grabs.add(event)
@@ -83,41 +78,48 @@ async def _write_rows(connection: AsyncConnection[Any], facts: Sequence[Fact], g
                 grabs.add(event)
     await offers.write(connection)
     await grabs.write(connection)
-    return accounts
 
 
-def _by_user(accounts: _Changes) -> tuple[_Changes, _Changes]:
-    """The changes of users' balances, available and held, by (user, asset)."""
-    available: _Changes = {}
-    held: _Changes = {}
-    for (account, asset), change in accounts.items():
-        if account.startswith(_WALLET):
-            available[account[7:], asset] = change
-        elif account.startswith(_HOLD):
-            held[account[5:], asset] = change
-    return available, held
+def _by_asset(changes: Changes) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
+    """The changes of users' balances: each asset, what is available by user, and what is held."""
+    for asset in sorted({asset for kind, asset in changes if kind in (_WALLET, _HOLD)}):
+        yield asset, changes.get((_WALLET, asset), {}), changes.get((_HOLD, asset), {})
 
 
-async def _upsert_users(connection: AsyncConnection[Any], available: _Changes, held: _Changes) -> None:
-    """Adds changes to balances. Losses are an UPDATE, because an upsert would check the loss alone against
-    the CHECK (see ledger).
+class _Rows(NamedTuple):
+    """Changes of balances, in columns."""
+
+    users: list[str]
+    assets: list[str]
+    available: list[int]
+    held: list[int]
+
+    def add(
+        self, asset: str, users: Collection[str], available: dict[str, int], held: dict[str, int]
+    ) -> None:
+        """Adds a row for each user."""
+        self.users.extend(users)
+        self.assets.extend(repeat(asset, len(users)))
+        self.available.extend(map(available.get, users, repeat(0)))
+        self.held.extend(map(held.get, users, repeat(0)))
+
+
+async def _upsert_users(connection: AsyncConnection[Any], changes: Changes) -> None:
+    """Adds changes to balances in sorted order, so that two transactions rarely deadlock. Losses are an
+    UPDATE, because an upsert would check the loss alone against the CHECK (see ledger).
     """
-    users = available.keys() | held.keys() if held else available.keys()
-    losses = sorted(user for user in users if available.get(user, 0) < 0 or held.get(user, 0) < 0)
-    for keys, statement in (
-        (sorted(users - set(losses)) if losses else sorted(users), _GAIN),
-        (losses, _LOSE),
-    ):
-        if not keys:
+    gains, losses = _Rows([], [], [], []), _Rows([], [], [], [])
+    for asset, available, held in _by_asset(changes):
+        lost = {user for of_user in (available, held) for user in of_user if of_user[user] < 0}
+        gains.add(asset, [user for user in available | held if user not in lost], available, held)
+        losses.add(asset, lost, available, held)
+    for rows, statement in ((gains, _GAIN), (losses, _LOSE)):
+        if not rows.users:
             continue
+        users, assets, *sums = in_order(*rows)
         done = await connection.execute(
-            statement,
-            (
-                text_array([key[0] for key in keys]),
-                text_array([key[1] for key in keys]),
-                integer_array(available.get(key, 0) for key in keys),
-                integer_array(held.get(key, 0) for key in keys),
-            ),
+            statement, (text_array(users), text_array(assets), *map(integer_array, sums))
         )
-        if done.rowcount != len(keys):
-            raise CheckViolation(f"a missing balance would fall below 0, one of {keys[:5]}")
+        if done.rowcount != len(users):
+            examples = list(zip(users, assets, strict=True))[:5]
+            raise CheckViolation(f"a missing balance would fall below 0, one of {examples}")

@@ -150,7 +150,7 @@ def walk(
                 raise _Differs("chain", f"the audit trail has no row for seq {seq + 1}")
             line, head_after = _verified(shard, head, row)
             for event in singles(line):
-                transfers = () if gaps.not_in_ledger(event.seq) else transfers_of(event)
+                transfers = () if gaps.not_in_ledger(event.seq) else tuple(transfers_of(event))
                 _compare_ledger(event, transfers, lines[event.seq])
                 verified.append(AuditedEvent(event.seq, event, transfers))
         except NewerEvent:

@@ -25,6 +25,14 @@ def integer_array(values: Iterable[int]) -> str:
     return f"{{{','.join(map(str, values))}}}"
 
 
+def in_order(keys: Sequence[str], *columns: Sequence[Any]) -> list[list[Any]]:
+    """Columns of rows, `keys` first, with the rows sorted by their key. Rows of the same key stay in their
+    order.
+    """
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    return [list(map(column.__getitem__, order)) for column in (keys, *columns)]
+
+
 def update_by(
     table: str, keys: Sequence[str], sums: Sequence[str], replaced: Sequence[str], texts: Collection[str],
     more: Mapping[str, str] = {},

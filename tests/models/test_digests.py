@@ -23,8 +23,9 @@ from grabstream.models.commands import (
     Pause,
     decode_command,
     encode_command,
+    is_plain,
 )
-from grabstream.models.digests import CannotCompare, Digests, adjustment_text, is_plain, whole_of
+from grabstream.models.digests import CannotCompare, Digests, adjustment_text, whole_of
 from grabstream.models.entries import Entry
 from grabstream.models.events import LedgerAdjusted, decode_event
 from grabstream.models.offers import EnvelopeTerms, StockTerms

@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import (
@@ -330,3 +332,52 @@ PAUSED = f'{{"type":"offer.paused",{HEAD},"digest":"d"}}'
 def test_transfers_of_events(line: str, expected: list[tuple[str, str, str, int]]) -> None:
     event: AnyEvent = decode_event(line.encode())
     assert list(transfers_of(event)) == expected
+
+
+_NAMES = st.one_of(
+    *[st.sampled_from(["a", "b:1", "x" * 64])] * 6,
+    st.sampled_from(["", "sweep", "x" * 65, "a/b", 'a"b', "é", "a\n"]),
+    st.text(),
+)
+_EXTRAS = st.sampled_from(
+    [
+        "", ',"quantity":1', ',"quantity":2', ',"quantity":true', ',"wait":true', ',"basket":"b"',
+        ',"attributes":{}', ',"attributes":{"a":"b"}', ',"user":"twice"', ',"id":"twice"', ',"unknown":1',
+        ',"quantity":1,"quantity":1', ',"us\\u0065r":"twice"', ',"type":"grab"',
+    ]
+)  # fmt: skip
+
+
+@st.composite
+def _element(draw: st.DrawFn) -> str:
+    id_, offer, user = (json.dumps(draw(_NAMES)) for _ in range(3))
+    kind = draw(st.sampled_from(["grab"] * 8 + ["pause", "gra\\u0062", "none"]))
+    tag = draw(st.sampled_from([f'"type":"{kind}",'] * 9 + [""]))
+    extras = draw(_EXTRAS) + draw(st.sampled_from([""] * 9 + [',"attributes":{},"wait":false']))
+    text = f'{{{tag}"id":{id_},"offer":{offer},"user":{user}{extras}}}'
+    return draw(st.sampled_from([text] * 20 + ["{}", "[]", "1", '"', text[:-1]]))
+
+
+@given(
+    st.lists(st.one_of(st.just('{"type":"grab","id":"i","offer":"o","user":"u"}'), _element()), max_size=6)
+)
+def test_commands_of_an_array_are_those_of_its_elements_alone(elements: list[str]) -> None:
+    """Arrays of plain grabs are decoded together, with the same result."""
+    value = f"[{','.join(elements)}]".encode(errors="surrogatepass")
+
+    def said(command: Any) -> Any:
+        return (
+            (command.raw, command.id, command.offer, command.reason)
+            if isinstance(command, Undecodable)
+            else command
+        )
+
+    try:
+        json.loads(value)
+    except ValueError:
+        assert [type(one) for one in decode_commands(value)] == [Undecodable]
+        return
+    alone = [decode_commands(element.encode(errors="surrogatepass")) for element in elements]
+    if any(element.startswith("[") for element in elements):
+        return
+    assert [said(one) for one in decode_commands(value)] == [said(one) for [one] in alone]

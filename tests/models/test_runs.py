@@ -59,6 +59,7 @@ def test_a_run_is_read_as_its_single_events(lines: list[bytes], grabs_max: int) 
     assert decoded[-1].last_seq == decode_event(lines[-1]).seq
     moved = [transfer for run in decoded for transfer in transfers_of(run)]
     assert moved == [transfer for line in lines for transfer in transfers_of(decode_event(line))]
+    assert [len(transfers_of(run)) for run in decoded] == [run.seqs for run in decoded]
     assert [msgspec.json.encode(run) for run in decoded] == runs
 
 

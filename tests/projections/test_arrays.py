@@ -1,11 +1,11 @@
-"""Array literals: PostgreSQL reads back the same values, for any text."""
+"""Array literals: PostgreSQL reads back the same values, for any text. And columns in order."""
 
 import psycopg
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grabstream.ops.settings import Settings
-from grabstream.projections.database.arrays import integer_array, text_array
+from grabstream.projections.database.arrays import in_order, integer_array, text_array
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
@@ -21,3 +21,10 @@ def test_array_literals_are_read_back_unchanged(
             "SELECT %s::text[], %s::bigint[]", (text_array(some), integer_array(numbers))
         ).fetchone()
     assert row == (some, numbers)
+
+
+@given(st.lists(st.tuples(st.text(max_size=2), st.integers())))
+def test_columns_in_order_have_the_rows_sorted_by_key(rows: list[tuple[str, int]]) -> None:
+    keys, values = [key for key, _ in rows], [value for _, value in rows]
+    in_columns = zip(*in_order(keys, values), strict=True)
+    assert list(in_columns) == sorted(rows, key=lambda row: row[0])

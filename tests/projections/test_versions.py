@@ -2,6 +2,7 @@
 and dropped.
 """
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from importlib.resources import files
@@ -188,6 +189,38 @@ async def test_view_with_other_columns_is_created_again_with_its_grants_unless_v
     await versions.discard(connection, main, (await versions.versions(connection, main, "ledger"))[0])
     with pytest.raises(versions.NoReadModel, match="grabstream rebuild ledger"):
         await versions.use_read_model(connection, main, "ledger")
+
+
+async def test_two_read_models_that_are_switched_at_once_are_both_shown(
+    connection: AsyncConnection[Any], settings: Settings
+) -> None:
+    """The views over all read models show what the other switch has shown, and so outlive what it drops."""
+    main = settings.schema_
+    made = {}
+    for projection in ("audit", "ledger"):
+        async with connection.transaction():
+            made[projection] = await versions.create(connection, main, projection, settings.shards)
+            await versions.complete(connection, projection)
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as other:
+
+        async def switch_ledger() -> None:
+            async with other.transaction():
+                await versions.show(other, main, made["ledger"], keep=False)
+
+        async with connection.transaction():
+            await versions.show(connection, main, made["audit"], keep=False)
+            switching = asyncio.create_task(switch_ledger())
+            while not await fetch(connection, f"SELECT unnest(pg_blocking_pids({other.info.backend_pid}))"):
+                assert not switching.done()
+                await asyncio.sleep(0.01)
+        await switching
+    for projection in ("audit", "ledger"):
+        assert await versions.sweep(connection, main, projection)
+    await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
+    moved = f"UPDATE {made['audit'].schema}.projection_cursors SET seq = 7"
+    await connection.execute(moved.encode())
+    shown = await fetch(connection, "SELECT DISTINCT projection, seq FROM cursors ORDER BY 1")
+    assert shown == [("audit", 7), ("balances", 0), ("ledger", 0)]
 
 
 async def test_system_without_events_gets_the_definitions_of_the_code(

@@ -57,6 +57,10 @@ GUARDS: Final = (
         "if math.abs(skew) > tonumber(ARGV[4]) then", "if false then",
     ),
     _in_mutations("a caller's commands are decided in one history", "order of a caller"),
+    Guard(
+        "a server that lags behind a caller decides nothing for it", "lua/includes/decide.lua",
+        "if journaled ~= '' and tonumber(journaled) > seq then", "if false then",
+    ),
     _in_mutations("a repeated grab gets its first answer", "repeat of a grab"),
     _in_mutations("an entry that is half acknowledged stays", "an entry that is half acknowledged"),
     _in_mutations("blocks of an earlier term do not count", "blocks of an earlier term"),

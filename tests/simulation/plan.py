@@ -109,6 +109,8 @@ class Plan(NamedTuple):
     busy_every: int = 0
     #: The layout of keys and records that the shards have at first.
     layout: int = LAYOUT
+    #: Whether deciders read few records beyond those that wait.
+    has_small_backlogs: bool = True
 
 
 #: Each fault, and how often it is drawn.
@@ -292,13 +294,25 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
     if draw.random() < SCENES_SHARE:
         made = _with_scene(made, draw)
     draw = random.Random(f"{seed} neighbours")
-    if draw.random() < NEIGHBOURS_SHARE:
+    has_neighbours = draw.random() < NEIGHBOURS_SHARE
+    if has_neighbours:
         made = _with_neighbours(made, draw)
         faults = [Fault(0.6, "kafka leaderless", draw.randrange(SHARDS), 2.0, 1.0)]
     draw = random.Random(f"{seed} machine")
     workers, busy_every = draw.choice(WORKERS), draw.choice(BUSY_EVERY) if faults else 0
     layout = draw.choice(LAYOUTS)
-    return Plan(seed, made, faults, block_events_max, has_books, is_verified, workers, busy_every, layout)
+    return Plan(
+        seed,
+        made,
+        faults,
+        block_events_max,
+        has_books,
+        is_verified,
+        workers,
+        busy_every,
+        layout,
+        has_small_backlogs=not has_neighbours,
+    )
 
 
 def _faults(

@@ -17,7 +17,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -414,7 +414,8 @@ class Subscription:
 
     async def subscribe(self, *channels: str) -> None:
         """Subscribes to channels of the server that the client is connected to."""
-        await asyncio.sleep(self._client.delay())
+        with self._client.swallowed_cancellations():
+            await asyncio.sleep(self._client.delay())
         server = self._client.server
         if not server.up:
             raise ConnectionError(f"{server.name}: connection refused")
@@ -453,7 +454,8 @@ class Subscription:
             if self._failed:
                 raise ConnectionError("connection closed")
             self._more = asyncio.get_running_loop().create_future()
-            await self._more
+            with self._client.swallowed_cancellations():
+                await self._more
 
 
 #: Called with each call that was carried out: server, script, arguments, reply, what was read before it and
@@ -533,7 +535,7 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
                 reply = await self._call(server, args)
                 if reply or self.loop.now >= until:
                     return self._parsed(args, reply, options)
-                with contextlib.suppress(asyncio.TimeoutError):
+                with self.swallowed_cancellations(), contextlib.suppress(asyncio.TimeoutError):
                     async with asyncio.timeout_at(until):
                         await waiter
             finally:
@@ -552,13 +554,8 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
         replied = self.loop.create_future()
         # What was sent arrives, whatever becomes of its sender.
         self.loop.call_at_world(self.delay(), self._arrive, server, args, replied)
-        try:
+        with self.swallowed_cancellations():
             return await replied
-        except asyncio.CancelledError:
-            if self._draw.random() >= self._weather.swallowed:
-                raise
-        self._trace.add(self.name, "the client of Redis swallows a cancellation")
-        raise ConnectionError("cancelled while it was sending")
 
     async def call_each(self, commands: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> list[Any]:
         """Sends commands in one request, which is on its way, and may be lost, as a whole; returns the reply
@@ -566,17 +563,23 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
         """
         replied = self.loop.create_future()
         self.loop.call_at_world(self.delay(), self._arrive_together, self.server, commands, replied)
-        try:
+        with self.swallowed_cancellations():
             replies = await replied
+        return [
+            reply if isinstance(reply, Exception) else self._parsed(args, reply, options)
+            for (args, options), reply in zip(commands, replies, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def swallowed_cancellations(self) -> Iterator[None]:
+        """Inside the block, a cancellation may look like a lost connection, as in redis-py."""
+        try:
+            yield
         except asyncio.CancelledError:
             if self._draw.random() >= self._weather.swallowed:
                 raise
             self._trace.add(self.name, "the client of Redis swallows a cancellation")
             raise ConnectionError("cancelled while it was sending") from None
-        return [
-            reply if isinstance(reply, Exception) else self._parsed(args, reply, options)
-            for (args, options), reply in zip(commands, replies, strict=True)
-        ]
 
     def _arrive_together(
         self,

@@ -44,8 +44,6 @@ _IN_MODULES: Final[tuple[tuple[Any, str, int], ...]] = (
     (sizes, "INLINE_BYTES_MAX", 18),
     (restoring, "INLINE_BYTES_MAX", 18),
     (staging, "PIECE_BYTES", 18),
-    (backlog, "HELD_COMMANDS_MAX", 12),
-    (backlog, "OPEN_RECORDS_MAX", 6),
     (decider, "CALL_COMMANDS_MAX", 8),
     (decider, "CALLS_IN_FLIGHT_MAX", 2),
     (sweeper, "OFFERS_AT_ONCE_MAX", 2),
@@ -55,14 +53,20 @@ _IN_MODULES: Final[tuple[tuple[Any, str, int], ...]] = (
     (recovery, "APPLY_EVENTS_MAX", 6),
     (recovery, "WIPE_KEYS_A_STEP", 8),
 )
+#: A decider that meets these reads no more records, and all shards wait for what it has not read.
+_OF_BACKLOGS: Final[tuple[tuple[Any, str, int], ...]] = (
+    (backlog, "HELD_COMMANDS_MAX", 12),
+    (backlog, "OPEN_RECORDS_MAX", 6),
+)
 
 
 @contextmanager
-def smaller_bounds() -> Iterator[None]:
-    """Inside the block, modules have the smaller bounds."""
+def smaller_bounds(has_small_backlogs: bool = True) -> Iterator[None]:
+    """Inside the block, modules have the smaller bounds; deciders' backlogs only if they are to have them."""
+    bounds = _IN_MODULES + (_OF_BACKLOGS if has_small_backlogs else ())
     with ExitStack() as stack:
         for release in RELEASES:
-            for module, name, value in _IN_MODULES:
+            for module, name, value in bounds:
                 of_release = release.module(module.__name__.partition(".")[2])
                 stack.enter_context(mock.patch.object(of_release, name, value))
         yield

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.calls import CallRefused, GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import decode_event
+from grabstream.models.outcomes import Outcome
 from tests.conftest import until
 from tests.lua.conftest import SEALER
 from tests.lua.costs.measured_shard import scripts
@@ -45,6 +46,42 @@ async def test_a_confirmation_never_overtakes_its_grab(
     assert [answer.outcome for answer in answers] == ["held", "confirmed"]
     await relaying
     assert await types(relay) == ["grab.held", "grab.confirmed"]
+    await gate.close()
+
+
+async def test_a_server_that_lags_behind_a_journaled_command_decides_nothing(relay: FakeRelay) -> None:
+    """In a divided network, a former master may decide on; it has not seen what the other has journaled."""
+    gate, [grab, *_] = gate_over(relay), steps_of("ann")
+    seq = int(await relay.client.hget(relay.shard.state, "seq"))
+    with pytest.raises(CallRefused, match="this server lags behind the journal") as refused:
+        await gate._calls.call(relay.shard, "grab", [grab], 0, seq + 1)
+    assert refused.value.outcome == Outcome.fenced
+    rows, _ = await gate._calls.call(relay.shard, "grab", [grab], 0, seq)
+    assert rows[0][0] == Outcome.held
+    await gate.close()
+
+
+async def test_a_reader_s_commands_name_no_journaled_event(relay: FakeRelay) -> None:
+    """A reader may outlive a journal that is put back, shorter than it was."""
+    gate, reader = gate_over(relay), CallOrder()
+    relaying = asyncio.create_task(relay.run())
+    assert (await gate.decide(steps_of("ann")[:1], reader=reader))[0].outcome == "held"
+    relaying.cancel()
+    assert reader.lane(relay.shard.shard).journaled_seq == 0
+    await gate.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("is_reader", [False, True])
+async def test_a_command_of_a_wrong_type_is_invalid_and_affects_no_other(
+    relay: FakeRelay, count: int, is_reader: bool
+) -> None:
+    gate = gate_over(relay)
+    good, *_ = steps_of("ann")
+    commands = [Grab(id=5, offer="s", user="u"), good][:count]  # type: ignore[arg-type]
+    reader = CallOrder() if is_reader else None
+    answers = await gate.decide(commands, "decided", reader=reader)
+    assert [answer.outcome for answer in answers] == ["invalid", "held"][:count]
     await gate.close()
 
 

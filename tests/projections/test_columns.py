@@ -1,0 +1,255 @@
+"""Rows of ledger and balances that are made from runs by column are those of the single events of the runs:
+for every optional column, among other events, in groups of any size, and in a build.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from psycopg import AsyncConnection, sql
+
+from grabstream.models.events import (
+    AnyEvent,
+    GrabConfirmed,
+    GrabExtended,
+    GrabGranted,
+    GrabHeld,
+    GrabQueued,
+    GrabRedeemed,
+    GrabReleased,
+    GrabReturned,
+    OfferOpened,
+    decode_event,
+    encode_event,
+)
+from grabstream.models.journal import GENESIS, chain
+from grabstream.models.runs import AnyRun, decode_line
+from grabstream.ops.settings import Settings
+from grabstream.projections.accounts import changes_of
+from grabstream.projections.cursors import Fact, facts_of
+from grabstream.projections.definitions import definition_of
+from grabstream.projections.read_models import READ_MODELS
+from grabstream.projections.versions import create_flat
+from tests.conftest import LONGER
+from tests.models.test_runs import grants
+from tests.support.random_history import random_history
+from tests.support.runs import as_runs
+
+MODELS = ("ledger", "balances")
+#: Sizes of the groups in which lines are applied, again and again.
+groups = st.lists(st.sampled_from((1, 2, 5, 100)), min_size=1, max_size=5)
+
+Tables = dict[str, list[Any]]
+
+
+@pytest.fixture
+async def books(settings: Settings) -> AsyncIterator[Settings]:
+    """Empty tables of two sets: complete ones, and those of a build."""
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+        built = f"{settings.schema_}_built"
+        await create_flat(connection, settings.schema_, 1)
+        await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(built)))
+        await connection.execute("SELECT set_config('search_path', %s, false)", (built,))
+        for model in MODELS:
+            for part in ("tables", "staging"):
+                await connection.execute(definition_of(model).parts[part].encode())
+        yield settings
+        for schema in (settings.schema_, built):
+            await connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
+
+
+async def same_rows(books: Settings, lines: Sequence[bytes], runs: Sequence[bytes], sizes: list[int]) -> None:
+    async with await AsyncConnection.connect(books.postgres, autocommit=True) as connection:
+        of_singles = await _applied(connection, books.schema_, facts(lines), [len(lines)])
+        assert of_singles["transfers_1"]
+        assert await _applied(connection, books.schema_, facts(runs), sizes) == of_singles
+        assert await _built(connection, f"{books.schema_}_built", facts(runs), sizes) == of_singles
+
+
+def facts(lines: Sequence[bytes]) -> list[Fact]:
+    return facts_of(lines, chain(GENESIS, lines), [decode_line(line) for line in lines])
+
+
+async def _applied(
+    connection: AsyncConnection[Any], schema: str, facts: list[Fact], sizes: list[int]
+) -> Tables:
+    async with connection.transaction(force_rollback=True):
+        await connection.execute("SELECT set_config('search_path', %s, true)", (schema,))
+        for group in in_groups(facts, sizes):
+            for model in MODELS:
+                await READ_MODELS[model].apply(connection, group)
+        return await _tables(connection)
+
+
+async def _built(
+    connection: AsyncConnection[Any], schema: str, facts: list[Fact], sizes: list[int]
+) -> Tables:
+    async with connection.transaction(force_rollback=True):
+        await connection.execute("SELECT set_config('search_path', %s, true)", (schema,))
+        for model in MODELS:
+            for group in in_groups(facts, sizes):
+                await READ_MODELS[model].load(connection, group)
+            await READ_MODELS[model].finish(connection)
+        return await _tables(connection)
+
+
+def in_groups(facts: list[Fact], sizes: list[int]) -> list[list[Fact]]:
+    found: list[list[Fact]] = []
+    while facts:
+        size = sizes[len(found) % len(sizes)]
+        found.append(facts[:size])
+        facts = facts[size:]
+    return found
+
+
+async def _tables(connection: AsyncConnection[Any]) -> Tables:
+    tables = {}
+    for table in (table for model in MODELS for table in definition_of(model).tables):
+        query = sql.SQL("SELECT t::text FROM {} AS t ORDER BY 1").format(sql.Identifier(table))
+        tables[table] = await (await connection.execute(query)).fetchall()
+    return tables
+
+
+@st.composite
+def offers(draw: st.DrawFn, shard: int) -> list[bytes]:
+    """Lines of an offer of its own in a shard of its own: it opens, grabs may wait, a run of grants or holds
+    with random columns, and what happens to some of the grabs later.
+    """
+    ours = b'"shard":%d' % shard, b"sale:%d" % shard
+    events = [
+        decode_event(line.replace(b'"shard":3', ours[0]).replace(b"sale:a", ours[1]))
+        for line in draw(grants())
+    ]
+    first: Any = events[0]
+    opened = {
+        "v": 1, "shard": shard, "offer": first.offer, "at": 1, "offer_seq": 1, "command": "o", "digest": "d",
+    }  # fmt: skip
+    kind = "envelope" if first.asset == "CNY" else "stock"
+    lines: list[AnyEvent] = [
+        OfferOpened(
+            **opened, seq=1, kind=kind, issuer="shop", asset=first.asset, total=10**15, opens_at=1,
+            closes_at=9,
+            terms=msgspec.Raw(b'{"kind":"%s"}' % kind.encode()),
+        )
+    ]  # fmt: skip
+    if getattr(first, "waited", False):
+        lines += [_queued(event, seq) for seq, event in enumerate(events, 2)]
+    lines += events
+    seq = events[-1].seq
+    for event in draw(st.lists(st.sampled_from(events), unique_by=id)):
+        seq += 1
+        lines.append(draw(st.sampled_from(_later(event, seq))))
+    return [encode_event(event) for event in lines]
+
+
+def _common(event: Any, seq: int) -> dict[str, Any]:
+    """The fields of another event about the grab."""
+    common = {
+        name: getattr(event, name) for name in ("v", "shard", "offer", "grab", "user", "asset", "place")
+    }
+    units = {name: getattr(event, name) for name in ("quantity", "amount", "left")}
+    return {**common, **units, "seq": seq, "offer_seq": seq, "at": 9_000, "command": "later", "digest": "d"}
+
+
+def _queued(event: Any, seq: int) -> AnyEvent:
+    wanted = {"quantity": event.asked or event.quantity, "amount": 0, "place": seq}
+    return GrabQueued(**(_common(event, seq) | wanted), attributes=event.attributes)
+
+
+def _later(event: Any, seq: int) -> list[AnyEvent]:
+    """What may happen to a grab; one unit of it, if it has several."""
+    common = _common(event, seq)
+    if isinstance(event, GrabGranted):
+        if event.asset == "CNY":
+            return [GrabReturned(**common, to=f"offer:{event.offer}", issuer="shop")]
+        common |= {"quantity": 1, "amount": 1}
+        returned = GrabReturned(**common, to=f"offer:{event.offer}", issuer="shop", restored=True)
+        return [returned, GrabRedeemed(**common, order="order")]
+    assert isinstance(event, GrabHeld)
+    paid = {"payment": f"p{seq}", "paid": 5, "currency": "CNY"} if event.due else {}
+    one = common | {"quantity": 1, "amount": 1}
+    return [
+        GrabExtended(**common, deadline_at=7_000),
+        GrabConfirmed(**one, held=event.quantity - 1, issuer="shop", **paid),
+        GrabReleased(**common, reason="expired", to=f"offer:{event.offer}"),
+    ]
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> list[list[bytes]]:
+    """The events of some offers, merged into pieces of one offer each."""
+    rest = [draw(offers(shard)) for shard in range(draw(st.integers(1, 3)))]
+    pieces = []
+    while rest:
+        lines = draw(st.sampled_from(rest))
+        size = draw(st.integers(1, len(lines)))
+        pieces.append(lines[:size])
+        del lines[:size]
+        rest = [lines for lines in rest if lines]
+    return pieces
+
+
+@given(pieces=mixtures(), grabs_max=st.integers(1, 5))
+def test_runs_change_accounts_as_their_single_events(pieces: list[list[bytes]], grabs_max: int) -> None:
+    lines = [line for piece in pieces for line in piece]
+    runs = [run for piece in pieces for run in as_runs(piece, grabs_max)]
+    assert changes_of(facts(runs)) == changes_of(facts(lines))
+    changes: Counter[tuple[str, str]] = Counter()
+    for transfer in (transfer for fact in facts(lines) for transfer in fact.transfers):
+        changes[transfer.debit, transfer.asset] -= transfer.amount
+        changes[transfer.credit, transfer.asset] += transfer.amount
+    by_account = {
+        (kind + name, asset): change
+        for (kind, asset), of_kind in changes_of(facts(runs)).items()
+        for name, change in of_kind.items()
+    }
+    assert by_account == changes
+
+
+@hypothesis_settings(max_examples=60 * LONGER)
+@given(pieces=mixtures(), grabs_max=st.integers(1, 5), sizes=groups)
+def test_random_runs_make_the_rows_of_their_single_events(
+    books: Settings, pieces: list[list[bytes]], grabs_max: int, sizes: list[int]
+) -> None:
+    lines = [line for piece in pieces for line in piece]
+    runs = [run for piece in pieces for run in as_runs(piece, grabs_max)]
+    asyncio.run(same_rows(books, lines, runs, sizes))
+
+
+@hypothesis_settings(max_examples=12 * LONGER)
+@given(seed=st.integers(0, 10**6), steps=st.integers(1, 400), grabs_max=st.integers(1, 9), sizes=groups)
+def test_histories_in_runs_make_the_rows_of_their_single_events(
+    books: Settings, seed: int, steps: int, grabs_max: int, sizes: list[int]
+) -> None:
+    """The histories of a shop have every kind of event, at times about the grabs of a run in the same
+    group.
+    """
+    lines = random_history(seed, steps).lines
+    asyncio.run(same_rows(books, lines, as_runs(lines, grabs_max), sizes))
+
+
+def test_mixtures_have_runs_and_events_after_them() -> None:
+    """Runs of several grabs come with every optional column, and are followed by events about their grabs."""
+    found = set()
+
+    @hypothesis_settings(max_examples=200, database=None, derandomize=True)
+    @given(mixtures())
+    def look(pieces: list[list[bytes]]) -> None:
+        for run in (decode_line(run) for piece in pieces for run in as_runs(piece)):
+            found.add(type(run).__name__)
+            if isinstance(run, AnyRun) and run.seqs > 1:
+                found.update(name for name in run.columns if getattr(run, name))
+                found.update(name for name in ("basket", "command", "currency") if getattr(run, name, None))
+
+    look()
+    assert found >= {
+        "GrantedRun", "HeldRun", "GrabQueued", "GrabExtended", "GrabConfirmed", "GrabReleased",
+        "GrabReturned", "GrabRedeemed", "users", "quantities", "amounts", "asked", "attributes", "tickets",
+        "digests", "codes", "basket", "command", "currency",
+    }  # fmt: skip
