@@ -19,7 +19,18 @@ GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 #: a whole row (MessagePack).
 ANSWER_BYTES: Final = 23
 
-_unpack = msgspec.msgpack.Decoder().decode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class Damaged(ValueError):
+    """A record is not in the form that the scripts write."""
+
+
+def _unpack(record: bytes) -> Any:
+    try:
+        return _decode(record)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"not MessagePack: {error}") from error
 
 
 def read_answer(record: bytes) -> tuple[int, int]:
@@ -28,7 +39,9 @@ def read_answer(record: bytes) -> tuple[int, int]:
 
 
 def read_part(record: bytes) -> dict[str, int]:
-    """Returns a user's part of an envelope: `place`, `amount`, `seq`."""
+    """Returns a user's part of an envelope: `place`, `amount`, `seq`. Raises Damaged."""
+    if len(record) < sum(_PART_BYTES):
+        raise Damaged(f"a part of {len(record)} bytes instead of {sum(_PART_BYTES)}")
     values, at = [], 0
     for width in _PART_BYTES:
         values.append(int.from_bytes(record[at : at + width], "big"))
@@ -37,9 +50,17 @@ def read_part(record: bytes) -> dict[str, int]:
 
 
 def read_grab(record: bytes) -> dict[str, Any]:
-    """Returns the fields of a grab of pieces, `status` in words, without the codes, which are sealed."""
-    grab = dict(zip(GRAB_FIELDS, _unpack(record), strict=True))
+    """Returns the fields of a grab of pieces, `status` in words, without the codes, which are sealed.
+
+    Raises Damaged.
+    """
+    fields = _unpack(record)
+    if not isinstance(fields, list) or len(fields) != len(GRAB_FIELDS):
+        raise Damaged(f"not a list of the {len(GRAB_FIELDS)} fields of a grab")
+    grab = dict(zip(GRAB_FIELDS, fields, strict=True))
     del grab["codes"]
+    if not isinstance(grab["status"], int) or grab["status"] not in range(len(GRAB_STATES)):
+        raise Damaged(f"status {grab['status']!r}")
     return grab | {"status": GRAB_STATES[grab["status"]]}
 
 
@@ -63,24 +84,30 @@ def _packed(record: bytes) -> Any:
         return None
     try:
         value = _unpack(record)
-    except msgspec.DecodeError:
+    except Damaged:
         return None
     return value if isinstance(value, list | dict) else None
 
 
 def offer_of_answer(record: bytes, campaign: str) -> str:
-    """Returns the offer that an answer of a campaign is about."""
+    """Returns the offer that an answer of a campaign is about. Raises Damaged."""
     known = unpacked(record)
-    return (
-        str(known[1][0])
-        if isinstance(known, tuple)
-        else record[ANSWER_BYTES + record[ANSWER_BYTES - 1] :].decode() or campaign
-    )
+    if isinstance(known, tuple) and isinstance(known[1], list) and known[1]:
+        return str(known[1][0])
+    if len(record) < ANSWER_BYTES:
+        raise Damaged(f"an answer of {len(record)} bytes, fewer than {ANSWER_BYTES}")
+    try:
+        return record[ANSWER_BYTES + record[ANSWER_BYTES - 1] :].decode("ascii") or campaign
+    except UnicodeDecodeError as error:
+        raise Damaged(f"the name of an offer: {error}") from error
 
 
 def offer_of_payment(record: bytes) -> str:
-    """Returns the offer that a payment was for."""
-    return str(_unpack(record)[0])
+    """Returns the offer that a payment was for. Raises Damaged."""
+    fields = _unpack(record)
+    if not isinstance(fields, list) or not fields:
+        raise Damaged("not a list of the fields of a payment")
+    return str(fields[0])
 
 
 def in_fields(one: bytes, other: bytes) -> list[tuple[str, Any, Any]]:

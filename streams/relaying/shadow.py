@@ -8,6 +8,7 @@ differs then, repeatedly, is a difference.
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import STAGED, KeySpace, ShardKeys
-from grabstream.lua.records import in_fields, offer_of_answer, offer_of_payment, unpacked
+from grabstream.lua.records import Damaged, in_fields, offer_of_answer, offer_of_payment, unpacked
 from grabstream.lua.server import time_ms_of
 from grabstream.models.journal import Accepted, Cursor, parse_block
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
@@ -383,7 +384,11 @@ class ShadowShard:
             if shadow_value is not None and live_value is not None:
                 return False
             value = live_value if shadow_value is None else shadow_value
-            if not await self._counts_no_more(part.name, member.decode(), value):
+            try:
+                forgotten = await self._counts_no_more(part.name, member.decode(errors="replace"), value)
+            except Damaged:
+                return False
+            if not forgotten:
                 return False
         return True
 
@@ -393,12 +398,13 @@ class ShadowShard:
         if name == "past":
             return bool(now >= value + PAYMENTS_KNOWN_MS)
         if what == "state":
-            return member.startswith("retired/") and now >= int(value.split(b":")[1]) + PAYMENTS_KNOWN_MS
+            retired_at = re.fullmatch(rb"\d+:(\d+)", value) if member.startswith("retired/") else None
+            return retired_at is not None and now >= int(retired_at[1]) + PAYMENTS_KNOWN_MS
         offer = offer_of_answer(value, campaign) if what == "answers" else offer_of_payment(value)
         if not await self._redis.sismember(self._live.retired, offer):
             return False
-        retired_at = [await self._redis.zscore(keys.past, offer) for keys in (self._live, self._shadow)]
-        return what == "answers" or all(at is None or now >= at + PAYMENTS_KNOWN_MS for at in retired_at)
+        scores = [await self._redis.zscore(keys.past, offer) for keys in (self._live, self._shadow)]
+        return what == "answers" or all(at is None or now >= at + PAYMENTS_KNOWN_MS for at in scores)
 
     async def _surplus(self, part: Part) -> list[Part]:
         """The parts of a large key that only the live shard has."""

@@ -12,6 +12,7 @@ from psycopg import AsyncConnection
 from redis.exceptions import RedisError
 from rich.text import Text
 
+from grabstream.lua.records import Damaged
 from grabstream.models.events import encode_event
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import TIME_MS_MAX
@@ -79,6 +80,12 @@ async def gather(
     except (RedisError, OSError) as error:
         # The story is in the books; Redis only adds the present state.
         return evidence, unbooked, {"problem": f"Redis does not answer: {error}"}
+    except Damaged as error:
+        return (
+            evidence,
+            unbooked,
+            {"problem": f"Redis has a damaged record of this user ({error}): run `grabstream verify`"},
+        )
     finally:
         await redis.aclose()
 

@@ -554,6 +554,9 @@ async def counted_more(redis: Any, key: str) -> None:
     await redis.hset(key, field, b"%d:%s" % (int(first) + 1, rest))
 
 
+#: Records that no decoder of MessagePack accepts: no UTF-8, cut, too deep, empty.
+UNREADABLE = (b"\xb6" + b"\x9d" * 22, b"\xdd\xff\xff\xff\xff", b"\x91" * 5_000, b"")
+
 KEYS = [
     KeyDamage("state", "c:stock", "shard, time: is", moved("time")),
     *(
@@ -636,6 +639,16 @@ KEYS = [
     KeyDamage("campaign answers", "c:stock", "answers, s0: is", changed("s0", 20)),
     KeyDamage("campaign answers", "c:stock", "answers, s0 is not in Redis", hdel("s0")),
     KeyDamage("campaign answers", "c:stock", "answers, x is in Redis", hset("x", b"x" * 30)),
+    *(
+        KeyDamage("campaign answers", "c:stock", "answers, x is in Redis", hset("x", record))
+        for record in UNREADABLE
+    ),
+    KeyDamage("campaign answers", "c:stock", "answers, ff is in Redis", hset(b"\xff", b"x" * 30)),
+    *(
+        KeyDamage("campaign payments", "c:stock", "payments, x is in Redis", hset("x", record))
+        for record in UNREADABLE
+    ),
+    KeyDamage("campaign state", "gone", "retired/gone: is", hset("retired/gone", b"\xff")),
     KeyDamage("campaign payments", "c:stock", "payments, paid-1 is not in Redis", hdel("paid-1")),
     KeyDamage("campaign payments", "c:stock", "payments, paid-2: is", changed("paid-2", -1)),
     KeyDamage("campaign counters", "c:stock", "counters, ", counted_more),
