@@ -1,0 +1,51 @@
+"""Records in Redis that no script has written are reported as damaged; they never raise anything else."""
+
+import msgspec
+import pytest
+from grabstream.lua import records
+from grabstream.lua.records import Damaged
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+packed = st.recursive(
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+).map(msgspec.msgpack.encode)
+any_record = (
+    st.binary(max_size=80) | packed | st.builds(bytes.__add__, st.binary(min_size=23, max_size=23), packed)
+)
+
+
+@given(any_record)
+@example(b"\xb6\x00\x00\x00\x00\x00\x9d\x00\x00\x00\x00\x01\x07\x00\x00\x00\x00\x00(\x00\x00\x00\x00")
+@example(b"\x91" * 5_000)
+@example(b"")
+@example(msgspec.msgpack.encode([None] * len(records.GRAB_FIELDS)))
+@example(msgspec.msgpack.encode([[]] * len(records.GRAB_FIELDS)))
+def test_any_bytes_are_read_or_damaged(record: bytes) -> None:
+    records.unpacked(record)
+    records.in_fields(record, record)
+    for read in (records.read_grab, records.read_part, records.offer_of_payment):
+        try:
+            read(record)
+        except Damaged as error:
+            assert str(error)
+    try:
+        records.offer_of_answer(record, "campaign")
+    except Damaged as error:
+        assert str(error)
+
+
+@given(any_record, any_record)
+def test_only_equal_records_compare_equal(one: bytes, other: bytes) -> None:
+    """Records of other bytes may compare equal if both are packed: the order of fields is free in Lua."""
+    if one != other and records.unpacked(one) == records.unpacked(other):
+        assert not isinstance(records.unpacked(one), bytes)
+
+
+@pytest.mark.parametrize("status", [-1, 4, None, "held", [], 1.0, 1.5])
+def test_a_grab_of_an_unknown_status_is_damaged(status: object) -> None:
+    fields = [0] * len(records.GRAB_FIELDS)
+    fields[records.GRAB_FIELDS.index("status")] = status  # type: ignore[call-overload]
+    with pytest.raises(Damaged, match="status"):
+        records.read_grab(msgspec.msgpack.encode(fields))
