@@ -1,11 +1,14 @@
 """Records in Redis that no script has written are reported as damaged; they never raise anything else."""
 
+from contextlib import suppress
+
 import msgspec
 import pytest
-from grabstream.lua import records
-from grabstream.lua.records import Damaged
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+from grabstream.lua import records
+from grabstream.lua.records import Damaged
 
 packed = st.recursive(
     st.none() | st.integers(-(2**63), 2**63 - 1) | st.text() | st.binary(),
@@ -26,14 +29,10 @@ def test_any_bytes_are_read_or_damaged(record: bytes) -> None:
     records.unpacked(record)
     records.in_fields(record, record)
     for read in (records.read_grab, records.read_part, records.offer_of_payment):
-        try:
+        with suppress(Damaged):
             read(record)
-        except Damaged as error:
-            assert str(error)
-    try:
+    with suppress(Damaged):
         records.offer_of_answer(record, "campaign")
-    except Damaged as error:
-        assert str(error)
 
 
 @given(any_record, any_record)

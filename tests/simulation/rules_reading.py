@@ -26,6 +26,7 @@ from grabstream.models.events import (
 )
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.rules import Decided, ShardState, decide, decide_basket
+from grabstream.models.rules.grabbing import leave_queue
 from grabstream.models.rules.operating import fall_due
 from grabstream.models.rules.settling import lapse
 from tests.lua.conftest import SEALER
@@ -103,7 +104,13 @@ class RulesReading:
             return []
         if isinstance(event, GrabReleased) and event.reason == "expired":
             return lapse(self.state, offer, event.grab, event.at) if event.grab in offer.grabs else []
-        return fall_due(self.state, offer, event.at) if event.at >= offer.due else []
+        if event.at < offer.due:
+            return []
+        if offer.closed_reason and offer.queue:
+            # Each waiter that leaves is a decision of its own: a record of a former relay may end after one,
+            # and Redis may lose the others.
+            return [leave_queue(self.state, offer, offer.queue[0], SWEEP, None, event.at)]
+        return fall_due(self.state, offer, event.at)
 
     def _decided(self, event: Any) -> list[AnyEvent]:
         """What the command in an event makes at this time."""
