@@ -33,9 +33,9 @@ SEEDS = 40
 #: refusal that Redis had lost counted as an event in another order (4250, 5613). A disk gave back rows of
 #: another version of a read model than the views showed (2606). Two read models that were switched at once
 #: hid each other (297). A former master in a divided network decided the rest of a list (565), and was found
-#: to lag by a verifier (1685). A former relay divided what a sweep
-#: did, and Redis lost the rest (21440). An offer retired while its payment was asked for again (5864), and another had
-#: the name of a poisoned command (7531).
+#: to lag by a verifier (1685). A former relay divided what a sweep did, and Redis lost the rest (21440). An
+#: offer retired while its payment was asked for again (5864), and another had the name of a poisoned command
+#: (7531).
 KEPT = {72: 90, 93: 90, 223: 90, 317: 90, 326: 90} | dict.fromkeys(
     (297, 565, 893, 1145, 1685, 1895, 2099, 2518, 2606, 2908, 4250, 5613, 5864, 7531, 20111, 21440)
 )
