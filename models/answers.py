@@ -26,7 +26,8 @@ class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
 
 # Answers and grabs are many, and never part of a cycle: Python's collector need not look at them.
 class Answer(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
-    """The answer to one command.
+    """The answer to one command. `user` is the user that the command names, of a grab always: a grab is
+    identified by `offer`, `user` and `id`.
 
     `code` is the number of `outcome`. `amount` counts the offer's asset (minor units or pieces), `place` is
     the ordinal of the grab within the offer, from 1, `left` the units left after it (parts or pieces). `seq`
@@ -39,6 +40,7 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
     outcome: OutcomeName
     code: Annotated[int, in_schema(enum=list(OUTCOME_NAMES))]
     offer: Id | None = None
+    user: Id | None = None
     grab: Id | None = None
     amount: Sum | None = None
     quantity: Sum | None = None
@@ -75,12 +77,13 @@ def refusal(
     offer: str | None = None,
     message: str | None = None,
     retry_at: int | None = None,
+    user: str | None = None,
 ) -> Answer:
     """A refusal made without a script (by a check of the input, a full queue, or a fence). A long message is
     cut.
     """
     bounded = None if message is None else shortened(message)
-    return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, retry_at=retry_at, message=bounded)
+    return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, user, retry_at=retry_at, message=bounded)
 
 
 encode_answer = msgspec.json.Encoder().encode

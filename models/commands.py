@@ -146,9 +146,12 @@ class Adjust(OfferCommand, frozen=True, kw_only=True):
 
 
 class GrabCommand(Command, frozen=True, kw_only=True):
-    """A command about one grab: `grab` is the id of the command that made it."""
+    """A command about one grab: `grab` is the id of the command that made it. If `user` is given, the grab
+    must be theirs; another user's grab does not exist for this command.
+    """
 
     grab: Id
+    user: Id | None = None
 
 
 class Confirm(GrabCommand, frozen=True, kw_only=True):
@@ -221,6 +224,7 @@ class _Addressed(msgspec.Struct):
 
     id: str
     offer: str | None = None
+    user: Any = None
 
 
 class _Basketed(msgspec.Struct):
@@ -234,18 +238,26 @@ _decode_basketed = msgspec.json.Decoder(_Basketed).decode
 
 
 class Undecodable(Exception):
-    """A command that could not be decoded: `raw` are its bytes; `id` and `offer` are set if they are
+    """A command that could not be decoded: `raw` are its bytes; `id`, `offer` and `user` are set if they are
     readable.
 
     A long reason is cut (`models/bounds.py`).
     """
 
-    def __init__(self, reason: str, raw: bytes, id: str | None = None, offer: str | None = None) -> None:
+    def __init__(
+        self,
+        reason: str,
+        raw: bytes,
+        id: str | None = None,
+        offer: str | None = None,
+        user: str | None = None,
+    ) -> None:
         self.reason = shortened(reason)
         super().__init__(self.reason)
         self.raw = raw
         self.id = id
         self.offer = offer
+        self.user = user
 
 
 def check(command: AnyCommand) -> None:
@@ -308,6 +320,8 @@ def _check_rules(command: AnyCommand) -> None:
         check_of(command)
     elif isinstance(command, GrabCommand):
         _check_named("grab", command.grab)
+    if isinstance(command, GrabCommand) and command.user is not None:
+        _check_named("user", command.user)
     if isinstance(command, OfferCommand) and command.operator is not None:
         _check_named("operator", command.operator)
 
@@ -516,7 +530,8 @@ def _undecodable(reason: str, raw: bytes) -> Undecodable:
     if not is_id(addressed.id):
         return Undecodable(reason, raw)
     offer = addressed.offer if addressed.offer is not None and is_id(addressed.offer) else None
-    return Undecodable(reason, raw, addressed.id, offer)
+    user = addressed.user if isinstance(addressed.user, str) and is_id(addressed.user) else None
+    return Undecodable(reason, raw, addressed.id, offer, user)
 
 
 def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
@@ -592,6 +607,11 @@ def _decode_or_reason(raw: bytes) -> AnyCommand | Undecodable:
         return decode_command(raw)
     except Undecodable as error:
         return error
+
+
+def user_of(command: Command) -> str | None:
+    """The user that a command names, or None."""
+    return command.user if isinstance(command, Grab | GrabCommand) else None
 
 
 def basket_of(command: AnyCommand) -> str | None:

@@ -134,6 +134,10 @@ end
 
 return carry_out_for_grab(function(call, offer, grab, id, digest, body, campaign)
   local known = repeated_payment(call, campaign, offer.name, body)
+  if known and not grab and known[1] < CODE.invalid then
+    -- The payment is booked, for another user's grab.
+    return refused_row(call, CODE.no_such_grab)
+  end
   if known then return known end
   if not grab then return refuse_payment(call, offer, id, digest, body, campaign, 'no_such_grab') end
   local base = grab.held > 0 and grab.held or grab.lapsed

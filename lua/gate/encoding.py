@@ -31,6 +31,7 @@ from grabstream.models.commands import (
     Redeem,
     Return,
     Unredeem,
+    user_of,
 )
 from grabstream.models.digests import PLAIN, CannotCompare, whole_of
 from grabstream.models.events import CampaignZone
@@ -308,6 +309,8 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
         body["operator"] = command.operator
     if isinstance(command, GrabCommand):
         body["grab"] = command.grab
+        if command.user is not None:
+            body["user"] = command.user
     if isinstance(command, Confirm):
         optional = {"payment": command.payment, "currency": command.currency, "quantity": command.quantity}
         body |= {"paid": command.paid} | {
@@ -349,8 +352,8 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
     width = len(row)
     if code == GRANTED and width < 10:
         return Answer(
-            command.id, "granted", 0, command.offer, command.id, row[3], row[4], row[5], row[6],
-            width > 7 and row[7] == 1, None, shard, row[1], row[2],
+            command.id, "granted", 0, command.offer, command.user, command.id,  # type: ignore[union-attr]
+            row[3], row[4], row[5], row[6], width > 7 and row[7] == 1, None, shard, row[1], row[2],
         )  # fmt: skip
     details: dict[str, Any] = row[9] if width > 9 and row[9] else {}
     if "kept" in details:
@@ -375,6 +378,7 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
         OUTCOME_NAMES[code],
         code,
         command.offer,
+        user_of(command),
         shard=shard,
         seq=row[1] or None,
         at=row[2],

@@ -58,7 +58,7 @@ from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, refusal
-from grabstream.models.commands import AnyCommand, Grab, basket_of, check, torn_baskets
+from grabstream.models.commands import AnyCommand, Grab, basket_of, check, torn_baskets, user_of
 from grabstream.models.identifiers import RESERVED_IDS, are_ids
 from grabstream.models.money import Invalid
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
@@ -549,7 +549,9 @@ class Gate:
             entry.fail(OutcomeUnknown(reason))
         else:
             entry.fault = str(error)
-            entry.answer([refusal(c.id, Outcome.invalid, c.offer, reason) for c in entry.commands])
+            entry.answer(
+                [refusal(c.id, Outcome.invalid, c.offer, reason, user=user_of(c)) for c in entry.commands]
+            )
         return []
 
     def _on_broken_off(self, entries: list[QueueEntry], error: "BrokenOff") -> list[QueueEntry]:
@@ -640,6 +642,7 @@ def _partial_answer(shard: int, command: AnyCommand, row: Sequence[Any], error: 
         OUTCOME_NAMES[row[0]],
         row[0],
         command.offer,
+        user_of(command),
         shard=shard,
         seq=row[1] or None,
         at=row[2],
@@ -655,7 +658,13 @@ def _refused(command: AnyCommand) -> Answer | None:
         # Any error: no other command of the list may be affected.
         if not isinstance(error, Invalid | TypeError):
             log.exception("a command of type %s cannot be checked", type(command).__name__)
-        return refusal(command.id, Outcome.invalid, command.offer, str(error) or type(error).__name__)
+        return refusal(
+            command.id,
+            Outcome.invalid,
+            command.offer,
+            str(error) or type(error).__name__,
+            user=user_of(command),
+        )
     return None
 
 
@@ -664,4 +673,6 @@ def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None])
     refused = {index for index, answer in enumerate(answers) if answer is not None}
     for index, reason in torn_baskets(commands, refused).items():
         command = commands[index]
-        answers[index] = answers[index] or refusal(command.id, Outcome.invalid, command.offer, reason)
+        answers[index] = answers[index] or refusal(
+            command.id, Outcome.invalid, command.offer, reason, user=user_of(command)
+        )

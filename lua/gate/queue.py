@@ -12,7 +12,7 @@ import msgspec
 from grabstream.lua.gate.sizes import size_of_all
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.answers import Answer, refusal
-from grabstream.models.commands import AnyCommand, basket_of
+from grabstream.models.commands import AnyCommand, basket_of, user_of
 from grabstream.models.outcomes import Outcome
 
 #: Entries in one call, until one of them causes an error: in effect no bound apart from that on commands.
@@ -148,7 +148,9 @@ class QueueEntry(msgspec.Struct, eq=False):
                 )
                 entry.fail(OutcomeUnknown(reason))
             else:
-                entry.answer([refusal(c.id, outcome, c.offer, message, retry_at) for c in entry.commands])
+                entry.answer(
+                    [refusal(c.id, outcome, c.offer, message, retry_at, user_of(c)) for c in entry.commands]
+                )
             entry = entry.next
 
     def fail(self, error: BaseException) -> None:

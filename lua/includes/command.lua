@@ -72,11 +72,15 @@ local function carry_out(act, act_without_offer)
   return finish(call, offers, campaigns, rows)
 end
 
--- Carries out commands about a grab, which `body.grab` names. An expired hold is ended first.
+-- Carries out commands about a grab, which `body.grab` names. An expired hold is ended first. A grab of
+-- another user than `body.user` does not exist for the command.
 local function carry_out_for_grab(act, act_without_offer)
   return carry_out(function(call, offer, id, digest, body, campaign)
     local grab = grab_of(offer, body.grab)
-    if grab then lapse(call, offer, body.grab, grab) end
+    if grab then
+      lapse(call, offer, body.grab, grab)
+      if body.user and body.user ~= grab.user then grab = nil end
+    end
     return act(call, offer, grab, id, digest, body, campaign)
   end, act_without_offer)
 end

@@ -73,6 +73,8 @@ def decide_grab_command(
     """Carries out a command about a grab, or refuses it."""
     grab = offer.grabs.get(command.grab)
     events = lapse(state, offer, command.grab, now) if grab is not None else []
+    if grab is not None and command.user not in (None, grab.user):
+        grab = None
     decided = _DECIDE[type(command)](state, command, offer, grab, digest, now)
     return Decided(decided.answer, [*events, *decided.events], bool(decided.events))
 
@@ -147,6 +149,7 @@ def _again(
         outcome.name,
         int(outcome),
         command.offer,
+        command.user,
         command.grab,
         repeated=True,
         shard=state.shard,
@@ -185,6 +188,9 @@ def _confirm(
     state: ShardState, command: Confirm, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     if known := _repeated_payment(state, command, now):
+        if grab is None and known.answer.positive:
+            # The payment is booked, for another user's grab.
+            return _refuse(state, command, Outcome.no_such_grab, now)
         return known
     if grab is None:
         return _unserved(state, command, offer, Outcome.no_such_grab, digest, now)
@@ -355,8 +361,8 @@ def _release(
         events = _give_up(state, offer, command.grab, Status.released, "command", command.id, digest, now)
         left = offer.units_left
         answer = Answer(
-            command.id, "released", int(Outcome.released), offer.name, command.grab, quantity, quantity,
-            grab.place, left,
+            command.id, "released", int(Outcome.released), offer.name, command.user, command.grab,
+            quantity, quantity, grab.place, left,
             shard=state.shard, seq=events[0].seq, at=now,
         )  # fmt: skip
         return Decided(answer, events)
@@ -436,6 +442,7 @@ def _answer_with(
         outcome.name,
         int(outcome),
         command.offer,
+        command.user,
         shard=state.shard,
         seq=event.seq,
         at=event.at,

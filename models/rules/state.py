@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from grabstream.models.answers import Answer
 from grabstream.models.calendar import Offsets
-from grabstream.models.commands import Command
+from grabstream.models.commands import Command, user_of
 from grabstream.models.digests import Digests
 from grabstream.models.events import AnyEvent, CampaignZone
 from grabstream.models.identifiers import campaign_of
@@ -270,7 +270,16 @@ def head_of(state: ShardState, offer: Offer, command: str, now: int) -> dict[str
 
 def refused(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
     """The answer of a refusal."""
-    return Answer(command.id, outcome.name, int(outcome), command.offer, shard=state.shard, at=now, **rest)
+    return Answer(
+        command.id,
+        outcome.name,
+        int(outcome),
+        command.offer,
+        user_of(command),
+        shard=state.shard,
+        at=now,
+        **rest,
+    )
 
 
 def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
@@ -280,6 +289,7 @@ def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **
         outcome.name,
         int(outcome),
         command.offer,
+        user_of(command),
         shard=state.shard,
         seq=state.seq,
         at=now,
@@ -291,7 +301,9 @@ def as_remembered(answer: Answer) -> Answer:
     """What is remembered of a refusal without an event: outcome and time. A repeat looks up a part or an
     opening time again.
     """
-    return Answer(answer.id, answer.outcome, answer.code, answer.offer, shard=answer.shard, at=answer.at)
+    return Answer(
+        answer.id, answer.outcome, answer.code, answer.offer, answer.user, shard=answer.shard, at=answer.at
+    )
 
 
 def due_when_closed(offer: Offer, now: int) -> int:

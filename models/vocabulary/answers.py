@@ -19,7 +19,8 @@ class LimitState(Model, Wired[wire.LimitState], extra="ignore", frozen=True):
 
 
 class Answer(Model, Wired[wire.Answer], extra="ignore", frozen=True):
-    """The answer to one command. Unknown fields are ignored, so that readers survive newer writers.
+    """The answer to one command. Unknown fields are ignored, so that readers survive newer writers. `user` is
+    the user that the command names, of a grab always: a grab is identified by `offer`, `user` and `id`.
 
     `code` is the number of `outcome`. `amount` counts the offer's asset (minor units or pieces), `place` is
     the ordinal of the grab within the offer, from 1, `left` the units left after it (parts or pieces). `seq`
@@ -32,6 +33,7 @@ class Answer(Model, Wired[wire.Answer], extra="ignore", frozen=True):
     outcome: Text
     code: Whole
     offer: Text | None = omitted(None)
+    user: Text | None = omitted(None)
     grab: Text | None = omitted(None)
     amount: Whole | None = omitted(None)
     quantity: Whole | None = omitted(None)

@@ -129,9 +129,12 @@ class Adjust(OfferCommand, Wired[wire.Adjust], frozen=True):
 
 
 class GrabCommand(Command, frozen=True):
-    """A command about one grab: `grab` is the id of the command that made it."""
+    """A command about one grab: `grab` is the id of the command that made it. If `user` is given, the grab
+    must be theirs; another user's grab does not exist for this command.
+    """
 
     grab: Text
+    user: Text | None = omitted(None)
 
 
 class Confirm(GrabCommand, Wired[wire.Confirm], frozen=True):

@@ -24,6 +24,7 @@ from grabstream.models.commands import (
     encode_command,
     secret_of,
     torn_baskets,
+    user_of,
 )
 from grabstream.models.outcomes import Outcome
 
@@ -93,7 +94,7 @@ async def understand(record: Any, pace: Pace) -> Understood:
         await pace.step()
     bad = [(index, element) for index, element in enumerate(elements) if isinstance(element, Undecodable)]
     refused = [
-        refusal(element.id, Outcome.invalid, element.offer, element.reason)
+        refusal(element.id, Outcome.invalid, element.offer, element.reason, user=element.user)
         for _, element in bad
         if element.id is not None
     ]
@@ -106,7 +107,9 @@ async def understand(record: Any, pace: Pace) -> Understood:
         if isinstance(element, Undecodable):
             continue
         if index in torn:
-            refused.append(refusal(element.id, Outcome.invalid, element.offer, torn[index]))
+            refused.append(
+                refusal(element.id, Outcome.invalid, element.offer, torn[index], user=user_of(element))
+            )
         else:
             commands.append(element)
             indexes.append(index)

@@ -80,7 +80,7 @@ def test_a_worker_that_ended_with_an_error_is_a_problem(
 def test_checks_report_wrong_data() -> None:
     """Each check reports data that are wrong: a check that cannot fail proves nothing."""
     command = Grab(id="g", offer="e", user="u")
-    answer = Answer("g", "granted", 0, "e", "g", amount=5, shard=0, seq=7)
+    answer = Answer("g", "granted", 0, "e", grab="g", amount=5, shard=0, seq=7)
     event = {"command": "g", "offer": "e", "amount": 5, "at": 1_000}
     journal = {(0, 7): Journaled(3, event)}
     assert waited({0: 0.2, 1: 0.2}, {0: 9.0, 1: 0.9}, {0}) == []

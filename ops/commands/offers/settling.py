@@ -8,6 +8,7 @@ from grabstream.ops.commands.offers.through_a_gate import carry_out, id_option, 
 from grabstream.ops.console.output import json_option
 
 _grab_argument = click.argument("grab")
+_user_option = click.option("--user", help="Whose grab it must be. Default: anybody's.")
 
 
 @click.command()
@@ -19,6 +20,7 @@ _grab_argument = click.argument("grab")
 )
 @click.option("--currency", help="The currency of the payment, such as CNY.")
 @click.option("--quantity", type=int, help="How many of the held units to confirm. Default: all.")
+@_user_option
 @id_option
 @json_option
 def confirm(
@@ -28,6 +30,7 @@ def confirm(
     paid: int,
     currency: str | None,
     quantity: int | None,
+    user: str | None,
     command_id: str | None,
     as_json: bool,
 ) -> None:
@@ -39,6 +42,7 @@ def confirm(
         command_id,
         offer,
         grab=grab,
+        user=user,
         payment=payment,
         paid=paid,
         currency=currency,
@@ -50,21 +54,23 @@ def confirm(
 @click.command()
 @offer_argument
 @_grab_argument
+@_user_option
 @id_option
 @json_option
-def release(offer: str, grab: str, command_id: str | None, as_json: bool) -> None:
+def release(offer: str, grab: str, user: str | None, command_id: str | None, as_json: bool) -> None:
     """Return the units of OFFER that GRAB holds, or leave the waiting list."""
-    carry_out(make_command("release", command_id, offer, grab=grab), as_json)
+    carry_out(make_command("release", command_id, offer, grab=grab, user=user), as_json)
 
 
 @click.command()
 @offer_argument
 @_grab_argument
+@_user_option
 @id_option
 @json_option
-def extend(offer: str, grab: str, command_id: str | None, as_json: bool) -> None:
+def extend(offer: str, grab: str, user: str | None, command_id: str | None, as_json: bool) -> None:
     """Extend the deadline of GRAB's hold of OFFER by the offer's hold_ms."""
-    carry_out(make_command("extend", command_id, offer, grab=grab), as_json)
+    carry_out(make_command("extend", command_id, offer, grab=grab, user=user), as_json)
 
 
 @click.command("return")
@@ -72,13 +78,23 @@ def extend(offer: str, grab: str, command_id: str | None, as_json: bool) -> None
 @_grab_argument
 @click.option("--quantity", type=int, help="How many units. Default: all that are not redeemed.")
 @click.option("--reason", default="", help="The reason, in one line.")
+@_user_option
 @id_option
 @json_option
 def return_(
-    offer: str, grab: str, quantity: int | None, reason: str, command_id: str | None, as_json: bool
+    offer: str,
+    grab: str,
+    quantity: int | None,
+    reason: str,
+    user: str | None,
+    command_id: str | None,
+    as_json: bool,
 ) -> None:
     """Return units of OFFER that GRAB has for good. Money that was paid for them is refunded."""
-    carry_out(make_command("return", command_id, offer, grab=grab, quantity=quantity, reason=reason), as_json)
+    carry_out(
+        make_command("return", command_id, offer, grab=grab, user=user, quantity=quantity, reason=reason),
+        as_json,
+    )
 
 
 @click.command()
@@ -86,19 +102,28 @@ def return_(
 @_grab_argument
 @click.option("--order", required=True, help="The order's id; each order uses units only once.")
 @click.option("--quantity", type=int, default=1, show_default=True, help="How many units.")
+@_user_option
 @id_option
 @json_option
-def redeem(offer: str, grab: str, order: str, quantity: int, command_id: str | None, as_json: bool) -> None:
+def redeem(
+    offer: str, grab: str, order: str, quantity: int, user: str | None, command_id: str | None, as_json: bool
+) -> None:
     """Use units of OFFER that GRAB has, for an order."""
-    carry_out(make_command("redeem", command_id, offer, grab=grab, order=order, quantity=quantity), as_json)
+    carry_out(
+        make_command("redeem", command_id, offer, grab=grab, user=user, order=order, quantity=quantity),
+        as_json,
+    )
 
 
 @click.command()
 @offer_argument
 @_grab_argument
 @click.option("--order", required=True, help="The order's id.")
+@_user_option
 @id_option
 @json_option
-def unredeem(offer: str, grab: str, order: str, command_id: str | None, as_json: bool) -> None:
+def unredeem(
+    offer: str, grab: str, order: str, user: str | None, command_id: str | None, as_json: bool
+) -> None:
     """Undo the use of GRAB's units of OFFER for an order."""
-    carry_out(make_command("unredeem", command_id, offer, grab=grab, order=order), as_json)
+    carry_out(make_command("unredeem", command_id, offer, grab=grab, user=user, order=order), as_json)

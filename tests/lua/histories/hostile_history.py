@@ -8,6 +8,7 @@ histories, which Hypothesis can shrink.
 """
 
 import random
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -50,6 +51,7 @@ from grabstream.models.offers import (
     Terms,
 )
 from grabstream.models.rules import Offer
+from grabstream.models.rules.state import PieceGrab
 from tests.lua.histories.strategies import TICKET_SECRET
 
 #: Ids of offers, in few campaigns: parts of keys, prefixes of each other, separators only, ids of 64
@@ -563,7 +565,8 @@ class HostileHistory:
         )
         usual = of_held if taken is not None and not taken.taken else of_taken
         kind = self.one_of(*(usual if not self.rarely(5) else of_held + of_taken))
-        about: dict[str, Any] = {"id": self.id(), "offer": name, "grab": grab}
+        id = self.id()
+        about: dict[str, Any] = {"id": id, "offer": name, "grab": grab, "user": self._named_user(id, taken)}
         units = (taken.held or taken.lapsed or taken.taken) if taken else 1
         quantity = self.one_of(None, None, None, 1, max(units, 1), units + 1, AMOUNT_MAX)
         if kind is Confirm:
@@ -589,6 +592,15 @@ class HostileHistory:
         if kind is Unredeem:
             return Unredeem(**about, order=str(self.one_of("o", "o", *NAMES)))
         return kind(**about)  # type: ignore[no-any-return]
+
+    def _named_user(self, id: str, taken: PieceGrab | None) -> str | None:
+        """Whose grab a command says that it is about: mostly nobody's, seldom another user's. It follows from
+        the id, so that the rest of a history is the same with and without it.
+        """
+        chance = zlib.crc32(id.encode()) % 16
+        if chance > 4:
+            return None
+        return USERS[0] if taken is None or chance == 0 else taken.user
 
     def payment(self) -> str | None:
         """A payment id: mostly a new one, sometimes one used before, also for offers that have retired."""

@@ -424,7 +424,7 @@ async def test_two_answers_that_differ_are_reported(crowd: Crowd) -> None:
     doors = copy.deepcopy(crowd.rehearsal.doors)
     offer, grabs = next(iter(doors.granted.items()))
     grab, amount = next(iter(grabs.items()))
-    doors.take("gate", Answer(grab, "granted", 0, offer, grab, amount=amount + 1))
+    doors.take("gate", Answer(grab, "granted", 0, offer, grab=grab, amount=amount + 1))
     assert await judged(crowd, doors) == {
         "everybody was answered, always the same": [f"{grab}: {amount} and then {amount + 1}"]
     }

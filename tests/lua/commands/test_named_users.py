@@ -1,0 +1,103 @@
+"""Commands about a grab that name its user, and answers that name the user of their command."""
+
+from typing import Any
+
+import pytest
+
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Confirm, Extend, Grab, Redeem, Release, Return, Unredeem
+from grabstream.models.offers import EnvelopeTerms
+from tests.lua.histories.scene import MINUTE, Scene, coupon, stock
+
+PRICED: dict[str, Any] = {"price": 250, "currency": "CNY", "hold_ms": MINUTE, "extensions": 9}
+PAID: dict[str, Any] = {"paid": 250, "currency": "CNY"}
+
+
+async def held(scene: Scene) -> str:
+    """The id of a grab that holds a unit for ann."""
+    await scene.open(stock(5, **PRICED))
+    grab = (await scene.grab("ann")).grab
+    assert grab is not None
+    return grab
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "outcome"),
+    [
+        (Confirm, {"payment": "p", **PAID}, "confirmed"),
+        (Release, {}, "released"),
+        (Extend, {}, "extended"),
+    ],
+)
+async def test_a_hold_is_settled_only_for_its_user(
+    scene: Scene, kind: Any, fields: dict[str, Any], outcome: str
+) -> None:
+    grab = await held(scene)
+    others = {**fields, "payment": "p-bob"} if "payment" in fields else fields
+    assert (await scene.do(kind, grab=grab, user="bob", **others)).outcome == "no_such_grab"
+    assert (await scene.do(kind, grab=grab, user="ann", **fields)).outcome == outcome
+
+
+@pytest.mark.parametrize("kind", [Redeem, Return])
+async def test_units_are_used_only_by_their_user(scene: Scene, kind: Any) -> None:
+    await scene.open(coupon(5))
+    grab = (await scene.grab("ann")).grab
+    fields = {"order": "o1"} if kind is Redeem else {}
+    assert (await scene.do(kind, grab=grab, user="bob", **fields)).outcome == "no_such_grab"
+    assert (await scene.do(kind, grab=grab, user="ann", **fields)).positive
+    if kind is Redeem:
+        assert (await scene.do(Unredeem, grab=grab, user="bob", order="o1")).outcome == "no_such_grab"
+        assert (await scene.do(Unredeem, grab=grab, user="ann", order="o1")).outcome == "unredeemed"
+
+
+async def test_only_a_waiter_leaves_the_waiting_list_in_their_name(scene: Scene) -> None:
+    await scene.open(stock(1, waiting_list=True, hold_ms=MINUTE))
+    await scene.grab("ann")
+    waiting = await scene.grab("ben", wait=True)
+    assert waiting.outcome == "waiting"
+    assert (await scene.do(Release, grab=waiting.grab, user="ann")).outcome == "no_such_grab"
+    assert (await scene.do(Release, grab=waiting.grab, user="ben")).outcome == "released"
+
+
+async def test_money_for_the_grab_of_another_user_is_paid_back_once(scene: Scene) -> None:
+    grab = await held(scene)
+    answers = [await scene.do(Confirm, grab=grab, user="bob", payment="p", **PAID) for _ in range(2)]
+    assert [answer.outcome for answer in answers] == ["no_such_grab"] * 2
+    [due] = await scene.events("payment.refund_due")
+    assert (due.payment, due.amount, due.outcome) == ("p", 250, "no_such_grab")
+    # The hold is as it was; a payment of its own confirms it.
+    assert (await scene.do(Confirm, grab=grab, user="ann", payment="q", **PAID)).outcome == "confirmed"
+
+
+async def test_a_booked_payment_is_not_told_to_another_user(scene: Scene) -> None:
+    grab = await held(scene)
+    first = await scene.do(Confirm, grab=grab, user="ann", payment="p", **PAID)
+    assert first.outcome == "confirmed"
+    others = await scene.do(Confirm, grab=grab, user="bob", payment="p", **PAID)
+    assert (others.outcome, others.seq, others.quantity) == ("no_such_grab", None, None)
+    assert (await scene.do(Confirm, grab=grab, payment="p", **PAID)).outcome == "confirmed"
+    assert await scene.events("payment.refund_due") == []
+
+
+async def test_the_user_is_part_of_the_body(scene: Scene) -> None:
+    grab = await held(scene)
+    assert (await scene.do(Release, id="r", grab=grab, user="ann")).outcome == "released"
+    repeated = await scene.do(Release, id="r", grab=grab, user="ann")
+    assert (repeated.outcome, repeated.repeated, repeated.user) == ("released", True, "ann")
+    assert (await scene.do(Release, id="r", grab=grab)).outcome == "conflict"
+    assert (await scene.do(Release, id="r", grab=grab, user="bob")).outcome == "conflict"
+
+
+async def test_answers_name_the_user_of_their_command(scene: Scene) -> None:
+    await scene.open(EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=10, parts=1, seed="00" * 16))
+
+    async def answers(**fields: Any) -> list[Answer]:
+        commands = [
+            Grab(id=scene.id(), offer=scene.offer, user=user, **fields) for user in ("ann", "ann", "bob")
+        ]
+        return await scene.decide_both([*commands, commands[0]])
+
+    for fields in ({}, {"quantity": 2}):
+        assert [answer.user for answer in await answers(**fields)] == ["ann", "ann", "bob", "ann"]
+    assert (await scene.do(Release, grab="none", user="ann")).user == "ann"
+    assert (await scene.do(Release, grab="none")).user is None
