@@ -21,6 +21,8 @@ from grabstream.models.upcasting import NewerEvent
 
 V2 = Literal[2]
 RUN_VERSION: Final = 2
+#: The grabs of a run; includes/runs.lua has the same bound.
+RUN_GRABS_MAX: Final = 1_000
 #: The id of a single-use ticket, and when it ends if it is good for the whole campaign (ms since 1970 UTC).
 Ticket = tuple[Id, Count | None]
 

@@ -1,14 +1,15 @@
-"""The ledger: every transfer as a row, and the sum of every account. A CHECK of PostgreSQL refuses an
-overdraft.
+"""The ledger: every transfer, those of a run of grabs in one row, and the sum of every account. A CHECK of
+PostgreSQL refuses an overdraft.
 """
 
 from collections.abc import Sequence
-from itertools import count, repeat
+from itertools import repeat
 from typing import Any
 
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
+from grabstream.models.runs import RUN_GRABS_MAX
 from grabstream.models.transfers import GUARDED_ACCOUNTS, RunTransfers
 from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.cursors import Fact
@@ -29,20 +30,28 @@ async def apply(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None
 async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     """Adds only the transfers, for a build: `finish` computes the accounts."""
     rows: list[str] = []
+    runs: list[str] = []
     for _, _, event, transfers in facts:
-        shard, seq, offer, at = f"{event.shard}\t", event.seq, f"\t{event.offer}\t", f"\t{event.at}\n"
         if isinstance(transfers, RunTransfers):
-            # Each transfer of a run is the only one of its seq.
-            between = f"\t0{offer}{transfers.asset}\t{transfers.kind}{transfers.name}\t{transfers.user_kind}"
-            columns = zip(count(seq), transfers.users, transfers.amounts, strict=False)
-            rows += [f"{shard}{seq}{between}{user}\t{amount}{at}" for seq, user, amount in columns]
+            # No field needs escaping: names have no backslash, so the literals of arrays have none.
+            runs.append(
+                f"{event.shard}\t{event.seq}\t{event.offer}\t{transfers.asset}\t{transfers.kind}"
+                f"{transfers.name}\t{transfers.user_kind}\t{text_array(transfers.users)}\t"
+                f"{integer_array(transfers.amounts)}\t{event.at}\n"
+            )
         else:
             rows += [
-                f"{shard}{seq}\t{leg}{offer}{asset}\t{debit}\t{credit}\t{amount}{at}"
+                f"{event.shard}\t{event.seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t"
+                f"{event.at}\n"
                 for leg, (asset, debit, credit, amount) in enumerate(transfers)
             ]
     await copy_rows(
         connection, "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)", rows
+    )
+    await copy_rows(
+        connection,
+        "transfer_runs_1 (shard, seq, offer, asset, debit, credit_kind, users, amounts, at)",
+        runs,
     )
 
 
@@ -50,10 +59,28 @@ async def finish(connection: AsyncConnection[Any]) -> None:
     """Computes the sum of every account, after all transfers were loaded."""
     await connection.execute(
         "INSERT INTO accounts_1 (account, asset, posted) SELECT account, asset, sum(change) FROM ("
-        "SELECT debit AS account, asset, -amount AS change FROM transfers_1 UNION ALL SELECT credit, asset, "
-        "amount FROM transfers_1"
+        "SELECT debit AS account, asset, -amount AS change FROM transfers_1 "
+        "UNION ALL SELECT credit, asset, amount FROM transfers_1 "
+        "UNION ALL SELECT debit, asset, -(SELECT sum(amount) FROM unnest(amounts) AS one(amount))::bigint "
+        "FROM transfer_runs_1 "
+        'UNION ALL SELECT credit_kind || "user", asset, amount FROM transfer_runs_1, '
+        'unnest(users, amounts) AS one("user", amount)'
         ") AS legs GROUP BY account, asset"
     )
+
+
+async def in_lines(connection: AsyncConnection[Any], after: str, to: str | None = None) -> str:
+    """A condition on the view `transfers`, so that rows with a seq above `after`, and up to `to` if it is
+    given, are found by the index of their lines; both are expressions. Versions of former definitions have an
+    index of the seqs themselves.
+    """
+    rows = await connection.execute(
+        "SELECT FROM pg_attribute WHERE attrelid = 'transfers'::regclass AND attname = 'line_seq'"
+    )
+    if not rows.rowcount:
+        return "true"
+    until = "" if to is None else f" AND transfers.line_seq <= {to}"
+    return f"transfers.line_seq > {after} - {RUN_GRABS_MAX}{until}"
 
 
 async def _post(connection: AsyncConnection[Any], changes: Changes) -> None:

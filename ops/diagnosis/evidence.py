@@ -14,6 +14,7 @@ from grabstream.lua.server import server_epoch_of
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, encode_event
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.runs import decode_line, singles
+from grabstream.projections.ledger import in_lines
 
 #: How many refusals of the user are read at most, the newest ones.
 REFUSALS_MAX: Final = 1_000
@@ -74,13 +75,15 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
         "SELECT (SELECT coalesce(sum(refusals), 0)::bigint FROM demand WHERE offer = %s) AS refused, "
         "(SELECT count(*) FROM refusals WHERE offer = %s) AS kept", offer, offer,
     )  # fmt: skip
+    lines = await in_lines(connection, "wanted.seq", "wanted.seq")
     transfers = (
-        "SELECT seq, leg, asset, debit, credit, amount, at FROM transfers WHERE shard = %s AND seq = "
-        "ANY(%s) ORDER BY seq, leg"
+        "SELECT t.seq, leg, asset, debit, credit, amount, at FROM unnest(%s::bigint[]) AS wanted(seq), "  # noqa: S608
+        f"LATERAL (SELECT * FROM transfers WHERE shard = %s AND {lines} AND transfers.seq = wanted.seq) "
+        "AS t ORDER BY t.seq, leg"
     )
     return Evidence(
         user, of_offer, grabs, events, refusals, counted["refused"], counted["kept"],
-        await _rows(connection, transfers, shard, [event.seq for event in events_of_user]),
+        await _rows(connection, transfers, [event.seq for event in events_of_user], shard),
         await _rows(connection, "SELECT * FROM payments WHERE offer = %s AND grab = ANY(%s) ORDER BY seq",
         offer, names),
         await _rows(connection, "SELECT * FROM waiting WHERE offer = %s AND user_id = %s", offer, user),

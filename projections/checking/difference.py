@@ -52,10 +52,13 @@ async def compare(
     offer: str | None = None,
 ) -> list[TableDifference]:
     """Compares the tables, or all tables of both versions; with `offer`, only its rows. The result has every
-    table, with or without differences.
+    table, with or without differences, and views in place of the tables that they stand for.
     """
     declared = definition.declared_since(old.definition)
-    columns_old, columns_new = await _columns(connection, old), await _columns(connection, new)
+    columns_old, columns_new = (
+        await _columns(connection, old, definition),
+        await _columns(connection, new, definition),
+    )
     differences = []
     for table in sorted(columns_old.keys() | columns_new.keys() if tables is None else tables):
         keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
@@ -75,19 +78,28 @@ async def compare(
     return differences
 
 
-async def _columns(connection: AsyncConnection[Any], version: Version) -> dict[str, dict[str, bool]]:
-    """The tables of a version: their columns in order, and whether each belongs to the primary key."""
+async def _columns(
+    connection: AsyncConnection[Any], version: Version, definition: Definition
+) -> dict[str, dict[str, bool]]:
+    """The compared tables and views of a version: their columns in order, and whether each belongs to the
+    key.
+    """
+    views = definition.compared_views
     rows = await connection.execute(
         "SELECT c.relname, a.attname, coalesce(a.attnum = ANY(i.indkey), false) FROM pg_class AS c "
         "JOIN pg_attribute AS a ON a.attrelid = c.oid LEFT JOIN pg_index AS i ON i.indrelid = c.oid AND "
         "i.indisprimary "
-        "WHERE c.relnamespace = %s::regnamespace AND c.relkind = 'r' AND a.attnum > 0 AND NOT a.attisdropped "
+        "WHERE c.relnamespace = %s::regnamespace AND (c.relkind = 'r' OR c.relkind = 'v' AND c.relname = "
+        "ANY(%s)) AND a.attnum > 0 AND NOT a.attisdropped "
         "AND c.relname NOT IN ('projection_cursors', 'stopped_shards') ORDER BY c.relname, a.attnum",
-        (sql.Identifier(version.schema).as_string(connection),),
+        (sql.Identifier(version.schema).as_string(connection), list(views)),
     )
     tables: dict[str, dict[str, bool]] = {}
     for table, column, in_key in await rows.fetchall():
-        tables.setdefault(table, {})[column] = in_key
+        tables.setdefault(table, {})[column] = in_key or (table in views and column in views[table].keys)
+    for view in views.values():
+        for table in view.tables:
+            tables.pop(table, None)
     return tables
 
 

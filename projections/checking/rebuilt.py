@@ -97,7 +97,10 @@ class RebuiltModels:
         """
         live, definition = self.live[name], definition_of(name)
         rebuilt = live._replace(schema=self._temporary_schema, definition=definition.number)
-        tables = await compare(self._connection, definition, live, rebuilt, definition.tables)
+        async with self._connection.transaction(force_rollback=True):
+            if definition.compared_views:
+                await self._connection.execute(definition.parts["views"].encode())
+            tables = await compare(self._connection, definition, live, rebuilt, definition.compared)
         return sum(table.rows_new for table in tables), [
             line for table in tables for line in _in_words(table)
         ]
@@ -236,4 +239,4 @@ def _in_words(difference: TableDifference) -> list[str]:
 
 
 def _shown(table: str) -> str:
-    return table.rpartition("_")[0]
+    return table.removesuffix("_1")

@@ -10,6 +10,7 @@ from psycopg import AsyncConnection
 
 from grabstream.projections.checking.proof import AuditRow, LedgerRow, OfferState, row_of
 from grabstream.projections.database.arrays import integer_array, text_array
+from grabstream.projections.ledger import in_lines
 
 #: After this time without a pass, the verifier counts as not running.
 SILENT_MS_MAX: Final = 300_000
@@ -152,10 +153,11 @@ async def ledger_rows(
     connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int
 ) -> list[LedgerRow]:
     """The transfers in a range of seqs."""
+    lines = await in_lines(connection, "%(after)s", "%(to)s")
     rows = await connection.execute(
-        "SELECT seq, leg, offer, asset, debit, credit, amount, at FROM transfers WHERE shard = %s AND seq > "
-        "%s AND seq <= %s",
-        (shard, after_seq, to_seq),
+        "SELECT seq, leg, offer, asset, debit, credit, amount, at FROM transfers "  # noqa: S608 - no input
+        f"WHERE shard = %(shard)s AND {lines} AND seq > %(after)s AND seq <= %(to)s",
+        {"shard": shard, "after": after_seq, "to": to_seq},
     )
     return [LedgerRow(*row) for row in await rows.fetchall()]
 
@@ -218,15 +220,17 @@ async def accounts_after(
     Call it only if the ledger is at most some thousand events ahead of the verifier, and in the same snapshot
     as the cursors.
     """
+    lines = await in_lines(connection, "v.seq")
     rows = await connection.execute(
-        "WITH keys AS (SELECT account, asset FROM ("
+        "WITH keys AS (SELECT account, asset FROM ("  # noqa: S608 - no input
         "(SELECT account, asset FROM accounts WHERE (account, asset) > (%(account)s, %(asset)s) ORDER BY "
         "account, asset LIMIT %(limit)s) "
         "UNION (SELECT account, asset FROM verified_accounts WHERE (account, asset) > (%(account)s, "
         "%(asset)s) "
         "ORDER BY account, asset LIMIT %(limit)s)) AS both_sides ORDER BY account, asset LIMIT %(limit)s), "
         "ahead AS (SELECT t.asset, t.debit, t.credit, t.amount FROM verified AS v, "
-        "LATERAL (SELECT * FROM transfers WHERE transfers.shard = v.shard AND transfers.seq > v.seq) AS t), "
+        f"LATERAL (SELECT * FROM transfers WHERE transfers.shard = v.shard AND {lines} "
+        "AND transfers.seq > v.seq) AS t), "
         "changes AS (SELECT account, asset, sum(change) AS change FROM (SELECT debit AS account, asset, "
         "-amount AS change FROM ahead "
         "UNION ALL SELECT credit, asset, amount FROM ahead) AS legs GROUP BY account, asset) "

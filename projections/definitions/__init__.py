@@ -3,8 +3,10 @@ increases with each change.
 
 A file starts with `--- definition N`. `--- changes N: table.column …` declares the columns whose values
 definition N changes (`table.*`: all columns and the rows of a table); a rebuild counts differences there
-separately. Parts: `tables` (without constraints, so that a build loads them faster), `staging` (tables that
-only a build needs), `constraints` (and indexes), `views` (what users read).
+separately. `--- compared view (keys): tables` names a view that is compared, by its keys, in place of tables:
+those that had the same content in another form. Parts: `tables` (without constraints, so that a build loads
+them faster), `staging` (tables that only a build needs), `constraints` (and indexes), `views` (what users
+read).
 """
 
 import re
@@ -19,6 +21,7 @@ PROJECTIONS: Final = ("ledger", "balances", "audit")
 PARTS: Final = ("tables", "staging", "constraints", "views")
 
 _number = re.compile(r"^--- definition (\d+)$", re.MULTILINE)
+_compared = re.compile(r"^--- compared (\w+) \(([^)]+)\): (.+)$", re.MULTILINE)
 _changes = re.compile(r"^--- changes (\d+): (.+)$", re.MULTILINE)
 _table = re.compile(r"^CREATE TABLE (\w+)", re.MULTILINE)
 _part = re.compile(r"^--- part ([a-z]+)$", re.MULTILINE)
@@ -28,13 +31,23 @@ class BadDefinition(Exception):
     """A definition file without a number, or with an unknown part."""
 
 
+class ComparedView(NamedTuple):
+    """A view that is compared by its keys, in place of tables."""
+
+    keys: tuple[str, ...]
+    tables: frozenset[str]
+
+
 class Definition(NamedTuple):
-    """A definition: its number, the columns that each number declares as changed, and its SQL by part."""
+    """A definition: its number, the columns that each number declares as changed, its SQL by part, and the
+    views that are compared in place of tables.
+    """
 
     projection: str
     number: int
     changes: Mapping[int, frozenset[str]]
     parts: Mapping[str, str]
+    compared_views: Mapping[str, ComparedView] = {}
 
     @property
     def tables(self) -> list[str]:
@@ -45,6 +58,12 @@ class Definition(NamedTuple):
     def staging(self) -> list[str]:
         """The names of the tables that only a build has."""
         return _table.findall(self.parts["staging"])
+
+    @property
+    def compared(self) -> list[str]:
+        """The names of the tables and views that are compared."""
+        replaced = {table for view in self.compared_views.values() for table in view.tables}
+        return [*(table for table in self.tables if table not in replaced), *self.compared_views]
 
     def declared_since(self, number: int) -> frozenset[str]:
         """The columns, as `table.column`, that definitions after `number` declare as changed."""
@@ -68,7 +87,11 @@ def parse(projection: str, text: str) -> Definition:
         raise BadDefinition(
             f"{projection}: parts must be {', '.join(PARTS)}, got {', '.join(sorted(unknown))}"
         )
-    return Definition(projection, number, changes, {part: parts.get(part, "") for part in PARTS})
+    views = {
+        view: ComparedView(tuple(re.findall(r"\w+", keys)), frozenset(tables.split()))
+        for view, keys, tables in _compared.findall(text)
+    }
+    return Definition(projection, number, changes, {part: parts.get(part, "") for part in PARTS}, views)
 
 
 @cache

@@ -1,5 +1,7 @@
--- The ledger: every transfer as a row, and the sum of every account.
---- definition 2
+-- The ledger: every transfer, and the sum of every account.
+--- definition 3
+--- changes 3: transfers.line_seq
+--- compared transfers (shard, seq, leg): transfers_1 transfer_runs_1
 
 --- part tables
 
@@ -17,6 +19,24 @@ CREATE TABLE transfers_1 (
     at bigint NOT NULL
 );
 
+-- The transfers of a run of grabs, one for each user, from `debit` to `credit_kind || user`; `seq` is that of
+-- the first, and each is the only one of its seq. The columns are not compressed: that would take longer than
+-- the rest of a row.
+CREATE TABLE transfer_runs_1 (
+    shard integer NOT NULL,
+    seq bigint NOT NULL,
+    offer text NOT NULL,
+    asset text NOT NULL,
+    debit text NOT NULL,
+    credit_kind text NOT NULL,
+    users text[] NOT NULL,
+    amounts bigint[] NOT NULL,
+    at bigint NOT NULL
+);
+ALTER TABLE transfer_runs_1
+    ALTER COLUMN users SET STORAGE EXTERNAL,
+    ALTER COLUMN amounts SET STORAGE EXTERNAL;
+
 CREATE TABLE accounts_1 (
     account text NOT NULL,
     asset text NOT NULL,
@@ -29,6 +49,12 @@ ALTER TABLE transfers_1
     ADD PRIMARY KEY (shard, seq, leg),
     ADD CHECK (amount > 0),
     ADD CHECK (debit <> credit);
+
+ALTER TABLE transfer_runs_1
+    ADD PRIMARY KEY (shard, seq),
+    ADD CHECK (0 < ALL (amounts)),
+    ADD CHECK (cardinality(users) = cardinality(amounts)),
+    ADD CHECK (debit LIKE 'offer:%' AND credit_kind IN ('wallet:', 'hold:'));
 
 ALTER TABLE accounts_1
     ADD PRIMARY KEY (account, asset),
@@ -43,4 +69,10 @@ ALTER TABLE accounts_1
 --- part views
 
 CREATE VIEW accounts AS SELECT account, asset, posted FROM accounts_1;
-CREATE VIEW transfers AS SELECT shard, seq, leg, offer, asset, debit, credit, amount, at FROM transfers_1;
+-- `line_seq` is the seq of the line of the journal, and has an index: who looks for a seq also says
+-- `line_seq BETWEEN seq - 999 AND seq`.
+CREATE VIEW transfers AS
+    SELECT shard, seq, leg, offer, asset, debit, credit, amount, at, seq AS line_seq FROM transfers_1
+    UNION ALL
+    SELECT shard, seq + n - 1, 0::smallint, offer, asset, debit, credit_kind || "user", amount, at, seq
+    FROM transfer_runs_1, unnest(users, amounts) WITH ORDINALITY AS one("user", amount, n);

@@ -227,22 +227,35 @@ LEDGER, BALANCES = "ledger = fold of the journal", "balances = fold of the journ
 AUDIT, CURSORS = "audit bytes = journal", "cursors = journal"
 TABLES = [
     TableDamage(
-        "transfers_1",
-        ("UPDATE {t} SET amount = amount + 1 WHERE credit = 'wallet:u1' AND asset = 'CNY' AND amount <> 5"),
+        "transfer_runs_1",
+        "UPDATE {t} SET amounts[array_position(users, 'u1')] = amounts[array_position(users, 'u1')] + 1 "
+        "WHERE 'u1' = ANY(users) AND asset = 'CNY'",
         LEDGER,
         "leg 0): amount is",
     ),
     TableDamage(
-        "transfers_1",
-        "UPDATE {t} SET credit = 'wallet:thief' WHERE (shard, credit) = (0, 'wallet:u1')",
+        "transfer_runs_1",
+        "UPDATE {t} SET users[array_position(users, 'u1')] = 'thief' WHERE shard = 0 AND 'u1' = ANY(users)",
         LEDGER,
         "credit is wallet:thief",
     ),
     TableDamage(
-        "transfers_1",
-        "DELETE FROM {t} WHERE (shard, credit) = (0, 'wallet:u1')",
+        "transfer_runs_1",
+        "DELETE FROM {t} WHERE shard = 0 AND 'u1' = ANY(users)",
         LEDGER,
         "the row is missing",
+    ),
+    TableDamage(
+        "transfers_1",
+        "UPDATE {t} SET credit = 'issuer:thief' WHERE leg = 1 AND credit = 'issuer:shop'",
+        LEDGER,
+        "leg 1): credit is issuer:thief",
+    ),
+    TableDamage(
+        "transfers_1",
+        "DELETE FROM {t} WHERE leg = 1 AND credit = 'issuer:shop'",
+        LEDGER,
+        "leg 1): the row is missing",
     ),
     TableDamage(
         "transfers_1",
