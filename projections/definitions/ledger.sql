@@ -54,6 +54,7 @@ ALTER TABLE transfer_runs_1
     ADD PRIMARY KEY (shard, seq),
     ADD CHECK (0 < ALL (amounts)),
     ADD CHECK (cardinality(users) = cardinality(amounts)),
+    ADD CHECK (cardinality(users) BETWEEN 1 AND 1000),
     ADD CHECK (debit LIKE 'offer:%' AND credit_kind IN ('wallet:', 'hold:'));
 
 ALTER TABLE accounts_1

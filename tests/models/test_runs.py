@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grabstream.lua.loader import assemble
 from grabstream.models.events import GrabGranted, GrabHeld, decode_event, encode_event
-from grabstream.models.runs import GrantedRun, HeldRun, decode_line, decode_lines, singles
+from grabstream.models.runs import (
+    RUN_GRABS_MAX,
+    GrantedRun,
+    HeldRun,
+    decode_line,
+    decode_lines,
+    singles,
+)
 from grabstream.models.transfers import transfers_of
 from grabstream.models.upcasting import NewerEvent
+from grabstream.projections.definitions import definition_of
 from tests.models.test_golden_events import EXAMPLES, HEAD
 from tests.support.runs import as_runs
 
@@ -103,3 +112,10 @@ def test_what_a_newer_release_writes_is_said_to_be_newer(type_: str, version: in
     for decode in (lambda: decode_line(line), lambda: decode_lines(b"[" + line + b"]")):
         with pytest.raises(NewerEvent, match=f"{type_} v{version} was written by a newer grabstream"):
             decode()
+
+
+def test_scripts_readers_and_tables_have_one_bound_of_a_run() -> None:
+    assert f"local GRABS_MAX, BYTES_MAX = {RUN_GRABS_MAX}, 131072" in assemble("grab")
+    assert f"CHECK (cardinality(users) BETWEEN 1 AND {RUN_GRABS_MAX})" in (
+        definition_of("ledger").parts["constraints"]
+    )
