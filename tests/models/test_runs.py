@@ -116,6 +116,7 @@ def test_what_a_newer_release_writes_is_said_to_be_newer(type_: str, version: in
 
 def test_scripts_readers_and_tables_have_one_bound_of_a_run() -> None:
     assert f"local GRABS_MAX, BYTES_MAX = {RUN_GRABS_MAX}, 131072" in assemble("grab")
-    assert f"CHECK (cardinality(users) BETWEEN 1 AND {RUN_GRABS_MAX})" in (
-        definition_of("ledger").parts["constraints"]
+    assert (
+        f"CHECK (cardinality(users) BETWEEN 1 AND {RUN_GRABS_MAX})"
+        in (definition_of("ledger").parts["constraints"])
     )
