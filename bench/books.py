@@ -37,6 +37,7 @@ class Tree(NamedTuple):
     facts: Callable[[Any], list[Any]]
     apply: dict[str, Callable[[AsyncConnection[Any], list[Any]], Awaitable[None]]]
     create: Callable[..., Awaitable[None]]
+    tables: list[str]
     postgres: str
 
 
@@ -46,12 +47,13 @@ def tree(folder: Path) -> Tree:
         del sys.modules[name]
     sys.path.insert(0, str(folder))
     try:
-        journal, records, projector, read_models, versions, settings = map(
+        journal, records, projector, read_models, definitions, versions, settings = map(
             importlib.import_module,
             (
                 "grabstream.models.journal", "grabstream.streams.journal",
                 "grabstream.streams.projecting.projector", "grabstream.projections.read_models",
-                "grabstream.projections.versions", "grabstream.ops.settings",
+                "grabstream.projections.definitions", "grabstream.projections.versions",
+                "grabstream.ops.settings",
             ),
         )  # fmt: skip
     finally:
@@ -72,6 +74,7 @@ def tree(folder: Path) -> Tree:
         lambda record: projector.Decoded(record).facts,  # type: ignore[no-any-return]
         {name: read_models.READ_MODELS[name].apply for name in MODELS},
         versions.create_flat,
+        [table for name in MODELS for table in definitions.definition_of(name).tables],
         settings.load_settings().postgres,
     )
 
@@ -114,7 +117,7 @@ def run_lines(kind: str, size: int) -> list[bytes]:
 async def measure(connection: AsyncConnection[Any], tree: Tree, records: list[Any]) -> dict[str, float]:
     """Microseconds a grab: of Python and PostgreSQL, to decode and to write each read model."""
     await connection.execute(
-        "TRUNCATE transfers_1, accounts_1, balances_1, grabs_1, offers_1, payments_1, audit_1"
+        sql.SQL("TRUNCATE {}").format(sql.SQL(", ").join(map(sql.Identifier, tree.tables)))
     )
     gc.collect()
     began = time.process_time()

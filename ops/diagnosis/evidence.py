@@ -75,15 +75,9 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
         "SELECT (SELECT coalesce(sum(refusals), 0)::bigint FROM demand WHERE offer = %s) AS refused, "
         "(SELECT count(*) FROM refusals WHERE offer = %s) AS kept", offer, offer,
     )  # fmt: skip
-    lines = await in_lines(connection, "wanted.seq", "wanted.seq")
-    transfers = (
-        "SELECT t.seq, leg, asset, debit, credit, amount, at FROM unnest(%s::bigint[]) AS wanted(seq), "  # noqa: S608
-        f"LATERAL (SELECT * FROM transfers WHERE shard = %s AND {lines} AND transfers.seq = wanted.seq) "
-        "AS t ORDER BY t.seq, leg"
-    )
     return Evidence(
         user, of_offer, grabs, events, refusals, counted["refused"], counted["kept"],
-        await _rows(connection, transfers, [event.seq for event in events_of_user], shard),
+        await transfers_of_seqs(connection, shard, [event.seq for event in events_of_user]),
         await _rows(connection, "SELECT * FROM payments WHERE offer = %s AND grab = ANY(%s) ORDER BY seq",
         offer, names),
         await _rows(connection, "SELECT * FROM waiting WHERE offer = %s AND user_id = %s", offer, user),
@@ -96,6 +90,20 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
             "WHERE offer = %s AND user_id = %s ORDER BY at", offer, user,
         ),
     )  # fmt: skip
+
+
+async def transfers_of_seqs(
+    connection: AsyncConnection[Any], shard: int, seqs: list[int]
+) -> list[dict[str, Any]]:
+    """The transfers of some events of a shard, in order."""
+    lines = await in_lines(connection, "wanted.seq", "wanted.seq")
+    transfers = (
+        "SELECT t.seq, leg, asset, debit, credit, amount, at FROM unnest(%s::bigint[]) AS wanted(seq), "  # noqa: S608
+        # With OFFSET 0, each seq is looked up by the index; without it, all transfers are joined.
+        f"LATERAL (SELECT * FROM transfers WHERE shard = %s AND {lines} AND transfers.seq = wanted.seq "
+        "OFFSET 0) AS t ORDER BY t.seq, leg"
+    )
+    return await _rows(connection, transfers, seqs, shard)
 
 
 async def _rows(connection: AsyncConnection[Any], query: str, *values: Any) -> list[dict[str, Any]]:

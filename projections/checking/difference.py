@@ -152,8 +152,6 @@ async def _compare_table(
     ]
     wrong = sql.SQL(" OR ").join(differs[len(declared_shared) :]) if others else sql.SQL("false")
     counts = [
-        sql.SQL("count(o.{})").format(key),
-        sql.SQL("count(n.{})").format(key),
         sql.SQL("count(*) FILTER (WHERE n.{} IS NULL)").format(key),
         sql.SQL("count(*) FILTER (WHERE o.{} IS NULL)").format(key),
         sql.SQL("count(*) FILTER (WHERE {} AND ({}))").format(both, wrong),
@@ -163,7 +161,11 @@ async def _compare_table(
         await connection.execute(sql.SQL("SELECT {} FROM {}").format(sql.SQL(", ").join(counts), joined))
     ).fetchone()
     assert row is not None
-    rows_old, rows_new, missing, extra, rows_changed, *by_column = row
+    missing, extra, rows_changed, *by_column = row
+    rows_old, rows_new = [await _count(connection, side) for side in sides]
+    # A view may have a key twice: such rows pair with the row of the other side, so they are counted here.
+    surplus = (rows_old - missing) - (rows_new - extra)
+    missing, extra = missing + max(surplus, 0), extra + max(-surplus, 0)
     counted = dict(zip((*declared_shared, *others), by_column, strict=True))
     difference = TableDifference(
         table=table, rows_old=rows_old, rows_new=rows_new, rows_changed=rows_changed,
@@ -181,7 +183,30 @@ async def _compare_table(
         if not whole:
             rows_wrong += sql.SQL(" OR o.{0} IS NULL OR n.{0} IS NULL").format(key)
         difference.examples = await _examples(connection, joined, keys, others, rows_wrong)
+        if surplus:
+            only_in, side = ("old", sides[0]) if surplus > 0 else ("new", sides[1])
+            difference.examples += [
+                {"key": dict(zip(keys, key, strict=True)), "only": only_in}
+                for key in await _keys_twice(connection, side, keys)
+            ]
     return difference
+
+
+async def _count(connection: AsyncConnection[Any], side: sql.Composable) -> int:
+    [count] = await (
+        await connection.execute(sql.SQL("SELECT count(*) FROM {} AS one").format(side))
+    ).fetchone() or [0]
+    return int(count)
+
+
+async def _keys_twice(
+    connection: AsyncConnection[Any], side: sql.Composable, keys: list[str]
+) -> list[tuple[Any, ...]]:
+    """The first keys that occur more than once, at most EXAMPLES_MAX."""
+    columns = sql.SQL(", ").join(map(sql.Identifier, keys))
+    query = sql.SQL("SELECT {0} FROM {1} AS one GROUP BY {0} HAVING count(*) > 1 ORDER BY {0} LIMIT {2}")
+    rows = await connection.execute(query.format(columns, side, sql.Literal(EXAMPLES_MAX)))
+    return await rows.fetchall()
 
 
 def _all(keys: list[str], operator: str) -> sql.Composable:

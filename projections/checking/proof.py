@@ -5,7 +5,7 @@ This module does not read a database: callers pass rows, and get the verified ev
 problem ends the walk, because later rows can be verified only after it is repaired.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
@@ -206,8 +206,8 @@ def _compare_ledger(event: AnyEvent, transfers: Sequence[Transfer], lines: Seque
     actual = sorted(lines)
     if actual == expected:
         return
-    missing = [_shown(line) for line in expected if line not in actual]
-    surplus = [_shown(line) for line in actual if line not in expected]
+    missing = list(map(_shown, (Counter(expected) - Counter(actual)).elements()))
+    surplus = list(map(_shown, (Counter(actual) - Counter(expected)).elements()))
     words = [f"{word} {', '.join(shown)}" for word, shown in (("lacks", missing), ("has", surplus)) if shown]
     raise _Differs(
         "ledger",

@@ -230,7 +230,8 @@ async def accounts_after(
         "ORDER BY account, asset LIMIT %(limit)s)) AS both_sides ORDER BY account, asset LIMIT %(limit)s), "
         "ahead AS (SELECT t.asset, t.debit, t.credit, t.amount FROM verified AS v, "
         f"LATERAL (SELECT * FROM transfers WHERE transfers.shard = v.shard AND {lines} "
-        "AND transfers.seq > v.seq) AS t), "
+        # With OFFSET 0, each shard is looked up by the index; without it, all transfers are joined.
+        "AND transfers.seq > v.seq OFFSET 0) AS t), "
         "changes AS (SELECT account, asset, sum(change) AS change FROM (SELECT debit AS account, asset, "
         "-amount AS change FROM ahead "
         "UNION ALL SELECT credit, asset, amount FROM ahead) AS legs GROUP BY account, asset) "

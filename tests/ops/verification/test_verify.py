@@ -247,6 +247,13 @@ TABLES = [
     ),
     TableDamage(
         "transfers_1",
+        "INSERT INTO {t} SELECT shard, seq, 0, offer, asset, debit, credit_kind || users[1], amounts[1], at "
+        "FROM transfer_runs_1 WHERE shard = 0 AND users[1] = 'u1' LIMIT 1",
+        LEDGER,
+        "leg 0): the row exists, but no event makes it",
+    ),
+    TableDamage(
+        "transfers_1",
         "UPDATE {t} SET credit = 'issuer:thief' WHERE leg = 1 AND credit = 'issuer:shop'",
         LEDGER,
         "leg 1): credit is issuer:thief",
