@@ -53,10 +53,17 @@ local function another_payment_text(known)
 end
 
 -- The row for a payment that is recorded, or nil. For the same grab and amount it has the recorded outcome;
--- for another grab or amount, a conflict.
-local function repeated_payment(call, campaign, name, body)
+-- for another grab or amount, a conflict. Where the command names a user, and the grab is not known to be
+-- theirs (`refused_as`), it tells nothing about the payment, apart from that it found no grab before.
+local function repeated_payment(call, campaign, name, body, refused_as)
   local known = body.payment and payment_of(call, campaign, body.payment)
   if not known then return nil end
+  local is_here = known[1] == name and known[2] == body.grab
+  local was_unknown = known[3] == CODE.no_such_grab or known[3] == CODE.no_such_offer
+  if refused_as and not (is_here and was_unknown and not is_another(known, body)) then
+    return refused_row(call, refused_as, {message = 'nothing was booked: this payment is recorded, '
+      .. 'but not known to be for a grab of this user'})
+  end
   if known[1] ~= name or known[2] ~= body.grab then return {CODE.conflict, 0, call.now} end
   if is_another(known, body) then
     return {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, {message = another_payment_text(known)}}
@@ -119,7 +126,7 @@ end
 -- Confirms where there is no offer: a recorded payment gets its recorded outcome; money for a retired offer
 -- is to be paid back.
 local function confirm_without_offer(call, name, id, digest, body, campaign)
-  local known = repeated_payment(call, campaign, name, body)
+  local known = repeated_payment(call, campaign, name, body, body.user and CODE.no_such_offer)
   if known then return known end
   local past = known_past_of(campaign, name, call.now)
   if past then return (refuse_payment(call, past, id, digest, body, campaign, 'no_such_offer')) end
@@ -133,11 +140,8 @@ local function confirm_without_offer(call, name, id, digest, body, campaign)
 end
 
 return carry_out_for_grab(function(call, offer, grab, id, digest, body, campaign)
-  local known = repeated_payment(call, campaign, offer.name, body)
-  if known and not grab and known[1] < CODE.invalid then
-    -- The payment is booked, for another user's grab.
-    return refused_row(call, CODE.no_such_grab)
-  end
+  local known = repeated_payment(call, campaign, offer.name, body,
+    body.user and not grab and CODE.no_such_grab)
   if known then return known end
   if not grab then return refuse_payment(call, offer, id, digest, body, campaign, 'no_such_grab') end
   local base = grab.held > 0 and grab.held or grab.lapsed

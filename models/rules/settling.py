@@ -65,6 +65,9 @@ NEVER_OPENED = (
     "no offer was ever opened under this id, so nothing was booked for this payment: pay it back "
     "where it came from"
 )
+NOT_THEIRS = "nothing was booked: this payment is recorded, but not known to be for a grab of this user"
+#: The outcomes of payments for which there was no grab, whoever asks.
+_UNKNOWN = frozenset({Outcome.no_such_grab, Outcome.no_such_offer})
 
 
 def decide_grab_command(
@@ -169,7 +172,9 @@ def decide_without_offer(state: ShardState, command: AnyCommand, digest: str, no
     a time; another payment in this time is to be paid back.
     """
     if isinstance(command, Confirm):
-        if known := _repeated_payment(state, command, now):
+        if known := _repeated_payment(
+            state, command, now, Outcome.no_such_offer if command.user is not None else None
+        ):
             return known
         retired = state.past.get(command.offer)
         if retired is not None and state.knows_payments_of(command.offer, now):
@@ -187,10 +192,8 @@ def decide_without_offer(state: ShardState, command: AnyCommand, digest: str, no
 def _confirm(
     state: ShardState, command: Confirm, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
-    if known := _repeated_payment(state, command, now):
-        if grab is None and known.answer.positive:
-            # The payment is booked, for another user's grab.
-            return _refuse(state, command, Outcome.no_such_grab, now)
+    refused_as = Outcome.no_such_grab if command.user is not None and grab is None else None
+    if known := _repeated_payment(state, command, now, refused_as):
         return known
     if grab is None:
         return _unserved(state, command, offer, Outcome.no_such_grab, digest, now)
@@ -215,17 +218,24 @@ def _confirm(
     return _confirmed(state, command, offer, grab, quantity, digest, now)
 
 
-def _repeated_payment(state: ShardState, command: Confirm, now: int) -> Decided | None:
+def _repeated_payment(
+    state: ShardState, command: Confirm, now: int, refused_as: Outcome | None
+) -> Decided | None:
     """The answer to a payment that is already known, or None: its first result for the same grab and money,
-    else a conflict.
+    else a conflict. Where the command names a user, and the grab is not known to be theirs (`refused_as`), it
+    tells nothing about the payment, apart from that it found no grab before.
     """
     known = state.payments.get((campaign_of(command.offer), command.payment)) if command.payment else None
     if known is None or not state.knows_payments_of(known.offer, now):
         return None
-    if (known.offer, known.grab) != (command.offer, command.grab):
-        return _refuse(state, command, Outcome.conflict, now)
+    is_here = (known.offer, known.grab) == (command.offer, command.grab)
     other_quantity = command.quantity is not None and known.quantity and command.quantity != known.quantity
-    if _money_of(command) != (known.paid, known.currency) or other_quantity:
+    is_another = _money_of(command) != (known.paid, known.currency) or other_quantity
+    if refused_as is not None and not (is_here and known.code in _UNKNOWN and not is_another):
+        return _refuse(state, command, refused_as, now, message=NOT_THEIRS)
+    if not is_here:
+        return _refuse(state, command, Outcome.conflict, now)
+    if is_another:
         return _refuse(state, command, Outcome.conflict, now, message=_conflict_message(known))
     return _again(state, command, Outcome(known.code), (known.seq, known.at), quantity=known.quantity or None)
 

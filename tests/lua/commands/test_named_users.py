@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import Confirm, Extend, Grab, Redeem, Release, Return, Unredeem
+from grabstream.models.commands import Close, Confirm, Extend, Grab, Redeem, Release, Return, Unredeem
 from grabstream.models.offers import EnvelopeTerms
 from tests.lua.histories.scene import MINUTE, Scene, coupon, stock
 
@@ -69,14 +69,38 @@ async def test_money_for_the_grab_of_another_user_is_paid_back_once(scene: Scene
     assert (await scene.do(Confirm, grab=grab, user="ann", payment="q", **PAID)).outcome == "confirmed"
 
 
-async def test_a_booked_payment_is_not_told_to_another_user(scene: Scene) -> None:
+async def test_a_recorded_payment_is_not_told_to_another_user(scene: Scene) -> None:
     grab = await held(scene)
     first = await scene.do(Confirm, grab=grab, user="ann", payment="p", **PAID)
     assert first.outcome == "confirmed"
-    others = await scene.do(Confirm, grab=grab, user="bob", payment="p", **PAID)
-    assert (others.outcome, others.seq, others.quantity) == ("no_such_grab", None, None)
+    late = await scene.do(Confirm, grab=grab, user="ann", payment="late", **PAID)
+    assert late.outcome == "not_held"
+    for payment in ("p", "late"):
+        for other in (PAID, {"paid": 7, "currency": "CNY"}, {**PAID, "quantity": 3}):
+            told = await scene.do(Confirm, grab=grab, user="bob", payment=payment, **other)
+            assert (told.outcome, told.seq, told.quantity) == ("no_such_grab", None, None)
+            assert "nothing was booked" in (told.message or "")
+            assert "250" not in (told.message or "")
     assert (await scene.do(Confirm, grab=grab, payment="p", **PAID)).outcome == "confirmed"
-    assert await scene.events("payment.refund_due") == []
+    assert len(await scene.events("payment.refund_due")) == 1
+
+
+async def test_a_payment_of_a_retired_offer_is_told_to_nobody_by_name(scene: Scene) -> None:
+    await scene.open(stock(5, **PRICED, retire_after_ms=1))
+    grab = (await scene.grab("ann")).grab
+    assert (await scene.do(Confirm, grab=grab, user="ann", payment="p", **PAID)).positive
+    await scene.do(Close)
+    scene.now += 10 * MINUTE
+    await scene.sweep_both()
+    for user in ("ann", "bob"):
+        told = await scene.do(Confirm, id=f"c-{user}", grab=grab, user=user, payment="p", **PAID)
+        assert (told.outcome, told.repeated) == ("no_such_offer", False)
+    assert (await scene.do(Confirm, grab=grab, payment="p", **PAID)).outcome == "confirmed"
+    # Money that was not reported before is due for a refund, once, whoever is named.
+    answers = [await scene.do(Confirm, grab=grab, user="bob", payment="q", **PAID) for _ in range(2)]
+    assert [answer.outcome for answer in answers] == ["no_such_offer"] * 2
+    assert len({answer.seq for answer in answers}) == 1
+    assert [event.payment for event in await scene.events("payment.refund_due")] == ["q"]
 
 
 async def test_the_user_is_part_of_the_body(scene: Scene) -> None:
