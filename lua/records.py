@@ -13,6 +13,7 @@ GRAB_FIELDS: Final = (
     "price", "status", "ended_seq",
     "ended_at", "confirmed_seq", "confirmed_at", "under", "counted", "payments", "codes",
 )  # fmt: skip
+_NUMBERS: Final = ("place", "quantity", "held", "taken", "redeemed", "lapsed", "status")
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 
 #: The fixed part of an answer. Its last byte is the length of the digest that follows; then comes a name, or
@@ -59,7 +60,10 @@ def read_grab(record: bytes) -> dict[str, Any]:
         raise Damaged(f"not a list of the {len(GRAB_FIELDS)} fields of a grab")
     grab = dict(zip(GRAB_FIELDS, fields, strict=True))
     del grab["codes"]
-    if not isinstance(grab["status"], int) or grab["status"] not in range(len(GRAB_STATES)):
+    for name in _NUMBERS:
+        if type(grab[name]) is not int:
+            raise Damaged(f"{name} is not a number")
+    if grab["status"] not in range(len(GRAB_STATES)):
         raise Damaged(f"status {grab['status']!r}")
     return grab | {"status": GRAB_STATES[grab["status"]]}
 

@@ -27,6 +27,10 @@ class Check(NamedTuple):
         return not self.problems
 
 
+#: In place of a `journaled_seq` that is no number.
+UNREADABLE: Final = -1
+
+
 class RedisShard(NamedTuple):
     """A shard's position in Redis: its seq, and its checkpoint: the last event known to be journaled, the
     chain's hash there, and the journal offset after it, with term and owner. `decides` is false while the

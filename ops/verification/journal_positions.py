@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from grabstream.models.journal import Accepted, Cursor
-from grabstream.ops.verification.checks import RedisShard
+from grabstream.ops.verification.checks import UNREADABLE, RedisShard
 
 
 class PositionChecks:
@@ -61,6 +61,8 @@ class PositionChecks:
         """What is wrong with Redis' checkpoint; '' when nothing is. `end` is the cursor at the journal's
         end.
         """
+        if self._redis.journaled_seq == UNREADABLE:
+            return f"shard {self._shard}: the journaled seq in Redis is no number"
         if self._redis.journaled_seq > end.seq:
             return (
                 f"shard {self._shard}: Redis counts seq {self._redis.journaled_seq} as journaled, but the "

@@ -19,7 +19,7 @@ from psycopg import AsyncConnection, IsolationLevel
 from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.books import Books
-from grabstream.ops.verification.checks import POLL_SECONDS, Check, RedisShard, Say
+from grabstream.ops.verification.checks import POLL_SECONDS, UNREADABLE, Check, RedisShard, Say
 from grabstream.ops.verification.redis_keys import redis_check
 from grabstream.projections.cursors import load, stopped
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
@@ -89,11 +89,22 @@ async def redis_shards(redis: Any, settings: Settings) -> dict[int, RedisShard]:
             ],
         )
         shards[number] = RedisShard(
-            int(seq or 0), int(journaled or 0), bytes.fromhex((head or b"").decode()), int(offset or 0),
-            int(term or 0),
+            _number(seq), _number(journaled, UNREADABLE), _hash(head), _number(offset), _number(term),
             (owner or b"").decode(errors="replace"), server_epoch is not None,
         )  # fmt: skip
     return shards
+
+
+def _number(value: bytes | None, damaged: int = 0) -> int:
+    """A number of a shard. Where it is damaged, a comparison with the journal says so."""
+    return damaged if value is not None and not value.isdigit() else int(value or 0)
+
+
+def _hash(value: bytes | None) -> bytes:
+    try:
+        return bytes.fromhex((value or b"").decode(errors="replace"))
+    except ValueError:
+        return b""
 
 
 class Lags(NamedTuple):

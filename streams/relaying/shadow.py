@@ -221,7 +221,8 @@ class ShadowShard:
     async def _names(self, keys: ShardKeys) -> list[str]:
         start = f"{keys.tag}:"
         names = [
-            key.decode().removeprefix(start)
+            # Anybody may write a key of any bytes: it is compared, and named, too.
+            key.decode(errors="surrogateescape").removeprefix(start)
             async for key in self._redis.scan_iter(match=f"{literal(start)}*", count=1_000)
         ]
         return [name for name in names if not name.startswith(STAGED)]
@@ -339,8 +340,10 @@ class ShadowShard:
         if partial is not None or server_epoch is None:
             raise NotComparable(
                 "its relay has not reconciled it with the journal yet"
-                + (f" ({fault.decode()})" if fault else "")
+                + (f" ({fault.decode(errors='replace')})" if fault else "")
             )
+        if seq is not None and not seq.isdigit():
+            raise NotComparable(f"its seq in Redis is {_text(seq)}, which is no number")
         await self._follow(int(seq or 0))
         return values
 
@@ -360,13 +363,11 @@ class ShadowShard:
             return False
         async with self._redis.pipeline(transaction=False) as pipe:
             for member in part.what:
-                pipe.hget(self._live.offer(member.decode()), "state")
+                pipe.hget(self._live.offer(member.decode(errors="replace")), "state")
             states = await pipe.execute()
         [shadow], [live] = await self._read(self._shadow, [part]), await self._read(self._live, [part])
-        now = max(
-            await time_ms_of(self._redis, self._live.state),
-            int(await self._redis.hget(self._live.state, "time") or 0),
-        )
+        last = await self._redis.hget(self._live.state, "time") or b""
+        now = max(await time_ms_of(self._redis, self._live.state), int(last) if last.isdigit() else 0)
         return all(
             state == b"closed" and None not in (due, again) and due <= again <= now + SWEPT_AGAIN_MS
             for state, due, again in zip(states, shadow, live, strict=True)
@@ -441,7 +442,7 @@ _SOME: Final = {"hash": "hmget", "set": "smismember", "zset": "zmscore"}
 
 def _ask(pipe: Any, keys: ShardKeys, part: Part) -> None:
     """Queues the command that reads a part."""
-    key = f"{keys.tag}:{part.name}"
+    key = f"{keys.tag}:{part.name}".encode(errors="surrogateescape")
     if part.kind == "key":
         pipe.type(key)
     elif part.kind == "expiry":
@@ -517,7 +518,7 @@ def _unpacked(value: Value) -> Any:
 
 def _in_words(shard: int, part: Part, shadow: Value, live: Value) -> list[str]:
     """A line for each difference."""
-    where = f"shard {shard}: {part.name}"
+    where = f"shard {shard}: {part.name}".encode(errors="backslashreplace").decode()
     if part.kind == "key":
         if shadow == b"none":
             return [f"{where} is in Redis, but no event creates it"]

@@ -42,9 +42,15 @@ def test_only_equal_records_compare_equal(one: bytes, other: bytes) -> None:
         assert not isinstance(records.unpacked(one), bytes)
 
 
-@pytest.mark.parametrize("status", [-1, 4, None, "held", [], 1.0, 1.5])
-def test_a_grab_of_an_unknown_status_is_damaged(status: object) -> None:
-    fields = [0] * len(records.GRAB_FIELDS)
-    fields[records.GRAB_FIELDS.index("status")] = status  # type: ignore[call-overload]
-    with pytest.raises(Damaged, match="status"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("status", value) for value in (-1, 4, None, "held", [], 1.0, 1.5, True)),
+        *((name, value) for name in ("held", "taken", "place") for value in ("x", None, {}, b"", 1.0)),
+    ],
+)
+def test_a_grab_of_other_values_is_damaged(name: str, value: object) -> None:
+    fields: list[object] = [0] * len(records.GRAB_FIELDS)
+    fields[records.GRAB_FIELDS.index(name)] = value
+    with pytest.raises(Damaged, match=name):
         records.read_grab(msgspec.msgpack.encode(fields))

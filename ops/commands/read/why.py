@@ -9,10 +9,9 @@ from typing import Any, Final, NamedTuple
 import click
 import msgspec
 from psycopg import AsyncConnection
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from rich.text import Text
 
-from grabstream.lua.records import Damaged
 from grabstream.models.events import encode_event
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import TIME_MS_MAX
@@ -77,15 +76,15 @@ async def gather(
     try:
         names = [grab["grab"] for grab in evidence.grabs] if evidence else []
         return evidence, unbooked, await read_redis(redis, key_space(settings), user, offer, names)
-    except (RedisError, OSError) as error:
-        # The story is in the books; Redis only adds the present state.
-        return evidence, unbooked, {"problem": f"Redis does not answer: {error}"}
-    except Damaged as error:
+    except (ResponseError, ValueError) as error:
         return (
             evidence,
             unbooked,
             {"problem": f"Redis has a damaged record of this user ({error}): run `grabstream verify`"},
         )
+    except (RedisError, OSError) as error:
+        # The story is in the books; Redis only adds the present state.
+        return evidence, unbooked, {"problem": f"Redis does not answer: {error}"}
     finally:
         await redis.aclose()
 

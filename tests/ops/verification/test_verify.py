@@ -675,6 +675,7 @@ KEYS = [
     KeyDamage("campaign counters", "c:stock", "counters is not in Redis", gone),
     KeyDamage("due", "c:stock", "due, c:stock: is", later("c:stock")),
     KeyDamage("due", "c:stock", "due, c:stock is not in Redis", taken("c:stock")),
+    KeyDamage("due", "c:stock", "due, ff is in Redis", added(b"\xff", 5)),
     KeyDamage("due", "closed", "is not in Redis", taken("closed")),
     KeyDamage("offers", "c:stock", "offers, c:stock is not in Redis", taken("c:stock")),
     KeyDamage("offers", "c:stock", "offers, thief is in Redis", added("thief")),
@@ -726,6 +727,25 @@ async def test_a_damaged_key_is_reported_and_nothing_else(
 
 
 FOLD = "Redis = fold of the journal"
+
+
+@pytest.mark.parametrize("name", [b"c:stock/\xff", b"\xff\n", b""])
+async def test_a_key_of_any_name_is_reported(
+    whole: Settings, name: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow, "LOOKS", (0.0, 0.05))
+    key = f"{key_space(whole).shard(0).tag}:".encode() + name
+    async with keeping(whole, key) as redis:  # type: ignore[arg-type]
+        await redis.set(key, "x")
+        assert_only_problem(await verify(whole, 0), FOLD, "is in Redis, but no event creates it")
+
+
+@pytest.mark.parametrize("field", ["seq", "journaled_seq", "journaled_head", "journaled_term"])
+async def test_a_damaged_number_of_a_shard_is_reported(whole: Settings, field: str) -> None:
+    key = key_space(whole).shard(0).state
+    async with keeping(whole, key) as redis:
+        await redis.hset(key, field, b"\xffx")
+        assert problems_of(await verify(whole, 0)) != {}
 
 
 async def test_every_kind_of_key_is_compared(whole: Settings) -> None:
