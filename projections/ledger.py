@@ -63,8 +63,9 @@ async def finish(connection: AsyncConnection[Any]) -> None:
         "UNION ALL SELECT credit, asset, amount FROM transfers_1 "
         "UNION ALL SELECT debit, asset, -(SELECT sum(amount) FROM unnest(amounts) AS one(amount))::bigint "
         "FROM transfer_runs_1 "
-        'UNION ALL SELECT credit_kind || "user", asset, amount FROM transfer_runs_1, '
-        'unnest(users, amounts) AS one("user", amount)'
+        'UNION ALL SELECT credit_kind || "user", asset, amount FROM ('
+        'SELECT credit_kind, asset, unnest(users) AS "user", unnest(amounts) AS amount FROM transfer_runs_1'
+        ") AS one"
         ") AS legs GROUP BY account, asset"
     )
 

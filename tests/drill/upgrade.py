@@ -157,6 +157,9 @@ async def _check_repeats(
         received.clear()
         for answer in await _all_answers(settings):
             if answer.id in expected and (answer.repeated or not answer.positive):
+                if answer.positive and first[answer.id].user is None:
+                    # The release before did not name the user in its answers.
+                    answer = msgspec.structs.replace(answer, user=None)
                 received.setdefault(answer.id, set()).add(
                     encode_answer(answer) if answer.positive else answer.outcome.encode()
                 )
