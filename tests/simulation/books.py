@@ -17,7 +17,7 @@ from psycopg import IsolationLevel
 from psycopg.errors import LockNotAvailable
 
 from grabstream.lua.keys import KeySpace
-from grabstream.models.events import decode_event
+from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking.rebuilt import RebuiltModels
@@ -220,9 +220,10 @@ class Books:
             rebuilt = RebuiltModels(connection, SCHEMA)
             await rebuilt.begin()
             for reading in journal:
-                for line in reading.lines:
-                    event = decode_event(line)
-                    for name in ("ledger", "balances"):
+                # The rows of balances are those of single events; those of the ledger also name the lines.
+                for name, lines in (("balances", reading.lines), ("ledger", reading.raw)):
+                    for line in lines:
+                        event = decode_line(line)
                         await rebuilt.take(name, Fact(line, b"", event, transfers_of(event)))
             await rebuilt.finish()
             problems += rebuilt.refused.values()

@@ -413,7 +413,7 @@ class Oracle:
     def check_lists(self) -> None:
         """In one list, the first command about a grab, or an offer, that an earlier one has made finds it."""
         retired = self.retired_offers()
-        made: dict[tuple[tuple[int, int], str, str], str] = {}
+        made: dict[tuple[tuple[int, int], str, str], tuple[str, str | None]] = {}
         for given in sorted(self.given, key=lambda one: (one.caller, one.order)):
             command, outcome, call = given.command, given.answer.outcome, (given.caller, given.order[0])
             if not given.is_only or command.offer in retired:
@@ -422,15 +422,16 @@ class Oracle:
             if isinstance(command, Grab) and command.basket and not given.answer.positive:
                 continue
             about = command.grab if isinstance(command, GrabCommand) else ""
-            maker = made.pop((call, command.offer, about), None)
-            if maker is not None and outcome in ("no_such_grab", "no_such_offer"):
+            maker, user = made.pop((call, command.offer, about), (None, None))
+            is_others = isinstance(command, GrabCommand) and command.user not in (None, user)
+            if maker is not None and outcome in ("no_such_grab", "no_such_offer") and not is_others:
                 self.violations.append(
                     f"caller {given.caller}: {command.id} got {outcome} after {maker} of the same list"
                 )
             if isinstance(command, Open) and outcome == "opened":
-                made[call, command.offer, ""] = command.id
+                made[call, command.offer, ""] = (command.id, None)
             elif isinstance(command, Grab) and outcome in ("held", "waiting"):
-                made[call, command.offer, command.id] = command.id
+                made[call, command.offer, command.id] = (command.id, command.user)
 
     def refusals_counted(self) -> "Counter[tuple[int, int, int, str]]":
         """How many refusals callers were given, by (shard, second, code, offer): those that are counted. Not
