@@ -48,6 +48,7 @@ from grabstream.models.rules.state import (
     Remembered,
     RetiredOffer,
     ShardState,
+    answer_to,
     answered,
     due_when_closed,
     head_of,
@@ -206,16 +207,7 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
         removed=max(-added, 0), left=offer.units_left, operator=command.operator, digest=digest,
     )  # fmt: skip
     events = [event, *serve(state, offer, command.id, now)]
-    answer = Answer(
-        command.id,
-        "amended",
-        int(Outcome.amended),
-        offer.name,
-        left=offer.units_left,
-        shard=state.shard,
-        seq=event.seq,
-        at=now,
-    )
+    answer = answer_to(state, command, Outcome.amended, now, left=offer.units_left, seq=event.seq)
     return Decided(answer, events)
 
 

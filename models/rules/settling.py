@@ -48,6 +48,7 @@ from grabstream.models.rules.state import (
     PieceGrab,
     ShardState,
     Status,
+    answer_to,
     answered,
     head_of,
     refused,
@@ -147,19 +148,7 @@ def _again(
 ) -> Decided:
     """The answer to a command whose effect already holds: it names the event that had this effect."""
     seq, at = seq_at
-    answer = Answer(
-        command.id,
-        outcome.name,
-        int(outcome),
-        command.offer,
-        command.user,
-        command.grab,
-        repeated=True,
-        shard=state.shard,
-        seq=seq,
-        at=at,
-        **rest,
-    )
+    answer = answer_to(state, command, outcome, at, grab=command.grab, repeated=True, seq=seq, **rest)
     return Decided(answer, [], False)
 
 
@@ -369,12 +358,8 @@ def _release(
     if grab.held:
         quantity = grab.held
         events = _give_up(state, offer, command.grab, Status.released, "command", command.id, digest, now)
-        left = offer.units_left
-        answer = Answer(
-            command.id, "released", int(Outcome.released), offer.name, command.user, command.grab,
-            quantity, quantity, grab.place, left,
-            shard=state.shard, seq=events[0].seq, at=now,
-        )  # fmt: skip
+        details = _details(command, offer, grab, quantity)
+        answer = _answer_with(state, command, Outcome.released, events[0], details)
         return Decided(answer, events)
     if grab.status == Status.released:
         return _again(state, command, Outcome.released, grab.ended)
@@ -447,17 +432,7 @@ def _answer_with(
     """The answer that names the command's event, although queued grabs were served after it. `details` must
     be taken after that, so that `left` is right.
     """
-    return Answer(
-        command.id,
-        outcome.name,
-        int(outcome),
-        command.offer,
-        command.user,
-        shard=state.shard,
-        seq=event.seq,
-        at=event.at,
-        **details,
-    )
+    return answer_to(state, command, outcome, event.at, seq=event.seq, **details)
 
 
 def _refunds(grab: PieceGrab, quantity: int) -> tuple[tuple[str, int], ...]:

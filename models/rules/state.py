@@ -268,8 +268,8 @@ def head_of(state: ShardState, offer: Offer, command: str, now: int) -> dict[str
     }  # fmt: skip
 
 
-def refused(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
-    """The answer of a refusal."""
+def answer_to(state: ShardState, command: Command, outcome: Outcome, at: int, **rest: Any) -> Answer:
+    """The answer to a command, with what every answer of a shard has; `rest` are other fields."""
     return Answer(
         command.id,
         outcome.name,
@@ -277,24 +277,19 @@ def refused(state: ShardState, command: Command, outcome: Outcome, now: int, **r
         command.offer,
         user_of(command),
         shard=state.shard,
-        at=now,
+        at=at,
         **rest,
     )
+
+
+def refused(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
+    """The answer of a refusal."""
+    return answer_to(state, command, outcome, now, **rest)
 
 
 def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
     """The answer to a command that was just carried out, with the seq of the newest event."""
-    return Answer(
-        command.id,
-        outcome.name,
-        int(outcome),
-        command.offer,
-        user_of(command),
-        shard=state.shard,
-        seq=state.seq,
-        at=now,
-        **rest,
-    )
+    return answer_to(state, command, outcome, now, seq=state.seq, **rest)
 
 
 def as_remembered(answer: Answer) -> Answer:
