@@ -394,9 +394,20 @@ MUTATIONS: Final = (
     Mutation(
         "a decided answer that was taken back",
         "lua/gate/decided.py",
-        "!= (answer.seq, answer.at)",
-        "== (0, 0)",
+        "if record and read_answer(record) ==",
+        "if (answer.seq, answer.at) ==",
         _ANOTHER,
+    ),
+    Mutation(
+        "a decided answer that a further recovery takes back",
+        "lua/gate/decided.py",
+        "left = [of_call for of_call in kept if of_call.answers]",
+        "left = []",
+        _in(
+            "tests/lua/gate/test_journaled.py",
+            "test_decided_answers_that_only_a_second_recovery_loses_are_reported",
+        ),
+        always=True,
     ),
     Mutation(
         "comparison by hash",

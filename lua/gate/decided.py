@@ -2,8 +2,9 @@
 lost.
 
 The promise `decided` holds unless Redis is lost before Kafka has the event. When a shard was recovered in
-between, its state shows which of the answers are in the journal. The others are reported, with user and
-amount, so that an operator can tell the users.
+between, its state shows which of the decisions are lost. These are reported, with user and amount, so that an
+operator can tell the users. Of the others, Redis may still be the only one that has them: they are kept until
+their events are journaled in the new history, or a further recovery loses them.
 """
 
 import asyncio
@@ -90,25 +91,33 @@ class DecidedAnswers:
             try:
                 await self._journaled.wait(shard, kept[0].history, kept[0].seq)
                 kept.popleft()
-            except HistoryChanged:
+            except HistoryChanged as changed:
                 history = kept[0].history
-                while kept and kept[0].history == history:
-                    await self._check(shard, kept[0])
-                    kept.popleft()
+                # In place, by index: other calls may be added while this one is checked.
+                for index in range(len(kept)):
+                    if kept[index].history == history:
+                        kept[index] = await self._check(shard, kept[index], changed.history)
+                left = [of_call for of_call in kept if of_call.answers]
+                kept.clear()
+                kept.extend(left)
 
-    async def _check(self, shard: int, kept: _Kept) -> None:
-        """After a recovery: an answer that is still stored under its id is in the journal; the others are
-        lost.
+    async def _check(self, shard: int, kept: _Kept, history: int) -> _Kept:
+        """After a recovery that led to a history: an answer that is no longer stored under its id is lost;
+        returns the others, for this history. If there is a further recovery meanwhile, `kept` as it is.
         """
-        lost = []
+        lost, rest = [], []
         for command, answer in zip(kept.commands, kept.answers, strict=True):
             # A repeated answer is about an earlier event; the first answer with that event is checked.
-            if (
-                answer.positive
-                and not answer.repeated
-                and await self._kept_of(shard, command) != (answer.seq, answer.at)
-            ):
+            if not answer.positive or answer.repeated or answer.seq is None:
+                continue
+            record = await self._read(self._keys.shard(shard).answers(campaign_of(command.offer)), command.id)
+            if record and read_answer(record) == (answer.seq, answer.at):
+                rest.append((command, answer))
+            else:
                 lost.append(LostDecision(shard, command, answer))
+        if lost and await self._read(self._keys.shard(shard).state, "history") != b"%d" % history:
+            # What is not there now may be there when the shard is rebuilt.
+            return kept
         for decision in lost:
             log.error(
                 "lost: command %s of offer %s (user %s) was answered %s with amount %s as decided, and a "
@@ -121,13 +130,13 @@ class DecidedAnswers:
                 await self._report(lost)
             except OSError as error:
                 log.warning("%d lost decisions could not be reported: %s", len(lost), error)
+        seq = max((answer.seq for _, answer in rest if answer.seq is not None), default=0)
+        return _Kept(history, seq, [command for command, _ in rest], [answer for _, answer in rest])
 
-    async def _kept_of(self, shard: int, command: AnyCommand) -> tuple[int, int] | None:
-        """Returns seq and time (ms) of the event that the shard stores under a command's id, or None."""
+    async def _read(self, key: str, field: str) -> bytes | None:
+        """Reads a field of a hash, as soon as its server answers."""
         while True:
             with suppressed_trouble():
-                record = await self._redis.hget(
-                    self._keys.shard(shard).answers(campaign_of(command.offer)), command.id
-                )
-                return read_answer(record) if record else None
+                value: bytes | None = await self._redis.hget(key, field)
+                return value
             await asyncio.sleep(RETRY_SECONDS)

@@ -21,7 +21,13 @@ POLL_SECONDS_MAX = 1.0
 
 
 class HistoryChanged(Exception):
-    """The shard was recovered: earlier decisions may be lost; send the command again under the same id."""
+    """The shard was recovered, and has another `history` now: earlier decisions may be lost; send the command
+    again under the same id.
+    """
+
+    def __init__(self, message: str, history: int) -> None:
+        super().__init__(message)
+        self.history = history
 
 
 class Journaled:
@@ -75,9 +81,8 @@ class Journaled:
         if any(waiting_history != history for _, _, waiting_history, _ in heap):
             for _, _, waiting_history, future in heap:
                 if waiting_history != history and not future.done():
-                    future.set_exception(
-                        HistoryChanged(f"shard {shard}: history {history} instead of {waiting_history}")
-                    )
+                    text = f"shard {shard}: history {history} instead of {waiting_history}"
+                    future.set_exception(HistoryChanged(text, history))
             heap[:] = [entry for entry in heap if not entry[3].done()]
             heapq.heapify(heap)
         while heap and heap[0][0] <= seq:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 from unittest import mock
 
-from psycopg import IsolationLevel
+from psycopg import IsolationLevel, sql
 from psycopg.errors import LockNotAvailable
 
 from grabstream.lua.keys import KeySpace
@@ -30,6 +30,7 @@ from grabstream.streams.rebuilding.reading import Servers, open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import open_rebuild
 from grabstream.streams.topics import Topics
 from grabstream.streams.worker import Role
+from tests.lua.histories.rows import GRAB_COLUMNS, OFFER_COLUMNS, Rows
 from tests.simulation import faust_app
 from tests.simulation.kafka_broker import Broker, Producer
 from tests.simulation.oracle import JournalReading
@@ -102,6 +103,9 @@ class Books:
         values: dict[str, Any] = {"GRAB_SCHEMA": SCHEMA, "prefix": prefix, "shards": shards}
         self.settings = Settings(_env_file=None, kafka="simulated:9092", **values)
         broker.create(self._topics.events, shards)
+        #: The rows of the views, in the end.
+        self.offers: Rows = ()
+        self.grabs: Rows = ()
         #: Records of other programs on it, by partition and offset.
         self._foreign: set[tuple[int, int]] = set()
         _reset(server.database)
@@ -167,6 +171,32 @@ class Books:
                 if seq != len(journal[shard].lines):
                     yield f"verified {shard}: {seq}"
 
+    def finds_in_accounts(self) -> bool:
+        """Whether the verifier has an open finding about an account."""
+        query = (
+            f"SELECT EXISTS (SELECT FROM {SCHEMA}.findings WHERE kind = 'accounts' AND cleared_at IS NULL)"
+        )
+        [(is_there,)] = self.server.database.monitor.execute(query.encode()).fetchall()
+        return bool(is_there)
+
+    def move_an_account(self, amount: int) -> bool:
+        """Somebody changes the amount of the first account; returns whether there is any."""
+        monitor = self.server.database.monitor
+        [(schema, table)] = monitor.execute(
+            "SELECT table_schema, table_name FROM information_schema.view_table_usage "
+            "WHERE view_schema = %s AND view_name = 'accounts'",
+            (SCHEMA,),
+        ).fetchall()
+        name = sql.Identifier(schema, table)
+        changed = monitor.execute(
+            sql.SQL(
+                "UPDATE {0} SET posted = posted + %s "
+                "WHERE account || asset = (SELECT min(account || asset) FROM {0})"
+            ).format(name),
+            (amount,),
+        )
+        return changed.rowcount > 0
+
     def lags(self, journal: Sequence[JournalReading]) -> list[str]:
         """Which read models are not at the journal's end, in words."""
         try:
@@ -213,6 +243,9 @@ class Books:
     async def check(self, journal: Sequence[JournalReading]) -> list[str]:
         """What is not as the journal says."""
         problems = list(self._check_rows(journal))
+        execute = self.server.database.monitor.execute
+        self.offers = execute(f"SELECT {OFFER_COLUMNS} FROM {SCHEMA}.offers").fetchall()
+        self.grabs = execute(f"SELECT {GRAB_COLUMNS} FROM {SCHEMA}.grabs").fetchall()
         problems += self._check_events(journal)
         async with await sessions.connect("-", SCHEMA) as connection:
             await connection.set_autocommit(False)

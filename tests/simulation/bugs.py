@@ -295,7 +295,12 @@ OF_GATE: Final = (
     Bug(
         "decided answers that are lost are not told",
         "answers given as decided that a recovery took back were not reported",
-        (("lua/gate/decided.py", "!= (answer.seq, answer.at)", "== (0, 0)"),),
+        (("lua/gate/decided.py", "if record and read_answer(record) ==", "if (answer.seq, answer.at) =="),),
+    ),
+    Bug(
+        "what a recovery keeps is taken as journaled",
+        "answers given as decided that only a second recovery took back were not reported",
+        (("lua/gate/decided.py", "left = [of_call for of_call in kept if of_call.answers]", "left = []"),),
     ),
     Bug(
         "a command that raises ends its worker",

@@ -2,10 +2,11 @@
 as a bug is put back (`--without NAME`), they show what the verdict sees.
 """
 
+from difflib import get_close_matches
 from typing import Final
 
 from tests.simulation.bugs import BUGS, Bug
-from tests.simulation.guards import Guard, guard_of
+from tests.simulation.guards import GUARDS, Guard
 
 _WATCHED: Final = "            elif seconds > STALLED_SECONDS:\n"
 _SETS_ASIDE: Final = "        return [\n            _Decided(entry, answer, undecidable.get(index))\n"
@@ -162,14 +163,37 @@ OF_BOOKS: Final = (
         (("streams/projecting/publisher.py", '"key": fact.event.offer.encode(),',
           '"key": fact.event.offer.encode() + b"+",'),),
     ),
+    Bug(
+        "a hold that is extended has its new deadline",
+        "the view `grabs` had the first deadline",
+        (("projections/balances/grabs.py",
+          "    elif isinstance(event, GrabExtended):\n        change.deadline_at = event.deadline_at\n",
+          "    elif isinstance(event, GrabExtended):\n        pass\n"),),
+    ),
+    Bug(
+        "an account that was changed is found",
+        "the verifier compared no account",
+        (("streams/projecting/verifier.py", "            if row.posted != row.expected:\n",
+          "            if False:\n"),),
+    ),
 )  # fmt: skip
 
 DAMAGES: Final = (*OF_ANSWERS, *OF_SWEEPERS, *OF_WORKERS, *OF_BOOKS)
 
 
 def damages_of(name: str) -> tuple[Guard, ...]:
-    """What has to be replaced for a damage, a bug, or a guard that is taken out; raises ValueError."""
-    for bug in (*DAMAGES, *BUGS):
-        if bug.name == name:
-            return bug.edits
-    return (guard_of(name),)
+    """What has to be replaced for a damage, a bug, or a guard that is taken out, by its name or a part of it
+    that no other has; raises ValueError.
+    """
+    texts = {bug.name: bug.edits for bug in (*DAMAGES, *BUGS)} | {guard.name: (guard,) for guard in GUARDS}
+    if name in texts:
+        return texts[name]
+    found = [one for one in texts if name in one]
+    if len(found) == 1:
+        return texts[found[0]]
+    close = found or get_close_matches(name, texts, 3, 0.4)
+    meant = f" (perhaps {', or '.join(map(repr, close[:3]))}?)" if close else ""
+    raise ValueError(
+        f"{len(found) or 'no'} guards, bugs or damages are called {name!r}{meant}; --guards, --bugs and "
+        "--damages print all"
+    )

@@ -124,14 +124,6 @@ OF_THE_MODEL: Final = {
 }
 
 
-def guard_of(name: str) -> Guard:
-    """The guard of a name, or whose name contains it; raises ValueError."""
-    found = [one for one in GUARDS if one.name == name] or [one for one in GUARDS if name in one.name]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} guards are called {name!r}")
-    return found[0]
-
-
 def stands_once(guard: Guard) -> bool:
     """Whether the source has what is to be taken out, once."""
     return (PROJECT / guard.file).read_text().count(guard.before) == 1

@@ -1,5 +1,6 @@
 """What a process sees of its machine, replaced for the time of a run: clocks, random numbers, process ids."""
 
+import asyncio
 import gc
 import logging
 import os
@@ -9,7 +10,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
@@ -106,14 +107,33 @@ def simulated_machine(
         yield
 
 
+def _but_for_coroutines(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """The hook, for all but coroutines. One that is freed in the `__new__` of a named tuple, which has no
+    builtins, cannot warn that nobody awaits it, and ends in a KeyError.
+    """
+    if hook in _HOOKS:
+        return hook
+
+    def told(error: Any) -> None:
+        if not asyncio.iscoroutine(error.object):
+            hook(error)
+
+    _HOOKS.add(told)
+    return told
+
+
+#: Hooks that know nothing of coroutines already.
+_HOOKS: Final = set[Callable[[Any], object]]()
+
+
 @contextmanager
 def quietly_freed() -> Iterator[None]:
     """Frees, in the end, what the block left suspended; the clean-up code that this starts has nothing to act
     on.
     """
-    # Some are freed only with the results of the run.
+    # Some are freed only with the results of the run: then, too, nobody is told.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    hook, sys.unraisablehook = sys.unraisablehook, lambda error: None
+    hook, sys.unraisablehook = _but_for_coroutines(sys.unraisablehook), lambda error: None
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from itertools import count
 from typing import Any, Final
 
 from grabstream.models.answers import Answer
@@ -14,12 +16,15 @@ from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Corrupt, Cursor, Gap, parse_block
 from grabstream.models.money import Invalid
 from grabstream.models.outcomes import Outcome
+from grabstream.models.rules import ShardState
+from grabstream.models.rules.grabbing import serve
 from tests.lua.histories.books import check_books
 from tests.lua.histories.promises import check_promises
+from tests.lua.histories.rows import Rows, differences
 from tests.simulation.answers_reading import AnswersReading, Call
 from tests.simulation.kafka_broker import Record
 from tests.simulation.redis_server import Server, SimulatedScript
-from tests.simulation.rules_reading import Difference, RulesReading, all_sent
+from tests.simulation.rules_reading import SWEEP, Difference, RulesReading, all_sent
 
 LINE_BYTES_MAX: Final = 262_144
 #: How far the clocks of Redis and a caller may differ.
@@ -185,9 +190,16 @@ class Oracle:
         self.lost: set[tuple[str, str]] = set()
         #: Campaign and id of commands that a script has decided with an event, at any server.
         self.made: set[tuple[str, str]] = set()
+        #: By campaign and id of a command, in the order in which it happened: each event that a script has
+        #: made of it, at any server, and its refusals.
+        self._moments: dict[tuple[str, str], dict[bytes, int]] = defaultdict(dict)
+        self._refused: dict[tuple[str, str], list[int]] = defaultdict(list)
+        self._count = count()
         #: Commands of which a caller was told that nothing was decided, and which it gave up.
         self.given_up: list[AnyCommand] = []
         self.violations: list[str] = []
+        #: By shard, the state to which its journal leads by the rules.
+        self.states: dict[int, ShardState] = {}
         #: The processes that live when everything is at rest: what they gave as decided, they report if it is
         #: lost.
         self.survivors: set[object] = set()
@@ -248,17 +260,32 @@ class Oracle:
                 f"{server.name}: {script.name} decided seq {int(seq)} at {server.time_ms()}, by a clock that "
                 f"is wrong: the caller says {at_ms}"
             )
-        [(entry, fields)] = after[1]
-        made = [one for line in fields[1::2] for one in one_by_one(line)]
-        first = int(entry.partition(b"-")[0])
-        self._within_entries[shard].update(range(first, first + len(made) - 1))
-        for decided, (event, line) in enumerate(made, first):
-            self.made.add((campaign_of(event["offer"]), event["command"]))
+        was, now = int(was_seq or 0), int(seq)
+        made: list[tuple[Any, bytes]] = []
+        for entry, fields in reversed(after[1]):
+            first = int(entry.partition(b"-")[0])
+            if first > was:
+                of_entry = [one for line in fields[1::2] for one in one_by_one(line)]
+                self._within_entries[shard].update(range(first, first + len(of_entry) - 1))
+                made += of_entry
+        if len(made) != now - was:
+            self.violations.append(
+                f"{server.name}: {script.name} took seqs {was + 1} to {now}, and wrote {len(made)} events"
+            )
+        for decided, (event, line) in enumerate(made, was + 1):
+            name = campaign_of(event["offer"]), event["command"]
+            self.made.add(name)
+            self._moments[name].setdefault(line, next(self._count))
             self._made[shard][decided].add(line)
             if not self.loses and self._decided.setdefault((shard, decided), line) != line:
                 self.violations.append(
                     f"{server.name}: {script.name} decided seq {decided} again ({args[3]})"
                 )
+
+    def replied(self, command: AnyCommand, answer: Answer) -> None:
+        """After each answer that a gate reads in the reply of a script."""
+        if not answer.positive:
+            self._refused[campaign_of(command.offer), command.id].append(next(self._count))
 
     def answered(self, given: Given) -> None:
         """After each answer: what was promised as journaled is in the journal, as it was said."""
@@ -275,7 +302,7 @@ class Oracle:
         if answer.seq > len(events):
             return f"{said}, which the journal has not"
         event = events[answer.seq - 1]
-        if event["offer"] != command.offer:
+        if event["offer"] != command.offer or (not answer.repeated and event["command"] != command.id):
             return f"{said}, where the journal has {event}"
         if isinstance(command, Grab) and (
             (event["command"] != command.id and answer.outcome != "already_taken")
@@ -322,9 +349,24 @@ class Oracle:
             try:
                 rules.read(reading.lines, answers.ask)
                 answers.finish()
+                self.states[reading.shard] = rules.state
             except Difference as error:
                 self.violations.append(f"shard {reading.shard}: {str(error)[:900]}")
             self.violations += answers.problems[:3]
+
+    def check_states(self, rows: tuple[Rows, Rows] | None) -> None:
+        """No open offer has a waiter whom its free units would serve; and the rows of the views `offers` and
+        `grabs`, in runs that have them, are the states to which the journals lead.
+        """
+        for shard, state in self.states.items():
+            self.violations += [
+                f"shard {shard}: {name} has free units, and waiters whom they would serve"
+                for name, offer in state.offers.items()
+                if offer.queue and offer.units_left and _are_served(state, name)
+            ]
+            if rows is not None:
+                wrong = differences(state, self.journal[shard].lines, *rows)
+                self.violations += [f"shard {shard}: {one}" for one in wrong]
 
     def check_decided(self) -> None:
         """As long as Redis loses nothing, everything decided is in the journal, as it was decided."""
@@ -399,16 +441,52 @@ class Oracle:
                 ]
                 earlier.append(answer.seq)
 
+    def check_topic_order(self, sent: Iterable[tuple[str, str]]) -> None:
+        """The events of commands of one partition stand in the order of their records and lists: `sent` has
+        campaign and id of each command.
+
+        A record may be delivered again, and a refusal need not be known then. So a command may be granted
+        after later ones. But once it has had an event, which Redis has lost, it is decided again before them.
+        """
+        first_events = {
+            (campaign_of(event["offer"]), event["command"]): (event["seq"], line)
+            for reading in self.journal
+            for event, line in zip(reversed(reading.events), reversed(reading.lines), strict=True)
+        }
+        latest: dict[str, tuple[int, str]] = {}
+        for campaign, command in dict.fromkeys(sent):
+            if (campaign, command) not in first_events:
+                continue
+            seq, line = first_events[campaign, command]
+            before, earlier = latest.get(campaign, (0, ""))
+            if seq > before:
+                latest[campaign] = (seq, command)
+                continue
+            moments = self._moments[campaign, earlier]
+            first, last = min(moments.values()), moments[first_events[campaign, earlier][1]]
+            # Perhaps by another decider, which had it before, and goes on with what came after it.
+            has_been_refused = any(moment < last for moment in self._refused[campaign, earlier])
+            if first < self._moments[campaign, command][line] and not has_been_refused:
+                self.violations.append(
+                    f"topic: {command} of campaign {campaign}, at seq {seq}, stands before the earlier "
+                    f"{earlier}, at seq {before}"
+                )
+
     def _may_have_been_refused(self, shard: int, seq: int, before: int) -> bool:
         """Whether the command of an event may have been refused when an event at seq `before` was decided:
         Redis has lost such a refusal, and another owner has the shard since, and no event of the command was
         lost.
         """
         reading = self.journal[shard]
-        command = reading.events[seq - 1]["command"]
+        is_later = reading.terms[seq - 1] > reading.terms[before - 1]
+        times_decided = len(self._decided_at(shard, reading.events[seq - 1]["command"]))
+        return self.loses and is_later and times_decided == 1
+
+    def _decided_at(self, shard: int, command: str) -> set[int]:
+        """When scripts have decided a command with an event, at any server (ms since 1970 UTC)."""
         text = f'"command":"{command}"'.encode()
-        made = {line for lines in self._made[shard].values() for line in lines if text in line}
-        return self.loses and reading.terms[seq - 1] > reading.terms[before - 1] and len(made) == 1
+        made = [line for lines in self._made[shard].values() for line in lines if text in line]
+        return {json.loads(line)["at"] for line in made}
 
     def check_lists(self) -> None:
         """In one list, the first command about a grab, or an offer, that an earlier one has made finds it."""
@@ -432,6 +510,26 @@ class Oracle:
                 made[call, command.offer, ""] = (command.id, None)
             elif isinstance(command, Grab) and outcome in ("held", "waiting"):
                 made[call, command.offer, command.id] = (command.id, command.user)
+
+    def check_times(self) -> None:
+        """Of a list, a command that has an event was not decided while an earlier one, whose event Redis had
+        lost, still had to be decided again; by the times of their decisions.
+        """
+        earlier: dict[tuple[int, int, int], list[Given]] = defaultdict(list)
+        for given in sorted(self.given, key=lambda one: (one.caller, one.order)):
+            answer = given.answer
+            if not given.is_only or answer.shard is None or answer.at is None:
+                continue
+            of_list = earlier[given.caller, given.order[0], answer.shard]
+            if answer.seq is not None and self._event_of(answer)["command"] == given.command.id:
+                self.violations += [
+                    f"caller {given.caller}: {given.command.id} was decided at {answer.at}, {one.command.id} "
+                    f"of the same list was lost, and decided again at {one.answer.at}"
+                    for one in of_list
+                    if (one.answer.at or 0) > answer.at
+                    and min(self._decided_at(answer.shard, one.command.id), default=answer.at) < answer.at
+                ]
+            of_list.append(given)
 
     def refusals_counted(self) -> "Counter[tuple[int, int, int, str]]":
         """How many refusals callers were given, by (shard, second, code, offer): those that are counted. Not
@@ -507,6 +605,12 @@ class Oracle:
         assert answer.seq is not None
         events = self.journal[answer.shard].events
         return events[answer.seq - 1] if answer.seq <= len(events) else {"command": None, "at": None}
+
+
+def _are_served(state: ShardState, name: str) -> bool:
+    """Whether a sweep would serve users who wait for an offer."""
+    state = deepcopy(state)
+    return bool(serve(state, state.offers[name], SWEEP, state.time))
 
 
 def _of_door(given: Given, may_fail: Callable[[AnyCommand], bool]) -> str | None:

@@ -57,6 +57,12 @@ SCENES_SHARE: Final = 0.25
 NEIGHBOURS_SHARE: Final = 0.03
 #: Share of plans in which programs of others write to the topics.
 STRANGERS_SHARE: Final = 0.2
+#: Relays end records also within entries, as those of the release before, where a record has at most so many
+#: events, and shards have its layout.
+BLOCK_EVENTS_OF_FORMER: Final = 2
+#: Share of the plans of such relays, of those with a verifier, and of those with books, that have three
+#: meetings more, which only they can have.
+RARE_MEETING_SHARE: Final = 0.6
 #: Commands in one step; a storm of more costs time and shows nothing else.
 COMMANDS_MAX: Final = 12
 #: The chance that each way of sending commands has a caller.
@@ -82,6 +88,14 @@ class Step(NamedTuple):
     commands: Sequence[AnyCommand]
     pass_ms: int = 0
     vanishes: bool = False
+
+    def __str__(self) -> str:
+        head = f"step {self.number}: caller {self.caller} after {self.gap_seconds:.3f} s"
+        if not self.commands:
+            return f"{head}: {self.pass_ms} ms pass"
+        return f"{head} ({self.way}{', vanishes' if self.vanishes else ''}): " + "; ".join(
+            map(str, self.commands)
+        )
 
 
 class Fault(NamedTuple):
@@ -222,7 +236,9 @@ MEETINGS: Final[Sequence[Sequence[Part]]] = (
         Part(("kafka away", "kafka away", "worker pause"), (0.2, 0.8), steps=("", "relay.trimmed")),
         Part(_LOSSES, (0.02, 0.2), after=0.3, steps=(DECISION,)),
     ),
+    # The same, and callers are not told that there was a recovery.
     (
+        Part(("announcements lost",), (2.0, 4.0)),
         Part(("kafka away",), (0.1, 0.3), steps=(DECISION,)),
         Part(_LOSSES, (0.02, 0.1), after=0.01, steps=(DECISION,)),
     ),
@@ -248,9 +264,23 @@ MEETINGS: Final[Sequence[Sequence[Part]]] = (
         Part(("redis full",), (0.5, 3.0), after=0.2),
     ),
 )
-#: The same for the books.
+#: An owner ends when it has acknowledged the first events of an entry, and trimmed them.
+MEETING_OF_FORMER_RELAYS: Final[Sequence[Part]] = (
+    Part(("worker pause", "worker crash"), (1.5, 4.0), steps=("relay.acknowledged", "relay.trimmed")),
+)
 _COMMITTED: Final = ("ledger.committed", "balances.committed", "audit.committed", "events.committed")
 _LOST_BOOKS: Final = ("postgresql away", "postgresql tail lost", "postgresql tail lost")
+#: Many events are published at once, and some are not taken.
+MEETING_OF_PUBLISHER: Final[Sequence[Part]] = (
+    Part(("kafka away", "postgresql away", "worker pause"), (0.5, 2.0)),
+    Part(("kafka late",), (1.0, 3.0), after=0.5, steps=("", "events.committed")),
+)
+#: Redis loses decisions that the verifier has seen, and that were not journaled.
+MEETING_OF_VERIFIER: Final[Sequence[Part]] = (
+    Part(("kafka away",), (1.0, 2.5)),
+    Part(_LOSSES, (0.02, 0.2), after=2.0),
+)
+#: Faults that do harm together to what writes the books.
 MEETINGS_OF_BOOKS: Final[Sequence[Sequence[Part]]] = (
     # A process that has written some read models stops, and others get its partitions before it continues.
     (Part(("worker pause", "worker pause", "worker crash"), (4.0, 14.0), steps=_COMMITTED),),
@@ -269,13 +299,8 @@ MEETINGS_OF_BOOKS: Final[Sequence[Sequence[Part]]] = (
         Part(("kafka unacknowledged", "kafka twice", "kafka late"), (0.3, 1.0), steps=("", *_COMMITTED)),
         Part(("worker crash", "worker pause", "group rebalance", "postgresql away"), (0.3, 12.0), after=0.5),
     ),
-    # Many events are published at once, and some are not taken.
-    (
-        Part(("kafka away", "postgresql away", "worker pause"), (0.5, 2.0)),
-        Part(("kafka late",), (1.0, 3.0), after=0.5, steps=("", "events.committed")),
-    ),
-    # Redis loses decisions that the verifier has seen, and that were not journaled.
-    (Part(("kafka away",), (1.0, 2.5)), Part(_LOSSES, (0.02, 0.2), after=2.0)),
+    MEETING_OF_PUBLISHER,
+    MEETING_OF_VERIFIER,
 )
 
 
@@ -311,6 +336,16 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
     draw = random.Random(f"{seed} machine")
     workers, busy_every = draw.choice(WORKERS), draw.choice(BUSY_EVERY) if faults else 0
     layout = draw.choice(LAYOUTS)
+    draw = random.Random(f"{seed} rare meeting")
+    rare: Sequence[Part] = ()
+    if block_events_max == BLOCK_EVENTS_OF_FORMER and layout == LAYOUT_MIN:
+        rare = MEETING_OF_FORMER_RELAYS
+    elif is_verified:
+        rare = MEETING_OF_VERIFIER
+    elif has_books:
+        rare = MEETING_OF_PUBLISHER
+    if rare and not has_neighbours and draw.random() < RARE_MEETING_SHARE:
+        faults = sorted([*faults, *(fault for _ in range(3) for fault in _meeting(draw, seconds, rare))])
     return Plan(
         seed,
         made,
@@ -345,19 +380,23 @@ def _faults(
     ]
     parts = draw.choice(meeting)
     for _ in range(meetings):
-        at = draw.uniform(0.1, seconds)
-        found += [
-            Fault(
-                round(at + draw.uniform(0.0, part.after), 4),
-                draw.choice(part.kinds),
-                draw.randrange(4),
-                round(draw.uniform(*part.seconds), 4),
-                part.share,
-                draw.choice(part.steps),
-            )
-            for part in parts
-        ]
+        found += _meeting(draw, seconds, parts)
     return sorted(found)
+
+
+def _meeting(draw: random.Random, seconds: float, parts: Sequence[Part]) -> list[Fault]:
+    at = draw.uniform(0.1, seconds)
+    return [
+        Fault(
+            round(at + draw.uniform(0.0, part.after), 4),
+            draw.choice(part.kinds),
+            draw.randrange(4),
+            round(draw.uniform(*part.seconds), 4),
+            part.share,
+            draw.choice(part.steps),
+        )
+        for part in parts
+    ]
 
 
 def _ends_soon(terms: Terms, now: int) -> bool:

@@ -37,6 +37,8 @@ class Played(NamedTuple):
     seconds: float
     events: int
     met: "Counter[tuple[str, str]]"
+    awaited: "Counter[str]"
+    begun: "Counter[str]"
 
 
 class ProcessEnded(Exception):
@@ -196,7 +198,7 @@ def _serve(connection: Connection, others: Sequence[Connection], core: int, leng
                 connection.send(
                     Played(
                         verdict.plan.seed, verdict.digest, verdict.problems, verdict.seconds, verdict.events,
-                        verdict.met,
+                        verdict.met, verdict.awaited, verdict.begun,
                     )
                 )  # fmt: skip
     finally:

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import hiredis
+import msgspec
 import redis
 from redis._parsers.base import BaseParser
 from redis.commands import AsyncCoreCommands
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, ResponseError, TimeoutError
 
+from grabstream.models.outcomes import OUTCOME_NAMES
 from tests.simulation import smaller
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.machine import Clock, Trace
@@ -59,6 +61,8 @@ redis.call('SELECT', ARGV[1])
 for _, key in ipairs(redis.call('KEYS', '*')) do redis.call('COPY', key, key, 'DB', ARGV[2]) end
 return 1
 """
+#: Entries of the outbox that one call may write.
+ENTRIES_OF_CALL_MAX: Final = 30
 #: What a client says of a connection that is gone; the second are the words of uvloop.
 GONE: Final[tuple[Callable[[], Exception], ...]] = (
     lambda: ConnectionError("connection reset"),
@@ -317,7 +321,9 @@ class Server:
         return [("UNLINK", key) for key in due]
 
     def carry_out(self, args: Sequence[Any], look: Sequence[tuple[Any, ...]] = ()) -> tuple[Any, Any, Any]:
-        """Carries a command out; returns its reply (or error) and what `look` reads before and after it."""
+        """Carries a command out; returns its reply (or error), what the first command of `look` reads before
+        it, and what all read after it.
+        """
         script = None
         command = list(args)
         if args[0] in ("FCALL", "FUNCTION"):
@@ -351,7 +357,7 @@ class Server:
                 )
             )  # fmt: skip
         first = len(batch)
-        batch += look
+        batch += look[:1]
         if self.is_full:
             batch.append(("CONFIG", "SET", "maxmemory", "1"))
         place = len(batch)
@@ -385,7 +391,7 @@ class Server:
                     subscription.announce(channel, data)
             if script.decides or script.name == "apply":
                 self._wake_readers(args[4])
-        return reply, replies[first : first + len(look)], replies[after : after + len(look)]
+        return reply, replies[first : first + len(look[:1])], replies[after : after + len(look)]
 
     def _wake_readers(self, stream: Any) -> None:
         for entry in [one for one in self.blocked if one[0] == stream]:
@@ -615,12 +621,16 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
             script = server.store.by_text[args[1]]
         look: tuple[tuple[Any, ...], ...] = ()
         if script is not None and script.decides and self._observe:
-            look = (("HMGET", args[3], "seq", "life"), ("XREVRANGE", args[4], "+", "-", "COUNT", 1))
+            look = (
+                ("HMGET", args[3], "seq", "life"),
+                ("XREVRANGE", args[4], "+", "-", "COUNT", ENTRIES_OF_CALL_MAX),
+            )
         reply, before, after = server.carry_out(args, look)
         if script is not None and self._observe is not None and before:
             self._observe(server, script, args, reply, before, after)
         if args[0] not in ("HMGET", "XREAD") and (script is None or script.writes):
-            said = repr(reply) if isinstance(reply, Exception) else _short(reply)
+            decides = script is not None and script.decides
+            said = repr(reply) if isinstance(reply, Exception) else _short(reply, decides)
             self._trace.add("redis", f"{server.name}: {self.name}: {words} -> {said}")
         if weather.reply_lost and draw.random() < weather.reply_lost:
             self._trace.add("redis", f"{server.name}: the reply to {self.name} is lost ({words})")
@@ -710,6 +720,21 @@ def _words(server: Server, args: Sequence[Any]) -> str:
     return " ".join(str(one) for one in args[:2])[:70]
 
 
-def _short(reply: Any) -> str:
-    text = repr(reply)
+def _short(reply: Any, decides: bool = False) -> str:
+    text = (_decided(reply) if decides and isinstance(reply, bytes) else None) or repr(reply)
     return text if len(text) <= 70 else f"{text[:67]}..."
+
+
+def _decided(reply: bytes) -> str | None:
+    """The reply of a script that decides commands, in words: outcomes with the seqs of their events. None
+    for replies without outcomes, such as those of a sweep.
+    """
+    decoded = msgspec.msgpack.decode(reply)
+    match decoded:
+        case [0, _, [[int(), *_], *_] as rows]:
+            pass
+        case [int(code), _, str(message)] if code in OUTCOME_NAMES:
+            return f"{OUTCOME_NAMES[code]}: {message}"
+        case _:
+            return None
+    return ", ".join(f"{OUTCOME_NAMES[row[0]]}@{row[1]}" if row[1] else OUTCOME_NAMES[row[0]] for row in rows)

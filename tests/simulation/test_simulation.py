@@ -2,24 +2,31 @@
 notices what is missing.
 """
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Release
+from grabstream.models.outcomes import Outcome
 from grabstream.ops.services.servers import PROJECT
 from tests.copies import copy_tree
 from tests.protocol.model import RULES
 from tests.simulation.bugs import BUGS, NOT_FOUND
-from tests.simulation.damages import DAMAGES
-from tests.simulation.guards import COVERED, GUARDS, OF_THE_MODEL, guard_of, stands_once
+from tests.simulation.damages import DAMAGES, damages_of
+from tests.simulation.guards import COVERED, GUARDS, OF_THE_MODEL, stands_once
+from tests.simulation.oracle import Given, Oracle
+from tests.simulation.report import WAITED_MIN, never_reached
 
 #: Seeds that a run of all tests plays beside the other tests; `.ci/run` plays 500 afterwards.
 SEEDS = 40
@@ -35,9 +42,13 @@ SEEDS = 40
 #: hid each other (297). A former master in a divided network decided the rest of a list (565), and was found
 #: to lag by a verifier (1685). A former relay divided what a sweep did, and Redis lost the rest (21440). An
 #: offer retired while its payment was asked for again (5864), and another had the name of a poisoned command
-#: (7531).
+#: (7531). A gate took decisions that a recovery had kept as journaled, and did not tell that the next one
+#: lost them (6901). A hold ended while an account was spoiled (6383).
 KEPT = {72: 90, 93: 90, 223: 90, 317: 90, 326: 90} | dict.fromkeys(
-    (297, 565, 893, 1145, 1685, 1895, 2099, 2518, 2606, 2908, 4250, 5613, 5864, 7531, 20111, 21440)
+    (
+        *(297, 565, 893, 1145, 1685, 1895, 2099, 2518, 2606, 2908, 4250, 5613, 5864, 6383, 6901, 7531),
+        *(20111, 21440),
+    )
 )
 #: Guards whose absence shows within few seeds: `make simulate ARGS="--without NAME"` tries the others.
 SOON_FOUND = (
@@ -85,6 +96,107 @@ def test_seeds_break_no_invariant() -> None:
     assert code == 0, said[-8_000:]
 
 
+def test_steps_that_no_process_reaches_are_named() -> None:
+    """Guards that only a fault at a step can show would be needless otherwise, unnoticed."""
+    waited = Counter({"before trim": WAITED_MIN, "before no script": WAITED_MIN, "before wipe": 2})
+    assert never_reached(waited, Counter({"before trim": 1})) == ["before no script"]
+
+
+def an_oracle(events: Sequence[tuple[str, int]], lost: Sequence[tuple[str, int]] = ()) -> Oracle:
+    """An oracle of one shard, whose journal has the events of these commands, decided at these times. Redis
+    has lost other ones.
+    """
+    oracle = Oracle(1)
+    decided = sorted([*lost, *events], key=lambda one: one[1])
+    for seq, (command, at) in enumerate(decided, 1):
+        line = json.dumps({"command": command, "at": at}, separators=(",", ":")).encode()
+        oracle._made[0][seq].add(line)
+        oracle._moments["o", command][line] = at
+        if (command, at) in events:
+            oracle.journal[0].lines.append(line)
+            oracle.journal[0].events.append({"seq": seq, "offer": "o", "command": command, "at": at})
+    return oracle
+
+
+@pytest.mark.parametrize(
+    ("lost", "refused", "is_broken"),
+    [
+        # The first one was refused, its record came again, and it was granted then.
+        ([], [5], False),
+        # It had an event before the others, which Redis has lost, and was decided after them.
+        ([("first", 10)], [], True),
+        # The same, and it had been refused before it had any event: perhaps by another decider.
+        ([("first", 10)], [5], False),
+        # It had an event; when that was lost, it was refused in its place; its record came again.
+        ([("first", 10)], [15], False),
+        # Its event was lost, too, but it had been refused before the others.
+        ([("first", 25)], [5], False),
+    ],
+)
+def test_the_order_of_a_topic_is_checked(
+    lost: Sequence[tuple[str, int]], refused: list[int], is_broken: bool
+) -> None:
+    oracle = an_oracle([("second", 20), ("third", 21), ("first", 30)], lost)
+    oracle._refused["o", "first"] = refused
+    oracle.check_topic_order([("o", "first"), ("o", "second"), ("o", "third")])
+    assert [problem.split()[1] for problem in oracle.violations] == (["second", "third"] if is_broken else [])
+
+
+def given(place: int, name: str, at: int, seq: int | None, outcome: str = "released") -> Given:
+    """An answer to the command at a place of one list, that was sent once."""
+    command = Release(id=name, offer="o", grab="g")
+    code = Outcome[outcome].value
+    answer = Answer(name, outcome, code, "o", shard=0, seq=seq, at=at)
+    return Given(0, (1, place), command, answer, "journaled", None, is_only=True)
+
+
+@pytest.mark.parametrize(
+    ("first_at", "lost", "is_broken"),
+    [
+        (20, [("first", 10)], False),
+        (30, [("first", 10)], True),
+        (30, [], False),
+        (30, [("first", 25)], False),
+    ],
+)
+def test_the_times_of_a_list_are_checked(
+    first_at: int, lost: Sequence[tuple[str, int]], is_broken: bool
+) -> None:
+    """The first command is refused in the end; Redis has lost an event of it, or not."""
+    oracle = an_oracle([("second", 20)], lost)
+    oracle.given += [given(0, "first", first_at, None, "not_held"), given(1, "second", 20, 1)]
+    oracle.check_times()
+    assert bool(oracle.violations) == is_broken
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (["--seeds", "0"], "--seeds: 0 is too small, the least is 1"),
+        (["--seconds", "-5"], "--seconds: -5 is too small"),
+        (["--seed", "3", "--keep-going"], "--seed plays one seed: leave out --keep-going"),
+        (["--shorten"], "--shorten is for one --seed"),
+        (["--without", "hold expires"], "perhaps 'holds expire'"),
+        (["--without", "list"], "2 guards, bugs or damages are called 'list'"),
+        (["--beside", "no-such-commit"], "neither a folder nor a commit: no-such-commit"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked: Sequence[str], named: str) -> None:
+    code, said = simulate(*asked)
+    assert code == 2, said
+    assert named in said
+    assert "Traceback" not in said
+
+
+def test_a_timeline_shows_the_steps_of_a_short_history_and_no_routine() -> None:
+    code, said = simulate("--seed", "3", "--length", "6", "--lines", "30")
+    assert code == 0, said
+    assert re.search(r"^  step \d+: caller \d after \d\.\d{3} s \((journaled|decided|topic)", said, re.M)
+    assert "lines are left out here (--lines shows more)" in said
+    assert re.search(r"^  not shown: \d+ calls", said, re.M)
+    assert not re.search(r"lease s[01] -> \[", said)
+
+
 def test_one_worker_may_be_of_another_release(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     # Other scripts have other names.
@@ -97,7 +209,7 @@ def test_one_worker_may_be_of_another_release(tmp_path: Path) -> None:
 def test_what_another_release_does_is_seen(tmp_path: Path) -> None:
     """The other release has a bug: a takeover under another server epoch is not a recovery."""
     copy_tree(tmp_path)
-    guard = guard_of("a takeover under another server epoch is a recovery")
+    [guard] = damages_of("a takeover under another server epoch is a recovery")
     file = tmp_path / guard.file
     file.write_text(file.read_text().replace(guard.before, guard.after))
     code, said = simulate("--seconds", "100", "--whole", "--beside", str(tmp_path))

@@ -2,12 +2,14 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import random
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
@@ -44,6 +46,7 @@ from tests.simulation.loop import PROCESS, Endless, Process, SimulatedLoop
 from tests.simulation.machine import Clock, Trace, quietly_freed, signals_wait, simulated_machine
 from tests.simulation.oracle import Given, Oracle
 from tests.simulation.plan import (
+    BLOCK_EVENTS_OF_FORMER,
     CALLERS,
     DECISION,
     GATES,
@@ -79,12 +82,12 @@ UNTOLD_SECONDS: Final = 0.09
 HINDERED_SECONDS_MAX: Final = 5.0
 #: How long a fault waits for its step.
 STEP_SECONDS_MAX: Final = 8.0
+#: Within what time the verifier finds what differs, and clears it.
+FOUND_SECONDS_MAX: Final = 60.0
 #: Faults in which a former master lives on, and some clients still talk to it.
 DIVIDED: Final = {"redis split", "redis divided"}
 #: Faults that need a replica.
 REPLICATED: Final = {"redis failover", "redis split", "redis divided", "redis there and back"}
-#: Relays with this bound of a record end records as those of the release before.
-BLOCK_EVENTS_OF_FORMER: Final = 2
 #: How far the disk of Redis may lag, of which each run draws one; a replica lags half of it. What is far back
 #: is caught up in several calls.
 LAG_SECONDS_MAX: Final = (1.0, 1.0, 5.0)
@@ -104,7 +107,11 @@ class Verdict(NamedTuple):
     digest: str
     seconds: float
     events: int
+    #: How often each fault was there at each named step.
     met: "Counter[tuple[str, str]]"
+    #: By step, how many faults waited for it, and how many of them have begun.
+    awaited: "Counter[str]"
+    begun: "Counter[str]"
 
 
 class World:
@@ -115,7 +122,12 @@ class World:
         self.loop = SimulatedLoop(random.Random(f"{plan.seed} order"), plan.busy_every)
         self.clock = Clock(self.loop)
         self.trace = Trace(self.loop)
-        self.oracle = Oracle(SHARDS, plan.block_events_max != BLOCK_EVENTS_OF_FORMER and len(RELEASES) == 1)
+        # Another release knows the older layout only.
+        self._layout = self.plan.layout if len(RELEASES) == 1 else LAYOUT_MIN
+        self._has_former_relays = (
+            self.plan.block_events_max == BLOCK_EVENTS_OF_FORMER and self._layout == LAYOUT_MIN
+        )
+        self.oracle = Oracle(SHARDS, not self._has_former_relays and len(RELEASES) == 1)
         self.keys = KeySpace(PREFIX, SHARDS)
         self.topics = Topics(PREFIX)
         self._store = store
@@ -134,8 +146,6 @@ class World:
             self.books = Books(server, self.broker, PREFIX, SHARDS, plan.is_verified)
             self.loop.killed = server.end_sessions
         store.flush()
-        # Another release knows the older layout only.
-        self._layout = self.plan.layout if len(RELEASES) == 1 else LAYOUT_MIN
         self.servers = [
             Server(f"redis-{number}", store, *databases, self.clock, self.loop, self.draw)
             for number, databases in enumerate(SERVER_DATABASES)
@@ -177,7 +187,13 @@ class World:
         self._times_sent = Counter(
             (campaign_of(command.offer), command.id) for step in plan.steps for command in step.commands
         )
+        #: How long the trace was when everything was at rest.
+        self._lines_at_rest = 0
+        self._planned = {fault.kind for fault in plan.faults}
+        self._time_goes_back = "redis clock" in self._planned or any(step.pass_ms < 0 for step in plan.steps)
         self.met: Counter[tuple[str, str]] = Counter()
+        self.awaited: Counter[str] = Counter()
+        self.begun: Counter[str] = Counter()
         self._active: list[str] = []
         #: Faults with their beginning and end; when commands of the topic were sent, and answered.
         self._struck: list[tuple[str, int, float, float]] = []
@@ -200,7 +216,11 @@ class World:
             if self.books is not None:
                 stack.enter_context(self.books.patched())
             stack.enter_context(simulated_machine(self.loop, self.clock, self.trace, self.entropy))
-            if self.plan.block_events_max == BLOCK_EVENTS_OF_FORMER and self._layout == LAYOUT_MIN:
+            for release in RELEASES:
+                encoding = release.module("lua.gate.encoding")
+                noted = partial(self._noted, encoding.answer_of)
+                stack.enter_context(mock.patch.object(encoding, "answer_of", noted))
+            if self._has_former_relays:
                 stack.enter_context(entries_divided())
             asyncio.set_event_loop(self.loop)
             try:
@@ -221,11 +241,14 @@ class World:
         if self._calm:
             self.oracle.check_journal()
             self.oracle.check_decisions((step.commands for step in self.plan.steps), self.fails_for)
+            self.oracle.check_states((self.books.offers, self.books.grabs) if self.books else None)
             self.oracle.check_decided()
             self.oracle.check_answers()
             self.oracle.check_given_up()
             self.oracle.check_order()
             self.oracle.check_lists()
+            if not self._time_goes_back:
+                self.oracle.check_times()
         problems = list(dict.fromkeys([*self.oracle.violations, *problems, *self.loop.failures[:3]]))
         seconds = self.loop.now
         events = sum(len(reading.lines) for reading in self.oracle.journal)
@@ -233,7 +256,10 @@ class World:
         for reading in self.oracle.journal:
             digest.update(reading.head)
         self.loop.close()
-        return Verdict(self.plan, problems, self.trace.lines, digest.hexdigest(), seconds, events, self.met)
+        return Verdict(
+            self.plan, problems, self.trace.lines, digest.hexdigest(), seconds, events, self.met,
+            self.awaited, self.begun,
+        )  # fmt: skip
 
     async def _drive(self) -> None:
         kinds = {fault.kind for fault in self.plan.faults}
@@ -267,6 +293,11 @@ class World:
         await self._until(self._is_at_rest, REST_SECONDS_MAX, "everything is at rest again")
         for offer in self._retired_meanwhile - self.oracle.retired_offers():
             self.oracle.violations.append(f"asked again: {offer} answers as if it had retired")
+        self._lines_at_rest = len(self.trace.lines)
+        if self.books is not None and self.plan.is_verified:
+            await self._spoil(self.books)
+            # A hold may have ended meanwhile.
+            await self._until(self._is_at_rest, REST_SECONDS_MAX, "everything is at rest at last")
         self.oracle.survivors = {process for process in self.processes.values() if process.alive}
         # Nothing changes while it is compared.
         for process in self.processes.values():
@@ -280,6 +311,15 @@ class World:
         if self.books is not None:
             self.oracle.violations += await self.books.check(self.oracle.journal)
         self._calm = True
+
+    async def _spoil(self, books: Books) -> None:
+        """Somebody changes an account: the verifier finds it, and clears it when the account is as it was."""
+        if not books.move_an_account(1):
+            return
+        found = books.finds_in_accounts
+        await self._until(found, FOUND_SECONDS_MAX, "an account that differs is found")
+        books.move_an_account(-1)
+        await self._until(lambda: not found(), FOUND_SECONDS_MAX, "the account is found to agree")
 
     async def _until(self, condition: Callable[[], object], seconds: float, what: str) -> None:
         deadline = self.loop.now + seconds
@@ -394,7 +434,7 @@ class World:
             if (before, script.name) == ("trim", "apply"):
                 step = NEXT_APPLY
         # Its callers have earlier commands that are decided, and not known to be journaled.
-        if script.decides and str(args[3 + int(args[2])]).count("/") == 2:
+        if script.decides and any(str(args[3 + int(args[2])]).split("/")[2:3]):
             step = DECISION
         return self._reached(step)
 
@@ -410,6 +450,12 @@ class World:
             self._awaited.remove(entry)
             entry[1].set_result(process.name)
         return bool(found)
+
+    def _noted(self, answer_of: Callable[..., Answer], shard: int, command: AnyCommand, *rest: Any) -> Answer:
+        """The answer that a gate reads in a reply; the oracle is told of it."""
+        answer = answer_of(shard, command, *rest)
+        self.oracle.replied(command, answer)
+        return answer
 
     async def _report_lost(self, lost: Sequence[LostDecision]) -> None:
         self.oracle.lost |= {(campaign_of(one.command.offer), one.command.id) for one in lost}
@@ -467,7 +513,9 @@ class World:
         self.trace.add(
             who,
             f"step {step.number}: answered "
-            + ", ".join(f"{answer.outcome}@{answer.seq}" for answer in answers),
+            + ", ".join(
+                f"{answer.outcome}@{answer.seq}" if answer.seq else answer.outcome for answer in answers
+            ),
         )
         for place, (command, answer) in enumerate(zip(commands, answers, strict=True)):
             if answer.decided:
@@ -536,10 +584,12 @@ class World:
             reached: asyncio.Future[str] = self.loop.create_future()
             entry = fault.step, reached
             self._awaited.append(entry)
+            self.awaited[fault.step] += 1
             self.loop.call_later(STEP_SECONDS_MAX, self._does_not_happen, entry)
             name = await reached
             if not name:
                 return
+            self.begun[fault.step] += 1
             if name.startswith(("worker-", "gate-")):
                 fault = fault._replace(target=int(name.rpartition("-")[2]))
         self.trace.add("FAULT", str(fault))
@@ -738,6 +788,8 @@ class World:
                 answers.setdefault(answer.id, []).append(answer)
         sent = Counter(command.id for step in self.plan.steps for command in step.commands)
         self._check_kept()
+        for partition, log in enumerate(self.broker.topics[self.topics.commands]):
+            self.oracle.check_topic_order(self._sent_in(partition, log))
         # Of these it is unknown whether they are decided: each call with them failed after a write.
         set_aside = [
             decode_command(record.value or b"")
@@ -767,6 +819,22 @@ class World:
             amounts = {one.amount for one in positive if not (one.repeated and one.offer in retired)}
             if len({(one.outcome, one.seq) for one in positive}) > 1 or len(amounts) > 1:
                 self.oracle.violations.append(f"topic: {command_id} has several answers: {found}")
+
+    def _sent_in(self, partition: int, log: Sequence[Any]) -> Iterator[tuple[str, str]]:
+        """Campaign and id of each command in a partition, in order: those that were sent once, and for which
+        scripts do not fail.
+        """
+        names = {
+            (campaign_of(command.offer), command.id) for command in self._sent if not self.fails_for(command)
+        }
+        for record in log:
+            if (partition, record.offset) in self.malformed:
+                continue
+            value = json.loads(record.value)
+            for one in value if isinstance(value, list) else [value]:
+                name = campaign_of(one["offer"]), one["id"]
+                if name in names and self._times_sent[name] == 1:
+                    yield name
 
     def _check_kept(self) -> None:
         """What holds no command is kept with its bytes, and so are commands with a secret; nothing else is,
@@ -800,12 +868,12 @@ class World:
             bool(self.poisoned and has_others)
             or campaign_of(command.offer) in self.poisoned
             or any(f'"{name}"'.encode() in text for name in self.poisoned)
-            or "redis breaks off" in {fault.kind for fault in self.plan.faults}
+            or "redis breaks off" in self._planned
         )
 
     def _has_lost_refusals(self) -> bool:
         """Whether refusals may be gone: with what Redis had, or by the rebuild of a shard that broke off."""
-        return self.oracle.loses or "redis breaks off" in {fault.kind for fault in self.plan.faults}
+        return self.oracle.loses or "redis breaks off" in self._planned
 
     def _check_counts(self) -> None:
         """No refusal is missing in the counts of Redis and SQL together: each that callers got was counted in
@@ -840,7 +908,9 @@ class World:
         """
         if not self.plan.faults:
             self.oracle.violations += [
-                line for line in self.trace.lines if "log error: " in line or "log critical: " in line
+                line
+                for line in self.trace.lines[: self._lines_at_rest]
+                if "log error: " in line or "log critical: " in line
             ][:3]
             waited = sorted(self._waited)
             # Who is not told looks every tenth of a second. A record is acknowledged within a few ms.
@@ -848,11 +918,12 @@ class World:
                 self.oracle.violations.append(f"callers were not told that events are journaled: {waited}")
         if self.books is None:
             return
-        # Nothing is ever wrong with what the verifier compares, so no finding is right, also none that is
-        # cleared later. Only a former master that lives on really differs from the books, until it is
+        # Until then, nothing is ever wrong with what the verifier compares, so no finding is right, also none
+        # that is cleared later. Only a former master that lives on really differs from the books, until it is
         # reconciled.
         lives_on = any(fault.kind in DIVIDED for fault in self.plan.faults)
-        findings = [line for line in self.trace.lines if "log critical: verification" in line]
+        lines = self.trace.lines[: self._lines_at_rest]
+        findings = [line for line in lines if "log critical: verification" in line]
         self.oracle.violations += [line for line in findings if not (lives_on and " Redis" in line)][:3]
         hindered = sum(
             fault.seconds for fault in self.plan.faults if not fault.kind.startswith(("redis", "gate"))

@@ -2,11 +2,13 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from grabstream.lua.gate.calls import GateLimits, run_script
+from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.gate.queue import OutcomeUnknown
@@ -129,6 +131,30 @@ async def test_a_seq_journaled_in_one_history_ends_no_wait_of_another(private_re
         # run for ever.
         await journaled.close()
         await gate.close()
+
+
+async def test_decided_answers_that_only_a_second_recovery_loses_are_reported(private_redis: Any) -> None:
+    """The first recovery keeps a decision that Redis has and the journal has not; the second one loses it."""
+    client, keys = private_redis
+    shard = keys.shard(0)
+    lost: list[LostDecision] = []
+
+    async def report(found: Sequence[LostDecision]) -> None:
+        lost.extend(found)
+
+    gate = Gate(client, keys, SEALER, report_lost=report)
+    gate.start()
+    await gate.decide([opening(), *grabs(2)], "decided")
+    await client.hdel(shard.answers("e"), grabs(1)[0].id)
+    first = await client.hincrby(shard.state, "history", 1)
+    await until(lambda: {kept.history for kept in gate._decided._kept[0]} == {first})
+    assert [one.command.id for one in lost] == [grabs(1)[0].id]
+    await client.delete(shard.answers("e"))
+    await client.hincrby(shard.state, "history", 1)
+    await until(lambda: len(lost) == 3)
+    assert [one.command.id for one in lost[1:]] == [opening().id, grabs(2)[1].id]
+    assert gate._decided.kept == 0
+    await gate.close()
 
 
 async def test_an_event_not_journaled_within_the_time_limit_is_unknown(private_redis: Any) -> None:
