@@ -12,7 +12,7 @@ from grabstream.models.identifiers import campaign_of, shard_of
 
 #: The newest and the oldest layout of keys and records that the scripts write (lua/includes/shard.lua
 #: describes each layout).
-LAYOUT: Final = 3
+LAYOUT: Final = 4
 LAYOUT_MIN: Final = 2
 #: Fields of the shard hash that Python reads; Lua writes them.
 SHARD_FIELDS: Final = (
@@ -27,6 +27,7 @@ SHARD_FIELDS: Final = (
     "journaled_offset",  # … and the journal offset after it
     "shards",  # the number of shards: a caller that assumes another number is fenced
     "layout",  # the layout of keys and records; another release may write another layout
+    "raised_layout",  # the layout in which the next takeover rebuilds the shard; absent where it has that
     "partial",  # present while the shard is incomplete, because it is being rebuilt
     "fault",  # the reason, in words, why the relay could not reconcile the shard
     "plain",  # the reason, in words, why its owner runs plain scripts; absent where it uses functions
@@ -176,6 +177,10 @@ class ShardKeys(NamedTuple):
     def parts(self, offer: str) -> str:
         """String: the parts of an envelope that were drawn ahead, 6 bytes each."""
         return self.of_offer(offer)[OFFER_KEYS.index("parts")]
+
+    def users(self, offer: str) -> str:
+        """Hash: the parts of an envelope by user, or the counters of an offer of pieces."""
+        return self.of_offer(offer)[OFFER_KEYS.index("users")]
 
     def of_offer(self, offer: str) -> list[str]:
         """The keys of one offer, in the order of OFFER_KEYS."""

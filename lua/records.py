@@ -8,6 +8,9 @@ import msgspec
 EPOCH_MS: Final = 1_577_836_800_000
 #: Bytes of the place, the amount and the seq.
 _PART_BYTES: Final = (3, 6, 5)
+#: Of the time that follows from key layout 4 on; then come the length of the grab's id, the id and its
+#: digest.
+_AT_BYTES: Final = 5
 GRAB_FIELDS: Final = (
     "user", "place", "quantity", "held", "taken", "redeemed", "lapsed", "deadline", "grace", "extensions",
     "price", "status", "ended_seq",
@@ -48,6 +51,18 @@ def read_part(record: bytes) -> dict[str, int]:
         values.append(int.from_bytes(record[at : at + width], "big"))
         at += width
     return dict(zip(("place", "amount", "seq"), values, strict=True))
+
+
+def read_grab_of_part(record: bytes) -> tuple[str, int, int] | None:
+    """Returns id, seq and time (ms since 1970 UTC) of the grab that got a part of an envelope; None if the
+    record does not have them, as before key layout 4.
+    """
+    at, id_at = sum(_PART_BYTES), sum(_PART_BYTES) + _AT_BYTES + 1
+    if len(record) < id_at:
+        return None
+    grab = record[id_at : id_at + record[id_at - 1]].decode(errors="replace")
+    seq = int.from_bytes(record[at - _PART_BYTES[-1] : at], "big")
+    return grab, seq, int.from_bytes(record[at : at + _AT_BYTES], "big") + EPOCH_MS
 
 
 def read_grab(record: bytes) -> dict[str, Any]:

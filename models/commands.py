@@ -614,6 +614,13 @@ def user_of(command: Command) -> str | None:
     return command.user if isinstance(command, Grab | GrabCommand) else None
 
 
+def identity_of(command: Command) -> tuple[str, ...]:
+    """What distinguishes a command from all others: campaign and id; of a grab, offer, user and id."""
+    if isinstance(command, Grab):
+        return command.offer, command.user, command.id
+    return campaign_of(command.offer), command.id
+
+
 def basket_of(command: AnyCommand) -> str | None:
     """The basket of a grab; None for other commands and for a grab without a basket."""
     return command.basket if isinstance(command, Grab) else None

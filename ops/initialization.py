@@ -218,8 +218,8 @@ async def _claim(
 
 
 async def _outdated(redis: Any, settings: Settings, raise_layout: bool) -> list[int]:
-    """The shards that write an older key layout than this program can write. With `raise_layout`, they write
-    the newest from then on: the owner takes each over again, if it is of a release that knows the layout.
+    """The shards that write an older key layout than this program can write. With `raise_layout`, the owner
+    takes each over again, if it is of a release that knows the newest layout, and rebuilds it in that.
 
     A shard that nobody has taken over yet gets its layout then; one of a layout that this program does not
     write is rebuilt first, by its next takeover.
@@ -228,10 +228,12 @@ async def _outdated(redis: Any, settings: Settings, raise_layout: bool) -> list[
     outdated = []
     for number in range(keys.shards):
         state = keys.shard(number).state
-        if await redis.hget(state, "layout") not in older:
+        layout, raised = await redis.hmget(state, ["layout", "raised_layout"])
+        if layout not in older:
             continue
         outdated.append(number)
-        if raise_layout:
+        # A second call does not disturb a rebuild that has begun.
+        if raise_layout and raised != b"%d" % LAYOUT:
             await raise_term(redis, state, 0, secrets.token_hex(8), LAYOUT)
     return outdated
 

@@ -394,8 +394,8 @@ MUTATIONS: Final = (
     Mutation(
         "a decided answer that was taken back",
         "lua/gate/decided.py",
-        "if record and read_answer(record) ==",
-        "if (answer.seq, answer.at) ==",
+        "in await self._recorded(shard, command)",
+        "in [(answer.seq, answer.at)]",
         _ANOTHER,
     ),
     Mutation(

@@ -43,36 +43,40 @@ local digests, users, quantities = arguments[6], arguments[7], arguments[8]
 local attributes, extras = arguments[9], arguments[10]
 local offers, campaigns = load_offers(names, campaign_of, arguments[3])
 local offer_users = {}
-
-local function basket_at(i)
-  local extra = extras and extras[i]
-  return extra and extra.basket and campaign_of[offer_of[i]] .. '/' .. extra.basket
-end
-
 local has_run = arguments[11] and is_plain(call, offers[1])
 local plain_cost = COST.plain_grab + COST.plain_byte * #ARGV[6] / #ids
 
--- The number of grabs that this call has room for, estimated before they are read. A basket is never divided.
-local function fitting()
-  if has_run then return math.min(#ids, math.max(1, math.floor(COST.call_max / plain_cost))) end
-  spend(COST.argument_byte * #ARGV[6])
-  local estimate = 0
-  for i = 1, #ids do
-    if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then
-      return i - 1
-    end
-    local offer = offers[offer_of[i]]
-    estimate = estimate + COST.command
-    if offer then
-      estimate = estimate + COST.span * #(offer.rules.hours or NO_LIMITS) + COST.counter * #offer.rules.limits
-    end
+do
+  local function basket_at(i)
+    local extra = extras and extras[i]
+    return extra and extra.basket and campaign_of[offer_of[i]] .. '/' .. extra.basket
   end
-  return #ids
+
+  -- The number of grabs that this call has room for, estimated before they are read. A basket is never
+  -- divided.
+  local function fitting()
+    if has_run then return math.min(#ids, math.max(1, math.floor(COST.call_max / plain_cost))) end
+    spend(COST.argument_byte * #ARGV[6])
+    local estimate = 0
+    for i = 1, #ids do
+      if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then
+        return i - 1
+      end
+      local offer = offers[offer_of[i]]
+      estimate = estimate + COST.command
+      if offer then
+        local spans = offer.rules.hours and #offer.rules.hours or 0
+        estimate = estimate + COST.span * spans + COST.counter * #offer.rules.limits
+      end
+    end
+    return #ids
+  end
+
+  for i = #ids, fitting() + 1, -1 do ids[i], users[i] = nil, nil end
 end
 
 -- Small records are read at once: what each offer has of its users, and the refusals. Answers may be large,
 -- since they have codes, so each is read when its grab is decided.
-for i = #ids, fitting() + 1, -1 do ids[i], users[i] = nil, nil end
 for o = 1, #offers do offer_users[o] = {} end
 for i = 1, #ids do
   local asked = offer_users[offer_of[i]]
@@ -86,6 +90,16 @@ local function lookup(key, fields)
   return by_field
 end
 local taken, eligible, counted, refusals = {}, {}, {}, {}
+
+local function refusal_field_at(i)
+  local o = offer_of[i]
+  return refusal_field_of_grab(call, names[o], campaigns[campaign_of[o]].name, users[i], ids[i])
+end
+
+local function answer_field_at(i)
+  return answer_field_of_grab(call, names[offer_of[i]], ids[i])
+end
+
 local first, run = 1, nil
 if has_run then
   first, run = grant_run(call, offers[1], ids, users, campaigns[1], plain_cost)
@@ -106,7 +120,7 @@ for o = 1, #offers do
 end
 if redis.call('EXISTS', KEYS[3]) == 1 then
   local fields = {}
-  for i = 1, #ids do fields[i] = refusal_field(campaigns[campaign_of[offer_of[i]]].name, ids[i]) end
+  for i = 1, #ids do fields[i] = refusal_field_at(i) end
   refusals = lookup(KEYS[3], fields)
   for i = 1, #ids do
     local record = refusals[fields[i]]
@@ -270,7 +284,7 @@ do
     offer.places, offer.units_left, offer.amount_left = offer.places + 1, offer.units_left - 1,
       offer.amount_left - amount
     write_grab('grab.granted', i, offer, {user = user, place = offer.places}, 1, amount, ticket, {})
-    offer.campaign.answers[id], taken[o][user] = keep_part(call, offer, id, user, digests[i], amount)
+    taken[o][user] = keep_part(call, offer, id, user, digests[i], amount)
     local row = {CODE.granted, call.seq, call.now, amount, 1, offer.places, offer.units_left}
     if offer.units_left == 0 then close_offer(call, offer, 'drained', id) end
     return row
@@ -317,7 +331,7 @@ do
     touch_grab(offer, id)
     row[2], row[6], row[7] = call.seq, grab.place, offer.units_left
     local record = pack_row(offer.name, row, digests[i])
-    keep_answer(offer.campaign, id, record)
+    keep_answer(offer.campaign, answer_field_at(i), record)
     return row
   end
 
@@ -341,7 +355,7 @@ end
 local function keep(i, row)
   if row[1] >= CODE.invalid and row[1] ~= CODE.invalid and row[1] ~= CODE.conflict then
     local o = offer_of[i]
-    local field = refusal_field(campaigns[campaign_of[o]].name, ids[i])
+    local field = refusal_field_at(i)
     if refusals[field] then call.in_order[field] = true end
     refusals[field] = refuse(call, row[1], field, names[o], digest_in_full(i))
   end
@@ -350,19 +364,15 @@ end
 
 -- The answer that is stored under the id of a grab, or false.
 local function answer_to(i)
-  local campaign, id = campaigns[campaign_of[offer_of[i]]], ids[i]
-  if campaign.answers[id] == nil then
-    campaign.answers[id] = answer_that_counts(call, campaign, redis.call('HGET', campaign.answers_key, id))
-      or false
-  end
-  return campaign.answers[id]
+  local o = offer_of[i]
+  local part = taken[o] and taken[o][users[i]]
+  return answer_to_grab(call, campaigns[campaign_of[o]], offers[o], names[o], part, ids[i])
 end
 
 -- The answer, or else the refusal, that is stored under the id of a grab.
 local function known(i)
   local record = answer_to(i)
-  return record, not record and next(refusals)
-    and refusals[refusal_field(campaigns[campaign_of[offer_of[i]]].name, ids[i])]
+  return record, not record and next(refusals) and refusals[refusal_field_at(i)]
 end
 
 -- The row of what is stored under the id, see includes/repeats.lua.
@@ -421,7 +431,8 @@ do
   local function too_large_to_answer(members)
     local bytes = 0
     for _, i in ipairs(members) do
-      bytes = bytes + redis.call('HSTRLEN', campaigns[campaign_of[offer_of[i]]].answers_key, ids[i])
+      bytes = bytes + redis.call('HSTRLEN', campaigns[campaign_of[offer_of[i]]].answers_key,
+        answer_field_at(i))
     end
     if bytes <= BOUNDS.basket_answers_bytes then return nil end
     return 'basket: the recorded answers of its grabs have more than ' .. BOUNDS.basket_answers_bytes

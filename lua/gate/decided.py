@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from grabstream.lua.ending import end
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.records import read_answer
+from grabstream.lua.records import read_answer, read_grab_of_part
 from grabstream.lua.trouble import suppressed_trouble
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand
+from grabstream.models.commands import AnyCommand, Grab
 from grabstream.models.identifiers import campaign_of
 
 log = logging.getLogger(__name__)
@@ -110,8 +110,7 @@ class DecidedAnswers:
             # A repeated answer is about an earlier event; the first answer with that event is checked.
             if not answer.positive or answer.repeated or answer.seq is None:
                 continue
-            record = await self._read(self._keys.shard(shard).answers(campaign_of(command.offer)), command.id)
-            if record and read_answer(record) == (answer.seq, answer.at):
+            if (answer.seq, answer.at) in await self._recorded(shard, command):
                 rest.append((command, answer))
             else:
                 lost.append(LostDecision(shard, command, answer))
@@ -132,6 +131,21 @@ class DecidedAnswers:
                 log.warning("%d lost decisions could not be reported: %s", len(lost), error)
         seq = max((answer.seq for _, answer in rest if answer.seq is not None), default=0)
         return _Kept(history, seq, [command for command, _ in rest], [answer for _, answer in rest])
+
+    async def _recorded(self, shard: int, command: AnyCommand) -> list[tuple[int, int]]:
+        """Seq and time of the events of the answers that are stored for a command, in any key layout."""
+        keys, offer = self._keys.shard(shard), command.offer
+        fields, recorded = [command.id], []
+        if isinstance(command, Grab):
+            fields.append(f"{offer}/{command.id}")
+            part = await self._read(keys.users(offer), command.user)
+            grab = read_grab_of_part(part) if part else None
+            if grab is not None and grab[0] == command.id:
+                recorded.append(grab[1:])
+        for field in fields:
+            if record := await self._read(keys.answers(campaign_of(offer)), field):
+                recorded.append(read_answer(record))
+        return recorded
 
     async def _read(self, key: str, field: str) -> bytes | None:
         """Reads a field of a hash, as soon as its server answers."""

@@ -141,7 +141,7 @@ local function begin_call()
   return {
     shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
     now = math.max(clock, tonumber(shard[2] or 0)),
-    has_runs = layout > 2, lines = {}, seqs = {}, joined = {},
+    has_runs = layout > 2, has_own_ids = layout > 3, lines = {}, seqs = {}, joined = {},
     refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, in_order = {},
   }
 end

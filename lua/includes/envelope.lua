@@ -57,23 +57,29 @@ do
   end
 
   function grant_run(call, offer, ids, users, campaign, grab_cost)
+    -- Whether an id is known. From layout 4 on, what the user has tells it.
     local kept = {}
-    if redis.call('HGET', campaign.state_key, 'large') then
-      -- The campaign has large answers, so this only tests whether there is one under each id.
-      for i = 1, #ids do kept[i] = redis.call('HSTRLEN', campaign.answers_key, ids[i]) > 0 end
-    else
-      kept = redis.call('HMGET', campaign.answers_key, unpack(ids))
+    if not call.has_own_ids then
+      if redis.call('HGET', campaign.state_key, 'large') then
+        -- The campaign has large answers, so this only tests whether there is one under each id.
+        for i = 1, #ids do kept[i] = redis.call('HSTRLEN', campaign.answers_key, ids[i]) > 0 end
+      else
+        kept = redis.call('HMGET', campaign.answers_key, unpack(ids))
+      end
     end
     local has = redis.call('HMGET', KEYS[offer.base + USERS], unpack(users))
     local refused = false
     if redis.call('EXISTS', KEYS[3]) == 1 then
       local fields = {}
-      for i = 1, #ids do fields[i] = refusal_field(campaign.name, ids[i]) end
+      for i = 1, #ids do
+        fields[i] = refusal_field_of_grab(call, offer.name, campaign.name, users[i], ids[i])
+      end
       refused = redis.call('HMGET', KEYS[3], unpack(fields))
     end
     local lines, now, pack, unpack_part_at = not call.has_runs and call.lines, call.now, struct.pack,
       struct.unpack
-    local now_packed, tail, made, made_users = now - EPOCH_MS, offer.tail, campaign.made, offer.users
+    local now_packed, tail, made_users = now - EPOCH_MS, offer.tail, offer.users
+    local made = not call.has_own_ids and campaign.made
     local seq, offer_seq, place = call.seq, offer.offer_seq, offer.places
     local left, amount_left = offer.units_left, offer.amount_left
     local from, ahead, parts = place, offer.draw == 'ahead', nil
@@ -115,9 +121,14 @@ do
           .. (place < 100 and place_low or TWO[place_low]) .. ',"left":'
           .. left_high .. (left < 100 and left_low or TWO[left_low]) .. ',"digest":"plain"}'
       end
-      local record = pack(ANSWER, 0, seq, now_packed, place, amount, 0)
-      made[2 * i - 1], made[2 * i] = id, tail == '' and record or record .. tail
-      made_users[2 * i - 1], made_users[2 * i] = user, pack(PART, place, amount, seq)
+      made_users[2 * i - 1] = user
+      if made then
+        local record = pack(ANSWER, 0, seq, now_packed, place, amount, 0)
+        made[2 * i - 1], made[2 * i] = id, tail == '' and record or record .. tail
+        made_users[2 * i] = pack(PART, place, amount, seq)
+      else
+        made_users[2 * i] = pack(PART_WITH_ID, place, amount, seq, now_packed, #id) .. id
+      end
       amounts[i] = amount
     end
     spend(grab_cost * granted)

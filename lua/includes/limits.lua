@@ -32,30 +32,33 @@ local function counters_at(key)
   return {key = key, values = {}, changed = {}}
 end
 
-local function parse_counter(text)
-  if not text then return {0, 0} end
-  local window, count = string.match(text, '^(%d+):(%d+)$')
-  return {tonumber(window), tonumber(count)}
-end
-
--- Reads many counters at once.
-local function read_counters(counters, fields)
-  for from = 1, #fields, WRITE_VALUES_MAX do
-    local last = math.min(from + WRITE_VALUES_MAX - 1, #fields)
-    local texts = redis.call('HMGET', counters.key, unpack(fields, from, last))
-    for i = from, last do counters.values[fields[i]] = parse_counter(texts[i - from + 1]) end
+local read_counters, read_counter
+do
+  local function parse_counter(text)
+    if not text then return {0, 0} end
+    local window, count = string.match(text, '^(%d+):(%d+)$')
+    return {tonumber(window), tonumber(count)}
   end
-end
 
--- The {window, count} that is stored for a counter, and the hash of counters it belongs to.
-local function read_counter(offer, counter)
-  local counters = counter[3] == 1 and offer.campaign.counters or offer.counters
-  local value = counters.values[counter[1]]
-  if not value then
-    value = parse_counter(redis.call('HGET', counters.key, counter[1]))
-    counters.values[counter[1]] = value
+  -- Reads many counters at once.
+  function read_counters(counters, fields)
+    for from = 1, #fields, WRITE_VALUES_MAX do
+      local last = math.min(from + WRITE_VALUES_MAX - 1, #fields)
+      local texts = redis.call('HMGET', counters.key, unpack(fields, from, last))
+      for i = from, last do counters.values[fields[i]] = parse_counter(texts[i - from + 1]) end
+    end
   end
-  return value, counters
+
+  -- The {window, count} that is stored for a counter, and the hash of counters it belongs to.
+  function read_counter(offer, counter)
+    local counters = counter[3] == 1 and offer.campaign.counters or offer.counters
+    local value = counters.values[counter[1]]
+    if not value then
+      value = parse_counter(redis.call('HGET', counters.key, counter[1]))
+      counters.values[counter[1]] = value
+    end
+    return value, counters
+  end
 end
 
 -- The count of a counter in the entry's window.
@@ -106,31 +109,34 @@ local function limit_states(offer, counted, now)
   return states
 end
 
--- What a counter counts by, and its period.
-local function by_and_per(counter)
-  return string.match(counter[1], '^([^/]+)/([^/]+)/')
-end
-
--- The counters of a grab, with the windows that are current now.
-local function in_current_windows(offer, counted, now)
-  local current = {}
-  for i, counter in ipairs(counted) do
-    local _, per = by_and_per(counter)
-    current[i] = {counter[1], window_of(per, offsets_for(offer, counter[3] == 1), now), counter[3]}
+local in_current_windows, is_left
+do
+  -- What a counter counts by, and its period.
+  local function by_and_per(counter)
+    return string.match(counter[1], '^([^/]+)/([^/]+)/')
   end
-  return current
-end
 
--- Whether the present limits leave a quantity in all of these counters.
-local function is_left(offer, counted, quantity)
-  for _, counter in ipairs(counted) do
-    local by, per = by_and_per(counter)
-    for _, limit in ipairs(offer.rules.limits) do
-      local same = limit.by == by and limit.per == per and (limit.scope == 'campaign') == (counter[3] == 1)
-      if same and limit.max - count_in(offer, counter) < quantity then return false end
+  -- The counters of a grab, with the windows that are current now.
+  function in_current_windows(offer, counted, now)
+    local current = {}
+    for i, counter in ipairs(counted) do
+      local _, per = by_and_per(counter)
+      current[i] = {counter[1], window_of(per, offsets_for(offer, counter[3] == 1), now), counter[3]}
     end
+    return current
   end
-  return true
+
+  -- Whether the present limits leave a quantity in all of these counters.
+  function is_left(offer, counted, quantity)
+    for _, counter in ipairs(counted) do
+      local by, per = by_and_per(counter)
+      for _, limit in ipairs(offer.rules.limits) do
+        local same = limit.by == by and limit.per == per and (limit.scope == 'campaign') == (counter[3] == 1)
+        if same and limit.max - count_in(offer, counter) < quantity then return false end
+      end
+    end
+    return true
+  end
 end
 
 local function write_counters(counters)

@@ -134,15 +134,11 @@ local function returns_to(offer)
   return (offer.pieces and 'issuer:' or 'wallet:') .. offer.issuer
 end
 
--- The time (ms) at which a closed offer retires: not before its units can no longer be redeemed.
-local function retires_at(offer, now)
-  return math.max(now + offer.rules.retire_after_ms, offer.rules.valid_until or 0)
-end
-
 -- The time (ms) at which the sweeper next handles a closed offer: now while users are queued, since it
--- removes them; else when the offer retires.
+-- removes them; else when the offer retires, which is not before its units can no longer be redeemed.
 local function due_when_closed(offer, now)
-  return (offer.queue_length or 0) > 0 and now or retires_at(offer, now)
+  if (offer.queue_length or 0) > 0 then return now end
+  return math.max(now + offer.rules.retire_after_ms, offer.rules.valid_until or 0)
 end
 
 local function end_offer(offer, reason, now)
@@ -164,78 +160,82 @@ local function close_offer(call, offer, reason, command, digest, operator)
     .. (digest and ',"digest":"' .. digest .. '"}' or '}'), reason == 'drained')
 end
 
-local function write_pieces(offer)
-  local base, fields = offer.base, {}
-  for name in pairs(offer.grabs_changed) do
-    fields[#fields + 1] = name
-    fields[#fields + 1] = pack_grab(offer.grabs[name])
-  end
-  write_in_pieces('HSET', KEYS[base + GRABS], fields)
-  fields = {}
-  for name in pairs(offer.orders_changed) do
-    fields[#fields + 1] = name
-    fields[#fields + 1] = pack_order(unpack(offer.orders[name]))
-  end
-  write_in_pieces('HSET', KEYS[base + ORDERS], fields)
-  write_counters(offer.counters)
-  local holds, gone = {}, {}
-  for name in pairs(offer.holds) do
-    local grab, member = offer.grabs[name], offer.name .. '/' .. name
-    if grab.held > 0 then
-      holds[#holds + 1] = string.format('%.0f', grab.deadline + grab.grace)
-      holds[#holds + 1] = member
-    else
-      gone[#gone + 1] = member
+-- Notes the writes of an offer and of the records that were made for it.
+local write_offer
+do
+  local function write_pieces(offer)
+    local base, fields = offer.base, {}
+    for name in pairs(offer.grabs_changed) do
+      fields[#fields + 1] = name
+      fields[#fields + 1] = pack_grab(offer.grabs[name])
+    end
+    write_in_pieces('HSET', KEYS[base + GRABS], fields)
+    fields = {}
+    for name in pairs(offer.orders_changed) do
+      fields[#fields + 1] = name
+      fields[#fields + 1] = pack_order(unpack(offer.orders[name]))
+    end
+    write_in_pieces('HSET', KEYS[base + ORDERS], fields)
+    write_counters(offer.counters)
+    local holds, gone = {}, {}
+    for name in pairs(offer.holds) do
+      local grab, member = offer.grabs[name], offer.name .. '/' .. name
+      if grab.held > 0 then
+        holds[#holds + 1] = string.format('%.0f', grab.deadline + grab.grace)
+        holds[#holds + 1] = member
+      else
+        gone[#gone + 1] = member
+      end
+    end
+    write_in_pieces('ZADD', KEYS[8], holds)
+    write_in_pieces('ZREM', KEYS[8], gone)
+    write_in_pieces('RPUSH', KEYS[base + CODES], offer.codes_back)
+    if offer.names_new then write_in_pieces('SADD', KEYS[base + NAMES], offer.names_new) end
+    if offer.codes_taken > 0 then write('LPOP', KEYS[base + CODES], offer.codes_taken) end
+    for name in pairs(offer.queue_gone) do write('ZREM', KEYS[base + QUEUE], name) end
+    for _, name in ipairs(offer.queue_new) do
+      if not offer.queue_gone[name] then write('ZADD', KEYS[base + QUEUE], offer.grabs[name].place, name) end
     end
   end
-  write_in_pieces('ZADD', KEYS[8], holds)
-  write_in_pieces('ZREM', KEYS[8], gone)
-  write_in_pieces('RPUSH', KEYS[base + CODES], offer.codes_back)
-  if offer.names_new then write_in_pieces('SADD', KEYS[base + NAMES], offer.names_new) end
-  if offer.codes_taken > 0 then write('LPOP', KEYS[base + CODES], offer.codes_taken) end
-  for name in pairs(offer.queue_gone) do write('ZREM', KEYS[base + QUEUE], name) end
-  for _, name in ipairs(offer.queue_new) do
-    if not offer.queue_gone[name] then write('ZADD', KEYS[base + QUEUE], offer.grabs[name].place, name) end
-  end
-end
 
--- Notes the writes of an offer and of the records that were made for it.
-local function write_offer(call, offer)
-  local base = offer.base
-  local key = KEYS[base + STATE]
-  write_in_pieces('HSET', KEYS[base + USERS], offer.users)
-  write('HSET', key, 'state', offer.closed and 'closed' or 'open', 'paused', offer.paused and '1' or '0',
-    'amount_left', string.format('%.0f', offer.amount_left), 'units_left',
-      string.format('%.0f', offer.units_left),
-    'places', string.format('%.0f', offer.places), 'offer_seq', string.format('%.0f', offer.offer_seq))
-  if offer.pieces then
-    write_pieces(offer)
-    write('HSET', key, 'held', string.format('%.0f', offer.held), 'queued',
-      string.format('%.0f', offer.queued))
+  function write_offer(call, offer)
+    local base = offer.base
+    local key = KEYS[base + STATE]
+    write_in_pieces('HSET', KEYS[base + USERS], offer.users)
+    write('HSET', key, 'state', offer.closed and 'closed' or 'open', 'paused', offer.paused and '1' or '0',
+      'amount_left', string.format('%.0f', offer.amount_left), 'units_left',
+        string.format('%.0f', offer.units_left),
+      'places', string.format('%.0f', offer.places), 'offer_seq', string.format('%.0f', offer.offer_seq))
+    if offer.pieces then
+      write_pieces(offer)
+      write('HSET', key, 'held', string.format('%.0f', offer.held), 'queued',
+        string.format('%.0f', offer.queued))
+    end
+    if offer.amended then
+      write('HSET', key, 'rules', cmsgpack.pack(offer.rules), 'total', string.format('%.0f', offer.total),
+        'opens_at', string.format('%.0f', offer.opens_at), 'closes_at',
+        string.format('%.0f', offer.closes_at))
+    end
+    if offer.loads_changed then write('HSET', key, 'loads', cmsgpack.pack(offer.loads)) end
+    if offer.audience_new then
+      local members = {}
+      for name in pairs(offer.audience_new) do members[#members + 1] = name end
+      write_in_pieces('SADD', KEYS[base + AUDIENCE], members)
+    end
+    if next(offer.seen_new) then
+      local members = {}
+      for name in pairs(offer.seen_new) do members[#members + 1] = name end
+      write_in_pieces('SADD', KEYS[base + SEEN], members)
+    end
+    if offer.due then write('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
+    if offer.closed then
+      write('HSET', key, 'reason', offer.reason)
+      -- A user with a hold may still pay after the close, and then gets codes.
+      write('UNLINK', KEYS[base + PARTS])
+      if offer.held == 0 then write('UNLINK', KEYS[base + CODES]) end
+    end
+    if offer.closed or offer.names_gone then write('UNLINK', KEYS[base + NAMES]) end
   end
-  if offer.amended then
-    write('HSET', key, 'rules', cmsgpack.pack(offer.rules), 'total', string.format('%.0f', offer.total),
-      'opens_at', string.format('%.0f', offer.opens_at), 'closes_at', string.format('%.0f', offer.closes_at))
-  end
-  if offer.loads_changed then write('HSET', key, 'loads', cmsgpack.pack(offer.loads)) end
-  if offer.audience_new then
-    local members = {}
-    for name in pairs(offer.audience_new) do members[#members + 1] = name end
-    write_in_pieces('SADD', KEYS[base + AUDIENCE], members)
-  end
-  if next(offer.seen_new) then
-    local members = {}
-    for name in pairs(offer.seen_new) do members[#members + 1] = name end
-    write_in_pieces('SADD', KEYS[base + SEEN], members)
-  end
-  if offer.due then write('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
-  if offer.closed then
-    write('HSET', key, 'reason', offer.reason)
-    -- A user with a hold may still pay after the close, and then gets codes.
-    write('UNLINK', KEYS[base + PARTS])
-    if offer.held == 0 then write('UNLINK', KEYS[base + CODES]) end
-  end
-  if offer.closed or offer.names_gone then write('UNLINK', KEYS[base + NAMES]) end
 end
 
 -- Changes the number of offers of a campaign; returns the new number.
@@ -285,15 +285,22 @@ local function change_terms(offer, changes)
   offer.amended, offer.least_wanted = true, nil
 end
 
--- Stores a granted part under the command's id and under its user; returns both records.
+-- Stores a granted part under its user and, before layout 4, the answer under the command's id; returns the
+-- part.
 local function keep_part(call, offer, id, user, digest, amount)
-  local record = pack_answer(0, call.seq, call.now, offer.places, amount, digest, offer.tail)
-  local part = struct.pack(PART, offer.places, amount, call.seq)
-  local made, count_made = offer.campaign.made, #offer.campaign.made
-  made[count_made + 1], made[count_made + 2] = id, record
-  made, count_made = offer.users, #offer.users
+  local part
+  if call.has_own_ids then
+    part = pack_part_with_id(offer.places, amount, call.seq, call.now, id, digest)
+  else
+    part = struct.pack(PART, offer.places, amount, call.seq)
+    local record = pack_answer(0, call.seq, call.now, offer.places, amount, digest, offer.tail)
+    local made, count_made = offer.campaign.made, #offer.campaign.made
+    made[count_made + 1], made[count_made + 2] = id, record
+    offer.campaign.answers[id] = record
+  end
+  local made, count_made = offer.users, #offer.users
   made[count_made + 1], made[count_made + 2] = user, part
-  return record, part
+  return part
 end
 
 -- Whether a single-use ticket was used: for its offer or, if it is good for more offers of the campaign, in

@@ -61,6 +61,11 @@ local function offer_of_answer(record, campaign)
   return string.sub(tail, 3, 2 + second - 0xa0)
 end
 
+-- The field of the answer to a grab of pieces: from layout 4 on, its id belongs to its offer.
+local function answer_field_of_grab(call, offer, id)
+  return call.has_own_ids and offer .. '/' .. id or id
+end
+
 -- Refusal: code 1, at 5, length of the digest 1 byte; the digest; then the offer's name (see offer_tail). The
 -- answer to a command whose effect already held has no event and is stored among the refusals: it has its
 -- code + AGAIN, and before the name seq 6 and quantity 6 bytes of the event that had the effect.
@@ -91,9 +96,10 @@ do
   end
 end
 
--- A user's part of an envelope: place 3, amount 6, seq 5 bytes. These 14 bytes need less memory in Redis than
--- 16 bytes, which would take 24.
-local PART = '>I3I6I5'
+-- A user's part of an envelope: place 3, amount 6, seq 5 bytes. From layout 4 on it is also the answer to the
+-- grab, with further fields: at 5, length of the id 1 byte; the id of the grab; then its digest, empty for
+-- PLAIN.
+local PART, PART_WITH_ID = '>I3I6I5', '>I3I6I5I5I1'
 local SEQ_MAX = 2 ^ 40 - 1
 
 local function unpack_part(record)
@@ -101,11 +107,19 @@ local function unpack_part(record)
   return place, amount, seq
 end
 
--- The fields of a grab of pieces, in this order; models/rules/state.py describes each.
-local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline', 'grace',
-  'extensions',
-  'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at', 'under', 'counted', 'payments',
-    'codes'}
+local function pack_part_with_id(place, amount, seq, at, id, digest)
+  return struct.pack(PART_WITH_ID, place, amount, seq, at - EPOCH_MS, #id) .. id
+    .. (digest == PLAIN and '' or digest)
+end
+
+-- The answer to the grab that got a part, if it has this id; else nil. `tail` is that of the offer.
+local function answer_of_part(record, id, tail)
+  local place, amount, seq, at, length = struct.unpack(PART_WITH_ID, record)
+  if string.sub(record, 21, 20 + length) ~= id then return nil end
+  local digest = string.sub(record, 21 + length)
+  return pack_answer(0, seq, at + EPOCH_MS, place, amount, digest, tail)
+end
+
 local ACTIVE, RELEASED, EXPIRED, WAITING = 0, 1, 2, 3
 
 local function new_grab(user, quantity, under)
@@ -117,28 +131,39 @@ local function new_grab(user, quantity, under)
     payments = {}, codes = {}}
 end
 
-local function pack_grab(grab)
-  local values = {}
-  for i = 1, #GRAB_FIELDS do values[i] = grab[GRAB_FIELDS[i]] end
-  return cmsgpack.pack(values)
+local pack_grab, unpack_grab
+do
+  -- The fields of a grab of pieces, in this order; models/rules/state.py describes each.
+  local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline',
+    'grace', 'extensions', 'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at',
+    'under', 'counted', 'payments', 'codes'}
+
+  function pack_grab(grab)
+    local values = {}
+    for i = 1, #GRAB_FIELDS do values[i] = grab[GRAB_FIELDS[i]] end
+    return cmsgpack.pack(values)
+  end
+
+  function unpack_grab(record)
+    spend(COST.grab_read + COST.record_byte * #record)
+    local values, grab = cmsgpack.unpack(record), {}
+    for i = 1, #GRAB_FIELDS do grab[GRAB_FIELDS[i]] = values[i] end
+    return grab
+  end
 end
 
--- The units of a grab that an order used: units 6 (0: taken back), seq 5 and at 5 bytes of the last event of
--- the order.
-local ORDER = '>I6I5I5'
+local pack_order, unpack_order
+do
+  -- The units of a grab that an order used: units 6 (0: taken back), seq 5 and at 5 bytes of the last event
+  -- of the order.
+  local ORDER = '>I6I5I5'
 
-local function pack_order(quantity, seq, at)
-  return struct.pack(ORDER, quantity, seq, at - EPOCH_MS)
-end
+  function pack_order(quantity, seq, at)
+    return struct.pack(ORDER, quantity, seq, at - EPOCH_MS)
+  end
 
-local function unpack_order(record)
-  local quantity, seq, at = struct.unpack(ORDER, record)
-  return {quantity, seq, at + EPOCH_MS}
-end
-
-local function unpack_grab(record)
-  spend(COST.grab_read + COST.record_byte * #record)
-  local values, grab = cmsgpack.unpack(record), {}
-  for i = 1, #GRAB_FIELDS do grab[GRAB_FIELDS[i]] = values[i] end
-  return grab
+  function unpack_order(record)
+    local quantity, seq, at = struct.unpack(ORDER, record)
+    return {quantity, seq, at + EPOCH_MS}
+  end
 end

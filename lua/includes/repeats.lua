@@ -9,13 +9,34 @@ local function refusal_field(campaign, id)
   return campaign .. '/' .. id
 end
 
+-- The same of a grab: from layout 4 on, its id belongs to its offer and its user, so nobody else can use it
+-- up.
+local function refusal_field_of_grab(call, offer, campaign, user, id)
+  return call.has_own_ids and offer .. '/' .. user .. '/' .. id or refusal_field(campaign, id)
+end
+
 -- The answer that is stored under an id, unless the offer it names has retired; then nil.
 local function answer_that_counts(call, campaign, record)
   if record then spend(COST.answer_byte * #record) end
   return record and not has_retired(call, offer_of_answer(record, campaign.name)) and record or nil
 end
 
--- The same for a refusal. `call.in_order` has the fields of records that stay in the order of refusals.
+-- The answer that is stored under the id of a grab, or false. `part` is what its user has of an envelope:
+-- from layout 4 on, that is the answer, if the id is that of the grab.
+local function answer_to_grab(call, campaign, offer, name, part, id)
+  if call.has_own_ids and not (offer and offer.pieces) then
+    return part and answer_of_part(part, id, offer.tail) or false
+  end
+  local field = answer_field_of_grab(call, name, id)
+  if campaign.answers[field] == nil then
+    campaign.answers[field] = answer_that_counts(call, campaign,
+      redis.call('HGET', campaign.answers_key, field)) or false
+  end
+  return campaign.answers[field]
+end
+
+-- A refusal that is stored, unless its offer has retired; then nil. `call.in_order` has the fields of records
+-- that stay in the order of refusals.
 local function refusal_that_counts(call, campaign, field, record)
   if not record then return nil end
   if not has_retired(call, offer_of_refusal(record, campaign.name)) then return record end

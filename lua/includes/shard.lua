@@ -3,14 +3,21 @@
 
 -- The layouts of keys and records that these scripts read and write: the newest and the oldest. A shard of
 -- an older layout is rebuilt from the journal; a shard of a newer layout is left unchanged. 1: subkeys of an
--- offer and a campaign after ':'; 2: after '/', which no id contains; 3: the outbox has runs of grabs. Also
--- in lua/keys.py.
-local LAYOUT, LAYOUT_MIN = 3, 2
+-- offer and a campaign after ':'; 2: after '/', which no id contains; 3: the outbox has runs of grabs; 4: the
+-- id of a grab belongs to its user, so a part of an envelope is its own answer, and answers and refusals of
+-- other grabs have fields of their own (includes/repeats.lua). Also in lua/keys.py.
+local LAYOUT, LAYOUT_MIN = 4, 2
 
 -- The layout of a shard. Layout 1 was not named in the shard hash. A shard without a seq was never
 -- reconciled, so it is new.
 local function layout_of(named, seq)
   return tonumber(named or (seq and 1 or LAYOUT_MIN))
+end
+
+-- The layout in which an operator wants the shard to be rebuilt, if these scripts write it; else 0.
+local function raised_layout_of(named)
+  local raised = tonumber(named or 0)
+  return raised <= LAYOUT and raised or 0
 end
 
 -- The number of seqs that the lines of an entry of the outbox take. The field of a line is 'e', or the number
@@ -24,11 +31,15 @@ end
 -- A server's epoch is its run id and its replication id: the run id changes at a restart, the replication id
 -- at every promotion. A library, and so `run_id`, ends with its server's process; the replication id may
 -- change before, so it is read in each call.
-local run_id
-local function server_epoch()
-  run_id = run_id or string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
-  local replication_id = string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)')
-  return run_id .. replication_id
+local server_epoch
+do
+  local run_id
+
+  function server_epoch()
+    run_id = run_id or string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+    local replication_id = string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)')
+    return run_id .. replication_id
+  end
 end
 
 -- Milliseconds since 1970 UTC by this server's clock.

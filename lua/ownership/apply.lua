@@ -37,7 +37,7 @@
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
-local shard = redis.call('HMGET', KEYS[1], 'life', 'seq', 'partial')
+local shard = redis.call('HMGET', KEYS[1], 'life', 'seq', 'partial', 'layout')
 if shard[1] then return redis.error_reply('LOST the shard is not fenced') end
 if ARGV[4] ~= '' and (shard[3] or (shard[2] or '0') ~= ARGV[4]) then
   return redis.error_reply('LOST the shard has changed')
@@ -46,19 +46,17 @@ end
 local names, campaign_of, campaign_names, events, offer_of, retired = unpack(cmsgpack.unpack(ARGV[7]))
 spend(COST.argument_byte * #ARGV[7])
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
-local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {}}
+local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {},
+  has_own_ids = layout_of(shard[4], shard[2]) > 3}
 local APPLY = {}
+-- The events of grabs, unless of one that has waited.
+local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
 
 -- Stores the row of an event's command as the answer under its id.
 local function keep_row(offer, event, row)
-  keep_answer(offer.campaign, event.command, pack_row(offer.name, row, event.digest, event.whole))
-end
-
-local function apply_pause(code)
-  return function(offer, event)
-    offer.paused = code == CODE.paused
-    keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, offer.units_left})
-  end
+  local field = event.command
+  if MAKES[event.type] then field = answer_field_of_grab(call, offer.name, field) end
+  keep_answer(offer.campaign, field, pack_row(offer.name, row, event.digest, event.whole))
 end
 
 -- Stores the answer to a command about a grab.
@@ -93,8 +91,17 @@ APPLY['offer.amended'] = function(offer, event)
   keep_row(offer, event, {CODE.amended, event.seq, event.at, 0, 0, 0, offer.units_left})
 end
 
-APPLY['offer.paused'] = apply_pause(CODE.paused)
-APPLY['offer.resumed'] = apply_pause(CODE.resumed)
+do
+  local function apply_pause(code)
+    return function(offer, event)
+      offer.paused = code == CODE.paused
+      keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, offer.units_left})
+    end
+  end
+
+  APPLY['offer.paused'] = apply_pause(CODE.paused)
+  APPLY['offer.resumed'] = apply_pause(CODE.resumed)
+end
 
 APPLY['offer.closed'] = function(offer, event)
   end_offer(offer, event.reason, event.at)
@@ -270,7 +277,6 @@ do
   -- The number of events whose counters are read at once. An offer that these events amend is left out, since
   -- its limits may change between them.
   local AT_ONCE = 32
-  local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
 
   local function want_counters(offer, event)
     event.under = counted_under(offer, event.user, event.attributes, event.at)

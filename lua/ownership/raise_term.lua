@@ -5,15 +5,16 @@
 -- KEYS[1] shard hash
 -- ARGV[1] term that must be exceeded · ARGV[2] owner id ·
 --   ARGV[3] why the owner runs plain scripts in place of functions; '' or absent if it uses functions ·
---   ARGV[4] the layout that the shard is to have from now on, if it has an older one of those that these
+--   ARGV[4] the layout in which the shard is to be rebuilt, if it has an older one of those that these
 --     scripts write; '' or absent to keep it. The caller then takes nothing over: whoever owned the shard
---     does so again, as a program that knows the layout
+--     does so again, as a program that knows the layout, and rebuilds it
 -- Returns {term, server epoch, server epoch in which the shard was last reconciled or '', seq, form of its
---         state: complete, partial (a rebuild was interrupted) or outdated (an older key layout)}; or the
---         error NEWER when a newer program has written the shard.
+--         state: complete, partial (a rebuild was interrupted) or outdated (an older key layout than these
+--         scripts write, or than it is to have)}; or the error NEWER when a newer program has written the
+--         shard.
 --- @include "shard"
 
-local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')
+local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial', 'raised_layout')
 local layout = layout_of(held[3], held[4])
 if layout > LAYOUT then
   return redis.error_reply(string.format(
@@ -21,11 +22,13 @@ if layout > LAYOUT then
     LAYOUT))
 end
 local term = string.format('%.0f', math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1)
-local form = held[5] and 'partial' or (layout < LAYOUT_MIN and 'outdated' or 'complete')
+local raised = raised_layout_of(held[6])
+local form = held[5] and 'partial'
+  or ((layout < LAYOUT_MIN or layout < raised) and 'outdated' or 'complete')
 local epoch = server_epoch()
-local raised = tonumber(ARGV[4] or '')
-if raised and layout >= LAYOUT_MIN and layout < raised then
-  redis.call('HSET', KEYS[1], 'layout', math.min(raised, LAYOUT))
+local wanted = tonumber(ARGV[4] or '')
+if wanted and layout >= LAYOUT_MIN and layout < wanted then
+  redis.call('HSET', KEYS[1], 'raised_layout', math.min(wanted, LAYOUT))
 end
 redis.call('HSET', KEYS[1], 'term', term, 'owner', ARGV[2])
 if (ARGV[3] or '') ~= '' then

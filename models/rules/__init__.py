@@ -14,7 +14,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Confirm, Grab, GrabCommand, Open, basket_of
 from grabstream.models.digests import CannotCompare, whole_of
 from grabstream.models.events import AnyEvent
-from grabstream.models.identifiers import NO_OFFER, campaign_of
+from grabstream.models.identifiers import NO_OFFER
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import grabbing
 from grabstream.models.rules.grabbing import draw_part, take_pieces, with_part
@@ -83,25 +83,24 @@ def _remember(state: ShardState, command: AnyCommand, now: int, decided: Decided
     """Remembers an answer under the id of its command: until the offer retires if an event records it, else
     among the latest refusals.
     """
-    key, answer = (campaign_of(command.offer), command.id), decided.answer
+    answer = decided.answer
     if command.offer not in state.offers:
         # An answer with a seq is found again by its event. A payment without an offer gets its message each
         # time.
         if answer.seq is None and answer.code not in _NOT_REMEMBERED:
             _count(state, command, answer, now)
             if command.offer not in state.retired and not (isinstance(command, Confirm) and answer.message):
-                _remember_refusal(
-                    state, key, Remembered(as_remembered(answer), state.digests.remembered(command))
-                )
+                _remember_refusal(state, command, as_remembered(answer))
     elif decided.made_event:
-        state.answers[key] = Remembered(answer, state.digests.remembered(command), whole_of(command))
+        state.answers[state.answer_key(command)] = Remembered(
+            answer, state.digests.remembered(command), whole_of(command)
+        )
     elif answer.repeated or answer.code not in _NOT_REMEMBERED:
         # A command whose effect already holds is not a refusal, but made no event: it is remembered like a
         # refusal.
         if not answer.repeated:
             _count(state, command, answer, now)
-        kept = answer if answer.repeated else as_remembered(answer)
-        _remember_refusal(state, key, Remembered(kept, state.digests.remembered(command)))
+        _remember_refusal(state, command, answer if answer.repeated else as_remembered(answer))
     return decided
 
 
@@ -110,8 +109,8 @@ def _count(state: ShardState, command: AnyCommand, answer: Answer, now: int) -> 
     state.demand[now // 1000, answer.code, of_offer] += 1
 
 
-def _remember_refusal(state: ShardState, key: tuple[str, str], kept: Remembered) -> None:
-    state.refusals[key] = kept
+def _remember_refusal(state: ShardState, command: AnyCommand, kept: Answer) -> None:
+    state.refusals[state.identity_of(command)] = Remembered(kept, state.digests.remembered(command))
     if len(state.refusals) > REFUSALS_MAX:
         state.refusals.popitem(last=False)
 
@@ -187,14 +186,13 @@ def _refused_with(state: ShardState, command: Grab, refusal: Answer, grab: str, 
 
 
 def _known(state: ShardState, command: AnyCommand) -> Remembered | None:
-    return _answered(state, command) or _of_present_offer(
-        state, state.refusals.get((campaign_of(command.offer), command.id))
-    )
+    refusal = state.refusals.get(state.identity_of(command))
+    return _answered(state, command) or _of_present_offer(state, refusal)
 
 
 def _answered(state: ShardState, command: AnyCommand) -> Remembered | None:
     """The remembered answer under the command's id that made an event."""
-    return _of_present_offer(state, state.answers.get((campaign_of(command.offer), command.id)))
+    return _of_present_offer(state, state.answers.get(state.answer_key(command)))
 
 
 def _of_present_offer(state: ShardState, known: Remembered | None) -> Remembered | None:

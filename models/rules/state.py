@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from grabstream.models.answers import Answer
 from grabstream.models.calendar import Offsets
-from grabstream.models.commands import Command, user_of
+from grabstream.models.commands import Command, Grab, identity_of, user_of
 from grabstream.models.digests import Digests
 from grabstream.models.events import AnyEvent, CampaignZone
 from grabstream.models.identifiers import campaign_of
@@ -225,13 +225,16 @@ class ShardState:
 
     shard: int
     digests: Digests = field(default_factory=Digests)
+    #: Whether the id of a grab belongs to its user and offer, as from key layout 4 on.
+    has_own_ids: bool = True
     seq: int = 0
     time: int = 0
     offers: dict[str, Offer] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
     past: dict[str, RetiredOffer] = field(default_factory=dict)
+    #: By campaign, and `answer_field`. `refusals`: by the parts of an identity, see `identity_of`.
     answers: dict[tuple[str, str], Remembered] = field(default_factory=dict)
-    refusals: OrderedDict[tuple[str, str], Remembered] = field(default_factory=OrderedDict)
+    refusals: OrderedDict[tuple[str, ...], Remembered] = field(default_factory=OrderedDict)
     demand: Counter[tuple[int, int, str]] = field(default_factory=Counter)
     payments: dict[tuple[str, str], Payment] = field(default_factory=dict)
     counters: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -239,6 +242,23 @@ class ShardState:
     #: time zone in which its limits count.
     tickets: dict[tuple[str, str], int] = field(default_factory=dict)
     zones: dict[str, CampaignZone] = field(default_factory=dict)
+
+    def identity_of(self, command: Command) -> tuple[str, ...]:
+        """What distinguishes a command from all others in this shard."""
+        return identity_of(command) if self.has_own_ids else (campaign_of(command.offer), command.id)
+
+    def answer_key(self, command: Command) -> tuple[str, str]:
+        """The key in `answers`: that of a grab names its offer, and its user if the offer is an envelope, so
+        that the id of a grab of pieces is known to all users.
+        """
+        campaign = campaign_of(command.offer)
+        if not (self.has_own_ids and isinstance(command, Grab)):
+            return campaign, command.id
+        offer = self.offers.get(command.offer)
+        is_of_user = offer is None or offer.is_envelope
+        return campaign, "/".join(
+            self.identity_of(command)
+        ) if is_of_user else f"{command.offer}/{command.id}"
 
     def knows_payments_of(self, offer: str, now: int) -> bool:
         """Whether the payments of an offer are known: until it retires, and PAYMENTS_KNOWN_MS after that."""

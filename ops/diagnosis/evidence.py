@@ -11,7 +11,7 @@ from psycopg.rows import dict_row
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import read_grab, read_part
 from grabstream.lua.server import server_epoch_of
-from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, encode_event
+from grabstream.models.events import AnyEvent, AnyGrabEvent, GrabGranted, GrabHeld, encode_event
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.runs import decode_line, singles
 from grabstream.projections.ledger import in_lines
@@ -61,7 +61,8 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
         event
         for event in events
         if event.offer == offer
-        and (getattr(event, "user", None) == user or getattr(event, "grab", 0) in names)
+        # Only a refund due names no user. Another user's grab of an envelope may have the same id.
+        and (event.user == user if isinstance(event, AnyGrabEvent) else getattr(event, "grab", 0) in names)
     ]
     refusals = await _rows(
         connection,

@@ -105,7 +105,8 @@ _COUNTED = {
     for name, of_stack in _OF_STACK.items()
 }
 _MORE = {"amount": "coalesce(c.quantity, t.amount)", **_COUNTED}
-_UPDATE = update_by("grabs_1", ("offer", "grab"), _SUMS, _REPLACED, ("state", "currency", "recounted"), _MORE)
+_TEXTS = ("state", "currency", "recounted")
+_UPDATE = update_by("grabs_1", ("offer", "grab", "user_id"), _SUMS, _REPLACED, _TEXTS, _MORE)
 
 # All events of a grab are in one shard, so seq gives their order.
 _COMBINED = ", ".join(
@@ -132,8 +133,8 @@ _ASSIGNMENTS = ", ".join(
 )
 _FINISH = (
     f"UPDATE grabs_1 AS t SET {_ASSIGNMENTS} "  # noqa: S608 - no name comes from input
-    f"FROM (SELECT offer, grab, {_COMBINED} FROM grab_changes GROUP BY offer, grab) AS c "
-    "WHERE t.offer = c.offer AND t.grab = c.grab"
+    f"FROM (SELECT offer, grab, user_id, {_COMBINED} FROM grab_changes GROUP BY offer, grab, user_id) AS c "
+    "WHERE t.offer = c.offer AND t.grab = c.grab AND t.user_id = c.user_id"
 ).encode()
 
 
@@ -143,7 +144,8 @@ class GrabRows:
     def __init__(self) -> None:
         self._plain: list[str] = []
         self._full: list[str] = []
-        self._changes: dict[tuple[str, str], _Change] = {}
+        #: By offer, grab and user.
+        self._changes: dict[tuple[str, str, str], _Change] = {}
 
     def add(self, event: AnyGrabEvent) -> None:
         """Adds an event. Events of one grab must be added in order."""
@@ -175,7 +177,7 @@ class GrabRows:
             self._full += _full_rows(event)
 
     def _alter(self, event: AnyGrabEvent) -> None:
-        _alter(self._changes.setdefault((event.offer, event.grab), _Change()), event)
+        _alter(self._changes.setdefault((event.offer, event.grab, event.user), _Change()), event)
 
     async def write(self, connection: AsyncConnection[Any]) -> None:
         """Writes new rows first, then changes, in the caller's transaction."""
@@ -186,9 +188,7 @@ class GrabRows:
         keys = sorted(self._changes)
         changes = [self._changes[key] for key in keys]
         columns = map(list, zip(*(change.values() for change in changes), strict=True))
-        done = await connection.execute(
-            _UPDATE, ([key[0] for key in keys], [key[1] for key in keys], *columns)
-        )
+        done = await connection.execute(_UPDATE, (*map(list, zip(*keys, strict=True)), *columns))
         if done.rowcount != len(keys):
             raise CheckViolation(f"events of a grab that does not exist, one of {keys[:5]}")
 
@@ -206,20 +206,24 @@ class LoadedGrabRows(GrabRows):
         change = _Change()
         _alter(change, event)
         columns = "\t".join("\\N" if value is None else str(value) for value in change.values())
-        self._staged.append(f"{event.offer}\t{event.grab}\t{event.seq}\t{columns}\n")
+        self._staged.append(f"{event.offer}\t{event.grab}\t{event.user}\t{event.seq}\t{columns}\n")
 
     async def write(self, connection: AsyncConnection[Any]) -> None:
         """Copies the rows, in the caller's transaction."""
         await super().write(connection)
         await copy_rows(
-            connection, f"grab_changes (offer, grab, seq, {', '.join((*_SUMS, *_REPLACED))})", self._staged
+            connection,
+            f"grab_changes (offer, grab, user_id, seq, {', '.join((*_SUMS, *_REPLACED))})",
+            self._staged,
         )
 
 
 async def finish_grabs(connection: AsyncConnection[Any]) -> None:
     """Applies the staged changes to grabs; raises CheckViolation if a grab does not exist."""
     [grabs] = await (
-        await connection.execute("SELECT count(*) FROM (SELECT DISTINCT offer, grab FROM grab_changes) AS g")
+        await connection.execute(
+            "SELECT count(*) FROM (SELECT DISTINCT offer, grab, user_id FROM grab_changes) AS g"
+        )
     ).fetchone() or [0]
     done = await connection.execute(_FINISH)
     if done.rowcount != grabs:

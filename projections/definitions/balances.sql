@@ -1,5 +1,5 @@
 -- Balances of users, and the current state of offers, grabs and payments.
---- definition 2
+--- definition 3
 --- changes 2: grabs_1.counted_at grabs_1.uncounted grabs_1.recounted offers_1.opened_seq offers_1.retired_seq
 
 --- part tables
@@ -20,6 +20,7 @@ CREATE TABLE balances_1 (
 -- that late payments took again are in `recounted`, a list of [minute as ms since 1970 UTC, units]: limits
 -- count these at that minute (every window begins at a full minute). Returned units are subtracted from the
 -- newest entries first. `state` is that of the newest event; the view computes the state of the grab from it.
+-- The id of a grab belongs to its user: two users may have grabs with one id of an envelope, but not of pieces.
 CREATE TABLE grabs_1 (
     offer text NOT NULL,
     grab text NOT NULL,
@@ -113,6 +114,7 @@ CREATE TABLE balance_changes (
 CREATE TABLE grab_changes (
     offer text NOT NULL,
     grab text NOT NULL,
+    user_id text NOT NULL,
     seq bigint NOT NULL,
     held bigint NOT NULL,
     back bigint NOT NULL,
@@ -137,7 +139,7 @@ ALTER TABLE balances_1
     ADD CHECK (held >= 0);
 
 ALTER TABLE grabs_1
-    ADD PRIMARY KEY (offer, grab),
+    ADD PRIMARY KEY (offer, grab, user_id),
     ADD CHECK (held >= 0),
     ADD CHECK (back >= 0),
     ADD CHECK (redeemed >= 0),

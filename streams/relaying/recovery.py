@@ -21,6 +21,7 @@ from redis.exceptions import ResponseError
 from grabstream.lua import restoring
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import pieces
+from grabstream.lua.keys import LAYOUT
 from grabstream.models.events import (
     AnyEvent,
     OfferClosed,
@@ -135,6 +136,7 @@ class Recovery:
         self._progress = progress
         self._step = step
         self._applied = 0
+        self._layout = LAYOUT
         self._seeds: dict[str, str] = {}
 
     async def newest_snapshot(self) -> Cursor:
@@ -159,17 +161,20 @@ class Recovery:
         ownership: Ownership,
         position: Position,
         journal: Callable[[Cursor], AcceptedEvents],
+        layout: int,
     ) -> None:
         """Deletes the keys of the shard and rebuilds them; `journal` returns the events after a cursor."""
         began = time.monotonic()
-        seq, base_seq = await self.make(ownership, journal)
+        seq, base_seq = await self.make(ownership, journal, layout)
         await self._finish(ownership, position, seq, base_seq, began)
 
     async def make(
-        self, ownership: Ownership, journal: Callable[[Cursor], AcceptedEvents]
+        self, ownership: Ownership, journal: Callable[[Cursor], AcceptedEvents], layout: int
     ) -> tuple[int, int]:
-        """Rebuilds the shard without a report. Returns its seq, and that of the snapshot it started from."""
-        self._seeds = {}
+        """Rebuilds the shard without a report, in its own layout, or in `layout` if it has none that the
+        scripts write. Returns its seq, and that of the snapshot it started from.
+        """
+        self._seeds, self._layout = {}, layout
         try:
             return await self._make(ownership, journal)
         except CannotOpen as error:
@@ -361,21 +366,21 @@ class Recovery:
         await self._shard.run("apply_past", names, ownership, _pack(rows))
 
     async def wipe(self, ownership: Ownership) -> None:
-        """Deletes the keys of the shard, except term and owner."""
+        """Deletes the keys of the shard, except term, owner and layout."""
         keys = self._shard.keys
         kept = {keys.state.encode(), keys.lease.encode(), keys.present.encode()}
         step: list[str] = []
         weight = 0
         reason = "the shard is being rebuilt from the journal"
-        await self._shard.run("wipe", [keys.state], ownership, reason)
+        await self._shard.run("wipe", [keys.state], ownership, reason, self._layout)
         async for name in self._shard.redis.scan_iter(match=f"{literal(keys.tag)}:*", count=1_000):
             if name not in kept:
                 step.append(name.decode())
                 weight += WIPE_PARTS_WEIGHT if name.endswith(b"/parts") else 1
             if weight >= WIPE_KEYS_A_STEP:
-                await self._shard.run("wipe", [keys.state, *step], ownership, reason)
+                await self._shard.run("wipe", [keys.state, *step], ownership, reason, self._layout)
                 step, weight = [], 0
-        await self._shard.run("wipe", [keys.state, *step], ownership, reason)
+        await self._shard.run("wipe", [keys.state, *step], ownership, reason, self._layout)
         self._step("recovery.wiped")
 
     async def _finish(

@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import STAGED, KeySpace, ShardKeys
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, STAGED, KeySpace, ShardKeys
 from grabstream.lua.records import Damaged, in_fields, offer_of_answer, offer_of_payment, unpacked
 from grabstream.lua.server import time_ms_of
 from grabstream.models.journal import Accepted, Cursor, parse_block
@@ -186,7 +186,10 @@ class ShadowShard:
                 async for events in reading:
                     yield events
 
-        self.seq, _ = await self._recovery.make(self._ownership, journal)
+        named = await self._redis.hget(self._live.state, "layout") or b""
+        # Records of another layout cannot be compared: the shadow has that of the live shard.
+        layout = int(named) if named in (b"%d" % known for known in range(LAYOUT_MIN, LAYOUT + 1)) else LAYOUT
+        self.seq, _ = await self._recovery.make(self._ownership, journal, layout)
 
     async def _paced(self, reading: AcceptedEvents) -> AcceptedEvents:
         async with aclosing(reading):

@@ -69,8 +69,9 @@ class Takeover:
         self._send = send
         self._drain = drain
         self._recovery = recovery
-        #: Whether the journal that was read has runs of grabs.
+        #: Whether the journal that was read has runs of grabs, and whether it was read from its beginning.
         self._has_runs = False
+        self._has_read_all = False
 
     async def run(self) -> tuple[Ownership, Cursor]:
         """Reconciles Redis; returns the ownership and the cursor at the journal's end.
@@ -149,6 +150,7 @@ class Takeover:
         """
         try:
             await self._check_base(base, marker, base == checkpoint)
+            self._has_read_all = base == Cursor()
             return await self._read_on(
                 Truth(base, base, {base.seq: base.head}), marker, raised, checkpoint.seq
             )
@@ -229,7 +231,13 @@ class Takeover:
             return await self.rebuild(ownership, truth.cursor, "the keys of the shard have an older layout")
         if position.kind == "ahead":
             await self._finish(ownership, position.seq)
-        elif position.kind != "behind" or outdated or not await self._caught_up(ownership, truth, position):
+        elif (
+            position.kind != "behind"
+            or outdated
+            # An empty shard has no layout to continue in.
+            or not raised.seq
+            or not await self._caught_up(ownership, truth, position)
+        ):
             await self._rebuild(ownership, truth.cursor, position)
         return truth.cursor
 
@@ -248,7 +256,10 @@ class Takeover:
 
     async def _rebuild(self, ownership: Ownership, cursor: Cursor, position: Position) -> None:
         rebuilding = self._recovery.rebuild(
-            ownership, position, lambda base: self._accepted(base, cursor.next_offset - 1)
+            ownership,
+            position,
+            lambda base: self._accepted(base, cursor.next_offset - 1),
+            self._layout_if_none(cursor.seq),
         )
         try:
             await self._recovered(ownership, rebuilding)
@@ -270,11 +281,16 @@ class Takeover:
         return NotReconciled(reason)
 
     async def _finish(self, ownership: Ownership, seq: int) -> None:
-        """Lets the shard decide again. A shard without a layout writes runs if it has no events, or if its
-        journal has runs; otherwise older programs may work beside, until an operator raises the layout.
-        """
-        layout = LAYOUT if not seq or self._has_runs else LAYOUT_MIN
+        """Lets the shard decide again."""
+        layout = self._layout_if_none(seq)
         await self._shard.run("reconcile", [self._shard.keys.state], ownership, seq, self._shards, layout)
+
+    def _layout_if_none(self, seq: int) -> int:
+        """The layout of a shard that has lost its own: the newest if it has no events, or may have had the
+        newest, since its journal has runs, or not all of it was read. Otherwise older programs may work
+        beside, until an operator raises the layout.
+        """
+        return LAYOUT if not seq or self._has_runs or not self._has_read_all else LAYOUT_MIN
 
     async def _compare(
         self, ownership: Ownership, truth: Truth, checkpoint: Cursor, distrusted: bool = False

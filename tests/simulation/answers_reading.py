@@ -92,7 +92,10 @@ class AnswersReading:
                 self._say(command, answer, "there is no such event")
         else:
             # It does not say when it was found that the effect held: in any state from this event on.
-            is_own = self._events[answer.seq - 1]["command"] == command.id
+            event = self._events[answer.seq - 1]
+            is_own = event["command"] == command.id and (
+                not isinstance(command, Grab) or event.get("user") == command.user
+            )
             asked = _Asked(command, answer, answer.at, by_topic, 1 if is_own else 2)
             self._asked[answer.seq].append(asked)
 

@@ -295,7 +295,13 @@ OF_GATE: Final = (
     Bug(
         "decided answers that are lost are not told",
         "answers given as decided that a recovery took back were not reported",
-        (("lua/gate/decided.py", "if record and read_answer(record) ==", "if (answer.seq, answer.at) =="),),
+        (
+            (
+                "lua/gate/decided.py",
+                "in await self._recorded(shard, command)",
+                "in [(answer.seq, answer.at)]",
+            ),
+        ),
     ),
     Bug(
         "what a recovery keeps is taken as journaled",

@@ -11,13 +11,23 @@ from itertools import count
 from typing import Any, Final
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Confirm, Grab, GrabCommand, Load, Open, check
+from grabstream.models.commands import (
+    AnyCommand,
+    Confirm,
+    Grab,
+    GrabCommand,
+    Load,
+    Open,
+    check,
+    identity_of,
+)
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Corrupt, Cursor, Gap, parse_block
 from grabstream.models.money import Invalid
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import ShardState
 from grabstream.models.rules.grabbing import serve
+from grabstream.models.runs import is_run
 from tests.lua.histories.books import check_books
 from tests.lua.histories.promises import check_promises
 from tests.lua.histories.rows import Rows, differences
@@ -53,6 +63,13 @@ class JournalReading:
         self.cursor = Cursor()
         self.term = 0
         self.owner = b""
+
+    def first_run(self) -> int:
+        """The first seq of the first run of grabs; above all others if there is none."""
+        first_seqs = [1, *(seq + 1 for seq in self.last_seqs)]
+        return next(
+            (seq for seq, line in zip(first_seqs, self.raw, strict=False) if is_run(line)), first_seqs[-1]
+        )
 
     def read(self, record: Record) -> None:
         """Reads a record; raises Violation when it counts and does not continue what there is, or when the
@@ -150,6 +167,24 @@ def _of_column(run: Any, name: str, number: int, otherwise: Any = None) -> Any:
     return run[name][number] if name in run else otherwise
 
 
+#: What distinguishes a command from all others, as `identity_of` says it.
+Identity = tuple[str, ...]
+_MADE_BY_GRABS: Final = ("grab.granted", "grab.held", "grab.queued")
+
+
+def identity_of_event(event: Any) -> Identity:
+    """That of the command that an event names."""
+    if event["type"] in _MADE_BY_GRABS and not event.get("waited"):
+        return event["offer"], event["user"], event["command"]
+    return campaign_of(event["offer"]), event["command"]
+
+
+def is_of(event: Any, command: AnyCommand) -> bool:
+    """Whether an event is that of a command."""
+    is_named = event["command"] == command.id
+    return bool(is_named and (not isinstance(command, Grab) or event.get("user") == command.user))
+
+
 class Given:
     """An answer that a caller was given; `order` is the number of the call, and the place in its list.
 
@@ -180,20 +215,22 @@ class Given:
 class Oracle:
     """Watches a run."""
 
-    def __init__(self, shards: int, has_whole_entries: bool = False) -> None:
+    def __init__(self, shards: int, has_whole_entries: bool = False, has_own_ids: bool = True) -> None:
+        #: Whether ids of grabs belong to their users from the beginning.
+        self._has_own_ids = has_own_ids
         #: Whether each record of the journal has whole entries of the outbox.
         self._has_whole_entries = has_whole_entries
         #: By shard, seqs after which no entry ends, as far as that is known.
         self._within_entries: list[set[int]] = [set() for _ in range(shards)]
         self.journal = [JournalReading(shard) for shard in range(shards)]
         self.given: list[Given] = []
-        self.lost: set[tuple[str, str]] = set()
-        #: Campaign and id of commands that a script has decided with an event, at any server.
-        self.made: set[tuple[str, str]] = set()
-        #: By campaign and id of a command, in the order in which it happened: each event that a script has
-        #: made of it, at any server, and its refusals.
-        self._moments: dict[tuple[str, str], dict[bytes, int]] = defaultdict(dict)
-        self._refused: dict[tuple[str, str], list[int]] = defaultdict(list)
+        self.lost: set[Identity] = set()
+        #: Commands that a script has decided with an event, at any server.
+        self.made: set[Identity] = set()
+        #: Of a command, in the order in which it happened: each event that a script has made of it, at any
+        #: server, and its refusals.
+        self._moments: dict[Identity, dict[bytes, int]] = defaultdict(dict)
+        self._refused: dict[Identity, list[int]] = defaultdict(list)
         self._count = count()
         #: Commands of which a caller was told that nothing was decided, and which it gave up.
         self.given_up: list[AnyCommand] = []
@@ -273,7 +310,7 @@ class Oracle:
                 f"{server.name}: {script.name} took seqs {was + 1} to {now}, and wrote {len(made)} events"
             )
         for decided, (event, line) in enumerate(made, was + 1):
-            name = campaign_of(event["offer"]), event["command"]
+            name = identity_of_event(event)
             self.made.add(name)
             self._moments[name].setdefault(line, next(self._count))
             self._made[shard][decided].add(line)
@@ -285,7 +322,7 @@ class Oracle:
     def replied(self, command: AnyCommand, answer: Answer) -> None:
         """After each answer that a gate reads in the reply of a script."""
         if not answer.positive:
-            self._refused[campaign_of(command.offer), command.id].append(next(self._count))
+            self._refused[identity_of(command)].append(next(self._count))
 
     def answered(self, given: Given) -> None:
         """After each answer: what was promised as journaled is in the journal, as it was said."""
@@ -302,10 +339,10 @@ class Oracle:
         if answer.seq > len(events):
             return f"{said}, which the journal has not"
         event = events[answer.seq - 1]
-        if event["offer"] != command.offer or (not answer.repeated and event["command"] != command.id):
+        if event["offer"] != command.offer or (not answer.repeated and not is_of(event, command)):
             return f"{said}, where the journal has {event}"
         if isinstance(command, Grab) and (
-            (event["command"] != command.id and answer.outcome != "already_taken")
+            (not is_of(event, command) and answer.outcome != "already_taken")
             or (answer.outcome == "granted" and event.get("amount") != answer.amount)
         ):
             return f"{said}, amount {answer.amount}, where the journal has {event}"
@@ -339,7 +376,9 @@ class Oracle:
             if given.answer.shard is None and (problem := _of_door(given, may_fail)):
                 self.violations.append(problem)
         for reading in self.journal:
-            rules = RulesReading(reading.shard, sent)
+            # A shard that has lost its layout gets the newest, which has runs.
+            first_run = 0 if self._has_own_ids else reading.first_run()
+            rules = RulesReading(reading.shard, sent, first_run)
             answers = AnswersReading(
                 rules, reading.lines, self._calls[reading.shard], self._made[reading.shard]
             )
@@ -392,20 +431,15 @@ class Oracle:
 
     def _is_reported(self, given: Given) -> bool:
         gate_died = given.gate is not None and given.gate not in self.survivors
-        known = (campaign_of(given.command.offer), given.command.id)
-        return gate_died or given.answer.repeated or known in self.lost
+        return gate_died or given.answer.repeated or identity_of(given.command) in self.lost
 
     def check_given_up(self) -> None:
         """Nothing came of commands that nobody sent again after they were refused with a whole call."""
-        made = {
-            (campaign_of(event["offer"]), event["command"])
-            for reading in self.journal
-            for event in reading.events
-        }
+        made = {identity_of_event(event) for reading in self.journal for event in reading.events}
         self.violations += [
             f"{command.id} of {command.offer} was answered as not decided, and given up: it is in the journal"
             for command in self.given_up
-            if (campaign_of(command.offer), command.id) in made
+            if identity_of(command) in made
         ]
 
     def check_order(self) -> None:
@@ -425,7 +459,7 @@ class Oracle:
             for given in sorted(found, key=lambda one: one.order):
                 call, answer = given.order[0], given.answer
                 event = self._event_of(answer)
-                if event["command"] != given.command.id or event["at"] != answer.at:
+                if not is_of(event, given.command) or event["at"] != answer.at:
                     lost = call if given.promise == "decided" and not answer.repeated else lost
                     continue
                 if call == lost:
@@ -441,35 +475,36 @@ class Oracle:
                 ]
                 earlier.append(answer.seq)
 
-    def check_topic_order(self, sent: Iterable[tuple[str, str]]) -> None:
+    def check_topic_order(self, sent: Iterable[Identity]) -> None:
         """The events of commands of one partition stand in the order of their records and lists: `sent` has
-        campaign and id of each command.
+        the commands.
 
         A record may be delivered again, and a refusal need not be known then. So a command may be granted
         after later ones. But once it has had an event, which Redis has lost, it is decided again before them.
         """
         first_events = {
-            (campaign_of(event["offer"]), event["command"]): (event["seq"], line)
+            identity_of_event(event): (event["seq"], line)
             for reading in self.journal
             for event, line in zip(reversed(reading.events), reversed(reading.lines), strict=True)
         }
-        latest: dict[str, tuple[int, str]] = {}
-        for campaign, command in dict.fromkeys(sent):
-            if (campaign, command) not in first_events:
+        latest: dict[str, tuple[int, Identity]] = {}
+        for command in dict.fromkeys(sent):
+            if command not in first_events:
                 continue
-            seq, line = first_events[campaign, command]
-            before, earlier = latest.get(campaign, (0, ""))
+            campaign = campaign_of(command[0])
+            seq, line = first_events[command]
+            before, earlier = latest.get(campaign, (0, ()))
             if seq > before:
                 latest[campaign] = (seq, command)
                 continue
-            moments = self._moments[campaign, earlier]
-            first, last = min(moments.values()), moments[first_events[campaign, earlier][1]]
+            moments = self._moments[earlier]
+            first, last = min(moments.values()), moments[first_events[earlier][1]]
             # Perhaps by another decider, which had it before, and goes on with what came after it.
-            has_been_refused = any(moment < last for moment in self._refused[campaign, earlier])
-            if first < self._moments[campaign, command][line] and not has_been_refused:
+            has_been_refused = any(moment < last for moment in self._refused[earlier])
+            if first < self._moments[command][line] and not has_been_refused:
                 self.violations.append(
-                    f"topic: {command} of campaign {campaign}, at seq {seq}, stands before the earlier "
-                    f"{earlier}, at seq {before}"
+                    f"topic: {'/'.join(command)}, at seq {seq}, stands before the earlier "
+                    f"{'/'.join(earlier)}, at seq {before}"
                 )
 
     def _may_have_been_refused(self, shard: int, seq: int, before: int) -> bool:
@@ -479,14 +514,14 @@ class Oracle:
         """
         reading = self.journal[shard]
         is_later = reading.terms[seq - 1] > reading.terms[before - 1]
-        times_decided = len(self._decided_at(shard, reading.events[seq - 1]["command"]))
+        times_decided = len(self._decided_at(shard, identity_of_event(reading.events[seq - 1])))
         return self.loses and is_later and times_decided == 1
 
-    def _decided_at(self, shard: int, command: str) -> set[int]:
+    def _decided_at(self, shard: int, command: Identity) -> set[int]:
         """When scripts have decided a command with an event, at any server (ms since 1970 UTC)."""
-        text = f'"command":"{command}"'.encode()
-        made = [line for lines in self._made[shard].values() for line in lines if text in line]
-        return {json.loads(line)["at"] for line in made}
+        text = f'"command":"{command[-1]}"'.encode()
+        lines = [line for of_seq in self._made[shard].values() for line in of_seq if text in line]
+        return {event["at"] for event in map(json.loads, lines) if identity_of_event(event) == command}
 
     def check_lists(self) -> None:
         """In one list, the first command about a grab, or an offer, that an earlier one has made finds it."""
@@ -521,13 +556,14 @@ class Oracle:
             if not given.is_only or answer.shard is None or answer.at is None:
                 continue
             of_list = earlier[given.caller, given.order[0], answer.shard]
-            if answer.seq is not None and self._event_of(answer)["command"] == given.command.id:
+            if answer.seq is not None and is_of(self._event_of(answer), given.command):
                 self.violations += [
                     f"caller {given.caller}: {given.command.id} was decided at {answer.at}, {one.command.id} "
                     f"of the same list was lost, and decided again at {one.answer.at}"
                     for one in of_list
                     if (one.answer.at or 0) > answer.at
-                    and min(self._decided_at(answer.shard, one.command.id), default=answer.at) < answer.at
+                    and min(self._decided_at(answer.shard, identity_of(one.command)), default=answer.at)
+                    < answer.at
                 ]
             of_list.append(given)
 
@@ -537,7 +573,14 @@ class Oracle:
         (`conflict`), and payments that have an event.
         """
         refused = {
-            (answer.shard, answer.at // 1_000, answer.code, answer.offer, answer.id, answer.at)
+            (
+                answer.shard,
+                answer.at // 1_000,
+                answer.code,
+                answer.offer,
+                identity_of(given.command),
+                answer.at,
+            )
             for given in self.given
             for answer in (given.answer,)
             if answer.shard is not None
@@ -550,12 +593,12 @@ class Oracle:
         }
         return Counter((shard, second, code, offer or "") for shard, second, code, offer, *_ in refused)
 
-    def refusals_remembered(self) -> list[set[tuple[str, str]]]:
-        """By shard, campaign and id of refusals that callers were given, and that are remembered: not what is
+    def refusals_remembered(self) -> list[set[Identity]]:
+        """By shard, the commands whose refusals callers were given, and that are remembered: not what is
         not counted either, nor what concerns an offer that has retired, nor a payment without an offer.
         """
         retired = self.retired_offers()
-        found: list[set[tuple[str, str]]] = [set() for _ in self.journal]
+        found: list[set[Identity]] = [set() for _ in self.journal]
         for given in self.given:
             answer, command = given.answer, given.command
             if answer.shard is None or answer.repeated or answer.code <= Outcome.conflict:
@@ -563,7 +606,7 @@ class Oracle:
             if (answer.seq is None or answer.outcome == "already_taken") and not (
                 command.offer in retired or (isinstance(command, Confirm) and answer.message)
             ):
-                found[answer.shard].add((campaign_of(command.offer), command.id))
+                found[answer.shard].add(identity_of(command))
         return found
 
     def retired_offers(self) -> set[str]:
@@ -576,7 +619,7 @@ class Oracle:
         """Commands about grabs of retired offers, which are answered as if there had never been any."""
         retired = self.retired_offers()
         found = {
-            (campaign_of(given.command.offer), given.command.id): given.command
+            identity_of(given.command): given.command
             for given in self.given
             if given.command.offer in retired
             and given.answer.positive
@@ -588,7 +631,7 @@ class Oracle:
     def repeatable(self, most: int) -> list[Given]:
         """Answers that must be given again: the first ones of commands whose offers are still there."""
         retired = self.retired_offers()
-        found: dict[tuple[str, str], Given] = {}
+        found: dict[Identity, Given] = {}
         for given in self.given:
             command, answer = given.command, given.answer
             if command.offer in retired or not answer.positive or answer.seq is None or answer.repeated:
@@ -597,7 +640,7 @@ class Oracle:
                 continue
             if isinstance(command, GrabCommand) and self._event_of(answer)["command"] != command.id:
                 continue
-            found.setdefault((campaign_of(command.offer), command.id), given)
+            found.setdefault(identity_of(command), given)
         return list(found.values())[-most:]
 
     def _event_of(self, answer: Answer) -> Any:

@@ -59,8 +59,10 @@ def all_sent(lists: Iterator[Sequence[AnyCommand]]) -> dict[tuple[str, str], lis
 class RulesReading:
     """A shard's journal, decided once more. `answers` are those of the rules, by campaign, id and seq."""
 
-    def __init__(self, shard: int, sent: dict[tuple[str, str], list[Sent]]) -> None:
-        self.state = ShardState(shard, SEALER.digests)
+    def __init__(self, shard: int, sent: dict[tuple[str, str], list[Sent]], own_ids_from: int = 0) -> None:
+        """`own_ids_from`: the seq from which on the ids of grabs belong to their users."""
+        self.state = ShardState(shard, SEALER.digests, not own_ids_from)
+        self._own_ids_from = own_ids_from
         self.answers: dict[tuple[str, str, int], Answer] = {}
         self._sent = sent
 
@@ -72,6 +74,8 @@ class RulesReading:
         while seq < len(lines):
             before(seq)
             event: Any = decode_event(lines[seq])
+            if not self.state.has_own_ids and event.seq >= self._own_ids_from:
+                self._raise_layout()
             made = self._swept(event) if event.command == SWEEP else self._decided(event)
             if not made:
                 raise Difference(f"the rules make no such event: {lines[seq].decode()}")
@@ -85,6 +89,21 @@ class RulesReading:
                 seq += 1
         before(seq)
 
+    def _raise_layout(self) -> None:
+        """From now on, the ids of grabs belong to their users."""
+        state = self.state
+        known, state.answers = state.answers, {}
+        state.has_own_ids = True
+        for (campaign, field), kept in known.items():
+            answer = kept.answer
+            if answer.outcome in ("granted", "held", "waiting"):
+                assert answer.user is not None
+                assert answer.offer is not None
+                command = Grab(id=answer.id, offer=answer.offer, user=answer.user)
+                state.answers[state.answer_key(command)] = kept
+            else:
+                state.answers[campaign, field] = kept
+
     def baskets_of(self, command: Grab) -> Iterator[list[Grab]]:
         """The baskets that callers have sent with a grab."""
         for sent in self._sent.get((campaign_of(command.offer), command.id), ()):
@@ -94,7 +113,17 @@ class RulesReading:
     def has_other_bodies(self, command: AnyCommand) -> bool:
         """Whether callers have sent another command under the id of one."""
         return any(
-            sent.command != command for sent in self._sent.get((campaign_of(command.offer), command.id), ())
+            sent.command != command and self._is_same(sent.command, command)
+            for sent in self._sent.get((campaign_of(command.offer), command.id), ())
+        )
+
+    def _is_same(self, one: AnyCommand, other: AnyCommand) -> bool:
+        """Whether two commands with one id are the same command, or claim to be: the id of a grab of pieces
+        is known to all users.
+        """
+        are_grabs = isinstance(one, Grab) and isinstance(other, Grab)
+        return self.state.identity_of(one) == self.state.identity_of(other) or (
+            are_grabs and one.offer == other.offer
         )
 
     def _swept(self, event: Any) -> list[AnyEvent]:

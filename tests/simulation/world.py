@@ -29,6 +29,7 @@ from grabstream.models.commands import (
     Open,
     decode_command,
     encode_command,
+    identity_of,
     secret_of,
 )
 from grabstream.models.identifiers import campaign_of
@@ -44,7 +45,7 @@ from tests.simulation.former_relays import entries_divided
 from tests.simulation.kafka_broker import Broker, Consumer, Producer
 from tests.simulation.loop import PROCESS, Endless, Process, SimulatedLoop
 from tests.simulation.machine import Clock, Trace, quietly_freed, signals_wait, simulated_machine
-from tests.simulation.oracle import Given, Oracle
+from tests.simulation.oracle import Given, Identity, Oracle
 from tests.simulation.plan import (
     BLOCK_EVENTS_OF_FORMER,
     CALLERS,
@@ -127,7 +128,8 @@ class World:
         self._has_former_relays = (
             self.plan.block_events_max == BLOCK_EVENTS_OF_FORMER and self._layout == LAYOUT_MIN
         )
-        self.oracle = Oracle(SHARDS, not self._has_former_relays and len(RELEASES) == 1)
+        has_whole_entries = not self._has_former_relays and len(RELEASES) == 1
+        self.oracle = Oracle(SHARDS, has_whole_entries, self._layout > LAYOUT_MIN)
         self.keys = KeySpace(PREFIX, SHARDS)
         self.topics = Topics(PREFIX)
         self._store = store
@@ -184,9 +186,7 @@ class World:
         self.stopping: set[Process] = set()
         self.stopped: set[Process] = set()
         self.stops: dict[str, asyncio.Event] = {}
-        self._times_sent = Counter(
-            (campaign_of(command.offer), command.id) for step in plan.steps for command in step.commands
-        )
+        self._times_sent = Counter(identity_of(command) for step in plan.steps for command in step.commands)
         #: How long the trace was when everything was at rest.
         self._lines_at_rest = 0
         self._planned = {fault.kind for fault in plan.faults}
@@ -458,7 +458,7 @@ class World:
         return answer
 
     async def _report_lost(self, lost: Sequence[LostDecision]) -> None:
-        self.oracle.lost |= {(campaign_of(one.command.offer), one.command.id) for one in lost}
+        self.oracle.lost |= {identity_of(one.command) for one in lost}
 
     # -- callers ---------------------------------------------------------------------------------------------
 
@@ -519,7 +519,7 @@ class World:
         )
         for place, (command, answer) in enumerate(zip(commands, answers, strict=True)):
             if answer.decided:
-                is_only = is_first and self._times_sent[campaign_of(command.offer), command.id] == 1
+                is_only = is_first and self._times_sent[identity_of(command)] == 1
                 self.oracle.answered(
                     Given(step.caller, (order, place), command, answer, promise, process, is_only)
                 )
@@ -538,7 +538,7 @@ class World:
     def _untrue(self, commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> Iterator[str]:
         """Answers that nothing was decided to commands that have an event, and that nobody else sends."""
         for command, answer in zip(commands, answers, strict=True):
-            name = campaign_of(command.offer), command.id
+            name = identity_of(command)
             if not answer.decided and name in self.oracle.made and self._times_sent[name] == 1:
                 yield f"{command.id} of {command.offer} was decided, and answered {answer.outcome}"
 
@@ -547,7 +547,7 @@ class World:
         This is checked for those that nobody else sends.
         """
         for command, answer in zip(commands, answers, strict=True):
-            if not answer.decided and self._times_sent[campaign_of(command.offer), command.id] == 1:
+            if not answer.decided and self._times_sent[identity_of(command)] == 1:
                 self.oracle.given_up.append(command)
 
     async def _send_and_vanish(self, gate: Gate, step: Step) -> None:
@@ -820,19 +820,19 @@ class World:
             if len({(one.outcome, one.seq) for one in positive}) > 1 or len(amounts) > 1:
                 self.oracle.violations.append(f"topic: {command_id} has several answers: {found}")
 
-    def _sent_in(self, partition: int, log: Sequence[Any]) -> Iterator[tuple[str, str]]:
-        """Campaign and id of each command in a partition, in order: those that were sent once, and for which
-        scripts do not fail.
+    def _sent_in(self, partition: int, log: Sequence[Any]) -> Iterator[Identity]:
+        """The commands in a partition, in order: those that were sent once, and for which scripts do not
+        fail.
         """
-        names = {
-            (campaign_of(command.offer), command.id) for command in self._sent if not self.fails_for(command)
-        }
+        names = {identity_of(command) for command in self._sent if not self.fails_for(command)}
         for record in log:
             if (partition, record.offset) in self.malformed:
                 continue
             value = json.loads(record.value)
             for one in value if isinstance(value, list) else [value]:
-                name = campaign_of(one["offer"]), one["id"]
+                name: Identity = (campaign_of(one["offer"]), one["id"])
+                if one["type"] == "grab":
+                    name = (one["offer"], one["user"], one["id"])
                 if name in names and self._times_sent[name] == 1:
                     yield name
 
@@ -991,11 +991,12 @@ class World:
         scratch = KeySpace("fold", SHARDS)
         for shard in range(SHARDS):
             # The sweeper forgets by the clock, also when no event follows; a shard's clock never goes back.
-            look = ("HGET", self.keys.shard(shard).state, "time")
-            now_ms = max(self.clock.ms(), int(self._store.run(self.master.database, [look])[0] or 0))
+            look = ("HMGET", self.keys.shard(shard).state, "time", "layout")
+            [[time_ms, layout]] = self._store.run(self.master.database, [look])
+            now_ms = max(self.clock.ms(), int(time_ms or 0))
             live = await contents(client, self.keys.shard(shard), now_ms)
             try:
-                await fold(client, scratch.shard(shard), lines[shard], SEALER, SHARDS)
+                await fold(client, scratch.shard(shard), lines[shard], SEALER, SHARDS, None, int(layout))
             except Exception as error:
                 self.oracle.violations.append(f"shard {shard}: a recovery fails: {error!r}")
                 continue

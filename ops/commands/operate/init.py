@@ -31,8 +31,8 @@ from grabstream.ops.settings import load_settings
 @click.option(
     "--raise-layout",
     is_flag=True,
-    help="Let all shards write the newest key layout: only when no process of an older release runs, since "
-    "those cannot read it. There is no way back.",
+    help="Rebuild all shards of an older key layout in the newest: only when no process of an older release "
+    "runs, since those cannot read it. There is no way back.",
 )
 @json_option
 def init(
@@ -73,11 +73,15 @@ def init(
     for server in made.libraries or ():
         console.print(f"{_of(server)}: {_in_words(server, drop_libraries)}.")
     if raised:
-        console.print(f"Shards {_listed(raised)} write key layout {LAYOUT} from now on.")
+        console.print(
+            f"The workers rebuild shards {_listed(raised)} in key layout {LAYOUT} now: `grabstream status` "
+            "shows when all decide again."
+        )
     if outdated:
         console.print(
-            f"Shards {_listed(outdated)} write an older key layout than {LAYOUT}: each grab is an event "
-            "of its own. `grabstream init --raise-layout` raises it when all processes are of this release."
+            f"Shards {_listed(outdated)} write an older key layout than {LAYOUT}: ids of grabs do not belong "
+            "to their users there. `grabstream init --raise-layout` raises it when all processes are of this "
+            "release; each shard is rebuilt meanwhile."
         )
 
 

@@ -48,7 +48,9 @@ TABLE = [
     # before the offer is opened
     Case(0, grab("g0", "u0"), "no_such_offer"),
     Case(0, grab("g0", "u0"), "no_such_offer", {"repeated": True}),
-    Case(0, grab("g0", "u1"), "conflict"),
+    Case(0, grab("g0", "u0", attributes={"card": "7"}), "conflict"),
+    # the id belongs to the user
+    Case(0, grab("g0", "u1"), "no_such_offer"),
     Case(0, Pause(id="p0", offer="e"), "no_such_offer"),
     Case(0, Close(id="c0", offer="e"), "no_such_offer"),
     # opening
@@ -57,7 +59,7 @@ TABLE = [
     Case(1, Open(id="open", offer="e", terms=terms(total=999)), "conflict"),
     Case(1, Open(id="open-2", offer="e", terms=terms()), "conflict"),
     Case(1, Open(id="open-3", offer="late", terms=terms(opens_at=None, closes_at=NOW)), "invalid"),
-    Case(1, grab("open", "u1"), "conflict"),
+    Case(1, grab("open", "u1"), "not_open_yet", {"retry_at": OPENS}),
     # before its opening time
     Case(2, grab("g1", "u1"), "not_open_yet", {"retry_at": OPENS}),
     Case(2, grab("q", "u1", quantity=2), "invalid"),
@@ -76,7 +78,6 @@ TABLE = [
         "granted",
         {"place": 1, "left": 2, "seq": 4, "repeated": True, "at": NOW + 1_002},
     ),
-    Case(1_003, grab("g4", "u2"), "conflict"),
     Case(1_003, grab("g4", "u1", attributes={"card": "7"}), "conflict"),
     Case(1_003, grab("g5", "u1"), "already_taken", {"place": 1, "seq": 4}),
     Case(1_003, grab("g5", "u1"), "already_taken", {"place": 1, "seq": 4, "repeated": True}),
@@ -84,7 +85,9 @@ TABLE = [
     Case(1_004, grab("g6", "u1"), "already_taken", {"place": 1}),
     Case(1_004, grab("g7", "u2"), "on_hold"),
     Case(1_005, Resume(id="r2", offer="e"), "resumed"),
-    Case(1_006, grab("g8", "u2", attributes={"card": "7"}), "granted", {"place": 2, "left": 1}),
+    Case(1_006, grab("g4", "u2", attributes={"card": "7"}), "granted", {"place": 2, "left": 1}),
+    Case(1_006, grab("g4", "u1"), "granted", {"place": 1, "seq": 4, "repeated": True}),
+    Case(1_006, grab("g4", "u2"), "conflict"),
     Case(1_007, grab("g9", "u3"), "granted", {"place": 3, "left": 0}),
     # drained, and closed in the same call
     Case(1_008, grab("g10", "u4"), "sold_out"),

@@ -25,6 +25,7 @@ from grabstream.models.commands import (
     Release,
     Resume,
     Return,
+    identity_of,
 )
 from grabstream.models.offers import EnvelopeTerms, Hours, Limit
 from grabstream.models.rules import settling
@@ -1034,7 +1035,7 @@ async def test_a_refused_basket_is_decided_again_if_a_part_of_its_answers_is_for
         ("sold_out", True)
     ] * 2
     number = scene.keys.shard_of_offer("w:1")
-    del scene.states[number].refusals["w", f"b-{forgotten}"]
+    del scene.states[number].refusals[identity_of(refused[forgotten])]
     fields = await scene.client.hkeys(scene.keys.shard(number).refusals)
     dropped = [field for field in fields if field.decode().endswith(f"b-{forgotten}")]
     assert await scene.client.hdel(scene.keys.shard(number).refusals, *dropped) == 1
@@ -1055,7 +1056,7 @@ async def test_a_basket_that_is_refused_again_stands_once_in_the_order_of_refusa
     keys = scene.keys.shard(number)
     oldest = await scene.client.lpop(keys.refusal_order)
     assert await scene.client.hdel(keys.refusals, oldest) == 1
-    del scene.states[number].refusals["w", oldest.decode().removeprefix("w/")]
+    del scene.states[number].refusals[tuple(oldest.decode().split("/"))]
     answers = await scene.decide_both(refused)
     assert [(answer.outcome, answer.repeated) for answer in answers] == [("sold_out", False)] * 2
     order = await scene.client.lrange(keys.refusal_order, 0, -1)

@@ -88,9 +88,9 @@ HISTORY: list[AnyCommand] = [
 
 
 def other_body(command: AnyCommand) -> AnyCommand:
-    """Another command under the same id."""
+    """The same command with another body."""
     if isinstance(command, Grab):
-        return msgspec.structs.replace(command, user="eve")
+        return msgspec.structs.replace(command, attributes={"other": "1"})
     if isinstance(command, Load):
         return msgspec.structs.replace(command, items=("482913", "482915"))
     if isinstance(command, Adjust):
@@ -135,11 +135,17 @@ async def decided(client: Any, prefix: str) -> tuple[list[Answer], list[bytes]]:
 
 
 async def assert_repeated(gate: Gate, answers: Sequence[Answer]) -> None:
-    """Checks that every command gets its first answer, and another body under its id a conflict."""
+    """Checks that every command gets its first answer, and with another body a conflict. The id of a grab of
+    an envelope belongs to its user, that of a grab of pieces to its offer.
+    """
+    of_others = {"o": "on_hold", "o:w": "not_eligible"}
     for command, first in zip(HISTORY, answers, strict=True):
         repeat, conflict = await gate.decide([command, other_body(command)], "decided")
         assert repeat == msgspec.structs.replace(first, repeated=True), command
         assert (conflict.outcome, conflict.seq) == ("conflict", None), command
+        if isinstance(command, Grab):
+            [other] = await gate.decide([msgspec.structs.replace(command, user="eve")], "decided")
+            assert (other.outcome, other.seq) == (of_others.get(command.offer, "conflict"), None), command
 
 
 async def test_repeats_with_digests_of_this_release_get_the_first_answer(
@@ -216,7 +222,9 @@ async def test_a_refusal_is_repeated_for_the_same_body_only(client: Any, prefix:
     now[0] += 1
     rotated = gate_of(client, keys, {"new": NEW, "old": OLD}, now)
     for command, before in zip(refused, first, strict=True):
-        other = msgspec.structs.replace(command, offer="n:b")
+        other = other_body(command)
+        if not isinstance(command, Grab):
+            other = msgspec.structs.replace(command, offer="n:b")
         for gate in (first_gate, rotated):
             same, conflict = await gate.decide([command, other], "decided")
             assert same == msgspec.structs.replace(before, repeated=True)
@@ -241,9 +249,19 @@ async def test_a_plain_grab_is_repeated_for_its_offer_and_user_only(
     """No digest is kept for a plain grab: its offer and user are compared with those of the stored grab."""
     keys = KeySpace(f"{prefix}-first", 1)
     gate = gate_of(client, keys, {"old": OLD})
+    firsts = {answer.id: answer for answer in decided[0]}
+    # By id and offer, for ann, bob and eve. Of pieces, the first one to use an id has it.
+    outcomes = {
+        ("g1", "o"): ("granted", "already_taken", "on_hold"),
+        ("g4", "o"): ("already_taken", "already_taken", "on_hold"),
+        ("g1", "o:s"): ("held", "conflict", "conflict"),
+        ("g4", "o:s"): ("held", "conflict", "conflict"),
+        **{(id, "o:w"): ("already_taken", "not_eligible", "not_eligible") for id in ("g1", "g4")},
+        **{(id, "o:none"): ("no_such_offer",) * 3 for id in ("g1", "g4")},
+    }
     for id, its_offer, its_user in (("g1", "o", "ann"), ("g4", "o:s", "ann")):
         for offer in ("o", "o:s", "o:w", "o:none"):
-            for user in ("ann", "bob", "eve"):
+            for user, outcome in zip(("ann", "bob", "eve"), outcomes[id, offer], strict=True):
                 # Alone, and with other grabs in the call: these take different paths through the script.
                 command = Grab(id=id, offer=offer, user=user)
                 company = [
@@ -253,12 +271,10 @@ async def test_a_plain_grab_is_repeated_for_its_offer_and_user_only(
                     (await gate.decide([command], "decided"))[0],
                     (await gate.decide([command, *company], "decided"))[0],
                 ]
-                expected = (
-                    ("held" if id == "g4" else "granted", True)
-                    if (offer, user) == (its_offer, its_user)
-                    else ("conflict", False)
-                )
-                assert [(answer.outcome, answer.repeated) for answer in answers] == [expected] * 2, command
+                is_same = (offer, user) == (its_offer, its_user)
+                assert [answer.outcome for answer in answers] == [outcome] * 2, command
+                assert [answer.seq == firsts[id].seq for answer in answers] == [is_same] * 2, command
+                assert answers[0].repeated == is_same
     for more in ({"wait": True}, {"attributes": {"a": "1"}}, {"ticket": "x.y.z"}):
         [answer] = await gate.decide([Grab(id="g1", offer="o", user="ann", **more)], "decided")
         assert answer.outcome == "conflict", more

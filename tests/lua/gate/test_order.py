@@ -98,7 +98,7 @@ async def test_a_reader_s_calls_are_decided_again_in_order(relay: FakeRelay) -> 
     gate, reader = gate_over(relay), CallOrder()
     steps = steps_of("ann")[:3]
     first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
-    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g-ann"))
+    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "s/g-ann"))
     await relay.lose_tail()
     others = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps[1:]]
     relaying = asyncio.create_task(relay.run())
@@ -116,10 +116,10 @@ async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: Fa
     gate = gate_over(relay)
     grabs = [Grab(id=f"g{n}", offer="s", user=f"u{n}") for n in range(12)]
     deciding = asyncio.create_task(gate.decide(grabs, reader=CallOrder()))
-    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
+    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "s/g11"))
     with scripts(call_max=1):
         await relay.lose_tail()
-        await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g11"))
+        await until(lambda: relay.client.hexists(relay.shard.answers("s"), "s/g11"))
         relaying = asyncio.create_task(relay.run())
         async with asyncio.timeout(10):
             answers = await deciding
@@ -149,7 +149,7 @@ async def test_a_call_in_flight_is_decided_after_the_calls_decided_again(relay: 
     gate = gate_over(relay, InterruptedClient(relay.client, "confirm", lose))
     steps = steps_of("ann")[:3]
     first = asyncio.create_task(gate.decide([steps[0]], reader=reader))
-    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "g-ann"))
+    await until(lambda: relay.client.hexists(relay.shard.answers("s"), "s/g-ann"))
     others = [asyncio.create_task(gate.decide([step], reader=reader)) for step in steps[1:]]
     await lane_is_stale.wait()
     relaying = asyncio.create_task(relay.run())

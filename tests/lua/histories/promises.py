@@ -47,10 +47,11 @@ def _exact(line: bytes) -> Any:
 
 
 def _check_ids_and_tickets(events: Sequence[Any]) -> None:
-    """Checks that an id is carried out once until its offer retires, and that a single-use ticket is used for
-    one grab of its offer or campaign.
+    """Checks that a command is carried out once until its offer retires, that the id of a grab of pieces is
+    used by one user, and that a single-use ticket is used for one grab of its offer or campaign.
     """
-    carried_out: dict[tuple[str, str], str] = {}
+    carried_out: dict[tuple[str, ...], str] = {}
+    envelopes = {event["offer"] for event in events if event.get("kind") == "envelope"}
     tickets: dict[tuple[str, str, str], Any] = {}
     offers: dict[str, set[str]] = defaultdict(set)
     for event in events:
@@ -60,8 +61,11 @@ def _check_ids_and_tickets(events: Sequence[Any]) -> None:
             offers[campaign].add(offer)
         if "digest" in event:
             assert command not in SYSTEM_COMMANDS, f"a command has a reserved id: {event}"
-            assert (campaign, command) not in carried_out, f"{command} was carried out twice: {event}"
-            carried_out[campaign, command] = offer
+            identity: tuple[str, ...] = (campaign, command)
+            if event["type"] in ("grab.granted", "grab.held", "grab.queued"):
+                identity = (offer, event["user"] if offer in envelopes else "", command)
+            assert identity not in carried_out, f"{command} was carried out twice: {event}"
+            carried_out[identity] = offer
         if "ticket" in event:
             ends_at = event.get("ticket_ends_at")
             key = (campaign, "" if ends_at else offer, event["ticket"])

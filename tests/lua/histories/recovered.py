@@ -59,7 +59,7 @@ async def fold(
     end = len(events)
     stops = sorted({cut.randint(0, end) for _ in range(3)} | {end}) if cut else [end]
     last_seqs = [0, *(event.seq for event in events)]
-    await recovery.rebuild(ownership, Position("other", 0), lambda base: journal(stops[0]))
+    await recovery.rebuild(ownership, Position("other", 0), lambda base: journal(stops[0]), layout)
     for before, after in pairwise(stops):
         await recovery.catch_up(ownership, Position("behind", last_seqs[before]), journal(after))
     await run_script(

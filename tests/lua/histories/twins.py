@@ -52,11 +52,15 @@ class Twins:
         self.now = NOW
         self.recoveries = 0
         self.answered: list[tuple[AnyCommand, Answer]] = []
-        self.states = [ShardState(number, SEALER.digests) for number in range(keys.shards)]
+        layouts = (LAYOUT, LAYOUT_MIN)
+        self.states = [
+            ShardState(number, SEALER.digests, has_own_ids=layouts[number % 2] > 3)
+            for number in range(keys.shards)
+        ]
         self.lines: list[list[bytes]] = [[] for _ in range(keys.shards)]
-        self.first_answers: dict[tuple[str, str], tuple[AnyCommand, Answer]] = {}
+        self.first_answers: dict[tuple[str, ...], tuple[AnyCommand, Answer]] = {}
         await client.initialize()
-        await take_over(self.client, self.keys, (LAYOUT, LAYOUT_MIN))
+        await take_over(self.client, self.keys, layouts)
         self.gate = Gate(self.client, self.keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS)
 
     async def sweep_both(self) -> None:
@@ -126,12 +130,11 @@ class Twins:
         command under its id does not.
         """
         self._forget_retired()
-        known, first = self.first_answers.setdefault(
-            (campaign_of(command.offer), command.id), (command, answer)
-        )
+        key = self.states[self.keys.shard_of_offer(command.offer)].identity_of(command)
+        known, first = self.first_answers.setdefault(key, (command, answer))
         if first is answer or not first.positive:
             if not first.positive:
-                del self.first_answers[campaign_of(command.offer), command.id]
+                del self.first_answers[key]
             assert not (answer.positive and answer.repeated and not isinstance(command, GrabCommand))
         elif Digests().remembered(command) == Digests().remembered(known):
             # A command with another operator is the same command.
@@ -234,7 +237,8 @@ class Twins:
             lines = as_runs(lines, cut.choice((2, 3, 1_000)))
         self.recoveries += 1
         keys = KeySpace(f"{self.keys.prefix}-fold{self.recoveries}", self.keys.shards).shard(number)
-        await fold(self.client, keys, lines, SEALER, self.keys.shards, cut)
+        layout = int(await self.client.hget(self.keys.shard(number).state, "layout"))
+        await fold(self.client, keys, lines, SEALER, self.keys.shards, cut, layout)
         live, recovered = (
             await contents(self.client, self.keys.shard(number), self.now),
             await contents(self.client, keys, self.now),
@@ -262,10 +266,13 @@ class Twins:
         }
         for offer in state.offers.values():
             await self._compare_offer(of_shard, offer)
-        known = {campaign for campaign, _ in (*state.answers, *state.refusals)}
+        known = {campaign_of(key[0]) for key in (*state.answers, *state.refusals)}
         for campaign in known | {campaign_of(name) for name in (*state.offers, *state.retired)}:
             answered_ids = {field.decode() for field in await self.client.hkeys(of_shard.answers(campaign))}
-            assert answered_ids == {id for of, id in state.answers if of == campaign}
+            # The answer to a grab of an envelope is the record of its user.
+            assert answered_ids == {
+                field for of, field in state.answers if of == campaign and field.count("/") < 2
+            }
             _, payments_key, counters_key, state_key, tickets_key = of_shard.of_campaign(campaign)
             assert await self._scores(tickets_key) == {
                 once: ends for (of, once), ends in state.tickets.items() if of == campaign
@@ -303,7 +310,7 @@ class Twins:
                 name: value for (of, name), value in state.counters.items() if of == campaign
             }
         refused = {field.decode() for field in await self.client.hkeys(of_shard.refusals)}
-        assert refused == {f"{campaign}/{id}" for campaign, id in state.refusals}
+        assert refused == {"/".join(identity) for identity in state.refusals}
         counts = {
             field.decode(): int(count)
             for field, count in (await self.client.hgetall(of_shard.demand)).items()
@@ -359,9 +366,28 @@ class Twins:
         assert {
             user.decode(): tuple(int.from_bytes(number, "big") for number in (place, amount, seq))
             for user, (place, amount, seq) in (
-                (user, struct.unpack(">3s6s5s", record)) for user, record in users.items()
+                (user, struct.unpack(">3s6s5s", record[:14])) for user, record in users.items()
             )
         } == {user: tuple(part) for user, part in offer.users.items()}
+        state = self.states[of_shard.shard]
+        if not state.has_own_ids:
+            return
+        # A part is the answer to its grab, too.
+        of_offer = {
+            tuple(field.split("/")[1:]): kept
+            for (_, field), kept in state.answers.items()
+            if field.startswith(f"{offer.name}/")
+        }
+        assert {
+            (user.decode(), record[20 : 20 + record[19]].decode()): (
+                int.from_bytes(record[14:19], "big") + 1577836800000,
+                record[20 + record[19] :].decode() or "plain",
+            )
+            for user, record in users.items()
+        } == {
+            key: (kept.answer.at, "plain" if kept.digest.startswith("plain$") else kept.digest)
+            for key, kept in of_offer.items()
+        }
 
     async def _scores(self, key: str) -> dict[str, int]:
         return {name.decode(): int(at) for name, at in await self.client.zrange(key, 0, -1, withscores=True)}
