@@ -21,8 +21,8 @@ async def time_ms_of(redis: Any, key: str) -> int:
 async def raise_term(
     redis: Any, state: str, floor: int, owner: str, layout: int | None = None
 ) -> tuple[list[bytes], str]:
-    """Loads the library where it is missing, and raises the term of the shard with this key above `floor`;
-    also its layout, if one is given and the shard has an older one that the scripts write.
+    """Loads the library where it is missing, and raises the term of the shard with this key above `floor`. If
+    a layout is given, and the shard has an older one that the scripts write, its owner rebuilds it in that.
 
     Returns the reply of the script, and why functions cannot be used, in words, or ''. Raises the client's
     errors, among them the script's error NEWER.

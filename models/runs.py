@@ -193,12 +193,19 @@ decode_lines = LINES.decode_list
 
 
 #: How the scripts begin a line that is a run.
+_SINGLE_BEGINS: Final = tuple(b'{"type":"%s","v":1,' % tag.encode() for tag in _RUNS)
 _RUN_BEGINS: Final = tuple(b'{"type":"%s","v":%d,' % (tag.encode(), RUN_VERSION) for tag in _RUNS)
 
 
 def is_run(line: bytes) -> bool:
     """Whether a line that a script has written is a run, also of one grab."""
     return line.startswith(_RUN_BEGINS)
+
+
+def is_single(line: bytes) -> bool:
+    """Whether a line that a script has written is a grab by itself, as before key layout 3."""
+    # What is served from the waiting list is no run in any layout.
+    return line.startswith(_SINGLE_BEGINS) and b',"waited":true' not in line
 
 
 def singles(event: AnyLine) -> Sequence[AnyEvent]:

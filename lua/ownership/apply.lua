@@ -21,7 +21,8 @@
 -- Outcomes: none, it decides nothing
 -- Events: none, it applies journaled events
 -- Returns the number of applied events; the caller sends the others again. Or the error LOST when the shard
---         has another owner, or HOLE when events of an offer are missing before these.
+--         has another owner, HOLE when events of an offer are missing before these, or SAME_IDS when two
+--         commands of a campaign have one id, which the layout of the shard cannot store.
 --- @include "cost"
 --- @include "shard"
 --- @include "records"
@@ -349,6 +350,16 @@ local function leave_to_sweeper(offer)
   end
 end
 
+-- Whether the campaign knows another command with the id of an event's command. Before layout 4, no shard
+-- decides so; but the events may have been decided in layout 4, if Redis has lost that the layout was raised.
+local function has_id_of_another(i)
+  local event = events[i]
+  if call.has_own_ids or not event.digest then return false end
+  local campaign, id = campaigns[campaign_of[offer_of[i]]], event.command
+  local record = campaign.answers[id] or redis.call('HGET', campaign.answers_key, id)
+  return record and redis.call('SISMEMBER', KEYS[10], offer_of_answer(record, campaign.name)) == 0
+end
+
 -- The shard is incomplete from the first write to the last: if this script fails in between, the shard is
 -- rebuilt from the beginning.
 redis.call('HSET', KEYS[1], 'partial', '1')
@@ -365,6 +376,9 @@ end
 for i, event in ipairs(events) do
   if i > 1 and is_spent() then break end
   spend(COST.command + COST.event)
+  if has_id_of_another(i) then
+    return redis.error_reply('SAME_IDS two commands of one campaign have the id ' .. event.command)
+  end
   read_ahead(i)
   applied = i
   local o = offer_of[i]

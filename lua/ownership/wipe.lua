@@ -5,7 +5,8 @@
 --
 -- KEYS[1] shard hash · KEYS[2 …] keys to delete
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] reason in words ·
---   ARGV[5] the layout of a shard that has none of those that these scripts write
+--   ARGV[5] the layout of a shard that has none of those that these scripts write ·
+--   ARGV[6] the least layout in which the shard can be rebuilt
 -- Returns 1, or the error LOST when the shard has another owner.
 --- @include "shard"
 
@@ -15,7 +16,7 @@ end
 local plain, named, raised = unpack(redis.call('HMGET', KEYS[1], 'plain', 'layout', 'raised_layout'))
 local layout = tonumber(named or 0)
 if layout < LAYOUT_MIN then layout = tonumber(ARGV[5]) end
-layout = math.max(layout, raised_layout_of(raised))
+layout = math.max(layout, raised_layout_of(raised), tonumber(ARGV[6]))
 redis.call('DEL', KEYS[1])
 if plain then redis.call('HSET', KEYS[1], 'plain', plain) end
 redis.call('HSET', KEYS[1], 'term', ARGV[1], 'owner', ARGV[2], 'partial', '1', 'fault', ARGV[4], 'layout',

@@ -21,7 +21,7 @@ from redis.exceptions import ResponseError
 from grabstream.lua import restoring
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import pieces
-from grabstream.lua.keys import LAYOUT
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.events import (
     AnyEvent,
     OfferClosed,
@@ -108,6 +108,12 @@ class Impossible(Exception):
     """The events of the journal do not follow from each other."""
 
 
+class SameIds(Impossible):
+    """Two commands of one campaign have one id, which the shard's key layout cannot store: they were decided
+    in a newer one, and Redis has lost that.
+    """
+
+
 class Snapshots(NamedTuple):
     """The two functions that read snapshots."""
 
@@ -137,6 +143,7 @@ class Recovery:
         self._step = step
         self._applied = 0
         self._layout = LAYOUT
+        self._layout_least = LAYOUT_MIN
         self._seeds: dict[str, str] = {}
 
     async def newest_snapshot(self) -> Cursor:
@@ -174,9 +181,9 @@ class Recovery:
         """Rebuilds the shard without a report, in its own layout, or in `layout` if it has none that the
         scripts write. Returns its seq, and that of the snapshot it started from.
         """
-        self._seeds, self._layout = {}, layout
+        self._seeds, self._layout, self._layout_least = {}, layout, LAYOUT_MIN
         try:
-            return await self._make(ownership, journal)
+            return await self._make_in_layout(ownership, journal)
         except CannotOpen as error:
             self._seeds = await self._revealed(journal(Cursor()))
             if not self._seeds:
@@ -187,6 +194,21 @@ class Recovery:
                 error,
                 len(self._seeds),
             )
+        return await self._make_in_layout(ownership, journal)
+
+    async def _make_in_layout(
+        self, ownership: Ownership, journal: Callable[[Cursor], AcceptedEvents]
+    ) -> tuple[int, int]:
+        try:
+            return await self._make(ownership, journal)
+        except SameIds as error:
+            log.warning(
+                "shard %d: %s: it had key layout %d once, and gets it again",
+                self._shard.keys.shard,
+                error,
+                LAYOUT,
+            )
+        self._layout_least = LAYOUT
         return await self._make(ownership, journal)
 
     async def _revealed(self, journal: AcceptedEvents) -> dict[str, str]:
@@ -211,6 +233,8 @@ class Recovery:
         base = Cursor()
         try:
             base = await self._from_snapshot(ownership)
+        except SameIds:
+            raise
         except (OSError, Impossible, msgspec.DecodeError) as error:
             # If PostgreSQL cannot be reached, or its trail has a hole, the recovery does not wait: the
             # journal has all events.
@@ -222,7 +246,7 @@ class Recovery:
         try:
             seq = await self._from_journal(ownership, base, journal)
         except Impossible as error:
-            if base == Cursor():
+            if base == Cursor() or isinstance(error, SameIds):
                 raise
             log.warning(
                 "shard %d: the journal does not continue from the snapshot (%s): reading all of it",
@@ -349,7 +373,10 @@ class Recovery:
                 )
             )
         except ResponseError as error:
-            raise Impossible(str(error)) from None
+            text = str(error)
+            if text.startswith("SAME_IDS "):
+                raise SameIds(text.removeprefix("SAME_IDS ")) from None
+            raise Impossible(text) from None
 
     async def _apply_past(
         self, ownership: Ownership, past: Sequence[RetiredOffer], payments: Sequence[KnownPayment]
@@ -366,21 +393,23 @@ class Recovery:
         await self._shard.run("apply_past", names, ownership, _pack(rows))
 
     async def wipe(self, ownership: Ownership) -> None:
-        """Deletes the keys of the shard, except term, owner and layout."""
+        """Deletes the keys of the shard, except term, owner and layout, and the counts of refusals that are
+        not in SQL yet.
+        """
         keys = self._shard.keys
-        kept = {keys.state.encode(), keys.lease.encode(), keys.present.encode()}
+        kept = {key.encode() for key in (keys.state, keys.lease, keys.present, keys.demand)}
         step: list[str] = []
         weight = 0
-        reason = "the shard is being rebuilt from the journal"
-        await self._shard.run("wipe", [keys.state], ownership, reason, self._layout)
+        arguments = ("the shard is being rebuilt from the journal", self._layout, self._layout_least)
+        await self._shard.run("wipe", [keys.state], ownership, *arguments)
         async for name in self._shard.redis.scan_iter(match=f"{literal(keys.tag)}:*", count=1_000):
             if name not in kept:
                 step.append(name.decode())
                 weight += WIPE_PARTS_WEIGHT if name.endswith(b"/parts") else 1
             if weight >= WIPE_KEYS_A_STEP:
-                await self._shard.run("wipe", [keys.state, *step], ownership, reason, self._layout)
+                await self._shard.run("wipe", [keys.state, *step], ownership, *arguments)
                 step, weight = [], 0
-        await self._shard.run("wipe", [keys.state, *step], ownership, reason, self._layout)
+        await self._shard.run("wipe", [keys.state, *step], ownership, *arguments)
         self._step("recovery.wiped")
 
     async def _finish(

@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 from grabstream.lua.gate.sealing import CannotOpen
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, marker_headers, parse_block
-from grabstream.models.runs import is_run
+from grabstream.models.runs import is_run, is_single
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.relaying.ownership import NotReconciled, OwnedShard, Ownership, Raised, SteppedDown
-from grabstream.streams.relaying.recovery import Impossible, Position, Recovery
+from grabstream.streams.relaying.recovery import Impossible, Position, Recovery, SameIds
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +69,8 @@ class Takeover:
         self._send = send
         self._drain = drain
         self._recovery = recovery
-        #: Whether the journal that was read has runs of grabs, and whether it was read from its beginning.
-        self._has_runs = False
-        self._has_read_all = False
+        #: Whether the last grab in the journal is a line by itself.
+        self._has_singles = False
 
     async def run(self) -> tuple[Ownership, Cursor]:
         """Reconciles Redis; returns the ownership and the cursor at the journal's end.
@@ -150,7 +149,6 @@ class Takeover:
         """
         try:
             await self._check_base(base, marker, base == checkpoint)
-            self._has_read_all = base == Cursor()
             return await self._read_on(
                 Truth(base, base, {base.seq: base.head}), marker, raised, checkpoint.seq
             )
@@ -209,8 +207,12 @@ class Takeover:
             async for records in reading:
                 for record in records:
                     block = parse_block(record.headers, record.value)
-                    self._has_runs = self._has_runs or any(map(is_run, block.lines))
                     cursor, accepted = cursor.feed(record.offset, block)
+                    for event in accepted:
+                        if is_single(event.line):
+                            self._has_singles = True
+                        elif is_run(event.line):
+                            self._has_singles = False
                     yield cursor, accepted
 
     # -- comparing Redis with it -----------------------------------------------------------------------------
@@ -242,13 +244,13 @@ class Takeover:
         return truth.cursor
 
     async def _caught_up(self, ownership: Ownership, truth: Truth, position: Position) -> bool:
-        """Applies the missing events. Returns False if a seed among them needs a key that is not set: a
-        rebuild then checks whether the seed was revealed.
+        """Applies the missing events. Returns False if a seed among them needs a key that is not set (a
+        rebuild then checks whether the seed was revealed), or if they need a newer key layout.
         """
         missing = self._accepted(truth.base, truth.cursor.next_offset - 1)
         try:
             await self._recovered(ownership, self._recovery.catch_up(ownership, position, missing))
-        except CannotOpen as error:
+        except (CannotOpen, SameIds) as error:
             log.warning("shard %d: %s; rebuilding it", self._shard.keys.shard, error)
             return False
         await self._finish(ownership, truth.cursor.seq)
@@ -259,7 +261,7 @@ class Takeover:
             ownership,
             position,
             lambda base: self._accepted(base, cursor.next_offset - 1),
-            self._layout_if_none(cursor.seq),
+            self._layout_if_none(),
         )
         try:
             await self._recovered(ownership, rebuilding)
@@ -271,6 +273,8 @@ class Takeover:
         """Awaits a recovery; fences the shard if the events do not follow from each other."""
         try:
             await recovering
+        except SameIds:
+            raise
         except Impossible as error:
             raise await self._cannot_be_rebuilt(ownership, error) from None
 
@@ -282,15 +286,14 @@ class Takeover:
 
     async def _finish(self, ownership: Ownership, seq: int) -> None:
         """Lets the shard decide again."""
-        layout = self._layout_if_none(seq)
+        layout = self._layout_if_none()
         await self._shard.run("reconcile", [self._shard.keys.state], ownership, seq, self._shards, layout)
 
-    def _layout_if_none(self, seq: int) -> int:
-        """The layout of a shard that has lost its own: the newest if it has no events, or may have had the
-        newest, since its journal has runs, or not all of it was read. Otherwise older programs may work
-        beside, until an operator raises the layout.
+    def _layout_if_none(self) -> int:
+        """The layout of a shard that has lost its own: the newest. If the last grab in the journal is no run,
+        the shard had layout 2, and older programs may work beside, until an operator raises the layout.
         """
-        return LAYOUT if not seq or self._has_runs or not self._has_read_all else LAYOUT_MIN
+        return LAYOUT_MIN if self._has_singles else LAYOUT
 
     async def _compare(
         self, ownership: Ownership, truth: Truth, checkpoint: Cursor, distrusted: bool = False

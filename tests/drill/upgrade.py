@@ -2,9 +2,9 @@
 servers.
 
 Workers of that release decide, relay and project; `init` of this release migrates; its workers start, and the
-old ones are stopped. Every command must be answered, commands that the old release answered must get the same
-answers again, another body under one of their ids must be a conflict, and `verify` must find no problem. The
-commit must be in the history of the clone.
+old ones are stopped; then the key layout is raised, under traffic. Every command must be answered. Before the
+raise and after it, commands that the old release answered must get the same answers again, other bodies of
+them must be conflicts, and `verify` must find no problem. The commit must be in the history of the clone.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.commands import Adjust, Confirm, Grab, Open, encode_command
 from grabstream.models.entries import Entry
-from grabstream.models.offers import Limit, StockTerms
+from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.rehearsal.stage import stop_workers, take_down
 from grabstream.ops.services.servers import PROJECT
@@ -34,6 +34,8 @@ from grabstream.streams.topics import Topics
 from tests.conftest import until
 
 GRABS_A_STEP: Final = 400
+#: Offers of pieces, and envelopes.
+STOCKS, ENVELOPES = 8, 2
 Send = Callable[[Sequence[Any]], Awaitable[None]]
 ROLES: Final = ("decide,relay,sweep", "project,publish")
 
@@ -69,21 +71,18 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
     """Plays the upgrade; returns the number of answers by outcome. Raises if a check fails."""
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
-    sent = 0
+    sent: set[str] = set()
 
     async def send(commands: Sequence[Any]) -> None:
-        nonlocal sent
         for command in commands:
             await producer.send(
                 Topics(settings.prefix).commands, encode_command(command), key=command.offer.encode()
             )
         await producer.flush()
-        sent += len(commands)
+        sent.update(command.id for command in commands)
 
     async def grab() -> None:
-        await send(
-            [Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(sent, sent + GRABS_A_STEP)]
-        )
+        await send([_grab(n) for n in range(len(sent), len(sent) + GRABS_A_STEP)])
 
     old.run("init")
     workers = old.workers()
@@ -91,20 +90,27 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         terms = StockTerms(
             issuer="shop", total=10_000, limits=(Limit("user", "offer", 9),), hold_ms=3_600_000
         )
-        opened = [Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(8)]
+        money = EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=10**6, parts=10_000)
+        opened = [Open(id=f"open-{n}", offer=f"o{n}", terms=terms) for n in range(STOCKS)]
+        opened += [
+            Open(id=f"open-{n}", offer=f"o{n}", terms=money) for n in range(STOCKS, STOCKS + ENVELOPES)
+        ]
         await send(opened)
         await grab()
-        settled: list[Any] = [Confirm(id=f"confirm-{n}", offer=f"o{n}", grab=f"g{n + 8}") for n in range(8)]
+        settled: list[Any] = [
+            Confirm(id=f"confirm-{n}", offer=f"o{n}", grab=f"g{n + STOCKS + ENVELOPES}")
+            for n in range(STOCKS)
+        ]
         entry = Entry(asset="CNY", debit="issuer:shop", credit="wallet:u1", amount=5)
         settled += [
             Adjust(
                 id=f"adjust-{n}", offer=f"o{n}", transfers=(entry,), reason="a mistake", approved_by="boss"
             )
-            for n in range(8)
+            for n in range(STOCKS)
         ]
-        await until(lambda: _answered(settings, sent), 60, "answers of the old release")
+        await until(lambda: _answered(settings, len(sent)), 60, "answers of the old release")
         await send(settled)
-        await until(lambda: _answered(settings, sent), 60, "answers of the old release")
+        await until(lambda: _answered(settings, len(sent)), 60, "answers of the old release")
         first = {answer.id: answer for answer in await _answers(settings)}
         await grab()
         new.run("init")
@@ -115,13 +121,15 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         new.run("rebuild", "all")
         stop_workers(workers[: len(ROLES)])
         await grab()
-        await until(lambda: _answered(settings, sent), 90, "answers of both")
-        again = [
-            *opened,
-            *settled,
-            *(Grab(id=f"g{n}", offer=f"o{n % 8}", user=f"u{n}") for n in range(8, 8 + GRABS_A_STEP)),
-        ]
+        await until(lambda: _answered(settings, len(sent)), 90, "answers of both")
+        first_grabs = range(len(opened), len(opened) + GRABS_A_STEP)
+        again = [*opened, *settled, *map(_grab, first_grabs)]
         await _check_repeats(settings, send, again, first)
+        new.run("verify", "--wait", "60")
+        new.run("init", "--raise-layout")
+        await grab()
+        await _check_repeats(settings, send, again, first)
+        await until(lambda: _answered(settings, len(sent)), 90, "answers after the raise")
         new.run("verify", "--wait", "60")
         return Counter(answer.outcome for answer in await _answers(settings))
     finally:
@@ -129,15 +137,22 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         await producer.stop()
 
 
+def _grab(number: int) -> Grab:
+    return Grab(id=f"g{number}", offer=f"o{number % (STOCKS + ENVELOPES)}", user=f"u{number}")
+
+
 async def _check_repeats(
     settings: Settings, send: Send, commands: Sequence[Any], first: Mapping[str, Answer]
 ) -> None:
-    """Sends commands of the old release again: each must get its first answer. Another body under its id must
-    be a conflict.
+    """Sends commands of the old release again: each must get its first answer. Another body of it must be a
+    conflict.
     """
+    answered_before = Counter(answer.id for answer in await _all_answers(settings))
     await send(commands)
     conflicting = [
-        msgspec.structs.replace(command, user="mallory") for command in commands if isinstance(command, Grab)
+        msgspec.structs.replace(command, attributes={"another": "body"})
+        for command in commands
+        if isinstance(command, Grab)
     ]
     conflicting += [
         msgspec.structs.replace(command, approved_by="mallory")
@@ -155,8 +170,11 @@ async def _check_repeats(
 
     async def all_received() -> bool:
         received.clear()
+        earlier = answered_before.copy()
         for answer in await _all_answers(settings):
-            if answer.id in expected and (answer.repeated or not answer.positive):
+            if earlier[answer.id]:
+                earlier[answer.id] -= 1
+            elif answer.id in expected and (answer.repeated or not answer.positive):
                 if answer.positive and first[answer.id].user is None:
                     # The release before did not name the user in its answers.
                     answer = msgspec.structs.replace(answer, user=None)
@@ -228,7 +246,11 @@ def main(commit: str, as_json: bool) -> None:
                 await take_down(settings)
 
         outcomes = asyncio.run(play())
-    expected = {"opened": 8, "held": 5 * GRABS_A_STEP, "confirmed": 8, "adjusted": 8}
+    of_each = GRABS_A_STEP // (STOCKS + ENVELOPES)
+    expected = {
+        "opened": STOCKS + ENVELOPES, "held": 6 * of_each * STOCKS, "granted": 6 * of_each * ENVELOPES,
+        "confirmed": STOCKS, "adjusted": STOCKS,
+    }  # fmt: skip
     click.echo(
         json.dumps(outcomes)
         if as_json

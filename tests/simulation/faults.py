@@ -10,7 +10,9 @@ from zlib import crc32
 from aiokafka import TopicPartition
 from msgspec.msgpack import encode as encode_msgpack
 
-from grabstream.lua.trouble import is_trouble
+from grabstream.lua.keys import LAYOUT
+from grabstream.lua.server import raise_term
+from grabstream.lua.trouble import is_trouble, suppressed_trouble
 from grabstream.streams.rebuilding.rebuild import Busy, RebuildRefused
 from tests.simulation.loop import Process
 from tests.simulation.plan import GATES, PREFIX, SHARDS, Fault
@@ -292,6 +294,19 @@ async def events_of_others(world: "World", fault: Fault) -> None:
     for _ in range(4):
         world.books.append_foreign(world.draw)
         await asyncio.sleep(fault.seconds / 4)
+
+
+async def layout_raised(world: "World", fault: Fault) -> None:
+    """An operator raises the layout of all shards; what cannot be reached, the operator leaves out."""
+    process, client = world.started("operator-init")
+
+    async def raise_layout() -> None:
+        for shard in range(SHARDS):
+            with suppressed_trouble():
+                await raise_term(client, world.keys.shard(shard).state, 0, "operator", LAYOUT)
+
+    await asyncio.wait({world.loop.spawn(process, raise_layout())}, timeout=10.0)
+    world.loop.kill(process)
 
 
 async def postgresql_away(world: "World", fault: Fault) -> None:

@@ -27,7 +27,6 @@ from grabstream.models.money import Invalid
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import ShardState
 from grabstream.models.rules.grabbing import serve
-from grabstream.models.runs import is_run
 from tests.lua.histories.books import check_books
 from tests.lua.histories.promises import check_promises
 from tests.lua.histories.rows import Rows, differences
@@ -37,6 +36,8 @@ from tests.simulation.redis_server import Server, SimulatedScript
 from tests.simulation.rules_reading import SWEEP, Difference, RulesReading, all_sent
 
 LINE_BYTES_MAX: Final = 262_144
+#: The key layout since which the ids of grabs belong to their users.
+OWN_IDS_SINCE: Final = 4
 #: How far the clocks of Redis and a caller may differ.
 CLOCK_SKEW_MS_MAX: Final = 5_000
 
@@ -63,13 +64,6 @@ class JournalReading:
         self.cursor = Cursor()
         self.term = 0
         self.owner = b""
-
-    def first_run(self) -> int:
-        """The first seq of the first run of grabs; above all others if there is none."""
-        first_seqs = [1, *(seq + 1 for seq in self.last_seqs)]
-        return next(
-            (seq for seq, line in zip(first_seqs, self.raw, strict=False) if is_run(line)), first_seqs[-1]
-        )
 
     def read(self, record: Record) -> None:
         """Reads a record; raises Violation when it counts and does not continue what there is, or when the
@@ -216,8 +210,9 @@ class Oracle:
     """Watches a run."""
 
     def __init__(self, shards: int, has_whole_entries: bool = False, has_own_ids: bool = True) -> None:
-        #: Whether ids of grabs belong to their users from the beginning.
+        #: Whether ids of grabs belong to their users from the beginning, and when an event was decided.
         self._has_own_ids = has_own_ids
+        self._own_ids: dict[bytes, bool] = {}
         #: Whether each record of the journal has whole entries of the outbox.
         self._has_whole_entries = has_whole_entries
         #: By shard, seqs after which no entry ends, as far as that is known.
@@ -240,8 +235,9 @@ class Oracle:
         #: The processes that live when everything is at rest: what they gave as decided, they report if it is
         #: lost.
         self.survivors: set[object] = set()
-        #: Set when Redis loses what it has: then decisions may be lost.
-        self.loses = False
+        #: Set when Redis loses what it has: then decisions may be lost. Refusals are also lost when an
+        #: operator has shards rebuilt in a newer layout.
+        self.loses = self.loses_refusals = False
         #: Each line that was decided until then.
         self._decided: dict[tuple[int, int], bytes] = {}
         #: By shard, all calls of deciding scripts, and the texts that they have made of a seq, at any server.
@@ -281,7 +277,7 @@ class Oracle:
         """
         # The shard is rebuilt without what the call has made, perhaps without all that is not journaled.
         self.loses |= isinstance(reply, Exception) and "BROKEN OFF" in str(reply)
-        (was_seq, was_life), (seq, _) = before[0], after[0]
+        (was_seq, was_life, _), (seq, _, layout) = before[0], after[0]
         shard = int(args[3].rpartition("}")[0].rpartition("-s")[2])
         self._calls[shard].add(Call(server.time_ms(), int(was_seq or 0), int(seq or 0)))
         if int(seq or 0) <= int(was_seq or 0):
@@ -314,6 +310,7 @@ class Oracle:
             self.made.add(name)
             self._moments[name].setdefault(line, next(self._count))
             self._made[shard][decided].add(line)
+            self._own_ids[line] = int(layout) >= OWN_IDS_SINCE
             if not self.loses and self._decided.setdefault((shard, decided), line) != line:
                 self.violations.append(
                     f"{server.name}: {script.name} decided seq {decided} again ({args[3]})"
@@ -376,9 +373,7 @@ class Oracle:
             if given.answer.shard is None and (problem := _of_door(given, may_fail)):
                 self.violations.append(problem)
         for reading in self.journal:
-            # A shard that has lost its layout gets the newest, which has runs.
-            first_run = 0 if self._has_own_ids else reading.first_run()
-            rules = RulesReading(reading.shard, sent, first_run)
+            rules = RulesReading(reading.shard, sent, self._has_own_ids, self._own_ids)
             answers = AnswersReading(
                 rules, reading.lines, self._calls[reading.shard], self._made[reading.shard]
             )
@@ -515,7 +510,8 @@ class Oracle:
         reading = self.journal[shard]
         is_later = reading.terms[seq - 1] > reading.terms[before - 1]
         times_decided = len(self._decided_at(shard, identity_of_event(reading.events[seq - 1])))
-        return self.loses and is_later and times_decided == 1
+        # The owner that rebuilds a shard has journaled what was decided before.
+        return (self.loses_refusals or (self.loses and is_later)) and times_decided == 1
 
     def _decided_at(self, shard: int, command: Identity) -> set[int]:
         """When scripts have decided a command with an event, at any server (ms since 1970 UTC)."""

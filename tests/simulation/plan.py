@@ -63,6 +63,8 @@ BLOCK_EVENTS_OF_FORMER: Final = 2
 #: Share of the plans of such relays, of those with a verifier, and of those with books, that have three
 #: meetings more, which only they can have.
 RARE_MEETING_SHARE: Final = 0.6
+#: Share of the plans with shards of an older layout in which an operator raises it.
+RAISED_SHARE: Final = 0.6
 #: Commands in one step; a storm of more costs time and shows nothing else.
 COMMANDS_MAX: Final = 12
 #: The chance that each way of sending commands has a caller.
@@ -346,6 +348,13 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
         rare = MEETING_OF_PUBLISHER
     if rare and not has_neighbours and draw.random() < RARE_MEETING_SHARE:
         faults = sorted([*faults, *(fault for _ in range(3) for fault in _meeting(draw, seconds, rare))])
+    draw = random.Random(f"{seed} layout raised")
+    if layout == LAYOUT_MIN and block_events_max != BLOCK_EVENTS_OF_FORMER and len(RELEASES) == 1:
+        layout = draw.choice(range(LAYOUT_MIN, LAYOUT))
+        if not has_neighbours and draw.random() < RAISED_SHARE:
+            faults = sorted(
+                [*faults, Fault(round(draw.uniform(0.1, seconds), 4), "layout raised", 0, 0.3, 1.0)]
+            )
     return Plan(
         seed,
         made,

@@ -7,7 +7,7 @@ it with the rules.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -59,10 +59,20 @@ def all_sent(lists: Iterator[Sequence[AnyCommand]]) -> dict[tuple[str, str], lis
 class RulesReading:
     """A shard's journal, decided once more. `answers` are those of the rules, by campaign, id and seq."""
 
-    def __init__(self, shard: int, sent: dict[tuple[str, str], list[Sent]], own_ids_from: int = 0) -> None:
-        """`own_ids_from`: the seq from which on the ids of grabs belong to their users."""
-        self.state = ShardState(shard, SEALER.digests, not own_ids_from)
-        self._own_ids_from = own_ids_from
+    def __init__(
+        self,
+        shard: int,
+        sent: dict[tuple[str, str], list[Sent]],
+        has_own_ids: bool = True,
+        own_ids: Mapping[bytes, bool] = {},
+    ) -> None:
+        """`has_own_ids`: the ids of grabs belong to their users from the beginning; `own_ids` says whether
+        they did when an event was decided.
+        """
+        self.state = ShardState(shard, SEALER.digests, has_own_ids)
+        #: Whether the key layout of the shard may change, and so whose the ids are.
+        self.may_be_raised = not has_own_ids
+        self._own_ids = own_ids
         self.answers: dict[tuple[str, str, int], Answer] = {}
         self._sent = sent
 
@@ -74,8 +84,8 @@ class RulesReading:
         while seq < len(lines):
             before(seq)
             event: Any = decode_event(lines[seq])
-            if not self.state.has_own_ids and event.seq >= self._own_ids_from:
-                self._raise_layout()
+            if self.may_be_raised:
+                self.use_own_ids(self._own_ids.get(lines[seq], self.state.has_own_ids))
             made = self._swept(event) if event.command == SWEEP else self._decided(event)
             if not made:
                 raise Difference(f"the rules make no such event: {lines[seq].decode()}")
@@ -89,20 +99,19 @@ class RulesReading:
                 seq += 1
         before(seq)
 
-    def _raise_layout(self) -> None:
-        """From now on, the ids of grabs belong to their users."""
+    def use_own_ids(self, has_own_ids: bool) -> None:
+        """From now on, the ids of grabs belong to their users, or not."""
         state = self.state
+        if state.has_own_ids == has_own_ids:
+            return
         known, state.answers = state.answers, {}
-        state.has_own_ids = True
-        for (campaign, field), kept in known.items():
+        state.has_own_ids = has_own_ids
+        for key, kept in known.items():
             answer = kept.answer
             if answer.outcome in ("granted", "held", "waiting"):
-                assert answer.user is not None
-                assert answer.offer is not None
-                command = Grab(id=answer.id, offer=answer.offer, user=answer.user)
-                state.answers[state.answer_key(command)] = kept
-            else:
-                state.answers[campaign, field] = kept
+                command = Grab(id=answer.id, offer=answer.offer or "", user=answer.user or "")
+                key = state.answer_key(command)
+            state.answers[key] = kept
 
     def baskets_of(self, command: Grab) -> Iterator[list[Grab]]:
         """The baskets that callers have sent with a grab."""

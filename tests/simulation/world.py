@@ -20,7 +20,7 @@ from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
-from grabstream.lua.keys import LAYOUT_MIN, KeySpace
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import (
     AnyCommand,
@@ -129,7 +129,7 @@ class World:
             self.plan.block_events_max == BLOCK_EVENTS_OF_FORMER and self._layout == LAYOUT_MIN
         )
         has_whole_entries = not self._has_former_relays and len(RELEASES) == 1
-        self.oracle = Oracle(SHARDS, has_whole_entries, self._layout > LAYOUT_MIN)
+        self.oracle = Oracle(SHARDS, has_whole_entries, self._layout == LAYOUT)
         self.keys = KeySpace(PREFIX, SHARDS)
         self.topics = Topics(PREFIX)
         self._store = store
@@ -160,9 +160,11 @@ class World:
         self.replica.is_master = False
         self.replica.replication_id = self.master.replication_id
         self.replicates = True
-        if self._layout == LAYOUT_MIN:
+        if self._layout < LAYOUT:
             # A shard that nobody has used gets the newest one.
-            named = [("HSET", self.keys.shard(shard).state, "layout", LAYOUT_MIN) for shard in range(SHARDS)]
+            named = [
+                ("HSET", self.keys.shard(shard).state, "layout", self._layout) for shard in range(SHARDS)
+            ]
             store.run(self.master.database, named)
         self.processes: dict[str, Process] = {}
         self.clients: dict[str, Client] = {}
@@ -190,6 +192,7 @@ class World:
         #: How long the trace was when everything was at rest.
         self._lines_at_rest = 0
         self._planned = {fault.kind for fault in plan.faults}
+        self.oracle.loses_refusals = "layout raised" in self._planned
         self._time_goes_back = "redis clock" in self._planned or any(step.pass_ms < 0 for step in plan.steps)
         self.met: Counter[tuple[str, str]] = Counter()
         self.awaited: Counter[str] = Counter()
@@ -335,7 +338,7 @@ class World:
 
     # -- processes -------------------------------------------------------------------------------------------
 
-    def _started(self, name: str) -> tuple[Process, Client]:
+    def started(self, name: str) -> tuple[Process, Client]:
         self._starts[name] += 1
         process = Process(name)
         self.processes[name] = process
@@ -349,7 +352,7 @@ class World:
 
     def start_worker(self, number: int) -> None:
         name = f"worker-{number}"
-        process, client = self._started(name)
+        process, client = self.started(name)
 
         async def work() -> None:
             release = RELEASES[number % len(RELEASES)]
@@ -400,7 +403,7 @@ class World:
 
     def start_gate(self, number: int) -> None:
         """A gate, and the callers that use it."""
-        process, client = self._started(f"gate-{number}")
+        process, client = self.started(f"gate-{number}")
 
         async def serve() -> None:
             gate = Gate(client, self.keys, SEALER, GATE, tickets=TICKETS, report_lost=self._report_lost)
@@ -750,7 +753,7 @@ class World:
     async def _ask_again(self) -> None:
         """The first answers again, by a gate of its own."""
         given = self.oracle.repeatable(REPEATED_MAX)
-        process, client = self._started("asking")
+        process, client = self.started("asking")
 
         async def ask() -> None:
             gate = Gate(client, self.keys, SEALER, GATE, tickets=TICKETS)
@@ -872,8 +875,8 @@ class World:
         )
 
     def _has_lost_refusals(self) -> bool:
-        """Whether refusals may be gone: with what Redis had, or by the rebuild of a shard that broke off."""
-        return self.oracle.loses or "redis breaks off" in self._planned
+        """Whether refusals may be gone: with what Redis had, or by the rebuild of a shard."""
+        return self.oracle.loses or not self._planned.isdisjoint(("redis breaks off", "layout raised"))
 
     def _check_counts(self) -> None:
         """No refusal is missing in the counts of Redis and SQL together: each that callers got was counted in
@@ -881,7 +884,7 @@ class World:
         more. What Redis or PostgreSQL have lost may be counted nowhere.
         """
         kinds = {fault.kind for fault in self.plan.faults}
-        if self._has_lost_refusals() or "postgresql tail lost" in kinds:
+        if self.oracle.loses or "postgresql tail lost" in kinds:
             return
         counted: Counter[tuple[int, int, int, str]] = Counter()
         if self.books is not None:

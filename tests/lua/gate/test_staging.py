@@ -251,7 +251,7 @@ async def test_a_recovery_that_stops_between_pieces_is_repeated(private_redis: A
     assert [len(staged_parts.parts) for staged_parts in arguments_of_apply.staged] == [6 * PARTS]
     await client.unlink(shard.keys.parts("a"))
     ownership = (await shard.raise_term(ownership.term)).ownership
-    await run_script(client, "wipe", [shard.keys.state], [*ownership.arguments, "why"])
+    await run_script(client, "wipe", [shard.keys.state], [*ownership.arguments, "why", 4, 2])
     with pytest.raises(redis.ResponseError, match="PARTS 0 bytes"):
         arguments = [*ownership.arguments, "", "", "", *arguments_of_apply.arguments]
         await run_script(client, "apply", [*shard.keys.deciding(), *arguments_of_apply.keys], arguments)

@@ -129,7 +129,7 @@ async def test_owner_scripts_refuse_another_term_owner_or_server_epoch(
             ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel, 1, "x"]),
             ("fence", [shard.state], ["why"]),
             ("reconcile", [shard.state], ["0", 3, LAYOUT]),
-            ("wipe", [shard.state], ["why"]),
+            ("wipe", [shard.state], ["why", 4, 2]),
             ("apply", shard.deciding(), ["0", "0", "0", NO_EVENTS]),
             ("apply_past", [shard.state, shard.past], [msgspec.msgpack.encode([[], []])]),
         ):
@@ -148,11 +148,11 @@ async def test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last
     ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
     with pytest.raises(redis.ResponseError, match="LOST the shard is not fenced"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
-    await run_script(client, "fence", [shard.state], [*ownership, "why"])
+    await run_script(client, "fence", [shard.state], [*ownership, "why", 4, 2])
     with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "7", "7", "0", NO_EVENTS])
     # While a rebuild is unfinished, the shard decides nothing, and only the rebuild applies events.
-    await run_script(client, "wipe", [shard.state], [*ownership, "why"])
+    await run_script(client, "wipe", [shard.state], [*ownership, "why", 4, 2])
     with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
     with pytest.raises(redis.ResponseError, match="LOST the shard is incomplete"):
@@ -169,7 +169,7 @@ async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: 
     shard = keys.shard(keys.shard_of_offer("e"))
     events = [decode_event(line) for line in await event_lines(client, keys, shard.shard)]
     ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
-    await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*ownership, "why"])
+    await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*ownership, "why", 4, 2])
     arguments_of_apply = restoring.build(shard, [events[0], events[2]], SEALER)
     with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
         await run_script(
