@@ -82,7 +82,7 @@ GUARDS: Final = (
     _in_mutations("what is missing is applied", "what is missing is applied"),
     Guard(
         "a rebuild deletes the outbox", "streams/relaying/recovery.py",
-        "kept = {keys.state.encode(), ", "kept = {keys.outbox.encode(), keys.state.encode(), ",
+        "for key in (keys.state, keys.lease, ", "for key in (keys.outbox, keys.state, keys.lease, ",
     ),
     Guard(
         "a cursor has term and owner", "projections/cursors.py",

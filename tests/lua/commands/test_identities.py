@@ -6,9 +6,12 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open, Pause, Release, Resume
 from grabstream.models.offers import EnvelopeTerms
+from tests.lua.conftest import SEALER
+from tests.lua.histories.recovered import contents, differences, fold
 from tests.lua.histories.scene import DAY, Scene, coupon, stock
 
 ENVELOPE = EnvelopeTerms(
@@ -122,3 +125,17 @@ async def test_before_layout_4_an_id_is_that_of_the_campaign(scene: Scene, terms
         "conflict", "conflict"
     ]  # fmt: skip
     await assert_repeated(scene, (ann, first))
+
+
+async def test_a_journal_with_two_grabs_of_one_id_is_rebuilt_in_layout_4(scene: Scene) -> None:
+    """Redis may have lost that the layout was raised; no answer may be lost with it."""
+    campaign = next(campaigns(scene, True))
+    number = scene.keys.shard_of_offer(campaign)
+    await scene.decide_both([Open(id="open", offer=campaign, terms=ENVELOPE)])
+    await scene.decide_both([Grab(id="g", offer=campaign, user=user) for user in ("ann", "bob")])
+    await scene.decide_both([Pause(id="g", offer=campaign)])
+    keys = KeySpace(f"{scene.keys.prefix}-again", scene.keys.shards).shard(number)
+    await fold(scene.client, keys, scene.lines[number], SEALER, scene.keys.shards, layout=LAYOUT_MIN)
+    assert int(await scene.client.hget(keys.state, "layout")) == LAYOUT
+    live = await contents(scene.client, scene.keys.shard(number), scene.now)
+    assert not differences(live, await contents(scene.client, keys, scene.now))

@@ -309,15 +309,15 @@ TABLES = [
     TableDamage("balances_1", "INSERT INTO {t} VALUES ('thief', 'CNY', 5, 0)", BALANCES, "user_id thief"),
     TableDamage(
         "grabs_1",
-        "UPDATE {t} SET user_id = 'thief' WHERE grab = 's0'",
+        "UPDATE {t} SET asset = 'gold' WHERE grab = 's0'",
         BALANCES,
-        "grabs (offer c:stock, grab s0): user_id is thief",
+        "grabs (offer c:stock, grab s0, user_id u0): asset is gold",
     ),
     TableDamage(
         "grabs_1",
         "UPDATE {t} SET held = held - 1 WHERE grab = 's1'",
         BALANCES,
-        "grab s1): held is 0, the journal makes it 1",
+        "grab s1, user_id u1): held is 0, the journal makes it 1",
     ),
     TableDamage(
         "grabs_1",
@@ -347,7 +347,7 @@ TABLES = [
         "grabs_1",
         "DELETE FROM {t} WHERE grab = 'k2'",
         BALANCES,
-        "grabs (offer c:coupon, grab k2): the row is missing",
+        "grabs (offer c:coupon, grab k2, user_id u2): the row is missing",
     ),
     TableDamage(
         "offers_1",
@@ -492,6 +492,17 @@ def assert_only_problem(checks: list[Check], name: str, *says: str) -> None:
 async def test_a_damaged_row_is_reported_and_nothing_else(whole: Settings, damage: TableDamage) -> None:
     async with damaged(whole, damage):
         assert_only_problem(await verify(whole, 0), damage.check, damage.says)
+
+
+async def test_a_grab_of_another_user_is_reported_as_two_rows(whole: Settings) -> None:
+    """The user is a part of the key."""
+    given = TableDamage("grabs_1", "UPDATE {t} SET user_id = 'thief' WHERE grab = 's0'", BALANCES, "")
+    async with damaged(whole, given):
+        problems = problems_of(await verify(whole, 0))
+    assert list(problems) == [BALANCES]
+    missing, extra = sorted(problems[BALANCES], key=lambda problem: "thief" in problem)
+    assert "grabs (offer c:stock, grab s0, user_id u0): the row is missing" in missing
+    assert "grabs (offer c:stock, grab s0, user_id thief)" in extra
 
 
 # -- Redis ---------------------------------------------------------------------------------------------------
@@ -656,8 +667,8 @@ KEYS = [
     KeyDamage("campaign state", "c:stock", "state, zone is not in Redis", hdel("zone")),
     KeyDamage("offer queue", "c:stock", "queue, s4: is", later("s4")),
     KeyDamage("offer queue", "c:stock", "queue is not in Redis", taken("s4")),
-    KeyDamage("campaign answers", "c:stock", "answers, s0: is", changed("s0", 20)),
-    KeyDamage("campaign answers", "c:stock", "answers, s0 is not in Redis", hdel("s0")),
+    KeyDamage("campaign answers", "c:stock", "answers, c:stock/s0: is", changed("c:stock/s0", 20)),
+    KeyDamage("campaign answers", "c:stock", "answers, c:stock/s0 is not in Redis", hdel("c:stock/s0")),
     KeyDamage("campaign answers", "c:stock", "answers, x is in Redis", hset("x", b"x" * 30)),
     *(
         KeyDamage("campaign answers", "c:stock", "answers, x is in Redis", hset("x", record))

@@ -433,14 +433,14 @@ async def test_rebuild_all_rebuilds_every_read_model(booked: Settings) -> None:
         [sys.executable, "-m", "tests.streams.rebuilding.changed", "rebuild", "balances", "--dry-run"],
         env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert "of definition 3 from the journal" in plan.stdout.replace("\n", " ")
+    assert "of definition 4 from the journal" in plan.stdout.replace("\n", " ")
     assert "offers_1.title may differ" in plan.stdout.replace("\n", " ")
     shown = subprocess.run(
         [sys.executable, "-m", "tests.streams.rebuilding.changed", "status", "--json"],
         env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert shown.returncode == 1
-    assert json.loads(shown.stdout)["waiting"] == {"balances": 3}
+    assert json.loads(shown.stdout)["waiting"] == {"balances": 4}
 
 
 async def test_a_rebuild_refuses_a_live_version_of_another_history(booked: Settings) -> None:

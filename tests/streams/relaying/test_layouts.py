@@ -1,4 +1,6 @@
-"""Key layouts 2 and 3: a shard writes single events until an operator raises its layout, then runs."""
+"""Key layouts: a shard of an older one is rebuilt when an operator raises it, under traffic. Layout 2 writes
+single events, later ones write runs; from layout 4 on, the ids of grabs belong to their users.
+"""
 
 import asyncio
 import json
@@ -13,6 +15,7 @@ from grabstream.models.offers import EnvelopeTerms, StockTerms
 from grabstream.models.runs import is_run
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.settings import Settings
+from tests.conftest import until
 from tests.streams.state import assert_state_is_the_journal_s, journal_lines
 from tests.support.command_line import env_of, grabstream
 
@@ -32,35 +35,55 @@ def crowd(offer: str, number: int) -> list[AnyCommand]:
 
 
 @pytest.mark.timeout(180)
-async def test_the_layout_is_raised_under_traffic(system: Settings, worker: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("old", range(LAYOUT_MIN, LAYOUT))
+async def test_the_layout_is_raised_under_traffic(
+    system: Settings, worker: Callable[..., Any], old: int
+) -> None:
     redis, keys = open_redis(system), key_space(system)
+
+    async def are_raised() -> bool:
+        states = [keys.shard(number).state for number in range(system.shards)]
+        layouts = [await redis.hmget(state, "layout", "partial") for state in states]
+        return layouts == [[str(LAYOUT).encode(), None]] * system.shards
+
     try:
         for number in range(system.shards):
-            await redis.hset(keys.shard(number).state, "layout", LAYOUT_MIN)
+            await redis.hset(keys.shard(number).state, "layout", old)
         worker(system)
         async with open_gate(system) as gate:
             assert [one.outcome for one in await gate.decide(openings(), **ASKED)] == ["opened"] * 2
             await _grant(gate, 0)
             shards = sorted({keys.shard_of_offer(offer) for offer in "es"})
             before = {shard: await journal_lines(system, shard) for shard in shards}
-            assert not any(is_run(line) for lines in before.values() for line in lines)
+            assert any(is_run(line) for lines in before.values() for line in lines) is (old > LAYOUT_MIN)
             assert await _init(system) == (list(range(system.shards)), [])
+            [first] = await gate.decide(crowd("e", 0)[:1], **ASKED)
+            [conflict] = await gate.decide([_of_mallory("e")], **ASKED)
+            assert (first.repeated, conflict.outcome) == (True, "conflict")
             granting = asyncio.create_task(_grant_many(gate))
             assert await _init(system, "--raise-layout") == ([], list(range(system.shards)))
             await granting
+            await until(are_raised, 30, "shards of the newest layout")
             await _grant(gate, LISTS + 1)
+            # Answers from before the raise are given again; the id belongs to its user now.
+            assert await gate.decide(crowd("e", 0)[:1], **ASKED) == [first]
+            answers = await gate.decide([_of_mallory("e"), _of_mallory("s")], **ASKED)
+            assert [answer.outcome for answer in answers] == ["granted", "conflict"]
         for shard in shards:
             lines = await journal_lines(system, shard)
             assert lines[: len(before[shard])] == before[shard]
             assert is_run(lines[-1])
-        states = [await redis.hget(keys.shard(number).state, "layout") for number in range(system.shards)]
-        assert states == [str(LAYOUT).encode()] * system.shards
         assert await _init(system, "--raise-layout") == ([], [])
         await assert_state_is_the_journal_s(system)
         verified = await asyncio.to_thread(grabstream, "verify", **env_of(system))
         assert verified.returncode == 0, verified.stdout + verified.stderr
     finally:
         await redis.aclose()
+
+
+def _of_mallory(offer: str) -> Grab:
+    """A grab of another user with the id of the first one."""
+    return Grab(id=f"{offer}-0.0", offer=offer, user="mallory")
 
 
 async def _grant(gate: Any, number: int) -> None:

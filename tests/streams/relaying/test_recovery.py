@@ -458,7 +458,7 @@ async def test_a_checkpoint_within_another_term_hides_no_event(
 
     try:
         ownership = (await shard.raise_term(100)).ownership
-        await Recovery(shard, sealer(system)).make(ownership, lambda base: first_step())
+        await Recovery(shard, sealer(system)).make(ownership, lambda base: first_step(), LAYOUT)
         checkpoint = await shard.checkpoint()
         assert checkpoint == steps[-1]
         assert 0 < checkpoint.term < ownership.term
