@@ -127,7 +127,7 @@ do
         made[2 * i - 1], made[2 * i] = id, tail == '' and record or record .. tail
         made_users[2 * i] = pack(PART, place, amount, seq)
       else
-        made_users[2 * i] = pack(PART_WITH_ID, place, amount, seq, now_packed, #id) .. id
+        made_users[2 * i] = pack(PART_WITH_ID, place, amount, seq, now_packed, #id, id)
       end
       amounts[i] = amount
     end

@@ -99,7 +99,7 @@ end
 -- A user's part of an envelope: place 3, amount 6, seq 5 bytes. From layout 4 on it is also the answer to the
 -- grab, with further fields: at 5, length of the id 1 byte; the id of the grab; then its digest, empty for
 -- PLAIN.
-local PART, PART_WITH_ID = '>I3I6I5', '>I3I6I5I5I1'
+local PART, PART_WITH_ID = '>I3I6I5', '>I3I6I5I5I1c0'
 local SEQ_MAX = 2 ^ 40 - 1
 
 local function unpack_part(record)
@@ -108,16 +108,15 @@ local function unpack_part(record)
 end
 
 local function pack_part_with_id(place, amount, seq, at, id, digest)
-  return struct.pack(PART_WITH_ID, place, amount, seq, at - EPOCH_MS, #id) .. id
+  return struct.pack(PART_WITH_ID, place, amount, seq, at - EPOCH_MS, #id, id)
     .. (digest == PLAIN and '' or digest)
 end
 
 -- The answer to the grab that got a part, if it has this id; else nil. `tail` is that of the offer.
 local function answer_of_part(record, id, tail)
-  local place, amount, seq, at, length = struct.unpack(PART_WITH_ID, record)
-  if string.sub(record, 21, 20 + length) ~= id then return nil end
-  local digest = string.sub(record, 21 + length)
-  return pack_answer(0, seq, at + EPOCH_MS, place, amount, digest, tail)
+  local place, amount, seq, at, its_id, digest_from = struct.unpack(PART_WITH_ID, record)
+  if its_id ~= id then return nil end
+  return pack_answer(0, seq, at + EPOCH_MS, place, amount, string.sub(record, digest_from), tail)
 end
 
 local ACTIVE, RELEASED, EXPIRED, WAITING = 0, 1, 2, 3

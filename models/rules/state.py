@@ -232,7 +232,7 @@ class ShardState:
     offers: dict[str, Offer] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
     past: dict[str, RetiredOffer] = field(default_factory=dict)
-    #: By campaign, and `answer_field`. `refusals`: by the parts of an identity, see `identity_of`.
+    #: By `answer_key`. `refusals`: by `identity_of`.
     answers: dict[tuple[str, str], Remembered] = field(default_factory=dict)
     refusals: OrderedDict[tuple[str, ...], Remembered] = field(default_factory=OrderedDict)
     demand: Counter[tuple[int, int, str]] = field(default_factory=Counter)
@@ -255,10 +255,9 @@ class ShardState:
         if not (self.has_own_ids and isinstance(command, Grab)):
             return campaign, command.id
         offer = self.offers.get(command.offer)
-        is_of_user = offer is None or offer.is_envelope
-        return campaign, "/".join(
-            self.identity_of(command)
-        ) if is_of_user else f"{command.offer}/{command.id}"
+        if offer is None or offer.is_envelope:
+            return campaign, "/".join(self.identity_of(command))
+        return campaign, f"{command.offer}/{command.id}"
 
     def knows_payments_of(self, offer: str, now: int) -> bool:
         """Whether the payments of an offer are known: until it retires, and PAYMENTS_KNOWN_MS after that."""
