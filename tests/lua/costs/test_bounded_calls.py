@@ -279,15 +279,7 @@ async def test_a_hold_ends_before_offers_retire_and_answers_are_cleaned(system: 
     """200 empty offers retire. Their campaign has another offer with many grabs, whose answers are in the
     same hash.
     """
-    await system.decide(
-        [
-            Open(
-                id="live",
-                offer="c:live",
-                terms=EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**9, parts=100_000),
-            )
-        ]
-    )
+    await system.decide([Open(id="live", offer="c:live", terms=CouponTerms(issuer="a", total=100_000))])
     for start in range(0, 20_000, 2_000):
         await system.decide(
             [Grab(id=f"g{n}", offer="c:live", user=f"u{n}") for n in range(start, start + 2_000)]
