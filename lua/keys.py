@@ -50,10 +50,11 @@ OFFER_KEYS: Final = (
     "orders",
     "names",
 )
-#: A campaign's keys: answers (hash command id → record) · payments (hash payment → record) · counters (hash,
-#: limits of the whole campaign) · state (hash; `zone`: the time zone its limits count in, as JSON;
-#: `retired/<offer>` → `<last offer_seq>:<time ms>` of each retired offer whose payments still count) ·
-#: tickets (sorted set: used single-use tickets of the campaign, by the time (ms) at which they end).
+#: A campaign's keys: answers (hash id, of a grab of pieces `<offer>/<id>` → record) · payments (hash payment →
+#: record) · counters (hash, limits of the whole campaign) · state (hash; `zone`: the time zone its limits
+#: count in, as JSON; `retired/<offer>` → `<last offer_seq>:<time ms>` of each retired offer whose payments
+#: still count) · tickets (sorted set: used single-use tickets of the campaign, by the time (ms) at which they
+#: end).
 CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
 #: The beginning, after the hash tag, of keys that do not belong to the state of a shard: parts that are
@@ -90,7 +91,7 @@ class ShardKeys(NamedTuple):
 
     @property
     def refusals(self) -> str:
-        """Hash command id → record: refusals that are remembered."""
+        """Hash `<campaign>/<id>`, of a grab `<offer>/<user>/<id>` → record: refusals that are remembered."""
         return f"{self.tag}:refusals"
 
     @property
@@ -192,7 +193,9 @@ class ShardKeys(NamedTuple):
         return [f"{self.tag}:campaign:{campaign}/{name}" for name in CAMPAIGN_KEYS]
 
     def answers(self, campaign: str) -> str:
-        """Hash command id → record: the answers of a campaign that have an event."""
+        """Hash id, of a grab of pieces `<offer>/<id>` → record: the answers of a campaign that have an event,
+        but for those to grabs of envelopes.
+        """
         return self.of_campaign(campaign)[0]
 
 

@@ -67,7 +67,7 @@ class Command(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """What every command has: an id unique within its campaign, and the offer it is about."""
+    """What every command has: an id (see `identity_of`), and the offer it is about."""
 
     id: Id
     offer: Id
@@ -670,8 +670,8 @@ def _why_torn(
         return f"basket: the grabs of {basket} must follow each other without other commands in between"
     if len({campaign_of(grab.offer) for grab in grabs}) > 1:
         return f"basket: the offers of {basket} must be of one campaign (the part of their ids before ':')"
-    if len({grab.id for grab in grabs}) < len(grabs):
-        return f"basket: an id occurs twice in {basket}"
+    if len({identity_of(grab) for grab in grabs}) < len(grabs):
+        return f"basket: a grab occurs twice in {basket}"
     return None
 
 

@@ -1,4 +1,6 @@
-"""Commands: what a sender wants done. The sender chooses the id, unique within its campaign."""
+"""Commands: what a sender wants done. The sender chooses the id: unique within its campaign, or for a grab,
+among those of its user and offer.
+"""
 
 from typing import Annotated, Any, Literal, Self
 

@@ -41,7 +41,7 @@ from grabstream.ops.connections.identity import (
 from grabstream.ops.connections.redis_cluster import ClusterClient
 from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.settings import BadSettings, Settings, cluster_address, is_cluster
-from grabstream.projections.checking.snapshots import events_of, newest, payments_of, trail_of
+from grabstream.projections.checking.snapshots import events_of, last_grab, newest, payments_of, trail_of
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import Identity
@@ -311,7 +311,11 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
         async with connected() as connection:
             return await newest(connection, shard)
 
-    return Snapshots(open_snapshot, newest_cursor)
+    async def last_grab_of(shard: int) -> bytes | None:
+        async with connected() as connection:
+            return await last_grab(connection, shard)
+
+    return Snapshots(open_snapshot, newest_cursor, last_grab_of)
 
 
 async def report_recovery(settings: Settings, recovered: Recovered) -> None:

@@ -3,6 +3,7 @@ refusals, and the state in Redis.
 """
 
 import re
+from collections.abc import Container
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
@@ -57,13 +58,7 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
     )
     names = [grab["grab"] for grab in grabs]
     events = await _events(connection, shard, of_offer, user, grabs)
-    events_of_user = [
-        event
-        for event in events
-        if event.offer == offer
-        # Only a refund due names no user. Another user's grab of an envelope may have the same id.
-        and (event.user == user if isinstance(event, AnyGrabEvent) else getattr(event, "grab", 0) in names)
-    ]
+    events_of_user = [event for event in events if event.offer == offer and is_about(event, user, names)]
     refusals = await _rows(
         connection,
         "SELECT * FROM (SELECT * FROM refusals WHERE offer = %s AND (user_id = %s OR grab = ANY(%s)) ORDER "
@@ -91,6 +86,13 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
             "WHERE offer = %s AND user_id = %s ORDER BY at", offer, user,
         ),
     )  # fmt: skip
+
+
+def is_about(event: AnyEvent, user: str, grabs: Container[str]) -> bool:
+    """Whether an event is about a user who has these grabs. Only a refund due names no user; another user's
+    grab of an envelope may have the same id.
+    """
+    return event.user == user if isinstance(event, AnyGrabEvent) else getattr(event, "grab", None) in grabs
 
 
 async def transfers_of_seqs(

@@ -9,6 +9,7 @@ that finds the mark starts again.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -52,6 +53,8 @@ WIPE_KEYS_A_STEP: Final = 500
 WIPE_PARTS_WEIGHT: Final = 10
 RETIRED_A_STEP: Final = 1_000
 PROGRESS_SECONDS: Final = 1.0
+#: A field of the counts of refusals: second, code and offer.
+_COUNTED: Final = re.compile(rb"\d{1,12}:\d{1,3}:.+", re.DOTALL).fullmatch
 
 
 #: Lists of events that count, in order, each list with the cursor after it.
@@ -84,9 +87,11 @@ class Snapshot(NamedTuple):
     events: AsyncIterator[Sequence[AnyEvent]]
 
 
-#: OpenSnapshot opens the newest snapshot of a shard, None if there is none; NewestCursor returns its cursor.
+#: OpenSnapshot opens the newest snapshot of a shard, None if there is none; NewestCursor returns its cursor;
+#: LastGrab returns the line of its last grab that was granted or held when it was sent.
 OpenSnapshot = Callable[[int], AbstractAsyncContextManager[Snapshot | None]]
 NewestCursor = Callable[[int], Awaitable[Cursor]]
+LastGrab = Callable[[int], Awaitable[bytes | None]]
 
 
 class Recovered(NamedTuple):
@@ -115,10 +120,11 @@ class SameIds(Impossible):
 
 
 class Snapshots(NamedTuple):
-    """The two functions that read snapshots."""
+    """The functions that read snapshots."""
 
     open: OpenSnapshot
     newest: NewestCursor
+    last_grab: LastGrab
 
 
 class Recovery:
@@ -155,6 +161,16 @@ class Recovery:
         except OSError as error:
             log.warning("shard %d: no snapshot: %s", self._shard.keys.shard, error)
             return Cursor()
+
+    async def last_grab(self) -> bytes | None:
+        """The line of the last grab in the newest snapshot that was granted or held when it was sent."""
+        if self._snapshots is None:
+            return None
+        try:
+            return await self._snapshots.last_grab(self._shard.keys.shard)
+        except OSError as error:
+            log.warning("shard %d: no snapshot: %s", self._shard.keys.shard, error)
+            return None
 
     async def catch_up(self, ownership: Ownership, position: Position, journal: AcceptedEvents) -> None:
         """Applies the events of the journal after the seq of Redis."""
@@ -397,7 +413,9 @@ class Recovery:
         not in SQL yet.
         """
         keys = self._shard.keys
-        kept = {key.encode() for key in (keys.state, keys.lease, keys.present, keys.demand)}
+        kept = {key.encode() for key in (keys.state, keys.lease, keys.present)}
+        if await self._has_sound_counts():
+            kept.add(keys.demand.encode())
         step: list[str] = []
         weight = 0
         arguments = ("the shard is being rebuilt from the journal", self._layout, self._layout_least)
@@ -411,6 +429,16 @@ class Recovery:
                 step, weight = [], 0
         await self._shard.run("wipe", [keys.state, *step], ownership, *arguments)
         self._step("recovery.wiped")
+
+    async def _has_sound_counts(self) -> bool:
+        """Whether the counts of refusals are in the form that scripts write: others would fail at them."""
+        redis, key = self._shard.redis, self._shard.keys.demand
+        if await redis.type(key) != b"hash":
+            return False
+        async for field, count in redis.hscan_iter(key, count=1_000):
+            if not (_COUNTED(field) and count.isdigit()):
+                return False
+        return True
 
     async def _finish(
         self, ownership: Ownership, position: Position, journal_seq: int, snapshot_seq: int, began: float

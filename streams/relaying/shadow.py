@@ -175,6 +175,7 @@ class ShadowShard:
         self._recovery = recovery
         self._ownership = ownership
         self._pace = pace
+        self._layout: bytes | None = None
         self.seq = 0
 
     async def make(self) -> None:
@@ -186,9 +187,12 @@ class ShadowShard:
                 async for events in reading:
                     yield events
 
-        named = await self._redis.hget(self._live.state, "layout") or b""
-        # Records of another layout cannot be compared: the shadow has that of the live shard.
-        layout = int(named) if named in (b"%d" % known for known in range(LAYOUT_MIN, LAYOUT + 1)) else LAYOUT
+        # Records of another layout cannot be compared, so the shadow gets that of the live shard, whatever a
+        # shadow had that was left.
+        self._layout = await self._redis.hget(self._live.state, "layout")
+        await self._redis.hdel(self._shadow.state, "layout")
+        layouts = {b"%d" % known: known for known in range(LAYOUT_MIN, LAYOUT + 1)}
+        layout = layouts.get(self._layout or b"", LAYOUT)
         self.seq, _ = await self._recovery.make(self._ownership, journal, layout)
 
     async def _paced(self, reading: AcceptedEvents) -> AcceptedEvents:
@@ -335,11 +339,11 @@ class ShadowShard:
     async def _at_one_seq(self, parts: Sequence[Part]) -> list[Value]:
         """The live shard's values of these parts, all at one seq; then the shadow is at that seq, too."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(self._live.state, ["seq", "partial", "life", "fault"])
+            pipe.hmget(self._live.state, ["seq", "partial", "life", "fault", "layout"])
             for part in parts:
                 _ask(pipe, self._live, part)
             answers: list[Value] = await pipe.execute()
-        [seq, partial, server_epoch, fault], *values = answers
+        [seq, partial, server_epoch, fault, layout], *values = answers
         if partial is not None or server_epoch is None:
             raise NotComparable(
                 "its relay has not reconciled it with the journal yet"
@@ -347,6 +351,9 @@ class ShadowShard:
             )
         if seq is not None and not seq.isdigit():
             raise NotComparable(f"its seq in Redis is {_text(seq)}, which is no number")
+        if layout != self._layout:
+            # An operator has raised it, or Redis has lost that.
+            await self.make()
         await self._follow(int(seq or 0))
         return values
 
@@ -625,7 +632,7 @@ async def open_shadow(
 
     pace.beat = beat
     owned = OwnedShard(redis, shadow)
-    recovery = Recovery(owned, sealer, snapshots and Snapshots(open_snapshot, snapshots.newest))
+    recovery = Recovery(owned, sealer, snapshots and snapshots._replace(open=open_snapshot))
     try:
         await beat()
         ownership = (await owned.raise_term(0)).ownership

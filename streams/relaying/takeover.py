@@ -69,8 +69,8 @@ class Takeover:
         self._send = send
         self._drain = drain
         self._recovery = recovery
-        #: Whether the last grab in the journal is a line by itself.
-        self._has_singles = False
+        #: Whether the last grab in the journal is a line by itself; None if none was read.
+        self._has_singles: bool | None = None
 
     async def run(self) -> tuple[Ownership, Cursor]:
         """Reconciles Redis; returns the ownership and the cursor at the journal's end.
@@ -81,6 +81,9 @@ class Takeover:
         checkpoint = await self._shard.checkpoint()
         base = await self._base(raised, checkpoint)
         truth = await self._read_truth(base, checkpoint, marker, raised)
+        if self._has_singles is None and not raised.seq:
+            last_grab = await self._recovery.last_grab()
+            self._has_singles = last_grab is not None and is_single(last_grab)
         for _ in range(RAISES_MAX):
             if truth.cursor[3:] == raised.ownership[:2]:
                 break

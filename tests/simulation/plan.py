@@ -32,7 +32,7 @@ from tests.lua.conftest import SEALER
 from tests.lua.histories.hostile_history import HostileHistory, Sweep, TimePasses
 from tests.simulation.machine import BEGINNING_MS
 from tests.simulation.releases import RELEASES
-from tests.simulation.scenes import of_neighbours, scene_of
+from tests.simulation.scenes import Moment, of_neighbours, of_one_id, scene_of
 
 PREFIX: Final = "sim"
 SHARDS: Final = 2
@@ -65,6 +65,8 @@ BLOCK_EVENTS_OF_FORMER: Final = 2
 RARE_MEETING_SHARE: Final = 0.6
 #: Share of the plans with shards of an older layout in which an operator raises it.
 RAISED_SHARE: Final = 0.6
+#: Share of these in which Redis loses a part of what it has soon after.
+RAISE_LOST_SHARE: Final = 0.5
 #: Commands in one step; a storm of more costs time and shows nothing else.
 COMMANDS_MAX: Final = 12
 #: The chance that each way of sending commands has a caller.
@@ -329,7 +331,7 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
         faults.sort()
     draw = random.Random(f"{seed} scenes")
     if draw.random() < SCENES_SHARE:
-        made = _with_scene(made, draw)
+        made = _with_scene(made, draw, scene_of(draw))
     draw = random.Random(f"{seed} neighbours")
     has_neighbours = draw.random() < NEIGHBOURS_SHARE
     if has_neighbours:
@@ -352,9 +354,13 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
     if layout == LAYOUT_MIN and block_events_max != BLOCK_EVENTS_OF_FORMER and len(RELEASES) == 1:
         layout = draw.choice(range(LAYOUT_MIN, LAYOUT))
         if not has_neighbours and draw.random() < RAISED_SHARE:
-            faults = sorted(
-                [*faults, Fault(round(draw.uniform(0.1, seconds), 4), "layout raised", 0, 0.3, 1.0)]
-            )
+            at = round(draw.uniform(0.1, seconds), 4)
+            raised = [Fault(at, "layout raised", 0, 0.3, 1.0)]
+            if draw.random() < RAISE_LOST_SHARE:
+                lost_at = round(at + draw.uniform(0.2, 2.0), 4)
+                raised.append(Fault(lost_at, draw.choice(_LOSSES), draw.randrange(4), 0.2, 0.6))
+            faults = sorted([*faults, *raised])
+            made = _with_scene(made, draw, of_one_id(draw))
     return Plan(
         seed,
         made,
@@ -521,9 +527,8 @@ def _traffic(draw: random.Random, steps: int) -> list[Step]:
     return made
 
 
-def _with_scene(steps: Sequence[Step], draw: random.Random) -> list[Step]:
+def _with_scene(steps: Sequence[Step], draw: random.Random, scene: Sequence[Moment]) -> list[Step]:
     """The steps, and those of a scene between them, which the first caller plays."""
-    scene = scene_of(draw)
     places = sorted(draw.randrange(len(steps) + 1) for _ in scene)
     joined = list(steps)
     for index, (place, moment) in reversed(list(enumerate(zip(places, scene, strict=True)))):

@@ -12,12 +12,14 @@ from typing import Any, Final, NamedTuple
 from grabstream.models.calendar import HOUR_MS
 from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Load, Open, Return
 from grabstream.models.identifiers import shard_of
-from grabstream.models.offers import CouponTerms, Limit, StockTerms
+from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
 
 #: How long the sweeper may take for what is due, in virtual seconds: it comes every 0.9 s.
 SWEPT_SECONDS: Final = 2.5
 #: Grabs of each offer of neighbouring shards: more than a decider has calls in flight.
 GRABS: Final = 12
+#: Pairs of users with one id.
+PAIRS: Final = 12
 
 
 class Moment(NamedTuple):
@@ -107,6 +109,17 @@ def of_neighbours(draw: random.Random, shards: int) -> list[Moment]:
         *(Moment([stage.sold(total=GRABS, hold_ms=None)]) for stage in stages),
         *(Moment([grab], 0.1) for grab in grabs),
     ]
+
+
+def of_one_id(draw: random.Random) -> list[Moment]:
+    """Pairs of users grab parts of an envelope, each pair under one id."""
+    stage = _Stage(draw)
+    terms = EnvelopeTerms(issuer="scene", funding="f", asset="CNY", total=10_000, parts=100)
+    pairs = [
+        [stage.command(Grab, id=f"{stage.offer}:pair{pair}", user=f"u{pair}{name}") for name in "ab"]
+        for pair in range(PAIRS)
+    ]
+    return [Moment([stage.command(Open, terms=terms)]), *(Moment(pair, 0.1) for pair in pairs)]
 
 
 SCENES: Final = (

@@ -20,7 +20,7 @@ from grabstream.ops.commands.read.show import complain_of_unknown_offer
 from grabstream.ops.connections.opening import checked_books, key_space, open_redis
 from grabstream.ops.console.output import console, counted, json_option, print_json
 from grabstream.ops.diagnosis.counters import Counted
-from grabstream.ops.diagnosis.evidence import Evidence, read_books, read_redis
+from grabstream.ops.diagnosis.evidence import Evidence, is_about, read_books, read_redis
 from grabstream.ops.diagnosis.story import Moment, tell
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import cursors
@@ -97,7 +97,7 @@ async def _unbooked(connection: AsyncConnection[Any], evidence: Evidence) -> lis
         event
         for event in evidence.events
         if event.offer == evidence.offer["offer"]
-        and (getattr(event, "user", None) == evidence.user or getattr(event, "grab", None) in names)
+        and is_about(event, evidence.user, names)
         and event.seq not in booked
         and transfers_of(event)
     ]

@@ -3,18 +3,23 @@ single events, later ones write runs; from layout 4 on, the ids of grabs belong 
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import EnvelopeTerms, StockTerms
 from grabstream.models.runs import is_run
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.ops.settings import Settings
+from grabstream.streams.journal import open_reader
+from grabstream.streams.relaying.ownership import SteppedDown
+from grabstream.streams.relaying.shadow import SHADOW, NotComparable, Pace, open_shadow
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.streams.state import assert_state_is_the_journal_s, journal_lines
 from tests.support.command_line import env_of, grabstream
@@ -105,3 +110,132 @@ async def _init(system: Settings, *options: str) -> tuple[list[int], list[int]]:
     said = json.loads(done.stdout)
     assert said["layout"] == LAYOUT
     return said["shards_of_older_layout"], said["shards_raised"]
+
+
+async def _no_room_needed(key: str) -> str:
+    return ""
+
+
+async def _booked(system: Settings) -> None:
+    """Waits until the read models have all events."""
+    status = await asyncio.to_thread(grabstream, "verify", "--wait", "30", **env_of(system))
+    assert status.returncode == 0, status.stdout + status.stderr
+
+
+@pytest.mark.timeout(180)
+async def test_comparisons_survive_a_raise(system: Settings, worker: Callable[..., Any]) -> None:
+    """A comparison that goes on after the raise, and one that begins where a killed one has left its shadow,
+    find no difference.
+    """
+    redis, keys = open_redis(system), key_space(system)
+    number = keys.shard_of_offer("e")
+    state = keys.shard(number).state
+
+    async def is_raised() -> bool:
+        return await redis.hmget(state, "layout", "partial") == [str(LAYOUT).encode(), None]
+
+    async def compared(shadow: Any) -> list[str]:
+        while True:
+            with contextlib.suppress(NotComparable):
+                return (await shadow.compare()).differences  # type: ignore[no-any-return]
+            await asyncio.sleep(0.1)
+
+    try:
+        for shard in range(system.shards):
+            await redis.hset(keys.shard(shard).state, "layout", LAYOUT - 1)
+        worker(system)
+        async with (
+            open_gate(system) as gate,
+            open_reader(system.kafka, Topics(system.prefix).journal) as reader,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            await gate.decide(openings(), **ASKED)
+            await _grant(gate, 0)
+            # The end of the shadow that another process takes over: a killed one has none.
+            stack.enter_context(contextlib.suppress(SteppedDown))
+            shadows = []
+            for prefix in ("/goes-on", SHADOW):
+                opened = open_shadow(
+                    redis, keys, number, sealer(system), reader, None, pace=Pace(1.0), room=_no_room_needed,
+                    prefix=prefix,
+                )  # fmt: skip
+                shadows.append(await stack.enter_async_context(opened))
+                await shadows[-1].make()
+            assert await compared(shadows[0]) == []
+            await _init(system, "--raise-layout")
+            await until(is_raised, 30, "the newest layout")
+            async with asyncio.timeout(30):
+                assert await compared(shadows[0]) == []
+            # The second one was killed, and its lease is over.
+            await redis.delete(KeySpace(keys.prefix + SHADOW, keys.shards).shard(number).lease)
+            await _booked(system)
+    finally:
+        await redis.aclose()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("old", [LAYOUT_MIN, LAYOUT])
+async def test_an_emptied_shard_has_its_layout_again(
+    system: Settings, worker: Callable[..., Any], old: int
+) -> None:
+    """The recovery reads only what follows the audit trail: no grab."""
+    redis, keys = open_redis(system), key_space(system)
+    of_shard = keys.shard(keys.shard_of_offer("e"))
+    try:
+        for shard in range(system.shards):
+            await redis.hset(keys.shard(shard).state, "layout", old)
+        running = worker(system)
+        async with open_gate(system) as gate:
+            await gate.decide(openings(), **ASKED)
+            await _grant(gate, 0)
+        await _booked(system)
+        running.process.terminate()
+        running.process.wait()
+        async for key in redis.scan_iter(match=f"{of_shard.tag}:*"):
+            await redis.delete(key)
+        worker(system)
+        await until(lambda: redis.hexists(of_shard.state, "life"), 40, "a recovery")
+        assert await redis.hget(of_shard.state, "layout") == str(old).encode()
+    finally:
+        await redis.aclose()
+
+
+@pytest.mark.timeout(180)
+async def test_a_rebuild_keeps_sound_counts_of_refusals_only(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    """Calls that count a refusal would fail at others, again and again."""
+    redis, keys = open_redis(system), key_space(system)
+    of_shard = keys.shard(keys.shard_of_offer("e"))
+    try:
+        worker(system)
+        async with open_gate(system) as gate:
+            await gate.decide(openings(), **ASKED)
+            await _grant(gate, 0)
+            await redis.delete(of_shard.demand)
+            await redis.set(of_shard.demand, "damaged")
+            # One is granted, and one refused and counted: the call breaks off, and the shard is rebuilt.
+            mixed = [Grab(id="new", offer="e", user="new"), Grab(id="again", offer="e", user="0.0")]
+            answers = await gate.decide(mixed, **ASKED)
+            assert [answer.outcome for answer in answers] == ["granted", "already_taken"]
+    finally:
+        await redis.aclose()
+
+
+@pytest.mark.timeout(180)
+async def test_each_user_of_one_id_has_a_story_of_its_own(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    worker(system)
+    async with open_gate(system) as gate:
+        await gate.decide(openings(), **ASKED)
+        pair = [Grab(id="g", offer="e", user=user) for user in ("ann", "bob")]
+        first, second = await gate.decide(pair, **ASKED)
+    await _booked(system)
+    for answer in (first, second):
+        told = await asyncio.to_thread(grabstream, "why", answer.user, "e", "--json", **env_of(system))
+        story = json.loads(told.stdout)
+        assert told.returncode == 0, told.stdout + told.stderr
+        assert story["not_in_ledger"] == []
+        granted = [moment for moment in story["story"] if moment["what"] == "grab.granted"]
+        assert [moment["details"]["seq"] for moment in granted] == [answer.seq]
