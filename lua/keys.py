@@ -50,8 +50,8 @@ OFFER_KEYS: Final = (
     "orders",
     "names",
 )
-#: A campaign's keys: answers (hash id, of a grab of pieces `<offer>/<id>` → record) · payments (hash payment →
-#: record) · counters (hash, limits of the whole campaign) · state (hash; `zone`: the time zone its limits
+#: A campaign's keys: answers (hash id, of a grab of pieces `<offer>/<id>` → record) · payments (hash payment
+#: → record) · counters (hash, limits of the whole campaign) · state (hash; `zone`: the time zone its limits
 #: count in, as JSON; `retired/<offer>` → `<last offer_seq>:<time ms>` of each retired offer whose payments
 #: still count) · tickets (sorted set: used single-use tickets of the campaign, by the time (ms) at which they
 #: end).
