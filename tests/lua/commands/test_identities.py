@@ -127,6 +127,23 @@ async def test_before_layout_4_an_id_is_that_of_the_campaign(scene: Scene, terms
     await assert_repeated(scene, (ann, first))
 
 
+@pytest.mark.parametrize(("has_own_ids", "outcome"), [(True, "held"), (False, "conflict")])
+async def test_a_basket_may_have_one_id_for_grabs_of_two_offers(
+    scene: Scene, has_own_ids: bool, outcome: str
+) -> None:
+    campaign = next(campaigns(scene, has_own_ids))
+    offers = [f"{campaign}:{name}" for name in "ab"]
+    for offer in offers:
+        await scene.open(stock(5, hold_ms=DAY), offer)
+    basket = [Grab(id="g", offer=offer, user="ann", basket="B") for offer in offers]
+    firsts = await scene.decide_both(basket)
+    assert [answer.outcome for answer in firsts] == [outcome] * 2
+    if has_own_ids:
+        await assert_repeated(scene, *zip(basket, firsts, strict=True))
+    of_bob = [replace(grab, user="bob", basket="C") for grab in basket]
+    assert await decided(scene, *of_bob) == ["conflict" if has_own_ids else outcome] * 2
+
+
 async def test_a_journal_with_two_grabs_of_one_id_is_rebuilt_in_layout_4(scene: Scene) -> None:
     """Redis may have lost that the layout was raised; no answer may be lost with it."""
     campaign = next(campaigns(scene, True))

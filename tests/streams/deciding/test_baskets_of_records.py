@@ -33,10 +33,10 @@ def _grab(id: str, offer: str, user: Any = "ann", basket: Any = "B", **more: Any
         _grab("g-2", "sale:b", unknown=1),
         {"type": "grab", "offer": "sale:b", "basket": "B"},
         {"type": "release", "id": "g-2", "offer": "sale:b", "grab": "g", "basket": "B"},
-        _grab("g-1", "sale:b"),
+        _grab("g-1", "sale:a"),
         _grab("g-2", "other:b"),
     ],
-    ids=["user", "quantity", "wait", "unknown field", "no id", "not a grab", "same id", "another campaign"],
+    ids=["user", "quantity", "wait", "unknown field", "no id", "not a grab", "same grab", "another campaign"],
 )
 async def test_a_basket_with_a_bad_grab_is_refused_as_a_whole(second: dict[str, Any]) -> None:
     understood = await _understood(_grab("g-1", "sale:a"), second, _grab("g-3", "sale:c", basket=None))
