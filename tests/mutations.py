@@ -73,7 +73,73 @@ _APPLIED: Final = _in(
 _LAYOUT: Final = _in(RECOVERY, "test_a_shard_of_a_newer_key_layout_is_left_to_the_newer_program")
 _ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_its_lost_decisions_are_reported")
 
+IDENTITIES: Final = "tests/lua/commands/test_identities.py"
+LAYOUTS: Final = "tests/streams/relaying/test_layouts.py"
+
 MUTATIONS: Final = (
+    Mutation(
+        "id of a part",
+        "lua/includes/records.lua",
+        "  if its_id ~= id then return nil end\n",
+        "",
+        _in(IDENTITIES, "test_nobody_can_use_up_an_id_of_an_envelope[server]"),
+    ),
+    Mutation(
+        "offer of an answer to a grab",
+        "lua/includes/records.lua",
+        "return call.has_own_ids and offer .. '/' .. id or id",
+        "return id",
+        _in(IDENTITIES, "test_a_grab_of_pieces_has_its_id_alone_in_its_offer[server]"),
+    ),
+    Mutation(
+        "user of a refusal",
+        "lua/includes/repeats.lua",
+        "call.has_own_ids and offer .. '/' .. user .. '/' .. id or refusal_field(campaign, id)",
+        "refusal_field(campaign, id)",
+        _in(IDENTITIES, "test_a_refusal_is_that_of_its_user_and_offer[server]"),
+    ),
+    Mutation(
+        "one id in an older layout",
+        "lua/ownership/apply.lua",
+        "  if call.has_own_ids or not event.digest then return false end",
+        "  do return false end",
+        _in(IDENTITIES, "test_a_journal_with_two_grabs_of_one_id_is_rebuilt_in_layout_4[server]"),
+    ),
+    Mutation(
+        "layout of an emptied shard",
+        "streams/relaying/takeover.py",
+        "last_grab is not None and is_single(last_grab)",
+        "False",
+        _in(LAYOUTS, "test_an_emptied_shard_has_its_layout_again[2]"),
+    ),
+    Mutation(
+        "layout of a shadow",
+        "streams/relaying/shadow.py",
+        "if layout != self._layout:",
+        "if False:",
+        _in(LAYOUTS, "test_comparisons_survive_a_raise"),
+    ),
+    Mutation(
+        "layout of a shadow that was left",
+        "streams/relaying/shadow.py",
+        '        await self._redis.hdel(self._shadow.state, "layout")\n',
+        "",
+        _in(LAYOUTS, "test_comparisons_survive_a_raise"),
+    ),
+    Mutation(
+        "counts that are damaged",
+        "streams/relaying/recovery.py",
+        "if await self._has_sound_counts():",
+        "if True:",
+        _in(LAYOUTS, "test_a_rebuild_keeps_sound_counts_of_refusals_only"),
+    ),
+    Mutation(
+        "user of a story",
+        "ops/diagnosis/evidence.py",
+        "event.user == user if isinstance(event, AnyGrabEvent) else",
+        "getattr(event, 'user', None) == user or",
+        _in(LAYOUTS, "test_each_user_of_one_id_has_a_story_of_its_own"),
+    ),
     Mutation(
         "term of an owner's script",
         "lua/includes/shard.lua",

@@ -237,5 +237,6 @@ async def test_each_user_of_one_id_has_a_story_of_its_own(
         story = json.loads(told.stdout)
         assert told.returncode == 0, told.stdout + told.stderr
         assert story["not_in_ledger"] == []
+        assert {line["seq"] for line in story["ledger"]} == {answer.seq}
         granted = [moment for moment in story["story"] if moment["what"] == "grab.granted"]
         assert [moment["details"]["seq"] for moment in granted] == [answer.seq]
