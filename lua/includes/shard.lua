@@ -14,9 +14,10 @@ local function layout_of(named, seq)
   return tonumber(named or (seq and 1 or LAYOUT_MIN))
 end
 
--- The layout in which an operator wants the shard to be rebuilt, if these scripts write it; else 0.
+-- The layout in which an operator wants the shard to be rebuilt, if these scripts write it; else 0, also for
+-- what is no number.
 local function raised_layout_of(named)
-  local raised = tonumber(named or 0)
+  local raised = tonumber(named or '') or 0
   return raised <= LAYOUT and raised or 0
 end
 

@@ -203,6 +203,30 @@ async def test_a_shard_without_a_layout_is_outdated_and_an_empty_shard_is_new(
     assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == b"complete"
 
 
+async def test_a_shard_is_outdated_while_a_newer_layout_is_wanted(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    """It decides in its own layout meanwhile. A layout that these scripts do not write, or that is no number,
+    is not wanted.
+    """
+    gate = make_gate()
+    await gate.decide([opening()], "decided")
+    shard = keys.shard(keys.shard_of_offer("e"))
+    await client.hset(shard.state, "layout", LAYOUT - 1)
+    forms = {
+        str(LAYOUT): b"outdated",
+        str(LAYOUT - 1): b"complete",
+        str(LAYOUT + 1): b"complete",
+        "x": b"complete",
+    }
+    for number, (wanted, form) in enumerate(forms.items()):
+        await client.hset(shard.state, "raised_layout", wanted)
+        assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == form
+        assert [answer.outcome for answer in await gate.decide(grabs(1, start=number), "decided")] == [
+            "granted"
+        ]
+
+
 async def test_a_full_outbox_is_busy_until_it_is_trimmed(make_gate: Any, client: Any, keys: KeySpace) -> None:
     gate = make_gate(outbox_events_max=5)
     assert all(answer.positive for answer in await gate.decide([opening(), *grabs(4)], "decided"))
