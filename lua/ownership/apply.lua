@@ -50,7 +50,7 @@ local offers, campaigns = load_offers(names, campaign_of, campaign_names)
 local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {},
   has_own_ids = layout_of(shard[4], shard[2]) > 3}
 local APPLY = {}
--- The events of grabs, unless of one that has waited.
+-- The events that a grab makes itself. (Served later, a grab that has waited makes one with `waited`.)
 local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
 
 -- Stores the row of an event's command as the answer under its id.

@@ -21,7 +21,7 @@ from grabstream.models.events import (
 )
 from grabstream.models.identifiers import campaign_of
 from grabstream.ops.diagnosis.counters import Counted, Counters
-from grabstream.ops.diagnosis.evidence import Evidence
+from grabstream.ops.diagnosis.evidence import Evidence, is_about
 
 
 class Moment(NamedTuple):
@@ -109,10 +109,7 @@ class _Story:
             self._add(event.at, _type_of(event), False, event.command, None, _details(event), None, [])
 
     def _is_about_user(self, event: AnyEvent) -> bool:
-        names = {grab["grab"] for grab in self._evidence.grabs}
-        return getattr(event, "user", None) == self._evidence.user or (
-            isinstance(event, PaymentRefundDue) and event.grab in names
-        )
+        return is_about(event, self._evidence.user, {grab["grab"] for grab in self._evidence.grabs})
 
     def _counted(self, at: int) -> list[Counted]:
         return self._counters.at(self._offer, self._evidence.user, self._attributes, at)

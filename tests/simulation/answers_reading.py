@@ -19,7 +19,7 @@ from grabstream.models.identifiers import campaign_of
 from grabstream.models.outcomes import Outcome
 from grabstream.models.rules import decide, decide_basket
 from grabstream.models.rules.state import as_remembered
-from tests.simulation.rules_reading import RulesReading, claims_of
+from tests.simulation.rules_reading import RulesReading, claims_of, is_of
 
 
 class Call(NamedTuple):
@@ -92,10 +92,7 @@ class AnswersReading:
                 self._say(command, answer, "there is no such event")
         else:
             # It does not say when it was found that the effect held: in any state from this event on.
-            event = self._events[answer.seq - 1]
-            is_own = event["command"] == command.id and (
-                not isinstance(command, Grab) or event.get("user") == command.user
-            )
+            is_own = is_of(self._events[answer.seq - 1], command)
             asked = _Asked(command, answer, answer.at, by_topic, 1 if is_own else 2)
             self._asked[answer.seq].append(asked)
 

@@ -33,7 +33,7 @@ from tests.lua.histories.rows import Rows, differences
 from tests.simulation.answers_reading import AnswersReading, Call
 from tests.simulation.kafka_broker import Record
 from tests.simulation.redis_server import Server, SimulatedScript
-from tests.simulation.rules_reading import SWEEP, Difference, RulesReading, all_sent
+from tests.simulation.rules_reading import SWEEP, Difference, RulesReading, all_sent, is_of
 
 LINE_BYTES_MAX: Final = 262_144
 #: The key layout since which the ids of grabs belong to their users.
@@ -171,12 +171,6 @@ def identity_of_event(event: Any) -> Identity:
     if event["type"] in _MADE_BY_GRABS and not event.get("waited"):
         return event["offer"], event["user"], event["command"]
     return campaign_of(event["offer"]), event["command"]
-
-
-def is_of(event: Any, command: AnyCommand) -> bool:
-    """Whether an event is that of a command."""
-    is_named = event["command"] == command.id
-    return bool(is_named and (not isinstance(command, Grab) or event.get("user") == command.user))
 
 
 class Given:

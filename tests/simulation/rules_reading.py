@@ -47,6 +47,12 @@ class Difference(Exception):
     """The journal has an event that the rules do not make."""
 
 
+def is_of(event: Any, command: AnyCommand) -> bool:
+    """Whether an event is that of a command."""
+    is_named = event["command"] == command.id
+    return bool(is_named and (not isinstance(command, Grab) or event.get("user") == command.user))
+
+
 def all_sent(lists: Iterator[Sequence[AnyCommand]]) -> dict[tuple[str, str], list[Sent]]:
     """All commands that callers send, by campaign and id: several bodies may have one id."""
     sent: dict[tuple[str, str], list[Sent]] = defaultdict(list)
