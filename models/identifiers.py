@@ -54,7 +54,7 @@ def are_ids(texts: Iterable[str]) -> bool:
     texts = list(texts)
     if not texts:
         return True
-    lengths = [len(text) for text in texts]
+    lengths = list(map(len, texts))
     if min(lengths) == 0 or max(lengths) > ID_LENGTH_MAX:
         return False
     joined = "".join(texts)

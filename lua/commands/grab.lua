@@ -12,8 +12,11 @@
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests
 --         or false, users, quantities or false, attributes as JSON text or '' or false, extras, plain};
 --         extras: false, or for each grab false or {attributes, basket, wait, ticket_expires_at, ticket_once,
---         ticket_ends_at (if a use counts in the whole campaign)}; plain: true if all grabs are of one offer
---         and for one unit, without extras, and no id or user occurs twice
+--         ticket_ends_at (if a use counts in the whole campaign)}; plain: false, or, if all grabs are of one
+--         offer and for one unit, without extras, and no user occurs twice: {number of grabs, width of the
+--         ids, width of the users}; then ids, users and offer of each are false. A width is the length of all
+--         texts or, if they differ, the format of ARGV[7] or ARGV[8] for `struct.unpack`
+-- ARGV[7] the ids of plain grabs, with '","' between them · ARGV[8] their users
 -- Outcomes: 21 fenced · 22 busy (whole call) · then for each: 20 invalid · 23 conflict · 24 no_such_offer ·
 --           26 already_taken · 27 not_open_yet · 28 on_hold · 29 over · 30 not_eligible · 31 limit_reached ·
 --           32 sold_out · 33 not_enough_left · 0 granted · 1 held · 15 waiting
@@ -43,8 +46,22 @@ local digests, users, quantities = arguments[6], arguments[7], arguments[8]
 local attributes, extras = arguments[9], arguments[10]
 local offers, campaigns = load_offers(names, campaign_of, arguments[3])
 local offer_users = {}
-local has_run = arguments[11] and is_plain(call, offers[1])
-local plain_cost = COST.plain_grab + COST.plain_byte * #ARGV[6] / #ids
+local has_run, plain_cost = false, 0
+if arguments[11] then
+  local grabs, ids_width, users_width = unpack(arguments[11])
+
+  -- The values in an argument that has '","' between them, as in an event.
+  local function values_of(text, width)
+    if type(width) == 'number' then return unpack_list('c' .. width, 'xxx', text, grabs) end
+    local values = {struct.unpack(width, text)}
+    values[grabs + 1] = nil
+    return values
+  end
+
+  ids, users = values_of(ARGV[7], ids_width), values_of(ARGV[8], users_width)
+  plain_cost = COST.plain_grab + COST.plain_byte * (#ARGV[7] + #ARGV[8]) / grabs
+  has_run = is_plain(call, offers[1])
+end
 
 do
   local function basket_at(i)
@@ -62,7 +79,7 @@ do
       if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then
         return i - 1
       end
-      local offer = offers[offer_of[i]]
+      local offer = offers[offer_of and offer_of[i] or 1]
       estimate = estimate + COST.command
       if offer then
         local spans = offer.rules.hours and #offer.rules.hours or 0
@@ -75,13 +92,6 @@ do
   for i = #ids, fitting() + 1, -1 do ids[i], users[i] = nil, nil end
 end
 
--- Small records are read at once: what each offer has of its users, and the refusals. Answers may be large,
--- since they have codes, so each is read when its grab is decided.
-for o = 1, #offers do offer_users[o] = {} end
-for i = 1, #ids do
-  local asked = offer_users[offer_of[i]]
-  asked[#asked + 1] = users[i]
-end
 local function lookup(key, fields)
   local by_field = {}
   if #fields == 0 then return by_field end
@@ -102,12 +112,24 @@ end
 
 local first, run = 1, nil
 if has_run then
-  first, run = grant_run(call, offers[1], ids, users, campaigns[1], plain_cost)
+  first, run = grant_run(call, offers[1], ids, users, campaigns[1], plain_cost,
+    {ARGV[7], ARGV[8], arguments[11][1]})
   if first > #ids then return finish(call, offers, campaigns, {}, run) end
+end
+if not offer_of then
+  offer_of = {}
+  for i = 1, #ids do offer_of[i] = 1 end
 end
 if not quantities then
   digests, quantities, attributes = {}, {}, {}
   for i = 1, #ids do digests[i], quantities[i], attributes[i] = PLAIN, 1, '' end
+end
+-- Small records are read at once: what each offer has of its users, and the refusals. Answers may be large,
+-- since they have codes, so each is read when its grab is decided.
+for o = 1, #offers do offer_users[o] = {} end
+for i = 1, #ids do
+  local asked = offer_users[offer_of[i]]
+  asked[#asked + 1] = users[i]
 end
 for o = 1, #offers do
   local offer = offers[o]

@@ -132,15 +132,22 @@ class Calls:
         return self._clock() if self._clock else now_ms()
 
     async def call(
-        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], history: int, journaled_seq: int
-    ) -> tuple[list[list[int]], int]:
-        """Returns the rows of the commands and the history of the shard. The call must be decided in a
-        history (0: any), by a server that has events up to `journaled_seq`.
+        self,
+        keys: ShardKeys,
+        script: str,
+        commands: Sequence[AnyCommand],
+        history: int,
+        journaled_seq: int,
+        plain: str | None = None,
+    ) -> encoding.Reply:
+        """Returns the reply that has the rows of the commands and the history of the shard. The call must be
+        decided in a history (0: any), by a server that has events up to `journaled_seq`. `plain` is the offer
+        of the commands, if all are plain grabs of it.
 
         Raises CallRefused, AnotherHistory, Undecidable, BrokenOff, and errors of a client that cannot reach
         its server.
         """
-        call = await self._built(keys, script, commands)
+        call = await self._built(keys, script, commands, plain)
         try:
             packed = await stage(partial(run_script, self._redis), call) if call.staged else call.arguments
             raw = await run_script(
@@ -174,10 +181,16 @@ class Calls:
             raise AnotherHistory(reply.history_or_retry_at)
         if reply.code != 0:
             raise CallRefused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)
-        return reply.rows(), reply.history_or_retry_at
+        return reply
 
-    async def _built(self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand]) -> ScriptCall:
+    async def _built(
+        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], plain: str | None
+    ) -> ScriptCall:
         try:
+            if plain is not None and (
+                call := encoding.build_plain(keys, commands, plain)  # type: ignore[arg-type]
+            ):
+                return call
             if script == "open" and sum(map(_parts_of, commands)) > 2_000:
                 return await asyncio.to_thread(
                     encoding.build, keys, script, commands, self._secrets, self.now()

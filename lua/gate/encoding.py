@@ -8,6 +8,7 @@ deciding the commands.
 import secrets
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import msgspec
@@ -66,14 +67,14 @@ class Secrets(NamedTuple):
 
 class GrantRun(msgspec.Struct, frozen=True, array_like=True):
     """A run of consecutive plain grants: seq, place and time of the first, units left after it, and the
-    amount of each.
+    amounts, with commas between them.
     """
 
     seq: int
     place: int
     left: int
     at: int
-    amounts: list[int]
+    amounts: str
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -86,16 +87,19 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     rows_or_message: Any = None
     run: GrantRun | None = None
 
-    def rows(self) -> list[Any]:
-        """Returns the rows of all commands, those of the run first."""
-        run = self.run
-        if run is None:
-            return self.rows_or_message  # type: ignore[no-any-return]
-        seq, place, left, at = run.seq, run.place, run.left, run.at
-        granted = [
-            (GRANTED, seq + i, at, amount, 1, place + i, left - i) for i, amount in enumerate(run.amounts)
-        ]
-        return granted + self.rows_or_message if self.rows_or_message else granted
+
+def granted_answers(shard: int, commands: Sequence[Any], run: GrantRun) -> list[Answer]:
+    """Returns the answers to the grabs of a run, which are the first of these commands."""
+    amounts = list(map(int, run.amounts.split(",")))
+    grabs = commands[: len(amounts)]
+    ids = [grab.id for grab in grabs]
+    return list(
+        map(
+            Answer, ids, repeat("granted"), repeat(GRANTED), repeat(grabs[0].offer),
+            [grab.user for grab in grabs], ids, amounts, repeat(1), count(run.place), count(run.left, -1),
+            repeat(False), repeat(None), repeat(shard), count(run.seq), repeat(run.at),
+        )
+    )  # fmt: skip
 
 
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
@@ -130,6 +134,8 @@ def build(
     """
     call_offers = CallOffers([command.offer for command in commands])
     names = call_offers.keys(keys)
+    if script == "grab":
+        return ScriptCall(names, _grab_arguments(commands, gate, call_offers))  # type: ignore[arg-type]
     columns: list[Any] = [
         call_offers.offers,
         call_offers.campaign_of,
@@ -137,9 +143,6 @@ def build(
         [c.id for c in commands],
         call_offers.offer_of,
     ]
-    if script == "grab":
-        columns += _grab_columns(commands, gate, len(call_offers.offers) == 1)  # type: ignore[arg-type]
-        return ScriptCall(names, [_pack(columns)])
     columns.append(list(map(gate.sealer.digests.of, commands)))
     if script == "open":
         terms, parts, staged = _open_columns(keys, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
@@ -152,17 +155,37 @@ def build(
 # -- grab ----------------------------------------------------------------------------------------------------
 
 
-def _grab_columns(commands: Sequence[Grab], gate: Secrets, of_one_offer: bool) -> list[Any]:
-    """Returns the arguments of `grab` from the digests on."""
+def build_plain(keys: ShardKeys, commands: Sequence[Grab], offer: str) -> ScriptCall | None:
+    """Returns what `build` does, for plain grabs of one offer; None if a user occurs twice."""
+    users = [c.user for c in commands]
+    if len(set(users)) < len(users):
+        return None
+    campaign = campaign_of(offer)
+    names = [*keys.of_offer(offer), *keys.of_campaign(campaign)]
+    return ScriptCall(names, _plain_arguments(offer, campaign, [c.id for c in commands], users))
+
+
+def _plain_arguments(offer: str, campaign: str, ids: Sequence[str], users: Sequence[str]) -> list[bytes]:
+    """Returns the arguments of `grab` for plain grabs of distinct users."""
+    columns: list[Any] = [[offer], [1], [campaign], *[False] * 7, (len(ids), _width(ids), _width(users))]
+    return [_pack(columns), '","'.join(ids).encode(), '","'.join(users).encode()]
+
+
+def _grab_arguments(commands: Sequence[Grab], gate: Secrets, call_offers: CallOffers) -> list[bytes]:
+    """Returns the packed arguments of `grab`."""
+    columns: list[Any] = [call_offers.offers, call_offers.campaign_of, call_offers.campaigns]
+    ids = [c.id for c in commands]
     users = [c.user for c in commands]
     digests = list(map(gate.sealer.digests.of, commands))
-    count = len(users)
-    if digests.count(PLAIN) == count:
+    if digests.count(PLAIN) == len(users):
         # The usual case in a crowd: the script then tests no grab for fields that none of them has.
-        are_plain = of_one_offer and count == len(set(users)) == len({c.id for c in commands})
-        return [False, users, False, False, False, are_plain]
+        if len(call_offers.offers) == 1 and len(users) == len(set(users)):
+            return _plain_arguments(call_offers.offers[0], call_offers.campaigns[0], ids, users)
+        return [_pack([*columns, ids, call_offers.offer_of, False, users, False, False, False, False])]
     attributes = [_json(c.attributes).decode() if c.attributes else "" for c in commands]
-    return [
+    columns += [
+        ids,
+        call_offers.offer_of,
         digests,
         users,
         [c.quantity for c in commands],
@@ -170,6 +193,17 @@ def _grab_columns(commands: Sequence[Grab], gate: Secrets, of_one_offer: bool) -
         [_extra_of(command, gate.tickets) for command in commands],
         False,
     ]
+    return [_pack(columns)]
+
+
+def _width(values: Sequence[str]) -> int | str:
+    """Returns the length of all values or, if they differ, the format by which Lua's `struct.unpack` finds
+    them in a text that has three characters between them.
+    """
+    lengths = list(map(len, values))
+    if lengths.count(lengths[0]) == len(lengths):
+        return lengths[0]
+    return "xxx".join(map("c%d".__mod__, lengths))
 
 
 def _extra_of(command: Grab, tickets: TicketKeys) -> Any:

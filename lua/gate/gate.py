@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, Literal
 
@@ -53,12 +54,20 @@ from grabstream.lua.gate.queue import (
 )
 from grabstream.lua.gate.refusals import RefusalLog
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.gate.sizes import CALL_BYTES_MAX, fitting
+from grabstream.lua.gate.sizes import CALL_BYTES_MAX, PLAIN_GRABS_MAX, fitting
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, refusal
-from grabstream.models.commands import AnyCommand, Grab, basket_of, check, torn_baskets, user_of
+from grabstream.models.commands import (
+    AnyCommand,
+    Grab,
+    basket_of,
+    check,
+    offer_of_plain,
+    torn_baskets,
+    user_of,
+)
 from grabstream.models.identifiers import RESERVED_IDS, are_ids
 from grabstream.models.money import Invalid
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
@@ -160,16 +169,16 @@ class Gate:
                 await self._decide_one(commands[0], promise, deadline, patience_ms / 1000, report_undecidable)
             ]
         answers: list[Answer | None] = [None] * len(commands)
-        valid = self._check(commands, answers)
-        runs = list(self._split(valid, commands))
+        plain = offer_of_plain(commands) if commands else None
+        valid = range(len(commands)) if plain is not None else self._check(commands, answers)
+        runs = list(self._split(valid, commands, plain))
         order = reader or CallOrder()
         waits: deque[tuple[int, Sequence[int], QueueEntry]] = deque()
         last_of: dict[int, QueueEntry] = {}
         for shard, script, indexes in runs:
             patience = math.inf if reader else patience_ms / 1000
-            entry = QueueEntry(
-                order.lane(shard), script, [commands[index] for index in indexes], deadline, patience
-            )
+            of_entry = commands if len(indexes) == len(commands) else [commands[index] for index in indexes]
+            entry = QueueEntry(order.lane(shard), script, of_entry, deadline, patience, plain=plain)
             before = last_of.get(shard)
             if reader is None:
                 last_of[shard] = entry
@@ -213,10 +222,13 @@ class Gate:
         report_undecidable: ReportUndecidable,
     ) -> Answer:
         """Decides a command that comes alone, as `decide` does: most of a crowd's do."""
-        if (refused := _refused(command)) is not None:
+        plain = offer_of_plain((command,))
+        if plain is None and (refused := _refused(command)) is not None:
             return refused
         number = self._shard(command.offer)
-        entry = QueueEntry(Lane(), type(command).__name__.lower(), (command,), deadline, patience_seconds)
+        entry = QueueEntry(
+            Lane(), type(command).__name__.lower(), (command,), deadline, patience_seconds, plain=plain
+        )
         self._submit(number, entry, bounded=True, before=None)
         try:
             await self._answers_ready(number, entry, promise)
@@ -275,11 +287,16 @@ class Gate:
         return valid
 
     def _split(
-        self, indexes: Iterable[int], commands: Sequence[AnyCommand]
+        self, indexes: Sequence[int], commands: Sequence[AnyCommand], plain: str | None
     ) -> Iterable[tuple[int, str, Sequence[int]]]:
         """Returns (shard, script, indexes): the commands of each shard in order, split where the type changes
-        and where a call would be too large.
+        and where a call would be too large. `plain` is the offer of all, if all are plain grabs of it.
         """
+        if plain is not None:
+            shard, size = self._shard(plain), min(self._limits.batch_commands_max, PLAIN_GRABS_MAX)
+            for start in range(0, len(indexes), size):
+                yield shard, "grab", indexes[start : start + size]
+            return
         by_shard: dict[int, list[int]] = {}
         for index in indexes:
             by_shard.setdefault(self._shard(commands[index].offer), []).append(index)
@@ -414,7 +431,10 @@ class Gate:
                     break
                 if len(offers) >= OFFERS_IN_CALL_MAX and not entry.offers <= offers:
                     break
-            offers |= entry.offers
+            if entry.plain is None:
+                offers |= entry.offers
+            else:
+                offers.add(entry.plain)
             if lane.in_flight or (lane.decided and history and lane.history != history):
                 break
             if lane.decided:
@@ -439,10 +459,12 @@ class Gate:
         again: list[QueueEntry] = []
         pause = True
         try:
-            rows, history = await self._calls.call(
-                shard.keys, entries[0].script, commands, history, journaled_seq
-            )
-            again, pause = self._answer(shard, entries, rows, history), False
+            plains = {entry.plain for entry in entries}
+            reply = await self._calls.call(
+                shard.keys, entries[0].script, commands, history, journaled_seq,
+                plains.pop() if len(plains) == 1 else None,
+            )  # fmt: skip
+            again, pause = self._answer(shard, entries, commands, reply), False
             if shard.refuses:
                 log.warning("shard %d decides again", shard.keys.shard)
                 shard.refuses = ""
@@ -477,37 +499,41 @@ class Gate:
             self._wake(shard)
 
     def _answer(
-        self, shard: ShardQueue, entries: list[QueueEntry], rows: list[Any], history: int
+        self,
+        shard: ShardQueue,
+        entries: list[QueueEntry],
+        commands: Sequence[AnyCommand],
+        reply: encoding.Reply,
     ) -> list[QueueEntry]:
         """Answers the decided commands; returns entries of the commands that did not fit, in order."""
-        number, sealer = shard.keys.shard, self._sealer
+        number, history = shard.keys.shard, reply.history_or_retry_at
+        answers = encoding.granted_answers(number, commands, reply.run) if reply.run else []
+        answers += map(partial(self._answer_of, number), commands[len(answers) :], reply.rows_or_message)
         index = 0
         rest: list[QueueEntry] = []
         for entry in entries:
-            decided = min(len(rows) - index, len(entry.commands))
-            if decided == 0 or (decided < len(entry.commands) and entry.done.done()):
+            wanted = len(entry.commands)
+            decided = min(len(answers) - index, wanted)
+            if decided == 0 or (decided < wanted and entry.done.done()):
                 index += decided
                 rest.append(entry)
                 continue
-            if decided < len(entry.commands):
+            if decided < wanted:
                 entry, undecided = entry.split(decided)
                 rest.append(undecided)
-            answers = []
-            for command in entry.commands:
-                try:
-                    answers.append(encoding.answer_of(number, command, rows[index], sealer))
-                except Exception as error:
-                    # The command is decided all the same; the answer has what can be read.
-                    log.exception(
-                        "shard %d: the row of command %s cannot be read completely: %r",
-                        number,
-                        command.id,
-                        rows[index],
-                    )
-                    answers.append(_partial_answer(number, command, rows[index], error))
-                index += 1
-            entry.answer(answers, history)
+            entry.answer(answers[index : index + decided], history)
+            index += decided
         return rest
+
+    def _answer_of(self, shard: int, command: AnyCommand, row: Sequence[Any]) -> Answer:
+        try:
+            return encoding.answer_of(shard, command, row, self._sealer)
+        except Exception as error:
+            # The command is decided all the same; the answer has what can be read.
+            log.exception(
+                "shard %d: the row of command %s cannot be read completely: %r", shard, command.id, row
+            )
+            return _partial_answer(shard, command, row, error)
 
     def _on_refused(
         self, shard: ShardQueue, entries: list[QueueEntry], error: "CallRefused"

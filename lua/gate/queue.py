@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from grabstream.lua.gate.sizes import size_of_all
+from grabstream.lua.gate.sizes import PLAIN_BYTES, size_of_all
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import AnyCommand, basket_of, user_of
@@ -52,7 +52,7 @@ class Lane:
     __slots__ = ("decided", "history", "in_flight", "journaled_seq", "stale")
 
     def __init__(self) -> None:
-        self.decided: deque[QueueEntry] = deque()
+        self.decided: list[QueueEntry] = []
         self.history = 0
         self.in_flight = False
         self.journaled_seq = 0
@@ -60,8 +60,7 @@ class Lane:
 
     def take_decided(self) -> "list[QueueEntry]":
         """Removes and returns the entries that must be decided again, in their order."""
-        entries = list(self.decided)
-        self.decided.clear()
+        entries, self.decided = self.decided, []
         self.stale = False
         for entry in entries:
             entry.ask_again()
@@ -77,7 +76,8 @@ class QueueEntry(msgspec.Struct, eq=False):
     lost): then they cannot be refused any more. `given` is set when the caller has its answers, or no longer
     waits. `entries_max` is how many entries may share a script call with this one: fewer after an error.
     `parts` are the entries that this one was split into: to find the command that causes an error, or because
-    a call had no room for all commands. `fault` is the error of a single command.
+    a call had no room for all commands. `fault` is the error of a single command. `plain` is the offer of the
+    commands, if all are plain grabs of it.
     """
 
     lane: Lane
@@ -91,6 +91,7 @@ class QueueEntry(msgspec.Struct, eq=False):
     entries_max: int = ENTRIES_IN_CALL_MAX
     breaks: int = 0
     fault: str | None = None
+    plain: str | None = None
     next: "QueueEntry | None" = None
     parts: "tuple[QueueEntry, ...]" = ()
     answers: list[Answer] = []
@@ -103,6 +104,9 @@ class QueueEntry(msgspec.Struct, eq=False):
     )
 
     def __post_init__(self) -> None:
+        if self.plain is not None:
+            self.bytes = PLAIN_BYTES * len(self.commands)
+            return
         self.bytes = size_of_all(self.commands)
         self.has_baskets = self.script == "grab" and any(map(basket_of, self.commands))
 
@@ -163,7 +167,7 @@ class QueueEntry(msgspec.Struct, eq=False):
     @property
     def offers(self) -> set[str]:
         """The offers that the commands name."""
-        return {command.offer for command in self.commands}
+        return {self.plain} if self.plain is not None else {command.offer for command in self.commands}
 
     def halves(self) -> "tuple[QueueEntry, ...]":
         """Splits the entry into halves, each of which gets its own call; returns () for a single command or
@@ -186,7 +190,7 @@ class QueueEntry(msgspec.Struct, eq=False):
     def split(self, end: int) -> "tuple[QueueEntry, QueueEntry]":
         """Splits the entry into its commands before an index, and the others."""
         first, second = (
-            QueueEntry(self.lane, self.script, part, self.deadline, self.patience_seconds)
+            QueueEntry(self.lane, self.script, part, self.deadline, self.patience_seconds, plain=self.plain)
             for part in (self.commands[:end], self.commands[end:])
         )
         first.next, second.next = second, self.next
@@ -203,8 +207,9 @@ class QueueEntry(msgspec.Struct, eq=False):
     def give(self) -> None:
         """The caller has its answers, or no longer waits; commands that were not sent are dropped."""
         self.given = True
-        if self in self.lane.decided:
-            self.lane.decided.remove(self)
+        decided = self.lane.decided
+        if decided and self in decided:
+            decided.remove(self)
         self.done.cancel()
         for part in self.parts:
             part.give()

@@ -25,6 +25,8 @@ from grabstream.models.offers import EnvelopeTerms
 CALL_BYTES_MAX: Final = 128 * 1024
 #: The size of a command that has only ids and numbers.
 PLAIN_BYTES: Final = 64
+#: So many grabs of one unit, without further fields, fit into a call.
+PLAIN_GRABS_MAX: Final = CALL_BYTES_MAX // PLAIN_BYTES
 _PART_BYTES: Final = 6
 
 

@@ -17,14 +17,14 @@ local CODE = {
   on_hold = 28, over = 29, not_eligible = 30, limit_reached = 31, sold_out = 32, not_enough_left = 33,
   expired = 34, not_held = 35,
   not_redeemable = 36,
+  -- Not an outcome: the shard has another history than the call names, and the gate must first send the
+  -- earlier commands of the same callers again. The reply has the shard's present history.
+  another_history = -1,
 }
--- Not an outcome: the shard has another history than the call names, and the gate must first send the earlier
--- commands of the same callers again. The reply has the shard's present history.
-local ANOTHER_HISTORY = -1
 -- The bounds of models/bounds.py. A script tests a bound, and refuses what exceeds it, before it changes
 -- anything.
 local BOUNDS = {
-  event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000,
+  seq = 2 ^ 40 - 1, event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000,
   entry_bytes = 131072, refusals = 100000,
   basket_answers_bytes = 1048576, large_answer_bytes = 4096, with_codes = 'at most 100 where grabs get codes',
 }
@@ -128,10 +128,10 @@ local function begin_call()
       .. (shard[1] or 0) .. ' here, and seq ' .. journaled .. ' is journaled'}
   end
   if history ~= '' and history ~= shard[4] then
-    return nil, {ANOTHER_HISTORY, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4]
+    return nil, {CODE.another_history, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4]
       .. ' instead of ' .. history}
   end
-  if seq > SEQ_MAX - 10000 then
+  if seq > BOUNDS.seq - 10000 then
     return nil, {CODE.fenced, clock + 1000,
       'the shard has reached the greatest event number that its records can hold'}
   end

@@ -21,10 +21,35 @@ local function next_seq(call)
   return call.seq
 end
 
+-- Integers as text, with commas between them. Small ones are looked up; the others are formatted in one step:
+-- `table.concat` formats each as a floating-point number, which costs three times as much.
+local numbers_text
+do
+  local TEXTS, TEXTS_MAX = {}, 10000
+
+  function numbers_text(numbers, count)
+    local texts = {}
+    for i = 1, count do
+      local number = numbers[i]
+      if number >= TEXTS_MAX then
+        return string.format(string.rep('%.0f,', count - 1) .. '%.0f', unpack(numbers, 1, count))
+      end
+      local text = TEXTS[number]
+      if not text then
+        text = string.format('%.0f', number)
+        TEXTS[number] = text
+      end
+      texts[i] = text
+    end
+    return table.concat(texts, ',')
+  end
+end
+
 -- Adds a grab to the run of the call: {type, offer, basket, seq, offer_seq, place: of the first grab; count;
--- bytes: of the columns; left: units after the last grab; ids, users, quantities, amounts; rare}. Begins a
--- new run where the last one was of another offer or basket, or is full. `rare` has, for columns that only
--- some grabs have, the text of this grab's value: asked, attributes, tickets, digests, codes.
+-- bytes: of the columns; left: units after the last grab; ids, users, quantities, amounts, or ids_text,
+-- users_text, amounts_text where a column is known as text; rare}. Begins a new run where the last one was of
+-- another offer or basket, or is full. `rare` has, for columns that only some grabs have, the text of this
+-- grab's value: asked, attributes, tickets, digests, codes.
 local add_grab
 -- Ends the run of the call, if there is one: adds its line.
 local end_run
@@ -33,12 +58,6 @@ do
   -- In the order of models/runs.py, with the value of a grab that has none.
   local RARE = {{'asked', 'null'}, {'attributes', 'null'}, {'tickets', 'null'}}
   local RARE_LAST = {{'digests', '"' .. PLAIN .. '"'}, {'codes', '[]'}}
-
-  -- Integers as text, formatted in one step: `table.concat` formats each as a floating-point number, which
-  -- costs three times as much.
-  local function numbers_text(numbers, count)
-    return string.format(string.rep('%d,', count - 1) .. '%d', unpack(numbers, 1, count))
-  end
 
   local function texts_of(columns, rare, count)
     local text = ''
@@ -52,33 +71,32 @@ do
     return text
   end
 
+  -- The end of a run's text: what all holds of the run have in common.
+  local function hold_end(call, rules)
+    return ',"deadline_at":' .. int(call.now + rules.hold_ms)
+      .. (rules.currency and ',"price":' .. int(rules.price or 0) .. ',"currency":"' .. rules.currency .. '"}'
+        or '}')
+  end
+
+  -- The text is joined once, at the end: Lua hashes every string that it makes, so each longer text that is
+  -- made on the way would cost as much as all the shorter ones.
   function end_run(call)
     local run = call.run
     if not run then return end
     call.run = nil
-    local offer, count, ids, users = run.offer, run.count, run.ids, run.users
-    local text = string.format(
+    local offer, count = run.offer, run.count
+    call.lines[#call.lines + 1] = string.format(
       '{"type":"%s","v":2,"shard":%s,"seq":%.0f,"offer_seq":%.0f,"offer":"%s","at":%.0f,"grabs":["',
       run.type, call.shard, run.seq, run.offer_seq, offer.name, call.now)
-      .. table.concat(ids, '","', 1, count) .. '"],"users":["' .. table.concat(users, '","', 1, count)
-    if run.has_quantities then
-      text = text .. '"],"quantities":[' .. numbers_text(run.quantities, count) .. '],'
-    else
-      text = text .. '"],'
-    end
-    if run.amounts then text = text .. '"amounts":[' .. numbers_text(run.amounts, count) .. '],' end
-    text = text .. '"asset":"' .. offer.asset
-      .. string.format('","place":%.0f,"left":%.0f', run.place, run.left)
+      .. (run.ids_text or table.concat(run.ids, '","', 1, count)) .. '"],"users":["'
+      .. (run.users_text or table.concat(run.users, '","', 1, count))
+      .. (run.has_quantities and '"],"quantities":[' .. numbers_text(run.quantities, count) .. '],' or '"],')
+      .. (run.amounts_text and '"amounts":[' .. run.amounts_text .. '],'
+        or run.amounts and '"amounts":[' .. numbers_text(run.amounts, count) .. '],' or '')
+      .. '"asset":"' .. offer.asset .. string.format('","place":%.0f,"left":%.0f', run.place, run.left)
       .. texts_of(RARE, run.rare, count) .. (run.basket and ',"basket":"' .. run.basket .. '"' or '')
       .. texts_of(RARE_LAST, run.rare, count)
-    if run.type == 'grab.held' then
-      text = text .. ',"deadline_at":' .. int(call.now + offer.rules.hold_ms)
-      if offer.rules.currency then
-        text = text .. ',"price":' .. int(offer.rules.price or 0) .. ',"currency":"' .. offer.rules.currency
-          .. '"'
-      end
-    end
-    call.lines[#call.lines + 1] = text .. '}'
+      .. (run.type == 'grab.held' and hold_end(call, offer.rules) or '}')
     call.seqs[#call.lines] = count
   end
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from grabstream.models.answers import Answer, encode_answer
@@ -373,10 +373,12 @@ def test_commands_of_an_array_are_those_of_its_elements_alone(elements: list[str
         )
 
     try:
-        json.loads(value)
+        count = len(json.loads(value))
     except ValueError:
         assert [type(one) for one in decode_commands(value)] == [Undecodable]
         return
+    # Two elements that are a quote each are one text in the array.
+    assume(count == len(elements))
     alone = [decode_commands(element.encode(errors="surrogatepass")) for element in elements]
     if any(element.startswith("[") for element in elements):
         return

@@ -56,8 +56,8 @@ async def test_a_server_that_lags_behind_a_journaled_command_decides_nothing(rel
     with pytest.raises(CallRefused, match="this server lags behind the journal") as refused:
         await gate._calls.call(relay.shard, "grab", [grab], 0, seq + 1)
     assert refused.value.outcome == Outcome.fenced
-    rows, _ = await gate._calls.call(relay.shard, "grab", [grab], 0, seq)
-    assert rows[0][0] == Outcome.held
+    reply = await gate._calls.call(relay.shard, "grab", [grab], 0, seq)
+    assert reply.rows_or_message[0][0] == Outcome.held
     await gate.close()
 
 
