@@ -36,6 +36,7 @@
 --- @include "offers"
 --- @include "envelope"
 --- @include "pieces"
+--- @include "taking"
 
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
@@ -46,21 +47,11 @@ local digests, users, quantities = arguments[6], arguments[7], arguments[8]
 local attributes, extras = arguments[9], arguments[10]
 local offers, campaigns = load_offers(names, campaign_of, arguments[3])
 local offer_users = {}
-local has_run, plain_cost = false, 0
+-- The run of the first grabs; of pieces, their packed rows.
+local first, run, packed = 1, nil, nil
 if arguments[11] then
-  local grabs, ids_width, users_width = unpack(arguments[11])
-
-  -- The values in an argument that has '","' between them, as in an event.
-  local function values_of(text, width)
-    if type(width) == 'number' then return unpack_list('c' .. width, 'xxx', text, grabs) end
-    local values = {struct.unpack(width, text)}
-    values[grabs + 1] = nil
-    return values
-  end
-
-  ids, users = values_of(ARGV[7], ids_width), values_of(ARGV[8], users_width)
-  plain_cost = COST.plain_grab + COST.plain_byte * (#ARGV[7] + #ARGV[8]) / grabs
-  has_run = is_plain(call, offers[1])
+  ids, users, first, run, packed = decide_plain(call, offers[1], campaigns[1], arguments[11])
+  if first > #ids then return finish(call, offers, campaigns, {}, run, packed) end
 end
 
 do
@@ -72,10 +63,9 @@ do
   -- The number of grabs that this call has room for, estimated before they are read. A basket is never
   -- divided.
   local function fitting()
-    if has_run then return math.min(#ids, math.max(1, math.floor(COST.call_max / plain_cost))) end
     spend(COST.argument_byte * #ARGV[6])
     local estimate = 0
-    for i = 1, #ids do
+    for i = first, #ids do
       if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then
         return i - 1
       end
@@ -106,16 +96,6 @@ local function refusal_field_at(i)
   return refusal_field_of_grab(call, names[o], campaigns[campaign_of[o]].name, users[i], ids[i])
 end
 
-local function answer_field_at(i)
-  return answer_field_of_grab(call, names[offer_of[i]], ids[i])
-end
-
-local first, run = 1, nil
-if has_run then
-  first, run = grant_run(call, offers[1], ids, users, campaigns[1], plain_cost,
-    {ARGV[7], ARGV[8], arguments[11][1]})
-  if first > #ids then return finish(call, offers, campaigns, {}, run) end
-end
 if not offer_of then
   offer_of = {}
   for i = 1, #ids do offer_of[i] = 1 end
@@ -165,7 +145,7 @@ local function unfit(i, offer)
     return 'quantity: ' .. BOUNDS.with_codes
   end
   if offer.rules.take == 'all' and quantities[i] > offer.total then
-    return string.format('quantity: above the total of the offer, %.0f', offer.total)
+    return string.format('quantity: above the total of the offer, %d', offer.total)
   end
   if quantities[i] * (offer.rules.price or 0) > AMOUNT_MAX then
     return 'quantity: price × quantity is above 10000000000000'
@@ -177,8 +157,8 @@ local function unfit(i, offer)
   end
 end
 
--- The counters of every grab of pieces are read at once.
-for i = 1, #ids do
+-- The counters of every grab of pieces are read at once, but for those of a run, which are changed already.
+for i = first, #ids do
   local offer = offers[offer_of[i]]
   if offer and offer.pieces and #offer.rules.limits > 0 and not unfit(i, offer) then
     counted[i] = counted_under(offer, users[i], extras and extras[i] and extras[i].attributes, call.now)
@@ -353,7 +333,7 @@ do
     touch_grab(offer, id)
     row[2], row[6], row[7] = call.seq, grab.place, offer.units_left
     local record = pack_row(offer.name, row, digests[i])
-    keep_answer(offer.campaign, answer_field_at(i), record)
+    keep_answer(offer.campaign, answer_field_of_grab(call, offer.name, id), record)
     return row
   end
 
@@ -454,7 +434,7 @@ do
     local bytes = 0
     for _, i in ipairs(members) do
       bytes = bytes + redis.call('HSTRLEN', campaigns[campaign_of[offer_of[i]]].answers_key,
-        answer_field_at(i))
+        answer_field_of_grab(call, names[offer_of[i]], ids[i]))
     end
     if bytes <= BOUNDS.basket_answers_bytes then return nil end
     return 'basket: the recorded answers of its grabs have more than ' .. BOUNDS.basket_answers_bytes
@@ -553,4 +533,4 @@ for i = first, #ids do
   if not rows[i] then break end
   rest[#rest + 1] = rows[i]
 end
-return finish(call, offers, campaigns, rest, run)
+return finish(call, offers, campaigns, rest, run, packed)

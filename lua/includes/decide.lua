@@ -60,7 +60,7 @@ local function break_off(words)
   local seq = last and tonumber(string.match(last[1], '^%d+')) + seqs_of(last[2]) - 1 or 0
   redis.call('HDEL', KEYS[1], 'life', 'history')
   redis.call('HSET', KEYS[1], 'partial', '1', 'fault', 'a script broke off while it wrote: ' .. words,
-    'seq', string.format('%.0f', math.max(seq, tonumber(redis.call('HGET', KEYS[1], 'seq') or 0))))
+    'seq', string.format('%d', math.max(seq, tonumber(redis.call('HGET', KEYS[1], 'seq') or 0))))
   error({err = 'BROKEN OFF ' .. words})
 end
 
@@ -100,7 +100,7 @@ local function begin_call()
     local skew = clock - tonumber(ARGV[2])
     if math.abs(skew) > tonumber(ARGV[4]) then
       return nil, {CODE.fenced, clock + 1000, string.format(
-        'the clock of Redis is %.0f ms ahead of the caller, at most %s allowed: set the clocks right', skew,
+        'the clock of Redis is %d ms ahead of the caller, at most %s allowed: set the clocks right', skew,
           ARGV[4])}
     end
   end
@@ -190,10 +190,10 @@ local function append_events(call)
       n, bytes, i, seq = n + 2, bytes + #lines[i], i + 1, seq + (seqs or 1)
     until i > count
       or not call.joined[i] and (i - from >= entry_lines or bytes + #lines[i] > entry_bytes)
-    writes[#writes + 1] = {'XADD', KEYS[2], string.format('%.0f-0', first_seq), unpack(fields)}
+    writes[#writes + 1] = {'XADD', KEYS[2], string.format('%d-0', first_seq), unpack(fields)}
     from = i
   end
-  write('HSET', KEYS[1], 'seq', string.format('%.0f', call.seq), 'time', string.format('%.0f', call.now))
+  write('HSET', KEYS[1], 'seq', string.format('%d', call.seq), 'time', string.format('%d', call.now))
 end
 
 -- Adds a record to the refusals, under the field of its command.
@@ -223,7 +223,7 @@ end
 
 -- Notes the writes for all calls of `refuse`. The oldest refusals beyond BOUNDS.refusals are deleted.
 local function write_refusals(call)
-  local second = string.format('%.0f:', math.floor(call.now / 1000))
+  local second = string.format('%d:', math.floor(call.now / 1000))
   for field, number in pairs(call.demand) do write('HINCRBY', KEYS[5], second .. field, number) end
   write_in_pieces('HSET', KEYS[3], call.refused_fields)
   local count = #call.refused_ids

@@ -23,15 +23,36 @@ local function part_at(offer, most)
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
 
--- Whether a grab of this offer can only be refused because its user already has a part, its id is known, or
--- no part is left.
+-- Whether an offer may take grabs, and has no rules that ask for more than plain ones have: of an envelope,
+-- such a grab can only be refused because its user already has a part, its id is known, or no part is left.
 local function is_plain(call, offer)
-  if not offer or offer.pieces or offer.closed or offer.paused or offer.rules.audience
+  if not offer or offer.closed or offer.paused or offer.rules.audience
     or next(offer.loads) then
     return false
   end
   if call.now < offer.opens_at or call.now >= offer.closes_at then return false end
   return not (offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, call.now))
+end
+
+-- The refusals that are stored for grabs of an offer: a list with false where there is none, or an empty one.
+local function stored_refusals(call, offer, ids, users, campaign)
+  if redis.call('EXISTS', KEYS[3]) == 0 then return {} end
+  local fields = {}
+  for i = 1, #ids do
+    fields[i] = refusal_field_of_grab(call, offer.name, campaign.name, users[i], ids[i])
+  end
+  return redis.call('HMGET', KEYS[3], unpack(fields))
+end
+
+-- Adds the event of a run of plain grabs, whose columns are known. The caller then changes the numbers of
+-- call and offer.
+local function end_whole_run(call, offer, type, ids, users, grabs, texts, amounts_text)
+  local is_whole = grabs == texts[3]
+  call.run = {type = type, offer = offer, seq = call.seq + 1, offer_seq = offer.offer_seq + 1,
+    place = offer.places + 1, left = offer.units_left - grabs, count = grabs, rare = {},
+    ids_text = is_whole and texts[1] or table.concat(ids, '","', 1, grabs),
+    users_text = is_whole and texts[2] or table.concat(users, '","', 1, grabs), amounts_text = amounts_text}
+  end_run(call)
 end
 
 -- Grants a run of plain grabs: of one envelope, with no user twice. Stops before the first grab that it
@@ -46,7 +67,7 @@ do
   local function count_new(call, offer, ids, users, campaign)
     local has = redis.call('HMGET', KEYS[offer.base + USERS], unpack(users))
     -- Whether an id is known. From layout 4 on, what the user has tells it.
-    local kept, refused = {}, {}
+    local kept, refused = {}, stored_refusals(call, offer, ids, users, campaign)
     if not call.has_own_ids then
       local has_id = {}
       if redis.call('HGET', campaign.state_key, 'large') then
@@ -56,13 +77,6 @@ do
         kept = redis.call('HMGET', campaign.answers_key, unpack(ids))
       end
       for i = 1, #ids do kept[i], has_id[ids[i]] = kept[i] or has_id[ids[i]], true end
-    end
-    if redis.call('EXISTS', KEYS[3]) == 1 then
-      local fields = {}
-      for i = 1, #ids do
-        fields[i] = refusal_field_of_grab(call, offer.name, campaign.name, users[i], ids[i])
-      end
-      refused = redis.call('HMGET', KEYS[3], unpack(fields))
     end
     local most = math.min(#ids, offer.units_left)
     for i = 1, most do
@@ -102,9 +116,9 @@ do
       local id, user, amount, seq, place = ids[i], users[i], amounts[i], call.seq + i, offer.places + i
       if not call.has_runs then
         call.lines[#call.lines + 1] = string.format(
-          '{"type":"grab.granted","v":1,"shard":%s,"seq":%.0f,"offer_seq":%.0f,"offer":"%s","at":%.0f,'
-          .. '"command":"%s","grab":"%s","user":"%s","quantity":1,"amount":%.0f,"asset":"%s","place":%.0f,'
-          .. '"left":%.0f,"digest":"plain"}', call.shard, seq, offer.offer_seq + i, offer.name, call.now, id,
+          '{"type":"grab.granted","v":1,"shard":%s,"seq":%d,"offer_seq":%d,"offer":"%s","at":%d,'
+          .. '"command":"%s","grab":"%s","user":"%s","quantity":1,"amount":%d,"asset":"%s","place":%d,'
+          .. '"left":%d,"digest":"plain"}', call.shard, seq, offer.offer_seq + i, offer.name, call.now, id,
           id, user, amount, offer.asset, place, offer.units_left - i)
       end
       made[2 * i - 1] = id
@@ -126,14 +140,7 @@ do
     else
       keep_answers(call, offer, ids, users, amounts, campaign)
     end
-    if call.has_runs then
-      local is_whole = grabs == texts[3]
-      call.run = {type = 'grab.granted', offer = offer, seq = call.seq + 1, offer_seq = offer.offer_seq + 1,
-        place = offer.places + 1, left = left, count = grabs, rare = {},
-        ids_text = is_whole and texts[1] or table.concat(ids, '","', 1, grabs),
-        users_text = is_whole and texts[2] or table.concat(users, '","', 1, grabs), amounts_text = text}
-      end_run(call)
-    end
+    if call.has_runs then end_whole_run(call, offer, 'grab.granted', ids, users, grabs, texts, text) end
     for i = 1, grabs do offer.amount_left = offer.amount_left - amounts[i] end
     call.seq, offer.changed, offer.offer_seq = seq, true, offer.offer_seq + grabs
     offer.places, offer.units_left = place, left

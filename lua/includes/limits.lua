@@ -13,23 +13,38 @@ local function offsets_for(offer, of_campaign)
   return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets
 end
 
+-- For each limit of an offer, its window at a time and when that ends. Most grabs of a call have the same
+-- ones.
+local function windows_at(offer, now)
+  local windows = offer.windows
+  if not windows or windows.now ~= now or windows.rules ~= offer.rules then
+    windows = {now = now, rules = offer.rules}
+    for i, limit in ipairs(offer.rules.limits) do
+      local offsets = offsets_for(offer, limit.scope == 'campaign')
+      windows[i] = {window_of(limit.per, offsets, now), window_ends(limit.per, offsets, now)}
+    end
+    offer.windows = windows
+  end
+  return windows
+end
+
 -- The counters that a grab counts in.
 local function counted_under(offer, user, attributes, now)
-  local counted = {}
-  for i, limit in ipairs(offer.rules.limits) do
-    local of_campaign = limit.scope == 'campaign'
-    local value = user
+  local counted, windows, limits = {}, windows_at(offer, now), offer.rules.limits
+  for i = 1, #limits do
+    local limit, value = limits[i], user
     if limit.by ~= 'user' then value = attributes and attributes[limit.by] end
     local name = limit.by .. '/' .. limit.per .. '/' .. value
     spend(COST.counter_byte * #name)
-    counted[i] = {name, window_of(limit.per, offsets_for(offer, of_campaign), now), of_campaign and 1 or 0}
+    counted[i] = {name, windows[i][1], limit.scope == 'campaign' and 1 or 0}
   end
   return counted
 end
 
--- The counters of a hash: `values` holds those that were read, `changed` names those to write back.
+-- The counters of a hash: `values` holds those that were read, `changed` names those to write back; `made`
+-- has names and texts of others that are written back.
 local function counters_at(key)
-  return {key = key, values = {}, changed = {}}
+  return {key = key, values = {}, changed = {}, made = {}}
 end
 
 local read_counters, read_counter
@@ -100,7 +115,7 @@ end
 local function limit_state(offer, counted, i, now)
   local limit = offer.rules.limits[i]
   return {limit.by, limit.per, limit.max, math.max(limit.max - count_in(offer, counted[i]), 0),
-    window_ends(limit.per, offsets_for(offer, limit.scope == 'campaign'), now), limit.scope}
+    windows_at(offer, now)[i][2], limit.scope}
 end
 
 local function limit_states(offer, counted, now)
@@ -140,11 +155,11 @@ do
 end
 
 local function write_counters(counters)
-  local fields = {}
+  local fields = counters.made
   for name in pairs(counters.changed) do
     local value = counters.values[name]
     fields[#fields + 1] = name
-    fields[#fields + 1] = string.format('%.0f:%.0f', value[1], value[2])
+    fields[#fields + 1] = string.format('%d:%d', value[1], value[2])
   end
   write_in_pieces('HSET', counters.key, fields)
 end

@@ -56,50 +56,62 @@ end
 
 local function write_past(campaign, past)
   write('HSET', campaign.state_key, 'retired/' .. past.name,
-    string.format('%.0f:%.0f', past.offer_seq, past.at))
+    string.format('%d:%d', past.offer_seq, past.at))
 end
-
-local NO_LIMITS = {}
 
 -- Reads the state of an offer; returns nil if none exists under this id. `o` is the index of the offer among
 -- the keys.
-local function load_offer(name, o, campaign)
-  local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
-  local f = redis.call('HMGET', KEYS[base + STATE], 'state', 'paused', 'opens_at', 'closes_at', 'asset',
-    'parts', 'amount_left',
-    'units_left', 'places', 'offer_seq', 'law', 'min', 'max', 'draw', 'seed', 'issuer', 'reason', 'kind',
-    'rules', 'held', 'queued',
-    'loads', 'total')
-  spend(COST.offer)
-  if not f[1] then return nil end
-  spend(COST.record_byte * #f[19])
-  local offer = {
-    name = name, base = base, campaign = campaign, closed = f[1] == 'closed', paused = f[2] == '1',
-    opens_at = tonumber(f[3]), closes_at = tonumber(f[4]), asset = f[5], parts = tonumber(f[6]),
-    amount_left = tonumber(f[7]), units_left = tonumber(f[8]), places = tonumber(f[9]),
-      offer_seq = tonumber(f[10]),
-    issuer = f[16], reason = f[17], kind = f[18], rules = cmsgpack.unpack(f[19]), total = tonumber(f[23]),
-    users = {}, tail = offer_tail(name),
-  }
-  if offer.kind == 'envelope' then
-    offer.law, offer.min, offer.max, offer.draw, offer.seed = f[11], tonumber(f[12]), tonumber(f[13]), f[14],
-      f[15]
-    offer.held = 0
-  else
-    offer.pieces = true
-    offer.held, offer.queued = tonumber(f[20]), tonumber(f[21])
-    offer.counters = counters_at(KEYS[base + USERS])
-    offer.grabs, offer.grabs_changed, offer.holds, offer.holds_gone = {}, {}, {}, {}
-    offer.queue_new, offer.queue_gone, offer.orders, offer.orders_changed = {}, {}, {}, {}
-    offer.codes_taken, offer.codes_back = 0, {}
-    offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + QUEUE]) or 0
-    offer.queue_stored, offer.queue_from, offer.queue_new_read, offer.line, offer.asked = offer.queue_length,
-      0, 0, {}, {}
+local load_offer
+do
+  local NO_LIMITS = {}
+  -- The last rules that were unpacked, and the text they were unpacked from. Whoever changes rules copies
+  -- them before (change_terms).
+  local rules_packed, rules
+
+  local function unpack_rules(packed)
+    if packed ~= rules_packed then
+      rules_packed, rules = packed, cmsgpack.unpack(packed)
+      rules.limits = rules.limits or NO_LIMITS
+    end
+    return rules
   end
-  offer.rules.limits = offer.rules.limits or NO_LIMITS
-  offer.seen_new = {}
-  offer.loads = f[22] and cmsgpack.unpack(f[22]) or {}
-  return offer
+
+  function load_offer(name, o, campaign)
+    local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
+    -- All at once: Redis finds each single field of a small hash by looking at those before it.
+    local found, f = redis.call('HGETALL', KEYS[base + STATE]), {}
+    spend(COST.offer)
+    for i = 1, #found, 2 do f[found[i]] = found[i + 1] end
+    if not f.state then return nil end
+    spend(COST.record_byte * #f.rules)
+    local offer = {
+      name = name, base = base, campaign = campaign, closed = f.state == 'closed', paused = f.paused == '1',
+      opens_at = tonumber(f.opens_at), closes_at = tonumber(f.closes_at), asset = f.asset,
+      parts = tonumber(f.parts), amount_left = tonumber(f.amount_left), units_left = tonumber(f.units_left),
+      places = tonumber(f.places), offer_seq = tonumber(f.offer_seq), issuer = f.issuer, reason = f.reason,
+      kind = f.kind, rules = unpack_rules(f.rules), total = tonumber(f.total),
+      loads = f.loads and cmsgpack.unpack(f.loads) or {}, users = {}, seen_new = {}, tail = offer_tail(name),
+    }
+    offer.was_closed, offer.was_paused = offer.closed, offer.paused
+    if offer.kind == 'envelope' then
+      offer.law, offer.min, offer.max, offer.draw, offer.seed = f.law, tonumber(f.min), tonumber(f.max),
+        f.draw, f.seed
+      offer.held = 0
+    else
+      offer.pieces = true
+      offer.held, offer.queued = tonumber(f.held), tonumber(f.queued)
+      offer.counters = counters_at(KEYS[base + USERS])
+      offer.grabs, offer.grabs_changed, offer.holds, offer.holds_gone = {}, {}, {}, {}
+      offer.queue_new, offer.queue_gone, offer.orders, offer.orders_changed = {}, {}, {}, {}
+      -- Of the grabs of a run, as they are written (includes/taking.lua).
+      offer.grabs_made, offer.holds_made = {}, {}
+      offer.codes_taken, offer.codes_back = 0, {}
+      offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + QUEUE]) or 0
+      offer.queue_stored, offer.queue_from, offer.queue_new_read = offer.queue_length, 0, 0
+      offer.line, offer.asked = {}, {}
+    end
+    return offer
+  end
 end
 
 -- Returns the offers and the campaigns of a call, from the names of the offers, the campaign of each (from
@@ -164,7 +176,7 @@ end
 local write_offer
 do
   local function write_pieces(offer)
-    local base, fields = offer.base, {}
+    local base, fields = offer.base, offer.grabs_made
     for name in pairs(offer.grabs_changed) do
       fields[#fields + 1] = name
       fields[#fields + 1] = pack_grab(offer.grabs[name])
@@ -177,11 +189,11 @@ do
     end
     write_in_pieces('HSET', KEYS[base + ORDERS], fields)
     write_counters(offer.counters)
-    local holds, gone = {}, {}
+    local holds, gone = offer.holds_made, {}
     for name in pairs(offer.holds) do
       local grab, member = offer.grabs[name], offer.name .. '/' .. name
       if grab.held > 0 then
-        holds[#holds + 1] = string.format('%.0f', grab.deadline + grab.grace)
+        holds[#holds + 1] = string.format('%d', grab.deadline + grab.grace)
         holds[#holds + 1] = member
       else
         gone[#gone + 1] = member
@@ -202,19 +214,22 @@ do
     local base = offer.base
     local key = KEYS[base + STATE]
     write_in_pieces('HSET', KEYS[base + USERS], offer.users)
-    write('HSET', key, 'state', offer.closed and 'closed' or 'open', 'paused', offer.paused and '1' or '0',
-      'amount_left', string.format('%.0f', offer.amount_left), 'units_left',
-        string.format('%.0f', offer.units_left),
-      'places', string.format('%.0f', offer.places), 'offer_seq', string.format('%.0f', offer.offer_seq))
+    write('HSET', key, 'amount_left', string.format('%d', offer.amount_left),
+      'units_left', string.format('%d', offer.units_left), 'places', string.format('%d', offer.places),
+      'offer_seq', string.format('%d', offer.offer_seq))
+    if offer.closed ~= offer.was_closed or offer.paused ~= offer.was_paused then
+      offer.was_closed, offer.was_paused = offer.closed, offer.paused
+      write('HSET', key, 'state', offer.closed and 'closed' or 'open', 'paused', offer.paused and '1' or '0')
+    end
     if offer.pieces then
       write_pieces(offer)
-      write('HSET', key, 'held', string.format('%.0f', offer.held), 'queued',
-        string.format('%.0f', offer.queued))
+      write('HSET', key, 'held', string.format('%d', offer.held), 'queued',
+        string.format('%d', offer.queued))
     end
     if offer.amended then
-      write('HSET', key, 'rules', cmsgpack.pack(offer.rules), 'total', string.format('%.0f', offer.total),
-        'opens_at', string.format('%.0f', offer.opens_at), 'closes_at',
-        string.format('%.0f', offer.closes_at))
+      write('HSET', key, 'rules', cmsgpack.pack(offer.rules), 'total', string.format('%d', offer.total),
+        'opens_at', string.format('%d', offer.opens_at), 'closes_at',
+        string.format('%d', offer.closes_at))
     end
     if offer.loads_changed then write('HSET', key, 'loads', cmsgpack.pack(offer.loads)) end
     if offer.audience_new then
@@ -227,7 +242,7 @@ do
       for name in pairs(offer.seen_new) do members[#members + 1] = name end
       write_in_pieces('SADD', KEYS[base + SEEN], members)
     end
-    if offer.due then write('ZADD', KEYS[6], string.format('%.0f', offer.due), offer.name) end
+    if offer.due then write('ZADD', KEYS[6], string.format('%d', offer.due), offer.name) end
     if offer.closed then
       write('HSET', key, 'reason', offer.reason)
       -- A user with a hold may still pay after the close, and then gets codes.
@@ -251,22 +266,22 @@ local function create_offer(name, o, campaign, terms, opens_at, closes_at, parts
   local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
   local key = KEYS[base + STATE]
   write('HSET', key, 'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
-    'asset', terms.asset, 'total', string.format('%.0f', terms.total), 'parts',
-      string.format('%.0f', terms.units),
-    'amount_left', string.format('%.0f', terms.total), 'units_left', string.format('%.0f', terms.units),
+    'asset', terms.asset, 'total', string.format('%d', terms.total), 'parts',
+      string.format('%d', terms.units),
+    'amount_left', string.format('%d', terms.total), 'units_left', string.format('%d', terms.units),
       'places', '0',
-    'offer_seq', '1', 'opens_at', string.format('%.0f', opens_at), 'closes_at',
-      string.format('%.0f', closes_at),
+    'offer_seq', '1', 'opens_at', string.format('%d', opens_at), 'closes_at',
+      string.format('%d', closes_at),
     'rules', cmsgpack.pack(terms.rules))
   if terms.seed then
-    write('HSET', key, 'law', terms.law, 'min', string.format('%.0f', terms.min), 'max',
-      string.format('%.0f', terms.max),
+    write('HSET', key, 'law', terms.law, 'min', string.format('%d', terms.min), 'max',
+      string.format('%d', terms.max),
       'draw', terms.draw, 'seed', terms.seed)
   else
     write('HSET', key, 'held', '0', 'queued', '0')
   end
   if parts ~= '' then write('SET', KEYS[base + PARTS], parts) end
-  write('ZADD', KEYS[6], string.format('%.0f', closes_at), name)
+  write('ZADD', KEYS[6], string.format('%d', closes_at), name)
   write('SADD', KEYS[7], name)
   count_offers(campaign, 1)
   if campaign.zone_is_new then write('HSET', campaign.state_key, 'zone', campaign.zone) end
@@ -275,6 +290,9 @@ end
 -- Applies an amendment to the terms; the caller has moved the units.
 local function change_terms(offer, changes)
   offer.total = changes.total or offer.total
+  local rules = {}
+  for name, value in pairs(offer.rules) do rules[name] = value end
+  offer.rules = rules
   for name, value in pairs(changes) do
     if name ~= 'total' and name ~= 'opens_at' and name ~= 'closes_at' and name ~= 'title' then
       offer.rules[name] = value
@@ -325,7 +343,7 @@ end
 local function write_tickets(campaign, now)
   local used = campaign.tickets_used
   if #used == 0 then return end
-  local until_now = string.format('%.0f', now)
+  local until_now = string.format('%d', now)
   local ended = redis.call('ZRANGEBYSCORE', campaign.tickets_key, '-inf', until_now, 'LIMIT', 0, 3 * #used)
   local gone, again, at = {}, {}, 1
   for i, once in ipairs(used) do
@@ -337,7 +355,7 @@ local function write_tickets(campaign, now)
   end
   write_in_pieces('ZREM', campaign.tickets_key, gone)
   for _, once in ipairs(used) do
-    write('ZADD', campaign.tickets_key, string.format('%.0f', campaign.tickets[once]), once)
+    write('ZADD', campaign.tickets_key, string.format('%d', campaign.tickets[once]), once)
   end
   campaign.tickets_used = {}
 end
@@ -362,9 +380,18 @@ local function write_all(call, offers, campaigns)
   write_refusals(call)
 end
 
--- Ends a call that has decided: packs the reply, then writes everything, the outbox first.
-local function finish(call, offers, campaigns, rows, run)
-  local reply = cmsgpack.pack(run and {0, call.history, rows, run} or {0, call.history, rows})
+-- Ends a call that has decided: packs the reply, then writes everything, the outbox first. `packed` has rows
+-- that come first and are packed.
+local function finish(call, offers, campaigns, rows, run, packed)
+  local reply
+  if packed and #packed > 0 then
+    for i = 1, #rows do packed[#packed + 1] = cmsgpack.pack(rows[i]) end
+    -- A list of three values, of which the last is a list with its length in four bytes.
+    reply = string.char(147) .. cmsgpack.pack(0, call.history) .. struct.pack('>BI4', 221, #packed)
+      .. table.concat(packed)
+  else
+    reply = cmsgpack.pack(run and {0, call.history, rows, run} or {0, call.history, rows})
+  end
   append_events(call)
   write_all(call, offers, campaigns)
   commit()

@@ -42,7 +42,7 @@ local function remove_offer(offer, now)
   write('ZREM', KEYS[6], offer.name)
   for key = 1, OFFER_KEYS do write('UNLINK', KEYS[offer.base + key]) end
   local campaign = offer.campaign
-  write('ZADD', KEYS[11], string.format('%.0f', now), offer.name)
+  write('ZADD', KEYS[11], string.format('%d', now), offer.name)
   write_past(campaign, {name = offer.name, offer_seq = offer.offer_seq, at = now})
   if count_offers(campaign, -1) == 0 then
     write('HDEL', KEYS[9], campaign.name)

@@ -32,11 +32,11 @@ do
     for i = 1, count do
       local number = numbers[i]
       if number >= TEXTS_MAX then
-        return string.format(string.rep('%.0f,', count - 1) .. '%.0f', unpack(numbers, 1, count))
+        return string.format(string.rep('%d,', count - 1) .. '%d', unpack(numbers, 1, count))
       end
       local text = TEXTS[number]
       if not text then
-        text = string.format('%.0f', number)
+        text = string.format('%d', number)
         TEXTS[number] = text
       end
       texts[i] = text
@@ -86,14 +86,14 @@ do
     call.run = nil
     local offer, count = run.offer, run.count
     call.lines[#call.lines + 1] = string.format(
-      '{"type":"%s","v":2,"shard":%s,"seq":%.0f,"offer_seq":%.0f,"offer":"%s","at":%.0f,"grabs":["',
+      '{"type":"%s","v":2,"shard":%s,"seq":%d,"offer_seq":%d,"offer":"%s","at":%d,"grabs":["',
       run.type, call.shard, run.seq, run.offer_seq, offer.name, call.now)
       .. (run.ids_text or table.concat(run.ids, '","', 1, count)) .. '"],"users":["'
       .. (run.users_text or table.concat(run.users, '","', 1, count))
       .. (run.has_quantities and '"],"quantities":[' .. numbers_text(run.quantities, count) .. '],' or '"],')
       .. (run.amounts_text and '"amounts":[' .. run.amounts_text .. '],'
         or run.amounts and '"amounts":[' .. numbers_text(run.amounts, count) .. '],' or '')
-      .. '"asset":"' .. offer.asset .. string.format('","place":%.0f,"left":%.0f', run.place, run.left)
+      .. '"asset":"' .. offer.asset .. string.format('","place":%d,"left":%d', run.place, run.left)
       .. texts_of(RARE, run.rare, count) .. (run.basket and ',"basket":"' .. run.basket .. '"' or '')
       .. texts_of(RARE_LAST, run.rare, count)
       .. (run.type == 'grab.held' and hold_end(call, offer.rules) or '}')

@@ -12,7 +12,7 @@ do
     local limit = DRAW_RANGE - DRAW_RANGE % range_size
     local attempt = 0
     while true do
-      local digest = redis.sha1hex(string.format('%s:%.0f:%d', seed, k, attempt))
+      local digest = redis.sha1hex(string.format('%s:%d:%d', seed, k, attempt))
       local number = tonumber(string.sub(digest, 1, 13), 16)
       if number < limit then return number % range_size end
       attempt = attempt + 1

@@ -411,7 +411,7 @@ for _, offer_and_time in ipairs(gone) do remove_offer(unpack(offer_and_time)) en
 if ARGV[5] ~= '' then
   local seq, at = ARGV[5], ARGV[6]
   if applied < #events then
-    seq, at = string.format('%.0f', events[applied].seq), string.format('%.0f', events[applied].at)
+    seq, at = string.format('%d', events[applied].seq), string.format('%d', events[applied].at)
   end
   write('HSET', KEYS[1], 'seq', seq, 'time', at)
   write('HDEL', KEYS[1], 'partial')

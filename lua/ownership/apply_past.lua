@@ -19,8 +19,8 @@ local offers, payments = unpack(cmsgpack.unpack(ARGV[4]))
 redis.call('HSET', KEYS[1], 'partial', '1')
 for _, past in ipairs(offers) do
   local c, name, offer_seq, at = unpack(past)
-  redis.call('ZADD', KEYS[2], string.format('%.0f', at), name)
-  redis.call('HSET', KEYS[2 + 2 * c], 'retired/' .. name, string.format('%.0f:%.0f', offer_seq, at))
+  redis.call('ZADD', KEYS[2], string.format('%d', at), name)
+  redis.call('HSET', KEYS[2 + 2 * c], 'retired/' .. name, string.format('%d:%d', offer_seq, at))
 end
 for _, entry in ipairs(payments) do
   local c, payment, offer, grab, code, seq, at, quantity, paid, currency = unpack(entry)

@@ -36,7 +36,7 @@ end
 
 if #ended > 0 then redis.call('HDEL', KEYS[3], unpack(ended)) end
 if may_be_given then
-  redis.call('HSET', KEYS[3], worker, string.format('%.0f %s', now + lease_ms, ARGV[4]))
+  redis.call('HSET', KEYS[3], worker, string.format('%d %s', now + lease_ms, ARGV[4]))
 end
 if holder and holder ~= worker and ARGV[3] ~= '1' then
   reply[1] = holder

@@ -21,7 +21,7 @@ if layout > LAYOUT then
     'NEWER the shard has key layout %d, this program writes %d to %d: upgrade it', layout, LAYOUT_MIN,
     LAYOUT))
 end
-local term = string.format('%.0f', math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1)
+local term = string.format('%d', math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1)
 local raised = raised_layout_of(held[6])
 local form = held[5] and 'partial'
   or ((layout < LAYOUT_MIN or layout < raised) and 'outdated' or 'complete')

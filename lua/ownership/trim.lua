@@ -18,13 +18,13 @@ if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
 end
 local seq, history = tonumber(ARGV[4]), redis.call('HGET', KEYS[1], 'history') or ''
 local more = false
-local open = redis.call('XREVRANGE', KEYS[2], string.format('%.0f-0', seq + 1), '-', 'COUNT', 1)[1]
+local open = redis.call('XREVRANGE', KEYS[2], string.format('%d-0', seq + 1), '-', 'COUNT', 1)[1]
 if open then
   -- An entry is removed only when its last event is acknowledged: this entry may also hold the first event
   -- that is not acknowledged.
   local first = tonumber(string.match(open[1], '^(%d+)'))
   local holds = first + seqs_of(open[2]) - 1 > seq
-  local least = holds and open[1] or string.format('%.0f-0', seq + 1)
+  local least = holds and open[1] or string.format('%d-0', seq + 1)
   -- Removes whole nodes of the stream first, a bounded number; what is then left in one node is little.
   more = redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0
     and redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0

@@ -51,7 +51,7 @@ repeat
 until cursor == '0' or seen >= tonumber(ARGV[8]) or is_spent()
 write_in_pieces('HDEL', KEYS[13], over)
 if cursor ~= '0' then
-  write('HSET', KEYS[12], field, string.format('%.0f:%s:%s', call.history, cursor, again))
+  write('HSET', KEYS[12], field, string.format('%d:%s:%s', call.history, cursor, again))
 elseif again == '1' then
   write('HSET', KEYS[12], field, '0:0:0')
 else

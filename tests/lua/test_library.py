@@ -101,7 +101,7 @@ def with_dump(folder: Path, file: str = "", before: str = "", after: str = "") -
         for name in listed.split(",")
     ]
     kept = [name for name in names if name not in {*wrapper[1].split(", "), *LASTING}]
-    assert {"COST", "CODE", "BOUNDS", "NO_LIMITS"} <= set(kept)
+    assert {"COST", "CODE", "BOUNDS"} <= set(kept)
     dumps = ""
     for number in range(0, len(kept), 40):  # a function reaches at most 60 of them
         values = "; ".join(
