@@ -133,7 +133,7 @@ class Twins:
         key = self.states[self.keys.shard_of_offer(command.offer)].identity_of(command)
         known, first = self.first_answers.setdefault(key, (command, answer))
         if first is answer or not first.positive:
-            # A command whose effect held already made no event, so a recovery forgets it, as it does refusals.
+            # A command whose effect held already made no event: a recovery forgets it, as it does refusals.
             if not first.positive or first.repeated:
                 del self.first_answers[key]
             assert not (answer.positive and answer.repeated and not isinstance(command, GrabCommand))

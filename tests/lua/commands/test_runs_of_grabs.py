@@ -1,0 +1,186 @@
+"""Plain grabs that one call decides together leave in Redis, byte by byte, what the same grabs leave that are
+decided one after the other; and their callers get the same answers.
+"""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from grabstream.lua.gate import encoding
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.gate.gate import Gate
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open, Pause, Resume, offer_of_plain
+from grabstream.models.identifiers import ID_LENGTH_MAX
+from grabstream.models.offers import Changes, EnvelopeTerms, Limit, Terms
+from tests.lua.conftest import NOW, SEALER, take_over
+from tests.lua.histories.scene import BERLIN, DAY, by_user, coupon, stock
+from tests.support.runs import as_singles
+
+SEED = "5e" * 16
+
+
+def envelope(total: int, parts: int, **rest: Any) -> EnvelopeTerms:
+    return EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=total, parts=parts, seed=SEED, **rest)
+
+
+OFFERS: dict[str, Terms] = {
+    "parts drawn ahead": envelope(50_000, 700, law="double_mean"),
+    "parts drawn at the grab": envelope(5_000_000_000, 700, draw="at_grab"),
+    "amounts of many digits": envelope(10**13, 700),
+    "all parts": envelope(30_000, 300),
+    "no limit": coupon(700),
+    "fewer pieces than grabs": coupon(300),
+    "limits and windows": coupon(
+        700, by_user("offer", 3), by_user("day", 1), by_user("week", 10**13), timezone=BERLIN
+    ),
+    "limits of the campaign": coupon(700, by_user("hour", 1, scope="campaign"), by_user("hour", 2)),
+    "holds": stock(700, by_user("day", 2), hold_ms=60_000, price=10**13, currency="CNY", grace_ms=5),
+    "holds without a price": coupon(700, hold_ms=60_000),
+    "units granted at once": stock(700, by_user("offer", 1)),
+    "a waiting list": stock(300, hold_ms=60_000, waiting_list=True),
+    # These are never decided in a run.
+    "a limit by an attribute": coupon(700, Limit("card", "day", 1)),
+    "codes": coupon(700, codes=True),
+    "hours": coupon(700, timezone=BERLIN),
+}
+
+
+def crowds(count: int, offer: str) -> list[list[AnyCommand]]:
+    """Lists of grabs of users whose names have all lengths: each user once; then others, with an id of
+    another user, and one with an id of the same list; then repeats, and another id of a known user.
+    """
+    grabs = [
+        Grab(
+            id=f"g{n}".ljust(1 + n % ID_LENGTH_MAX, "-"),
+            offer=offer,
+            user=f"u{n}".ljust(1 + n % ID_LENGTH_MAX, "."),
+        )
+        for n in range(count)
+    ]
+    new, late, again = grabs[:-20], grabs[-20:], grabs[::50]
+    late[5], late[9] = replace(late[5], id=grabs[7].id), replace(late[9], id=late[2].id)
+    return [[*new], [*late], [*again, replace(grabs[3], id="again")]]
+
+
+async def everything(client: Any, keys: KeySpace) -> dict[str, Any]:
+    """All that is stored, by key without the prefix, as it is stored; lines of events as single ones."""
+    found: dict[str, Any] = {}
+    read = {
+        b"hash": lambda key: client.hgetall(key), b"set": lambda key: client.smembers(key),
+        b"string": lambda key: client.get(key), b"list": lambda key: client.lrange(key, 0, -1),
+        b"zset": lambda key: client.zrange(key, 0, -1, withscores=True),
+    }  # fmt: skip
+    async for key in client.scan_iter(match=f"{keys.prefix}{{*", count=1_000):
+        name, kind = key.decode().removeprefix(keys.prefix), await client.type(key)
+        if kind == b"stream":
+            lines = [line for _, fields in await client.xrange(key) for line in fields.values()]
+            found[name] = as_singles(lines)
+        else:
+            found[name] = await read[kind](key)
+            if name.endswith(":shard"):
+                found[name] = {field: found[name].get(field) for field in (b"seq", b"time")}
+    return found
+
+
+async def decided(client: Any, keys: KeySpace, terms: Terms, monkeypatch: Any, in_runs: bool) -> Any:
+    """Answers, contents, and the number of calls that decided grabs."""
+    await take_over(client, keys)
+    now, calls = [NOW], []
+    with monkeypatch.context() as patch:
+        run = encoding._plain_arguments
+
+        def plain_arguments(offer: str, campaign: str, ids: Any, users: Any) -> list[bytes]:
+            calls.append(len(ids))
+            if in_runs:
+                return run(offer, campaign, ids, users)
+            columns = [
+                [offer],
+                [1],
+                [campaign],
+                ids,
+                [1] * len(ids),
+                False,
+                users,
+                False,
+                False,
+                False,
+                False,
+            ]
+            return [encoding._pack(columns)]
+
+        patch.setattr(encoding, "_plain_arguments", plain_arguments)
+        gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=60_000), clock=lambda: now[0])
+        answers: list[Answer] = await gate.decide([Open(id="open", offer="c:o", terms=terms)], "decided")
+        for grabs in crowds(600, "c:o"):
+            answers += await gate.decide(grabs, "decided")
+        now[0] += DAY
+        answers += await gate.decide([Pause(id="pause", offer="c:o")], "decided")
+        answers += await gate.decide([Grab(id="p1", offer="c:o", user="p1")], "decided")
+        answers += await gate.decide([Resume(id="resume", offer="c:o")], "decided")
+        # Those that were granted before, in another window, and new ones.
+        for number, grabs in enumerate(crowds(640, "c:o")):
+            more = [replace(grab, id=f"n{number}-{n}") for n, grab in enumerate(grabs)]
+            answers += await gate.decide(more, "decided")
+        answers += await gate.decide([Close(id="close", offer="c:o")], "decided")
+        await gate.close()
+    return answers, await everything(client, keys), calls
+
+
+@pytest.mark.parametrize("name", OFFERS)
+async def test_a_run_leaves_what_single_decisions_leave(
+    private_redis: tuple[Any, KeySpace], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, keys = private_redis
+    system = keys._replace(prefix="same", shards=1)
+    single, contents, _ = await decided(client, system, OFFERS[name], monkeypatch, in_runs=False)
+    await client.flushall()
+    in_runs, contents_in_runs, calls = await decided(client, system, OFFERS[name], monkeypatch, in_runs=True)
+    assert max(calls) == 512
+    assert in_runs == single
+    assert contents_in_runs.keys() == contents.keys()
+    for key in contents:
+        assert contents_in_runs[key] == contents[key], key
+
+
+async def test_an_amendment_changes_one_of_two_equal_offers(scene: Any) -> None:
+    """Scripts keep the last rules that they have unpacked."""
+    terms = stock(100, by_user("offer", 2), by_user("day", 2), max_per_grab=2)
+    await scene.decide_both([Open(id=f"open-{name}", offer=f"c:{name}", terms=terms) for name in "ab"])
+    changes = Changes(limits=(by_user("offer", 1),), max_per_grab=1)
+    await scene.decide_both([Amend(id="amend", offer="c:a", changes=changes)])
+    for number in range(2):
+        for name in "abab":
+            commands = [
+                Grab(id=f"{name}{number}{user}", offer=f"c:{name}", user=f"u{user}", quantity=quantity)
+                for user, quantity in ((1, 1), (2, 1), (3, 2))
+            ]
+            await scene.decide_both(commands)
+    await scene.decide_both([Amend(id="more", offer="c:b", changes=Changes(limits=()))])
+    await scene.decide_both([Grab(id=f"more-{name}", offer=f"c:{name}", user="u1") for name in "ab"])
+
+
+_ids = st.text("ab:", min_size=1, max_size=3)
+_grabs = st.builds(
+    Grab,
+    id=st.one_of(_ids, st.sampled_from(["sweep", "", "a/b", 'a"', "é", "x" * 65, None, 7, b"a"])),
+    offer=st.one_of(st.just("o"), st.just("o"), st.just("o"), _ids, st.sampled_from(["", "o\0", None])),
+    user=st.one_of(_ids, st.sampled_from(["", "a b", "x" * 64, 1.0, []])),
+    quantity=st.sampled_from([1] * 12 + [2, 0, 1.0, True, None, "1"]),
+    wait=st.sampled_from([False] * 12 + [True, 0, None]),
+    basket=st.sampled_from([None] * 12 + ["b", ""]),
+    ticket=st.sampled_from([None] * 12 + ["t", ""]),
+    attributes=st.sampled_from([{}] * 12 + [{"a": "b"}]),
+)
+
+
+@given(st.lists(st.one_of(_grabs, _grabs, _grabs, st.just(Pause(id="p", offer="o"))), min_size=1, max_size=4))
+def test_grabs_are_plain_together_if_each_is_plain_and_right(commands: list[Any]) -> None:
+    """A list is checked by column, which must find what the check of each command finds."""
+    alone = [offer_of_plain([command]) for command in commands]
+    expected = alone[0] if len(set(alone)) == 1 else None
+    assert offer_of_plain(commands) == expected
