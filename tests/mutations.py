@@ -469,8 +469,8 @@ MUTATIONS: Final = (
     Mutation(
         "an amended offer has its own rules",
         "lua/includes/offers.lua",
-        "  local rules = {}\n  for name, value in pairs(offer.rules) do rules[name] = value end\n  offer.rules = rules\n",
-        "",
+        "do rules[name] = value end\n  offer.rules = rules\n",
+        "do rules[name] = value end\n",
         _in(
             "tests/lua/commands/test_runs_of_grabs.py",
             "test_an_amendment_changes_one_of_two_equal_offers",
