@@ -223,6 +223,8 @@ class World:
                 encoding = release.module("lua.gate.encoding")
                 noted = partial(self._noted, encoding.answer_of)
                 stack.enter_context(mock.patch.object(encoding, "answer_of", noted))
+                of_run = partial(self._noted_of_run, encoding.granted_answers)
+                stack.enter_context(mock.patch.object(encoding, "granted_answers", of_run))
             if self._has_former_relays:
                 stack.enter_context(entries_divided())
             asyncio.set_event_loop(self.loop)
@@ -459,6 +461,18 @@ class World:
         answer = answer_of(shard, command, *rest)
         self.oracle.replied(command, answer)
         return answer
+
+    def _noted_of_run(
+        self,
+        granted_answers: Callable[..., list[Answer]],
+        shard: int,
+        commands: Sequence[AnyCommand],
+        run: Any,
+    ) -> list[Answer]:
+        answers = granted_answers(shard, commands, run)
+        for command, answer in zip(commands, answers, strict=False):
+            self.oracle.replied(command, answer)
+        return answers
 
     async def _report_lost(self, lost: Sequence[LostDecision]) -> None:
         self.oracle.lost |= {identity_of(one.command) for one in lost}
