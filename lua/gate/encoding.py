@@ -7,6 +7,7 @@ deciding the commands.
 
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import sha256
 from itertools import count, repeat
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
 
 GRANTED = int(Outcome.granted)
+#: The details of a grab that got pieces, without codes.
+_OF_TAKEN = {"limits", "number", "deadline_at", "due", "currency"}
 
 
 class Secrets(NamedTuple):
@@ -390,6 +393,16 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
             row[3], row[4], row[5], row[6], width > 7 and row[7] == 1, None, shard, row[1], row[2],
         )  # fmt: skip
     details: dict[str, Any] = row[9] if width > 9 and row[9] else {}
+    if code <= Outcome.held and type(command) is Grab and details.keys() <= _OF_TAKEN:
+        # The usual answer to a grab of pieces.
+        number = details.get("number")
+        return Answer(
+            command.id, OUTCOME_NAMES[code], code, command.offer, command.user, command.id, row[3], row[4],
+            row[5], row[6], row[7] == 1, row[8] or None, shard, row[1] or None, row[2], None,
+            details.get("deadline_at"), details.get("due"), details.get("currency"), None,
+            tuple([_limit_state(*limit) for limit in details.get("limits", ())]),
+            None if number is None else str(number),
+        )  # fmt: skip
     if "kept" in details:
         return answer_of(shard, command, _compared(command, row, details, sealer), sealer)
     fields: dict[str, Any] = {
@@ -444,9 +457,9 @@ def _fields_of_details(
         if name in details
     }
     if "limit" in details:
-        fields["limit"] = _limit_state(details["limit"])
+        fields["limit"] = _limit_state(*details["limit"])
     if "limits" in details:
-        fields["limits"] = tuple(map(_limit_state, details["limits"]))
+        fields["limits"] = tuple(_limit_state(*limit) for limit in details["limits"])
     if "number" in details:
         fields["coupon_code"] = str(details["number"])
     if "codes" in details:
@@ -455,6 +468,7 @@ def _fields_of_details(
     return fields
 
 
-def _limit_state(row: list[Any]) -> LimitState:
-    by, per, most, left, resets_at, scope = row
+# The limits of a crowd's grabs leave the same to most of its users.
+@lru_cache(maxsize=4096)
+def _limit_state(by: str, per: str, most: int, left: int, resets_at: int, scope: str) -> LimitState:
     return LimitState(by, per, most, left, resets_at or None, scope)
