@@ -460,6 +460,13 @@ MUTATIONS: Final = (
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
     ),
     Mutation(
+        "ids of a run are distinct before layout 4",
+        "lua/includes/envelope.lua",
+        "if has_id[ids[i]] then return 0 end",
+        "",
+        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
+    ),
+    Mutation(
         "a run that is cut has the texts of its grabs",
         "lua/includes/envelope.lua",
         "local is_whole = grabs == texts[3]",

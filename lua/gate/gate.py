@@ -177,7 +177,8 @@ class Gate:
         last_of: dict[int, QueueEntry] = {}
         for shard, script, indexes in runs:
             patience = math.inf if reader else patience_ms / 1000
-            of_entry = commands if len(indexes) == len(commands) else [commands[index] for index in indexes]
+            # A copy: the caller may change its list, also before the answers are known to be journaled.
+            of_entry = [commands[index] for index in indexes]
             entry = QueueEntry(order.lane(shard), script, of_entry, deadline, patience, plain=plain)
             before = last_of.get(shard)
             if reader is None:

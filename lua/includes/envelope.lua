@@ -63,7 +63,8 @@ end
 local grant_run
 do
   -- How many grabs can be granted before the first whose user has a part, whose id is known, or for which no
-  -- part is left.
+  -- part is left. None, if an id occurs twice before layout 4: the answer that the later one is compared with
+  -- is not written yet.
   local function count_new(call, offer, ids, users, campaign)
     local has = redis.call('HMGET', KEYS[offer.base + USERS], unpack(users))
     -- Whether an id is known. From layout 4 on, what the user has tells it.
@@ -76,7 +77,10 @@ do
       else
         kept = redis.call('HMGET', campaign.answers_key, unpack(ids))
       end
-      for i = 1, #ids do kept[i], has_id[ids[i]] = kept[i] or has_id[ids[i]], true end
+      for i = 1, #ids do
+        if has_id[ids[i]] then return 0 end
+        has_id[ids[i]] = true
+      end
     end
     local most = math.min(#ids, offer.units_left)
     for i = 1, most do

@@ -124,7 +124,7 @@ do
   local BYTES, AMOUNTS, AMOUNTS_MAX = {}, {}, 10000
 
   function packer_of_parts(place, seq, at)
-    if not BYTES[0] then
+    if not BYTES[255] then
       for byte = 0, 255 do BYTES[byte] = string.char(byte) end
     end
     local pack = struct.pack

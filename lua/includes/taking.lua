@@ -41,8 +41,12 @@ do
       for i = 1, #users do names[i] = prefix .. users[i] end
       local stored, begins = redis.call('HMGET', of.key, unpack(names)), string.format('%d:', window)
       for i = 1, #users do
-        local is_current = stored[i] and string.sub(stored[i], 1, #begins) == begins
-        counts[i] = is_current and tonumber(string.sub(stored[i], #begins + 1)) or 0
+        counts[i] = 0
+        if stored[i] then
+          local its_window, units = string.match(stored[i], '^(%d+:)(%d+)$')
+          if not units then error('the counter ' .. names[i] .. ' is damaged') end
+          if its_window == begins then counts[i] = tonumber(units) end
+        end
       end
       counted[n] = {limit = limit, names = names, counts = counts, window = window, ends_at = ends_at,
         begins = begins, made = of.made}
@@ -193,7 +197,7 @@ do
   local function take_run(call, offer, ids, users, campaign, grab_cost, texts)
     local counted = read_counted(call, offer, campaign, users)
     local grabs = count_takeable(call, offer, ids, users, campaign, counted)
-    spend(grab_cost * grabs)
+    spend(grab_cost * grabs + COST.counter * (1 + #counted) * (#ids - grabs))
     if grabs == 0 then return 1, {} end
     int(offer.rules.price or 0)
     local rows = keep_all(call, offer, ids, users, campaign, counted, grabs)
@@ -209,7 +213,9 @@ do
   -- Whether a plain grab of this offer of pieces can only be refused because its id is known, a limit of its
   -- user is reached, or no unit is left.
   local function is_plain_of_pieces(call, offer)
-    if not call.has_own_ids or offer.rules.codes or offer.queue_length > 0 then return false end
+    if not call.has_own_ids or offer.rules.codes or offer.queue_length > 0 or offer.units_left == 0 then
+      return false
+    end
     for _, limit in ipairs(offer.rules.limits) do
       if limit.by ~= 'user' then return false end
     end

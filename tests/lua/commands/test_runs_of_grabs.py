@@ -13,14 +13,13 @@ from msgspec.structs import replace
 from grabstream.lua.gate import encoding
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open, Pause, Resume, offer_of_plain
 from grabstream.models.identifiers import ID_LENGTH_MAX
 from grabstream.models.offers import Changes, EnvelopeTerms, Limit, Terms
-from tests.lua.conftest import NOW, SEALER, take_over
+from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.scene import BERLIN, DAY, by_user, coupon, stock
-from tests.support.runs import as_singles
 
 SEED = "5e" * 16
 
@@ -29,6 +28,7 @@ def envelope(total: int, parts: int, **rest: Any) -> EnvelopeTerms:
     return EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=total, parts=parts, seed=SEED, **rest)
 
 
+SCOPES = ("offer", "campaign")
 OFFERS: dict[str, Terms] = {
     "parts drawn ahead": envelope(50_000, 700, law="double_mean"),
     "parts drawn at the grab": envelope(5_000_000_000, 700, draw="at_grab"),
@@ -45,6 +45,12 @@ OFFERS: dict[str, Terms] = {
     ),
     "holds without a price": coupon(700, hold_ms=60_000),
     "units granted at once": stock(700, by_user("offer", 1)),
+    "answers without details": stock(700),
+    "eight limits": stock(
+        700,
+        *[by_user(per, 2, scope=scope) for per in ("offer", "hour", "day", "week") for scope in SCOPES],
+        max_per_grab=2,
+    ),
     "a waiting list": stock(300, hold_ms=60_000, waiting_list=True),
     # These are never decided in a run.
     "a limit by an attribute": coupon(700, Limit("card", "day", 1)),
@@ -82,9 +88,9 @@ async def everything(client: Any, keys: KeySpace) -> dict[str, Any]:
     async for key in client.scan_iter(match=f"{tag}:*", count=1_000):
         name, kind = key.decode().removeprefix(tag), await client.type(key)
         if kind == b"stream":
-            lines = [line for _, fields in await client.xrange(key) for line in fields.values()]
             # A seed is sealed with a random nonce.
-            found[name] = [re.sub(rb'"sealed_seed":"[^"]*"', b"", line) for line in as_singles(lines)]
+            lines = await event_lines(client, keys, 0)
+            found[name] = [re.sub(rb'"sealed_seed":"[^"]*"', b"", line) for line in lines]
         else:
             found[name] = await read[kind](key)
             if name.endswith(":shard"):
@@ -92,9 +98,11 @@ async def everything(client: Any, keys: KeySpace) -> dict[str, Any]:
     return found
 
 
-async def decided(client: Any, keys: KeySpace, terms: Terms, monkeypatch: Any, in_runs: bool) -> Any:
-    """Answers, contents, and the number of calls that decided grabs."""
-    await take_over(client, keys)
+async def decided(
+    client: Any, keys: KeySpace, terms: Terms, layout: int, monkeypatch: Any, in_runs: bool
+) -> Any:
+    """Answers, contents, and how many plain grabs each call had."""
+    await take_over(client, keys, (layout,))
     now, calls = [NOW], []
     with monkeypatch.context() as patch:
         run = encoding._plain_arguments
@@ -136,15 +144,22 @@ async def decided(client: Any, keys: KeySpace, terms: Terms, monkeypatch: Any, i
     return answers, await everything(client, keys), calls
 
 
-@pytest.mark.parametrize("name", OFFERS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, LAYOUT) for name in OFFERS),
+        *((name, layout) for name in list(OFFERS)[:3] for layout in range(LAYOUT_MIN, LAYOUT)),
+    ],
+)
 async def test_a_run_leaves_what_single_decisions_leave(
-    private_redis: tuple[Any, KeySpace], name: str, monkeypatch: pytest.MonkeyPatch
+    private_redis: tuple[Any, KeySpace], name: str, layout: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = private_redis
     system = keys._replace(prefix="same", shards=1)
-    single, contents, _ = await decided(client, system, OFFERS[name], monkeypatch, in_runs=False)
+    terms = OFFERS[name]
+    single, contents, _ = await decided(client, system, terms, layout, monkeypatch, in_runs=False)
     await client.flushall()
-    in_runs, contents_in_runs, calls = await decided(client, system, OFFERS[name], monkeypatch, in_runs=True)
+    in_runs, contents_in_runs, calls = await decided(client, system, terms, layout, monkeypatch, in_runs=True)
     assert max(calls) == 512
     assert in_runs == single
     assert contents_in_runs.keys() == contents.keys()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,14 @@ async def test_a_disk_that_cannot_be_written_is_busy(private_redis: Any, tmp_pat
 
 async def _saving_failed(client: Any) -> bool:
     return bool((await client.info("persistence"))["rdb_last_bgsave_status"] == "err")
+
+
+async def test_a_caller_may_change_its_list_while_it_waits(make_gate: Callable[..., Gate]) -> None:
+    """The gate has a copy of it, whatever kind of sequence it is."""
+    gate = make_gate()
+    assert (await gate.decide([opening()], "decided"))[0].positive
+    for sent in (grabs(3), deque(grabs(3, start=3))):
+        waiting = asyncio.create_task(gate.decide(sent, "decided"))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        sent.clear()
+        assert [answer.outcome for answer in await waiting] == ["granted"] * 3
