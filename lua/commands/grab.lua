@@ -54,6 +54,11 @@ if arguments[11] then
   if first > #ids then return finish(call, offers, campaigns, {}, run, packed) end
 end
 
+if not offer_of then
+  offer_of = {}
+  for i = 1, #ids do offer_of[i] = 1 end
+end
+
 do
   local function basket_at(i)
     local extra = extras and extras[i]
@@ -69,7 +74,7 @@ do
       if i > 1 and is_spent(estimate) and not (basket_at(i) and basket_at(i) == basket_at(i - 1)) then
         return i - 1
       end
-      local offer = offers[offer_of and offer_of[i] or 1]
+      local offer = offers[offer_of[i]]
       estimate = estimate + COST.command
       if offer then
         local spans = offer.rules.hours and #offer.rules.hours or 0
@@ -96,10 +101,6 @@ local function refusal_field_at(i)
   return refusal_field_of_grab(call, names[o], campaigns[campaign_of[o]].name, users[i], ids[i])
 end
 
-if not offer_of then
-  offer_of = {}
-  for i = 1, #ids do offer_of[i] = 1 end
-end
 if not quantities then
   digests, quantities, attributes = {}, {}, {}
   for i = 1, #ids do digests[i], quantities[i], attributes[i] = PLAIN, 1, '' end
@@ -157,7 +158,7 @@ local function unfit(i, offer)
   end
 end
 
--- The counters of every grab of pieces are read at once, but for those of a run, which are changed already.
+-- The counters of every grab of pieces after the run are read at once.
 for i = first, #ids do
   local offer = offers[offer_of[i]]
   if offer and offer.pieces and #offer.rules.limits > 0 and not unfit(i, offer) then

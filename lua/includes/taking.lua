@@ -74,14 +74,19 @@ do
     return most
   end
 
+  -- A function that appends a text, and returns its position.
+  local function appender(texts)
+    return function(text)
+      texts[#texts + 1] = text
+      return #texts
+    end
+  end
+
   -- The texts that make the row of an answer, and where those are that differ: seq, place and left, the units
   -- left of each limit, the number of a coupon.
   local function row_template(call, offer, counted)
     local texts, at = {}, {limits = {}}
-    local function add(text)
-      texts[#texts + 1] = text
-      return #texts
-    end
+    local add = appender(texts)
     local is_hold, details = offer.rules.hold_ms ~= nil, {}
     -- Made as take_pieces makes it: the order of its fields is that of the table.
     if #counted > 0 then details.limits = counted end
@@ -130,10 +135,7 @@ do
       grab.taken = 1
     end
     local texts, at = {string.sub(pack_grab(grab), 1, 3)}, {names = {}}
-    local function add(text)
-      texts[#texts + 1] = text
-      return #texts
-    end
+    local add = appender(texts)
     local function add_counters()
       if #counted == 0 then return add(cmsgpack.pack({})) end
       add(string.char(144 + #counted))
