@@ -14,6 +14,12 @@ local function layout_of(named, seq)
   return tonumber(named or (seq and 1 or LAYOUT_MIN))
 end
 
+-- The number that a field of the shard hash has; nil if it has none, or what no script writes: numbers there
+-- have at most 15 digits, so that they are exact.
+local function number_in(text)
+  return text and #text <= 15 and string.find(text, '^%d+$') and tonumber(text) or nil
+end
+
 -- The layout in which an operator wants the shard to be rebuilt, if these scripts write it; else 0, also for
 -- what is no number.
 local function raised_layout_of(named)

@@ -11,17 +11,25 @@
 -- Returns {term, server epoch, server epoch in which the shard was last reconciled or '', seq, form of its
 --         state: complete, partial (a rebuild was interrupted) or outdated (an older key layout than these
 --         scripts write, or than it is to have)}; or the error NEWER when a newer program has written the
---         shard.
+--         shard, or DAMAGED when nobody can say which layout it has. A damaged term counts as none, as in an
+--         emptied Redis: the journal has the highest one.
 --- @include "shard"
 
 local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial', 'raised_layout')
 local layout = layout_of(held[3], held[4])
+if held[3] and not number_in(held[3]) then
+  local reason = 'the field layout of the shard (' .. KEYS[1]
+    .. ') has a value that no program writes: set it to that of another shard'
+  redis.call('HDEL', KEYS[1], 'life', 'history')
+  redis.call('HSET', KEYS[1], 'fault', reason)
+  return redis.error_reply('DAMAGED ' .. reason)
+end
 if layout > LAYOUT then
   return redis.error_reply(string.format(
     'NEWER the shard has key layout %d, this program writes %d to %d: upgrade it', layout, LAYOUT_MIN,
     LAYOUT))
 end
-local term = string.format('%d', math.max(tonumber(held[1] or 0), tonumber(ARGV[1])) + 1)
+local term = string.format('%d', math.max(number_in(held[1]) or 0, tonumber(ARGV[1])) + 1)
 local raised = raised_layout_of(held[6])
 local form = held[5] and 'partial'
   or ((layout < LAYOUT_MIN or layout < raised) and 'outdated' or 'complete')

@@ -12,7 +12,7 @@ from psycopg.rows import dict_row
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import read_grab, read_part
 from grabstream.lua.server import server_epoch_of
-from grabstream.models.events import AnyEvent, AnyGrabEvent, GrabGranted, GrabHeld, encode_event
+from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, PaymentRefundDue, encode_event
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.runs import decode_line, singles
 from grabstream.projections.ledger import in_lines
@@ -59,6 +59,10 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
     names = [grab["grab"] for grab in grabs]
     events = await _events(connection, shard, of_offer, user, grabs)
     events_of_user = [event for event in events if event.offer == offer and is_about(event, user, names)]
+    # The rows of payments name no user: where their events do, these decide.
+    due = [event for event in events if event.offer == offer and isinstance(event, PaymentRefundDue)]
+    due_to_user = [event.seq for event in due if is_about(event, user, names)]
+    due_to_others = [event.seq for event in due if not is_about(event, user, names)]
     refusals = await _rows(
         connection,
         "SELECT * FROM (SELECT * FROM refusals WHERE offer = %s AND (user_id = %s OR grab = ANY(%s)) ORDER "
@@ -74,8 +78,12 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
     return Evidence(
         user, of_offer, grabs, events, refusals, counted["refused"], counted["kept"],
         await transfers_of_seqs(connection, shard, [event.seq for event in events_of_user]),
-        await _rows(connection, "SELECT * FROM payments WHERE offer = %s AND grab = ANY(%s) ORDER BY seq",
-        offer, names),
+        await _rows(
+            connection,
+            "SELECT * FROM payments WHERE offer = %s AND (grab = ANY(%s) OR seq = ANY(%s)) AND "
+            "seq <> ALL(%s) ORDER BY seq",
+            offer, names, due_to_user, due_to_others,
+        ),
         await _rows(connection, "SELECT * FROM waiting WHERE offer = %s AND user_id = %s", offer, user),
         {refusal["at"]: at for refusal in refusals if (at := await _sold_out_at(connection, shard, offer,
         refusal)) is not None},
@@ -89,10 +97,11 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
 
 
 def is_about(event: AnyEvent, user: str, grabs: Container[str]) -> bool:
-    """Whether an event is about a user who has these grabs. Only a refund due names no user; another user's
-    grab of an envelope may have the same id.
+    """Whether an event is about a user who has these grabs. Another user's grab of an envelope may have the
+    same id, so the grab counts only where no user is named, as in some refunds due.
     """
-    return event.user == user if isinstance(event, AnyGrabEvent) else getattr(event, "grab", None) in grabs
+    named = getattr(event, "user", None)
+    return named == user if named is not None else getattr(event, "grab", None) in grabs
 
 
 async def transfers_of_seqs(

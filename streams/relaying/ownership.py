@@ -2,6 +2,7 @@
 of the takeover.
 """
 
+import re
 import secrets
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -13,8 +14,14 @@ from grabstream.lua.server import raise_term
 from grabstream.models.journal import Cursor
 
 READ_ENTRIES_MAX: Final = 16
+#: The bytes of a damaged value that are shown at most.
+SHOWN_MAX: Final = 64
 #: A line of the outbox, and the number of seqs that it takes.
 OutboxLine = tuple[bytes, int]
+#: Numbers as the scripts write them: with at most 16 digits, like all integers that are exact in Lua.
+_NUMBER: Final = re.compile(rb"[0-9]{1,16}")
+_OWNER: Final = re.compile(rb"[!-~]{0,64}")
+_HASH: Final = re.compile(rb"(?:[0-9a-f]{2}){32}")
 
 
 class SteppedDown(Exception):
@@ -25,6 +32,10 @@ class NotReconciled(Exception):
     """The journal lacks acknowledged events, or contradicts itself: the shard stays fenced until an operator
     repairs that.
     """
+
+
+class DamagedState(NotReconciled):
+    """A field of the shard's hash in Redis is not in the form that the scripts write."""
 
 
 class NewerProgram(Exception):
@@ -85,8 +96,8 @@ class OwnedShard:
         self.plain = ""
 
     async def raise_term(self, floor: int) -> Raised:
-        """The first step of a takeover: a term above `floor`; raises NewerProgram. The server has the library
-        then, unless the shard says why functions cannot be used.
+        """The first step of a takeover: a term above `floor`; raises NewerProgram and DamagedState. The
+        server has the library then, unless the shard says why functions cannot be used.
         """
         owner = secrets.token_hex(8)
         try:
@@ -94,12 +105,31 @@ class OwnedShard:
         except ResponseError as error:
             if str(error).startswith("NEWER"):
                 raise NewerProgram(str(error).removeprefix("NEWER ")) from None
+            if str(error).startswith("DAMAGED"):
+                raise DamagedState(str(error).removeprefix("DAMAGED ")) from None
             raise
-        term, server_epoch, reconciled_epoch, seq, form = (value.decode() for value in reply)
-        form_name = cast(Literal["complete", "partial", "outdated"], form)
-        return Raised(
-            Ownership(int(term), owner, server_epoch), reconciled_epoch == server_epoch, int(seq), form_name
-        )
+        term, server_epoch, reconciled_epoch, seq, form = reply
+        ownership = Ownership(int(term), owner, server_epoch.decode())
+        try:
+            number = self._number("seq", seq)
+        except DamagedState as error:
+            await self.fence(ownership, str(error))
+            raise
+        form_name = cast(Literal["complete", "partial", "outdated"], form.decode())
+        return Raised(ownership, reconciled_epoch == server_epoch, number, form_name)
+
+    def _number(self, field: str, value: bytes | None) -> int:
+        """A number of the shard's hash; raises DamagedState."""
+        return int(self._checked(field, value, _NUMBER, "a number"))
+
+    def _checked(self, field: str, value: bytes | None, form: re.Pattern[bytes], what: str) -> bytes:
+        if value is None or not form.fullmatch(value):
+            shown = "missing" if value is None else repr(value[:SHOWN_MAX].decode(errors="replace"))
+            raise DamagedState(
+                f"the field {field} of shard {self.keys.shard} in Redis ({self.keys.state}) is {shown}, "
+                f"which is not {what}"
+            )
+        return value
 
     async def run(self, name: str, keys: list[str], ownership: Ownership, *arguments: object) -> Any:
         """Runs a script of the owner; raises SteppedDown if the shard has another owner."""
@@ -115,18 +145,24 @@ class OwnedShard:
         await self.run("fence", [self.keys.state], ownership, reason)
 
     async def checkpoint(self) -> Cursor:
-        """The cursor of the last trim; the journal's beginning if there was none."""
+        """The cursor of the last trim; the journal's beginning if there was none. Raises DamagedState."""
         fields = await self.redis.hmget(
             self.keys.state,
             ["journaled_seq", "journaled_head", "journaled_offset", "journaled_term", "journaled_owner"],
         )
         if fields[0] is None:
             return Cursor()
-        seq, head, offset, term, owner = (value.decode() for value in fields)
-        return Cursor(int(seq), bytes.fromhex(head), int(offset), int(term), owner)
+        seq, head, offset, term, owner = fields
+        return Cursor(
+            self._number("journaled_seq", seq),
+            bytes.fromhex(self._checked("journaled_head", head, _HASH, "a hash").decode()),
+            self._number("journaled_offset", offset),
+            self._number("journaled_term", term),
+            self._checked("journaled_owner", owner, _OWNER, "the id of an owner").decode(),
+        )
 
     async def read_outbox(self, ownership: Ownership, after_seq: int) -> Outbox:
-        """The entries after a seq."""
+        """The entries after a seq. Raises DamagedState."""
         reply = await self.run(
             "read_outbox", [self.keys.state, self.keys.outbox], ownership, after_seq + 1, READ_ENTRIES_MAX
         )
@@ -147,7 +183,12 @@ class OwnedShard:
                 entries.append(lines)
             elif seq > next_seq:
                 break  # the seq is within a run, which no journal divides: a hole
-        return Outbox(int(reply[0]), entries, bool(reply[2]))
+        try:
+            seq_of_shard = self._number("seq", reply[0])
+        except DamagedState as error:
+            await self.fence(ownership, str(error))
+            raise
+        return Outbox(seq_of_shard, entries, bool(reply[2]))
 
     async def trim(self, ownership: Ownership, cursor: Cursor) -> None:
         """Removes what is journaled up to the cursor from the outbox, and announces it; the cursor becomes

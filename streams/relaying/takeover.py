@@ -21,7 +21,14 @@ from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, marker_headers, parse_block
 from grabstream.models.runs import is_run, is_single
 from grabstream.streams.journal import JournalReader
-from grabstream.streams.relaying.ownership import NotReconciled, OwnedShard, Ownership, Raised, SteppedDown
+from grabstream.streams.relaying.ownership import (
+    DamagedState,
+    NotReconciled,
+    OwnedShard,
+    Ownership,
+    Raised,
+    SteppedDown,
+)
 from grabstream.streams.relaying.recovery import Impossible, Position, Recovery, SameIds
 
 log = logging.getLogger(__name__)
@@ -78,7 +85,11 @@ class Takeover:
         Raises SteppedDown, NewerProgram, NotReconciled, and what Redis and Kafka raise.
         """
         raised, marker = await self._raise(0)
-        checkpoint = await self._shard.checkpoint()
+        try:
+            checkpoint = await self._shard.checkpoint()
+        except DamagedState as error:
+            await self._shard.fence(raised.ownership, str(error))
+            raise
         base = await self._base(raised, checkpoint)
         truth = await self._read_truth(base, checkpoint, marker, raised)
         if self._has_singles is None and not raised.seq:

@@ -211,7 +211,7 @@ def test_deciding_scripts_write_only_in_commit() -> None:
         if '@include "decide"' not in script_path(name).read_text():
             continue
         body = text
-        for function in ("commit", "break_off"):
+        for function in ("commit", "break_off", "fence_damaged"):
             body = body.replace(_function(text, function), "")
         writes = {call[0] for call in _redis_call.findall(body)} & set(WRITES)
         # `apply` first marks the shard as incomplete.
@@ -228,8 +228,8 @@ def test_deciding_scripts_write_only_in_commit() -> None:
 
 
 def _function(text: str, name: str) -> str:
-    start = text.find(f"local function {name}(")
-    return text[start : text.index("\nend\n", start) + 5] if start >= 0 else ""
+    found = re.search(rf"^( *)local function {name}\(.*?^\1end\n", text, re.MULTILINE | re.DOTALL)
+    return found[0] if found else ""
 
 
 def test_every_redis_command_in_a_script_is_listed_as_a_read_or_a_write() -> None:

@@ -8,10 +8,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
-from grabstream.models.commands import AnyCommand, Grab, Open
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
 from grabstream.models.offers import EnvelopeTerms, StockTerms
 from grabstream.models.runs import is_run
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
@@ -231,12 +232,22 @@ async def test_each_user_of_one_id_has_a_story_of_its_own(
         await gate.decide(openings(), **ASKED)
         pair = [Grab(id="g", offer="e", user=user) for user in ("ann", "bob")]
         first, second = await gate.decide(pair, **ASKED)
+        # Money that reached the wrong offer: each user's, and some of which nobody knows whose it is.
+        of_nobody = Confirm(id="c0", offer="e", grab="g", payment="p0", paid=5, currency="CNY")
+        of_pair = [
+            msgspec.structs.replace(of_nobody, id=f"c-{user}", payment=f"p-{user}", user=user)
+            for user in ("ann", "bob")
+        ]
+        unknown, *named = await gate.decide([of_nobody, *of_pair], **ASKED)
     await _booked(system)
-    for answer in (first, second):
+    for answer, due in zip((first, second), named, strict=True):
         told = await asyncio.to_thread(grabstream, "why", answer.user, "e", "--json", **env_of(system))
         story = json.loads(told.stdout)
         assert told.returncode == 0, told.stdout + told.stderr
         assert story["not_in_ledger"] == []
-        assert {line["seq"] for line in story["ledger"]} == {answer.seq}
+        assert {line["seq"] for line in story["ledger"]} == {answer.seq, unknown.seq, due.seq}
         granted = [moment for moment in story["story"] if moment["what"] == "grab.granted"]
         assert [moment["details"]["seq"] for moment in granted] == [answer.seq]
+        refunds = [moment for moment in story["story"] if moment["what"] == "payment.refund_due"]
+        assert [moment["details"]["seq"] for moment in refunds] == [unknown.seq, due.seq]
+        assert [payment["payment"] for payment in story["payments"]] == ["p0", f"p-{answer.user}"]

@@ -1,0 +1,98 @@
+"""A shard whose hash in Redis is damaged stays fenced and names the field; other shards are relayed."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grabstream.models.commands import Grab, Open
+from grabstream.models.offers import StockTerms
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
+from grabstream.ops.settings import Settings
+from tests.conftest import until
+
+ASKED: dict[str, Any] = {"patience_ms": 60_000, "timeout_ms": 60_000}
+DAMAGED = {
+    "seq": "x", "journaled_seq": " 7", "journaled_offset": "9" * 5_000, "journaled_term": "-1",
+    "journaled_head": "no hash",
+}  # fmt: skip
+
+
+#: These are rebuilt, or written again, by the shard's relay while the system runs.
+HEALED = (
+    ("term", "x"), ("term", str(2**53)), ("time", "x"), ("time", "9" * 15), ("history", "x"), ("history", ""),
+    ("layout", "x"),
+)  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+async def test_a_damaged_field_never_refuses_a_command(system: Settings, worker: Callable[..., Any]) -> None:
+    """A command is not answered `invalid`, nor decided at another time: it waits until the shard is sound."""
+    redis, keys = open_redis(system), key_space(system)
+    state = keys.shard(keys.shard_of_offer("o")).state
+    try:
+        async with open_gate(system) as gate:
+            worker(system)
+            terms = StockTerms(issuer="i", total=99, closes_at=4_000_000_000_000)
+            [opened] = await gate.decide([Open(id="open", offer="o", terms=terms)], **ASKED)
+            assert opened.outcome == "opened"
+            layout = await redis.hget(state, "layout")
+            for number, (field, damaged) in enumerate(HEALED):
+                await redis.hset(state, field, damaged)
+                waiting = asyncio.create_task(
+                    gate.decide([Grab(id=f"g{number}", offer="o", user=f"u{number}")], **ASKED)
+                )
+                if field == "layout":
+
+                    async def is_named() -> bool:
+                        return b"the field layout" in (await redis.hget(state, "fault") or b"")
+
+                    await until(is_named, 60, "the fault of the layout")
+                    await redis.hset(state, "layout", layout)
+                [answer] = await waiting
+                assert (answer.outcome, answer.place) == ("granted", number + 1), (field, damaged, answer)
+            term = int(await redis.hget(state, "term"))
+            assert 0 < term < 1_000
+    finally:
+        await redis.aclose()
+
+
+@pytest.mark.timeout(300)
+async def test_a_damaged_number_is_the_fault_of_its_shard(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    redis, keys = open_redis(system), key_space(system)
+    offers = {keys.shard_of_offer(f"o{number}"): f"o{number}" for number in range(200)}
+    number, other = sorted(offers)[:2]
+    state = keys.shard(number).state
+
+    async def fault_names() -> bool:
+        fault = (await redis.hget(state, "fault") or b"").decode()
+        return f"the field {field} of shard {number} in Redis ({state})" in fault
+
+    try:
+        async with open_gate(system) as gate:
+            running = worker(system)
+            terms = StockTerms(issuer="i", total=9)
+            opened = await gate.decide(
+                [Open(id=f"open-{shard}", offer=offers[shard], terms=terms) for shard in (number, other)],
+                **ASKED,
+            )
+            assert [answer.outcome for answer in opened] == ["opened"] * 2
+            assert running.stop() == 0
+            sound = await redis.hgetall(state)
+            for field, damaged in DAMAGED.items():
+                await redis.hset(state, field, damaged)
+                running = worker(system)
+                await until(fault_names, 60, f"the fault of {field}")
+                [granted] = await gate.decide([Grab(id=field, offer=offers[other], user=field)], **ASKED)
+                assert granted.outcome == "granted"
+                assert running.process.poll() is None
+                assert await asyncio.to_thread(running.stop) == 0
+                await redis.hset(state, field, sound[field.encode()])
+            worker(system)
+            [granted] = await gate.decide([Grab(id="after", offer=offers[number], user="u")], **ASKED)
+            assert granted.outcome == "granted"
+    finally:
+        await redis.aclose()
