@@ -12,7 +12,7 @@ from typing import Any
 import click
 import uvloop
 
-from bench import deciding, masters, pieces, recovering, replaying, streaming
+from bench import deciding, growth, masters, pieces, recovering, replaying, replica, streaming
 from grabstream.ops.console.output import console, table
 
 #: By row: what is measured, which ratio is printed, and the ratio wanted.
@@ -28,6 +28,22 @@ ROWS = {
     "7": ("memory a grab kept", "ours/theirs", "<= 0.75"),
     "12": ("an idle worker with all roles, against one percent of a core", "ours/theirs", "<= 1"),
     "8": ("cost beside 10 million grabs, against 1 thousand", "ours/theirs", "<= 1.1"),
+    "parts": ("grab of an envelope of a million parts, against a thousand", "ours/theirs", "<= 1.1"),
+    "held": (
+        "hold, confirm, release or expiry beside a million holds of an offer, against a thousand",
+        "ours/theirs",
+        "<= 1.1",
+    ),
+    "offers": (
+        "a command in a campaign of 10 thousand open offers and as many retired ones, against one of two",
+        "ours/theirs",
+        "<= 1.1",
+    ),
+    "replica": (
+        "decisions in lists with a replica and min-replicas-to-write 1, against none, by processor time",
+        "ours/theirs",
+        ">= 0.9",
+    ),
     "limits": ("grab under three limits, against a hand-written script", "ours/theirs", ">= 1"),
     "holds": ("hold and confirm, against envelope grabs", "ours/theirs", ""),
     "masters": ("work of a decision on three Redis masters, against one", "ours/theirs", ""),
@@ -56,6 +72,10 @@ def _measurements(runs: int, quick: bool) -> dict[tuple[str, ...], Callable[[], 
         ("12",): lambda: streaming.idle(runs, 40 // divisor),
         ("7",): lambda: deciding.memory(1, 1_000_000 // divisor),
         ("8",): lambda: pieces.beside_many(runs, 10_000_000 // divisor),
+        ("parts",): lambda: growth.parts(runs, 1_000_000 // divisor),
+        ("held",): lambda: growth.held(runs, 1_000_000 // divisor),
+        ("offers",): lambda: growth.offers(runs, 10_000 // divisor),
+        ("replica",): lambda: replica.decisions(runs, 400_000 // divisor),
         ("masters",): lambda: masters.work_per_decision(runs, 240_000 // divisor),
         ("limits",): lambda: pieces.limits(runs, 100_000 // divisor),
         ("holds",): lambda: pieces.holds(runs, 100_000 // divisor),

@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -36,11 +36,18 @@ _COUNTED: Final = re.compile(r"Collected : (\d+)")
 @contextmanager
 def counted_redis(log: Path) -> Iterator[int]:
     """A Redis under callgrind; yields its port. Its instructions are in `log` after the block."""
-    [port] = free_ports(1)
     command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--log-file={log}"]
+    with started_redis(command, log.parent) as (port, _):
+        yield port
+
+
+@contextmanager
+def started_redis(command: Sequence[str], folder: Path) -> Iterator[tuple[int, int]]:
+    """A Redis without an append-only file that another program runs; yields its port and its process."""
+    [port] = free_ports(1)
     server = subprocess.Popen(
         [*command, "redis-server", "--port", str(port), "--save", "", "--hz", "1"],
-        cwd=log.parent,
+        cwd=folder,
         stdout=subprocess.DEVNULL,
     )
     try:
@@ -53,7 +60,7 @@ def counted_redis(log: Path) -> Iterator[int]:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
-        yield port
+        yield port, server.pid
         redis.Redis(port=port).shutdown(nosave=True)
         server.wait(60)
     finally:

@@ -9,7 +9,7 @@ import redis
 
 from bench import classic
 from bench.deciding import LIMITS, answered_lists
-from bench.stage import envelope, grabs, private_redis, taken_over_gate
+from bench.stage import envelope, grabs, private_redis, server_seconds, taken_over_gate
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
@@ -152,8 +152,8 @@ def _empty_outboxes(plain: "redis.Redis") -> None:
 
 async def _cost(gate: Gate, plain: "redis.Redis", offer: str, count: int) -> float:
     await gate.decide([envelope(offer, count)], "decided", timeout_ms=120_000)
-    plain.config_resetstat()
+    before = server_seconds(plain)
     await answered_lists(gate, grabs(offer, count))
-    spent = plain.info("commandstats")["cmdstat_evalsha"]["usec"] / count
+    spent = server_seconds(plain) - before
     _empty_outboxes(plain)
-    return float(spent)
+    return spent / count * 1e6

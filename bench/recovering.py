@@ -140,7 +140,7 @@ async def _fold(client: Any, number: int, accepted: Sequence[Accepted]) -> None:
         for start in range(0, len(accepted), BLOCK_EVENTS):
             yield base, accepted[start : start + BLOCK_EVENTS]
 
-    await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal)
+    await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal, LAYOUT)
     await run_script(client, "reconcile", [shard.keys.state], (*ownership.arguments, last_seq, 8, LAYOUT))
 
 

@@ -50,6 +50,14 @@ def private_redis() -> Iterator[int]:
             server.kill()
 
 
+def server_seconds(client: "redis.Redis") -> float:
+    """Processor time of the thread of Redis that runs scripts so far, in seconds. It does not count the time
+    in which other processes kept the thread from running.
+    """
+    used = client.info("cpu")
+    return float(used["used_cpu_user_main_thread"]) + float(used["used_cpu_sys_main_thread"])
+
+
 async def taken_over_gate(
     port: int,
     limits: GateLimits,
