@@ -58,6 +58,8 @@ TRANSFERS_MAX: Final = 16
 COMMAND_REST_BYTES: Final = 1_024
 #: Quotes of a grab without optional fields: four names and four texts.
 PLAIN_GRAB_QUOTES: Final = 16
+#: A record with a plain grab that is decoded together with others: more than one with the longest ids has.
+PLAIN_GRAB_BYTES_MAX: Final = 400
 
 
 class Command(
@@ -293,26 +295,32 @@ def offer_of_plain(commands: Sequence[AnyCommand]) -> str | None:
         if len(commands) == 1:
             [command] = commands
             return command.offer if type(command) is Grab and _is_right_and_plain(command) else None
-        if set(map(type, commands)) != {Grab}:
-            return None
-        columns = zip(*map(_fields_of_grab, commands), strict=True)
-        ids, offers, users, quantities, waits, attributes, tickets, baskets = columns
-        count, offer = len(ids), offers[0]
-        if (
-            offers.count(offer) == quantities.count(1) == waits.count(False) == count
-            and tickets.count(None) == baskets.count(None) == count
-            and not any(attributes)
-            # A command made in Python may have 1.0, or 0 in place of False.
-            and set(map(type, quantities)) == {int}
-            and set(map(type, waits)) == {bool}
-            and RESERVED_IDS.isdisjoint(ids)
-            and are_ids((*ids, offer, *users))
-        ):
-            return offer  # type: ignore[no-any-return]
+        offers = _offers_of_plain(commands)
     except TypeError:
         # A name is no text.
         return None
-    return None
+    return next(iter(offers)) if len(offers) == 1 else None
+
+
+def _offers_of_plain(commands: Sequence[AnyCommand]) -> set[str]:
+    """The offers of these commands, if all are plain grabs, and nothing is wrong with them; else none. Raises
+    TypeError for a name that is no text.
+    """
+    if set(map(type, commands)) != {Grab}:
+        return set()
+    columns = zip(*map(_fields_of_grab, commands), strict=True)
+    ids, offers, users, quantities, waits, attributes, tickets, baskets = columns
+    names, count = set(offers), len(ids)
+    is_right = (
+        quantities.count(1) == waits.count(False) == tickets.count(None) == baskets.count(None) == count
+        and not any(attributes)
+        # A command made in Python may have 1.0, or 0 in place of False.
+        and set(map(type, quantities)) == {int}
+        and set(map(type, waits)) == {bool}
+        and RESERVED_IDS.isdisjoint(ids)
+        and are_ids((*ids, *names, *users))
+    )
+    return names if is_right else set()
 
 
 _fields_of_grab = attrgetter("id", "offer", "user", "quantity", "wait", "attributes", "ticket", "basket")
@@ -606,8 +614,29 @@ def _plain_grabs(value: bytes) -> list[Grab]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     is_right = len(grabs) * PLAIN_GRAB_QUOTES == quotes and len(grabs) <= ARRAY_COMMANDS_MAX
-    is_right = is_right and all(type(grab) is Grab and _is_right_and_plain(grab) for grab in grabs)
-    return grabs if is_right else []
+    return grabs if is_right and _offers_of_plain(grabs) else []
+
+
+def may_be_plain_grab(value: bytes | None) -> bool:
+    """Whether a record may have one plain grab; `plain_grabs` decodes such records together."""
+    return (
+        value is not None
+        and len(value) <= PLAIN_GRAB_BYTES_MAX
+        and value.count(b'"') == PLAIN_GRAB_QUOTES
+        and (b'"type":"grab"' in value or b'"type": "grab"' in value)
+        and value.startswith(b"{")
+        and value.endswith(b"}")
+    )
+
+
+def plain_grabs(values: Sequence[bytes]) -> list[Grab]:
+    """The commands of records that each may have one plain grab (`may_be_plain_grab`), decoded together,
+    which takes a third of the time; none if any record has another command, or a wrong one.
+    """
+    # No command begins in one record and ends in another: a text that has `},{` is no id, and a record with a
+    # field besides the four has more quotes.
+    grabs = _plain_grabs(b"[" + b",".join(values) + b"]")
+    return grabs if len(grabs) == len(values) else []
 
 
 def _split(value: bytes) -> list[msgspec.Raw]:

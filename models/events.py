@@ -274,10 +274,12 @@ class GrabUnredeemed(_GrabEvent[V1], tag="grab.unredeemed", frozen=True, kw_only
 
 class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only=True):
     """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once for
-    each payment.
+    each payment. `user` is the user whom the confirmation named, else the user of the grab; absent where
+    neither is known, and in events of older programs.
     """
 
     grab: Id
+    user: Id | None = None
     payment: Id
     amount: Quantity
     asset: Currency

@@ -204,7 +204,7 @@ def is_run(line: bytes) -> bool:
 
 def is_single(line: bytes) -> bool:
     """Whether a line that a script has written is a grab by itself, as before key layout 3."""
-    # What is served from the waiting list is no run in any layout.
+    # Before runs of the waiting list, what was served from it was no run in any layout.
     return line.startswith(_SINGLE_BEGINS) and b',"waited":true' not in line
 
 

@@ -55,8 +55,12 @@ async def close(closing: Coroutine[Any, Any, Any]) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """The type and text of an error. The texts of Kafka errors begin with the type already."""
+    """The type and text of an error; the type alone where there is no text, as in a TimeoutError of asyncio.
+    The texts of Kafka errors begin with the type already.
+    """
     kind, text = type(error).__name__, str(error).strip()
+    if not text:
+        return kind
     return text if kind in text else f"{kind}: {text}"
 
 

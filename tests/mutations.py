@@ -136,8 +136,8 @@ MUTATIONS: Final = (
     Mutation(
         "user of a story",
         "ops/diagnosis/evidence.py",
-        "event.user == user if isinstance(event, AnyGrabEvent) else",
-        "getattr(event, 'user', None) == user or",
+        "named == user if named is not None else",
+        "named == user or",
         _in(LAYOUTS, "test_each_user_of_one_id_has_a_story_of_its_own"),
     ),
     Mutation(
@@ -393,6 +393,16 @@ MUTATIONS: Final = (
         ("tests/lua/sweeping/test_retirement.py",),
     ),
     Mutation(
+        "user of a refund due",
+        "lua/commands/confirm.lua",
+        "local user = body.user or grab and grab.user",
+        "local user = body.user",
+        _in(
+            "tests/lua/commands/test_named_users.py",
+            "test_a_refund_due_for_an_expired_hold_names_the_user_of_the_grab[server]",
+        ),
+    ),
+    Mutation(
         "money that comes too late is known",
         "lua/commands/confirm.lua",
         "  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, "
@@ -434,14 +444,14 @@ MUTATIONS: Final = (
     Mutation(
         "a run takes no known id",
         "lua/includes/taking.lua",
-        "if kept[i] or refused[i] then return i - 1 end",
+        "if kept[i] or refused[i] then return i - 1, fields end",
         "",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
     ),
     Mutation(
         "a run keeps to limits",
         "lua/includes/taking.lua",
-        "if counted[n].limit.max - counted[n].counts[i] < 1 then return i - 1 end",
+        "if counted[n].limit.max - counted[n].counts[i] < 1 then return i - 1, fields end",
         "",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
     ),
@@ -450,6 +460,34 @@ MUTATIONS: Final = (
         "lua/includes/taking.lua",
         "counter.names[i], counter.counts[i] + 1,",
         "counter.names[i], counter.counts[i],",
+        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
+    ),
+    Mutation(
+        "a run of refusals ends before what is remembered",
+        "lua/includes/taking.lua",
+        "if answers[i] or refusals[i] then",
+        "if false then",
+        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
+    ),
+    Mutation(
+        "a run of refusals is counted",
+        "lua/includes/taking.lua",
+        "count_refusals(call, row[1], name, new)",
+        "",
+        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
+    ),
+    Mutation(
+        "a run of refusals needs no limit where nothing is left",
+        "lua/includes/taking.lua",
+        "or #offer.rules.limits > 0 then return of_all end",
+        "then return of_all end",
+        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
+    ),
+    Mutation(
+        "grabs without an attribute are invalid in a run too",
+        "lua/includes/taking.lua",
+        "offer.total < 1 or not counts_by_user(offer) then",
+        "offer.total < 1 then",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
     ),
     Mutation(

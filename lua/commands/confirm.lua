@@ -72,15 +72,17 @@ local function repeated_payment(call, campaign, name, body, refused_as)
 end
 
 -- Refuses a payment that cannot be served; if money was paid, an event says that it is to be paid back, once.
-local function refuse_payment(call, offer, id, digest, body, campaign, name, details)
+-- The event names the user of the command or, where the command names none, of the grab: several users of an
+-- envelope may have grabs of one id.
+local function refuse_payment(call, offer, grab, id, digest, body, campaign, name, details)
   local code = CODE[name]
   local row = refused_row(call, code, details or {})
   if not body.payment or body.paid == 0 then return row end
+  local user = body.user or grab and grab.user
   add_line(call, event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab
-    .. '","payment":"'
-    .. body.payment .. '","amount":' .. int(body.paid) .. ',"asset":"' .. body.currency .. '","outcome":"'
-    .. name
-    .. '","digest":"' .. digest .. '"}')
+    .. (user and '","user":"' .. user or '') .. '","payment":"' .. body.payment
+    .. '","amount":' .. int(body.paid) .. ',"asset":"' .. body.currency
+    .. '","outcome":"' .. name .. '","digest":"' .. digest .. '"}')
   keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, body.currency)
   row[2] = call.seq
   row[10].message = (row[10].message and row[10].message .. '; ' or '') .. 'the payment is to be paid back'
@@ -105,10 +107,10 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
   keep_units(offer, grab, quantity)
   local codes = hand_out(offer, grab, quantity)
   local payment = (body.payment and ',"payment":"' .. body.payment .. '"' or '')
-    .. (body.paid > 0 and ',"paid":' .. int(body.paid) .. ',"currency":"' .. body.currency .. '"' or '')
+    .. (body.paid > 0 and string.format(',"paid":%d,"currency":"%s"', int(body.paid), body.currency) or '')
   add_line(call, event_head(call, offer, 'grab.confirmed', id)
     .. grab_text(offer, body.grab, grab, quantity, quantity)
-    .. ',"held":' .. int(grab.held) .. payment .. ',"issuer":"' .. offer.issuer
+    .. string.format(',"held":%d', int(grab.held)) .. payment .. ',"issuer":"' .. offer.issuer
     .. (retaken and '","retaken":true' or '"')
     .. codes_text(codes) .. ',"digest":"' .. digest .. '"}')
   grab.confirmed_seq, grab.confirmed_at = call.seq, call.now
@@ -129,7 +131,7 @@ local function confirm_without_offer(call, name, id, digest, body, campaign)
   local known = repeated_payment(call, campaign, name, body, body.user and CODE.no_such_offer)
   if known then return known end
   local past = known_past_of(campaign, name, call.now)
-  if past then return (refuse_payment(call, past, id, digest, body, campaign, 'no_such_offer')) end
+  if past then return (refuse_payment(call, past, nil, id, digest, body, campaign, 'no_such_offer')) end
   if body.paid == 0 then return nil end
   local message = has_retired(call, name)
     and 'the offer retired too long ago, so nothing was booked for this payment: '
@@ -143,27 +145,27 @@ return carry_out_for_grab(function(call, offer, grab, id, digest, body, campaign
   local known = repeated_payment(call, campaign, offer.name, body,
     body.user and not grab and CODE.no_such_grab)
   if known then return known end
-  if not grab then return refuse_payment(call, offer, id, digest, body, campaign, 'no_such_grab') end
+  if not grab then return refuse_payment(call, offer, nil, id, digest, body, campaign, 'no_such_grab') end
   local base = grab.held > 0 and grab.held or grab.lapsed
   if base == 0 then
     if not body.payment and grab.taken > 0 and grab.confirmed_seq > 0 then
       return again_row(CODE.confirmed, grab.confirmed_seq, grab.confirmed_at)
     end
-    return refuse_payment(call, offer, id, digest, body, campaign, 'not_held')
+    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'not_held')
   end
   local quantity = body.quantity or base
   if body.paid ~= grab.price * quantity or (body.paid > 0 and body.currency ~= offer.rules.currency) then
-    return refuse_payment(call, offer, id, digest, body, campaign, 'invalid',
+    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'invalid',
       {message = 'paid: not what is due'})
   end
   if body.payment and #grab.payments >= PAYMENTS_MAX then
-    return refuse_payment(call, offer, id, digest, body, campaign, 'limit_reached', too_many_payments())
+    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'limit_reached', too_many_payments())
   end
   if quantity > base then
-    return refuse_payment(call, offer, id, digest, body, campaign, 'not_enough_left', {left = base})
+    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'not_enough_left', {left = base})
   end
   if grab.held == 0 and not retake(call, offer, grab, quantity) then
-    return refuse_payment(call, offer, id, digest, body, campaign, 'expired')
+    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'expired')
   end
   return confirm(call, offer, grab, id, digest, body, campaign, quantity)
 end, confirm_without_offer)

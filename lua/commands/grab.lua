@@ -87,13 +87,6 @@ do
   for i = #ids, fitting() + 1, -1 do ids[i], users[i] = nil, nil end
 end
 
-local function lookup(key, fields)
-  local by_field = {}
-  if #fields == 0 then return by_field end
-  local values = redis.call('HMGET', key, unpack(fields))
-  for i = 1, #fields do by_field[fields[i]] = values[i] end
-  return by_field
-end
 local taken, eligible, counted, refusals = {}, {}, {}, {}
 
 local function refusal_field_at(i)
@@ -105,31 +98,41 @@ if not quantities then
   digests, quantities, attributes = {}, {}, {}
   for i = 1, #ids do digests[i], quantities[i], attributes[i] = PLAIN, 1, '' end
 end
--- Small records are read at once: what each offer has of its users, and the refusals. Answers may be large,
--- since they have codes, so each is read when its grab is decided.
-for o = 1, #offers do offer_users[o] = {} end
-for i = 1, #ids do
-  local asked = offer_users[offer_of[i]]
-  asked[#asked + 1] = users[i]
-end
-for o = 1, #offers do
-  local offer = offers[o]
-  if offer and not offer.pieces then taken[o] = lookup(KEYS[offer.base + USERS], offer_users[o]) end
-  if offer and offer.rules.audience == 'list' and #offer_users[o] > 0 then
-    local is_member = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(offer_users[o]))
-    eligible[o] = {}
-    for n, user in ipairs(offer_users[o]) do eligible[o][user] = is_member[n] == 1 end
+do
+  local function lookup(key, fields)
+    local by_field = {}
+    if #fields == 0 then return by_field end
+    local values = redis.call('HMGET', key, unpack(fields))
+    for i = 1, #fields do by_field[fields[i]] = values[i] end
+    return by_field
   end
-end
-if redis.call('EXISTS', KEYS[3]) == 1 then
-  local fields = {}
-  for i = 1, #ids do fields[i] = refusal_field_at(i) end
-  refusals = lookup(KEYS[3], fields)
+
+  -- Small records are read at once: what each offer has of its users, and the refusals. Answers may be large,
+  -- since they have codes, so each is read when its grab is decided.
+  for o = 1, #offers do offer_users[o] = {} end
   for i = 1, #ids do
-    local record = refusals[fields[i]]
-    if record then
-      refusals[fields[i]] = refusal_that_counts(call, campaigns[campaign_of[offer_of[i]]], fields[i], record)
-        or false
+    local asked = offer_users[offer_of[i]]
+    asked[#asked + 1] = users[i]
+  end
+  for o = 1, #offers do
+    local offer = offers[o]
+    if offer and not offer.pieces then taken[o] = lookup(KEYS[offer.base + USERS], offer_users[o]) end
+    if offer and offer.rules.audience == 'list' and #offer_users[o] > 0 then
+      local is_member = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(offer_users[o]))
+      eligible[o] = {}
+      for n, user in ipairs(offer_users[o]) do eligible[o][user] = is_member[n] == 1 end
+    end
+  end
+  if redis.call('EXISTS', KEYS[3]) == 1 then
+    local fields = {}
+    for i = 1, #ids do fields[i] = refusal_field_at(i) end
+    refusals = lookup(KEYS[3], fields)
+    for i = 1, #ids do
+      local record = refusals[fields[i]]
+      if record then
+        refusals[fields[i]] = refusal_that_counts(call, campaigns[campaign_of[offer_of[i]]], fields[i],
+          record) or false
+      end
     end
   end
 end
@@ -195,14 +198,6 @@ do
     return extra.ticket_once == '' or not is_used(offer, extra.ticket_once, extra.ticket_ends_at, now)
   end
 
-  local function is_incomplete(offer)
-    if offer.rules.codes and not offer.loads.codes then return true end
-    for _, list in pairs(offer.loads) do
-      if list.loaded < list.chunks then return true end
-    end
-    return false
-  end
-
   function refusal_of(i, o, offer)
     if not offer then return {CODE.no_such_offer, 0, now} end
     local part = taken[o] and taken[o][users[i]]
@@ -210,16 +205,8 @@ do
       local place, amount, seq = unpack_part(part)
       return {CODE.already_taken, seq, now, amount, 1, place}
     end
-    if now < offer.opens_at then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, offer.opens_at} end
-    local over = offer.closed or now >= offer.closes_at
-    if not over then
-      local opens = offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, now)
-      if opens then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, opens} end
-      if is_incomplete(offer) then return {CODE.not_open_yet, 0, now} end
-    end
-    if offer.paused then return {CODE.on_hold, 0, now} end
-    if offer.closed and offer.reason == 'drained' then return {CODE.sold_out, 0, now} end
-    if over then return {CODE.over, 0, now} end
+    local of_all = refusal_of_offer(offer, now)
+    if of_all then return of_all end
     if not is_eligible(i, o, offer) then return {CODE.not_eligible, 0, now} end
     if not offer.pieces then return nil end
     local asked, up_to = quantities[i], offer.rules.take == 'up_to'

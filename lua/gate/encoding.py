@@ -392,6 +392,12 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
             command.id, "granted", 0, command.offer, command.user, command.id,  # type: ignore[union-attr]
             row[3], row[4], row[5], row[6], width > 7 and row[7] == 1, None, shard, row[1], row[2],
         )  # fmt: skip
+    if width == 3 and type(command) is Grab:
+        # The usual refusal.
+        return Answer(
+            command.id, OUTCOME_NAMES[code], code, command.offer, command.user,
+            shard=shard, seq=row[1] or None, at=row[2],
+        )  # fmt: skip
     details: dict[str, Any] = row[9] if width > 9 and row[9] else {}
     if code <= Outcome.held and type(command) is Grab and details.keys() <= _OF_TAKEN:
         # The usual answer to a grab of pieces.

@@ -21,7 +21,7 @@ end
 local function keep_refusal(call, offer, name, field, row, digest)
   if not offer and row[2] > 0 then return nil end
   if row[1] == CODE.conflict then return nil end
-  if not offer and row[10] then return count_refusal(call, row[1], name) end
+  if not offer and row[10] then return count_refusals(call, row[1], name, 1) end
   if row[8] == 1 then
     return remember(call, field, pack_again(row[1], row[2], row[3], row[5], digest, name))
   end

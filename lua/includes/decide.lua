@@ -92,58 +92,80 @@ end
 --   ARGV[3] a time to use in place of the server's, ms, or ''
 --   ARGV[4] allowed clock skew, ms
 --   ARGV[5] the number of events at which the outbox is full, or '' for commands that a full outbox must take
-local function begin_call()
-  local clock = time_of_server()
-  if ARGV[3] ~= '' then
-    clock = tonumber(ARGV[3])
-  else
-    local skew = clock - tonumber(ARGV[2])
-    if math.abs(skew) > tonumber(ARGV[4]) then
-      return nil, {CODE.fenced, clock + 1000, string.format(
-        'the clock of Redis is %d ms ahead of the caller, at most %s allowed: set the clocks right', skew,
-          ARGV[4])}
+local begin_call
+do
+  -- Fences a shard whose hash has a damaged number, and marks it incomplete, so that its relay rebuilds it
+  -- from the journal. Returns the reason in words; nil if nothing is damaged. `shard` is what begin_call
+  -- reads.
+  local function fence_damaged(shard)
+    local damaged = not number_in(shard[1] or '0') and 'seq'
+      or not number_in(shard[5] or '0') and 'journaled_seq'
+      or (not number_in(shard[2] or '0') or #(shard[2] or '') > 13) and 'time'
+      or not number_in(shard[4]) and 'history'
+      or shard[8] and not number_in(shard[8]) and 'layout'
+    if not damaged then return nil end
+    local reason = 'the field ' .. damaged .. ' of the shard (' .. KEYS[1]
+      .. ') has a value that no program writes: the shard is rebuilt from the journal'
+    redis.call('HDEL', KEYS[1], 'life', 'history')
+    redis.call('HSET', KEYS[1], 'partial', '1', 'fault', reason)
+    return reason
+  end
+
+  function begin_call()
+    local clock = time_of_server()
+    if ARGV[3] ~= '' then
+      clock = tonumber(ARGV[3])
+    else
+      local skew = clock - tonumber(ARGV[2])
+      if math.abs(skew) > tonumber(ARGV[4]) then
+        return nil, {CODE.fenced, clock + 1000, string.format(
+          'the clock of Redis is %d ms ahead of the caller, at most %s allowed: set the clocks right', skew,
+            ARGV[4])}
+      end
     end
+    local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault',
+      'shards',
+      'layout')
+    if shard[3] ~= server_epoch() then
+      return nil, {CODE.fenced, clock + 1000, shard[6]
+        or 'the shard has not been reconciled with the journal since this server started'}
+    end
+    local damaged = fence_damaged(shard)
+    if damaged then return nil, {CODE.fenced, clock + 1000, damaged} end
+    local layout = layout_of(shard[8], shard[1])
+    if layout < LAYOUT_MIN or layout > LAYOUT then
+      return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout
+        .. ', this program writes ' .. LAYOUT_MIN .. ' to ' .. LAYOUT .. ': upgrade it'}
+    end
+    local number, shards, history, journaled = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)/?(%d*)$')
+    if shard[7] ~= shards then
+      return nil, {CODE.fenced, clock + 1000,
+        'this system has ' .. shard[7] .. ' shards, the caller assumes ' .. shards
+          .. ': correct GRAB_SHARDS'}
+    end
+    local seq = tonumber(shard[1] or 0)
+    if journaled ~= '' and tonumber(journaled) > seq then
+      return nil, {CODE.fenced, clock + 1000, 'this server lags behind the journal: the shard has seq '
+        .. (shard[1] or 0) .. ' here, and seq ' .. journaled .. ' is journaled'}
+    end
+    if history ~= '' and history ~= shard[4] then
+      return nil, {CODE.another_history, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4]
+        .. ' instead of ' .. history}
+    end
+    if seq > BOUNDS.seq - 10000 then
+      return nil, {CODE.fenced, clock + 1000,
+        'the shard has reached the greatest event number that its records can hold'}
+    end
+    if ARGV[5] ~= '' and seq - tonumber(shard[5] or 0) >= tonumber(ARGV[5]) then
+      return nil, {CODE.busy, clock + 1000, 'the outbox is full: the relay lags'}
+    end
+    return {
+      shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
+      now = math.max(clock, tonumber(shard[2] or 0)),
+      has_runs = layout > 2, has_own_ids = layout > 3, lines = {}, seqs = {}, joined = {},
+      refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, in_order = {},
+    }
   end
-  local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault',
-    'shards',
-    'layout')
-  if shard[3] ~= server_epoch() then
-    return nil, {CODE.fenced, clock + 1000, shard[6]
-      or 'the shard has not been reconciled with the journal since this server started'}
-  end
-  local layout = layout_of(shard[8], shard[1])
-  if layout < LAYOUT_MIN or layout > LAYOUT then
-    return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout .. ', this program writes '
-      .. LAYOUT_MIN .. ' to ' .. LAYOUT .. ': upgrade it'}
-  end
-  local number, shards, history, journaled = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)/?(%d*)$')
-  if shard[7] ~= shards then
-    return nil, {CODE.fenced, clock + 1000,
-      'this system has ' .. shard[7] .. ' shards, the caller assumes ' .. shards
-        .. ': correct GRAB_SHARDS'}
-  end
-  local seq = tonumber(shard[1] or 0)
-  if journaled ~= '' and tonumber(journaled) > seq then
-    return nil, {CODE.fenced, clock + 1000, 'this server lags behind the journal: the shard has seq '
-      .. (shard[1] or 0) .. ' here, and seq ' .. journaled .. ' is journaled'}
-  end
-  if history ~= '' and history ~= shard[4] then
-    return nil, {CODE.another_history, tonumber(shard[4]), 'the shard was recovered: history ' .. shard[4]
-      .. ' instead of ' .. history}
-  end
-  if seq > BOUNDS.seq - 10000 then
-    return nil, {CODE.fenced, clock + 1000,
-      'the shard has reached the greatest event number that its records can hold'}
-  end
-  if ARGV[5] ~= '' and seq - tonumber(shard[5] or 0) >= tonumber(ARGV[5]) then
-    return nil, {CODE.busy, clock + 1000, 'the outbox is full: the relay lags'}
-  end
-  return {
-    shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
-    now = math.max(clock, tonumber(shard[2] or 0)),
-    has_runs = layout > 2, has_own_ids = layout > 3, lines = {}, seqs = {}, joined = {},
-    refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, in_order = {},
-  }
 end
 
 -- Whether an offer has retired. Records that name a retired offer count as forgotten, even if they are not
@@ -207,16 +229,16 @@ local function remember(call, id, record)
   return record
 end
 
--- Counts a refusal. Offers that do not exist are counted together under '*': otherwise a client that invents
+-- Counts refusals. Offers that do not exist are counted together under '*': otherwise a client that invents
 -- names would fill the hash, and the table in SQL that it is copied to.
-local function count_refusal(call, code, offer)
+local function count_refusals(call, code, offer, count)
   local field = code .. ':' .. (code == CODE.no_such_offer and '*' or offer)
-  call.demand[field] = (call.demand[field] or 0) + 1
+  if count > 0 then call.demand[field] = (call.demand[field] or 0) + count end
 end
 
 -- Counts a refusal and remembers it; returns the record. A refusal about a retired offer is not remembered.
 local function refuse(call, code, id, offer, digest)
-  count_refusal(call, code, offer)
+  count_refusals(call, code, offer, 1)
   return not has_retired(call, offer) and remember(call, id, pack_refusal(code, call.now, digest, offer))
     or nil
 end

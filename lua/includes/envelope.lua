@@ -3,7 +3,6 @@
 --- @include "cost"
 --- @include "splitting"
 --- @include "records"
---- @include "calendar"
 --- @include "decide"
 --- @include "repeats"
 --- @include "offers"
@@ -23,17 +22,6 @@ local function part_at(offer, most)
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
 end
 
--- Whether an offer may take grabs, and has no rules that ask for more than plain ones have: of an envelope,
--- such a grab can only be refused because its user already has a part, its id is known, or no part is left.
-local function is_plain(call, offer)
-  if not offer or offer.closed or offer.paused or offer.rules.audience
-    or next(offer.loads) then
-    return false
-  end
-  if call.now < offer.opens_at or call.now >= offer.closes_at then return false end
-  return not (offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, call.now))
-end
-
 -- The refusals that are stored for grabs of an offer: a list with false where there is none, or an empty one.
 local function stored_refusals(call, offer, ids, users, campaign)
   if redis.call('EXISTS', KEYS[3]) == 0 then return {} end
@@ -48,8 +36,9 @@ end
 -- call and offer.
 local function end_whole_run(call, offer, type, ids, users, grabs, texts, amounts_text)
   local is_whole = grabs == texts[3]
-  call.run = {type = type, offer = offer, seq = call.seq + 1, offer_seq = offer.offer_seq + 1,
-    place = offer.places + 1, left = offer.units_left - grabs, count = grabs, rare = {},
+  call.run = {type = type, offer = offer, rules = offer.rules, seq = call.seq + 1,
+    offer_seq = offer.offer_seq + 1, place = offer.places + 1, left = offer.units_left - grabs,
+    count = grabs, rare = {},
     ids_text = is_whole and texts[1] or table.concat(ids, '","', 1, grabs),
     users_text = is_whole and texts[2] or table.concat(users, '","', 1, grabs), amounts_text = amounts_text}
   end_run(call)
@@ -107,7 +96,7 @@ do
 
   -- Notes what the users have then, in layout 4.
   local function keep_parts(call, offer, ids, users, amounts)
-    local made, pack_next = offer.users, packer_of_parts(offer.places + 1, call.seq + 1, call.now)
+    local made, pack_next = offer.users, packer_of('parts', offer.places + 1, call.seq + 1, call.now)
     for i = 1, #amounts do
       made[2 * i - 1], made[2 * i] = users[i], pack_next(amounts[i], ids[i])
     end

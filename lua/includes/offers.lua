@@ -7,6 +7,7 @@
 --- @include "cost"
 --- @include "undo"
 --- @include "records"
+--- @include "calendar"
 --- @include "decide"
 --- @include "limits"
 
@@ -127,16 +128,42 @@ local function load_offers(names, campaign_of, campaign_names)
   end}), campaigns
 end
 
+-- The refusal, as a row, that every grab of an offer gets now, whoever sends it, in order of precedence; nil
+-- if user, limits and units decide.
+local refusal_of_offer
+do
+  local function is_incomplete(offer)
+    if offer.rules.codes and not offer.loads.codes then return true end
+    for _, list in pairs(offer.loads) do
+      if list.loaded < list.chunks then return true end
+    end
+    return false
+  end
+
+  function refusal_of_offer(offer, now)
+    if now < offer.opens_at then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, offer.opens_at} end
+    local over = offer.closed or now >= offer.closes_at
+    if not over then
+      local opens = offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, now)
+      if opens then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, opens} end
+      if is_incomplete(offer) then return {CODE.not_open_yet, 0, now} end
+    end
+    if offer.paused then return {CODE.on_hold, 0, now} end
+    if offer.closed and offer.reason == 'drained' then return {CODE.sold_out, 0, now} end
+    return over and {CODE.over, 0, now} or nil
+  end
+end
+
 -- The beginning of every event's text, up to the fields of its type. Takes the next seq of the shard and of
 -- the offer.
 local function event_head(call, offer, type, command)
   spend(COST.event)
   put(offer, 'offer_seq', offer.offer_seq + 1)
   put(offer, 'changed', true)
-  return '{"type":"' .. type .. '","v":1,"shard":' .. call.shard .. ',"seq":' .. next_seq(call)
-    .. ',"offer_seq":'
-    .. offer.offer_seq .. ',"offer":"' .. offer.name .. '","at":' .. call.now .. ',"command":"' .. command
-    .. '"'
+  -- Lua formats a number that is joined to a text as a floating-point number: that costs four times as much.
+  return string.format(
+    '{"type":"%s","v":1,"shard":%s,"seq":%d,"offer_seq":%d,"offer":"%s","at":%d,"command":"%s"', type,
+    call.shard, next_seq(call), offer.offer_seq, offer.name, call.now, command)
 end
 
 -- The account that gets returned units: the offer while it is open; after the close, the account to which the

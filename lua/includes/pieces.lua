@@ -34,9 +34,9 @@ end
 
 -- The fields that every event about a grab has.
 local function grab_text(offer, name, grab, quantity, amount)
-  return ',"grab":"' .. name .. '","user":"' .. grab.user .. '","quantity":' .. int(quantity) .. ',"amount":'
-    .. int(amount)
-    .. ',"asset":"' .. offer.asset .. '","place":' .. grab.place .. ',"left":' .. int(offer.units_left)
+  return string.format(
+    ',"grab":"%s","user":"%s","quantity":%d,"amount":%d,"asset":"%s","place":%d,"left":%d', name, grab.user,
+    int(quantity), int(amount), offer.asset, grab.place, int(offer.units_left))
 end
 
 local function begin_hold(offer, grab, quantity, now)
@@ -45,11 +45,9 @@ local function begin_hold(offer, grab, quantity, now)
 end
 
 local function hold_text(offer, grab)
-  local text = ',"deadline_at":' .. int(grab.deadline)
-  if offer.rules.currency then
-    text = text .. ',"due":' .. int(grab.price * grab.held) .. ',"currency":"' .. offer.rules.currency .. '"'
-  end
-  return text
+  if not offer.rules.currency then return string.format(',"deadline_at":%d', int(grab.deadline)) end
+  return string.format(',"deadline_at":%d,"due":%d,"currency":"%s"', int(grab.deadline),
+    int(grab.price * grab.held), offer.rules.currency)
 end
 
 -- Adds the details of a hold to those of an answer; returns them.

@@ -53,42 +53,50 @@ local function serve_grab(offer, name, grab, quantity, now)
   touch_grab(offer, name)
 end
 
--- The number of units that a queued grab gets when it is served.
-local function units_for(offer, grab)
-  local price = offer.rules.price or 0
-  local payable = price > 0 and math.floor(AMOUNT_MAX / price) or grab.quantity
-  return math.min(grab.quantity, offer.units_left, payable)
-end
-
 -- Serves the queue: units that are left go, as holds, to the first grab for which they suffice, of the first
 -- CONSIDERED_MAX grabs; at most SERVED_AT_ONCE_MAX grabs per command, the sweeper serves the others. Grabs
 -- for which the units do not suffice keep their positions.
-local function serve(call, offer, command)
-  if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
-  -- This is known from an earlier test, unless a grab has left the queue since.
-  if offer.units_left < (offer.least_wanted or 0) then return end
-  local served, i, least = 0, 1, math.huge
-  while offer.units_left > 0 and i <= CONSIDERED_MAX do
-    local name = waiter_at(offer, i)
-    if not name then break end
-    spend(COST.considered)
-    local wanted = wanted_at_least(offer, i == 1 and grab_of(offer, name).quantity
-      or asked_by(offer, {name})[1])
-    if wanted > offer.units_left then
-      i, least = i + 1, math.min(least, wanted)
-    elseif served == SERVED_AT_ONCE_MAX then
-      offer.due, offer.changed = call.now, true
-      return
-    else
-      served = served + 1
-      local grab = grab_of(offer, name)
-      local asked, quantity = grab.quantity, units_for(offer, grab)
-      serve_grab(offer, name, grab, quantity, call.now)
-      add_line(call, event_head(call, offer, 'grab.held', command)
-        .. grab_text(offer, name, grab, quantity, quantity)
-        .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab)
-        .. ',"waited":true}', true)
-    end
+local serve
+do
+  -- The number of units that a queued grab gets when it is served.
+  local function units_for(offer, grab)
+    local price = offer.rules.price or 0
+    local payable = price > 0 and math.floor(AMOUNT_MAX / price) or grab.quantity
+    return math.min(grab.quantity, offer.units_left, payable)
   end
-  if offer.units_left > 0 then offer.least_wanted = least end
+
+  function serve(call, offer, command)
+    if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
+    -- This is known from an earlier test, unless a grab has left the queue since.
+    if offer.units_left < (offer.least_wanted or 0) then return end
+    local served, i, least = 0, 1, math.huge
+    while offer.units_left > 0 and i <= CONSIDERED_MAX do
+      local name = waiter_at(offer, i)
+      if not name then break end
+      spend(COST.considered)
+      local wanted = wanted_at_least(offer, i == 1 and grab_of(offer, name).quantity
+        or asked_by(offer, {name})[1])
+      if wanted > offer.units_left then
+        i, least = i + 1, math.min(least, wanted)
+      elseif served == SERVED_AT_ONCE_MAX then
+        offer.due, offer.changed = call.now, true
+        return
+      else
+        served = served + 1
+        local grab = grab_of(offer, name)
+        local asked, quantity = grab.quantity, units_for(offer, grab)
+        serve_grab(offer, name, grab, quantity, call.now)
+        if call.has_runs then
+          add_grab(call, 'grab.held', offer, name, grab.user, quantity, quantity, nil,
+            {asked = asked ~= quantity and int(asked) .. '' or nil}, command)
+        else
+          add_line(call, event_head(call, offer, 'grab.held', command)
+            .. grab_text(offer, name, grab, quantity, quantity)
+            .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab)
+            .. ',"waited":true}', true)
+        end
+      end
+    end
+    if offer.units_left > 0 then offer.least_wanted = least end
+  end
 end

@@ -102,31 +102,53 @@ end
 -- A user's part of an envelope: place 3, amount 6, seq 5 bytes. From layout 4 on it is also the answer to the
 -- grab, with further fields: at 5, length of the id 1 byte; the id of the grab; then its digest, empty for
 -- PLAIN.
-local PART, PART_WITH_ID = '>I3I6I5', '>I3I6I5I5I1c0'
+local PART = '>I3I6I5'
 
 local function unpack_part(record)
   local place, amount, seq = struct.unpack(PART, record)
   return place, amount, seq
 end
 
-local function pack_part_with_id(place, amount, seq, at, id, digest)
-  return struct.pack(PART_WITH_ID, place, amount, seq, at - EPOCH_MS, #id, id)
-    .. (digest == PLAIN and '' or digest)
+local pack_part_with_id, answer_of_part
+do
+  local PART_WITH_ID = '>I3I6I5I5I1c0'
+
+  function pack_part_with_id(place, amount, seq, at, id, digest)
+    return struct.pack(PART_WITH_ID, place, amount, seq, at - EPOCH_MS, #id, id)
+      .. (digest == PLAIN and '' or digest)
+  end
+
+  -- The answer to the grab that got a part, if it has this id; else nil. `tail` is that of the offer.
+  function answer_of_part(record, id, tail)
+    local place, amount, seq, at, its_id, digest_from = struct.unpack(PART_WITH_ID, record)
+    if its_id ~= id then return nil end
+    return pack_answer(0, seq, at + EPOCH_MS, place, amount, string.sub(record, digest_from), tail)
+  end
 end
 
--- A function that packs parts one after the other, the first with this place and seq, for plain grabs: it
--- gets an amount and an id, and returns what `pack_part_with_id` does. It joins bytes in place of packing
--- numbers, which costs four times as much.
-local packer_of_parts
+-- Functions that return texts one after the other, for the records of plain grabs: the first with this place
+-- and seq, each next one with the next. They join bytes in place of packing numbers, which costs four times
+-- as much. `packer_of` gets what they pack:
+--   parts: gets an amount and an id, and returns what `pack_part_with_id` does.
+--   rows: gets a packed row, and returns what `pack_row` does for a plain grab.
+--   refusals: gets a user, and returns what `pack_refusal` does for a plain grab of an offer.
+--   numbers: returns what `cmsgpack.pack` does of a number, and adds `step` to it.
+local packer_of
 do
   -- Bytes, and small amounts in 6 bytes. Filled as they are needed: a library that is being loaded has no
   -- `string`.
   local BYTES, AMOUNTS, AMOUNTS_MAX = {}, {}, 10000
 
-  function packer_of_parts(place, seq, at)
+  local makers = {}
+
+  function packer_of(what, ...)
     if not BYTES[255] then
       for byte = 0, 255 do BYTES[byte] = string.char(byte) end
     end
+    return makers[what](...)
+  end
+
+  function makers.parts(place, seq, at)
     local pack = struct.pack
     local at_packed = pack('>I5', at - EPOCH_MS)
     local place_low, seq_low = place % 256, seq % 256
@@ -143,6 +165,42 @@ do
       if place_low == 256 then place_low, place_high = 0, pack('>I2', place / 256) end
       if seq_low == 256 then seq_low, seq_high = 0, pack('>I4', seq / 256) end
       return record
+    end
+  end
+
+  function makers.rows(name, code, seq, at)
+    local low, pack, empty = seq % 256, struct.pack, pack_answer(code, 0, at, 0, 0, PLAIN, '')
+    local high, first = pack('>I5', (seq - low) / 256), string.sub(empty, 1, 1)
+    local rest = string.sub(empty, 8) .. string.char(146) .. cmsgpack.pack(name)
+    return function(row)
+      local record = first .. high .. BYTES[low] .. rest .. row
+      seq, low = seq + 1, low + 1
+      if low == 256 then low, high = 0, pack('>I5', seq / 256) end
+      return record
+    end
+  end
+
+  function makers.refusals(name, code, at)
+    local start, tail, heads = PLAIN .. '$' .. name .. '/', offer_tail(name), {}
+    return function(user)
+      local head = heads[#user]
+      if not head then
+        head = string.sub(pack_refusal(code, at, start .. user, name), 1, -#user - #tail - 1)
+        heads[#user] = head
+      end
+      return head .. user .. tail
+    end
+  end
+
+  function makers.numbers(number, step)
+    local high, high_packed = -1, nil
+    return function()
+      local this, low = number, number % 256
+      number = number + step
+      -- Only from 256 on, numbers that differ in the last byte only have the same bytes before it.
+      if this < 256 then return cmsgpack.pack(this) end
+      if this - low ~= high then high, high_packed = this - low, string.sub(cmsgpack.pack(this), 1, -2) end
+      return high_packed .. BYTES[low]
     end
   end
 end
@@ -165,13 +223,6 @@ do
   end
 end
 
--- The answer to the grab that got a part, if it has this id; else nil. `tail` is that of the offer.
-local function answer_of_part(record, id, tail)
-  local place, amount, seq, at, its_id, digest_from = struct.unpack(PART_WITH_ID, record)
-  if its_id ~= id then return nil end
-  return pack_answer(0, seq, at + EPOCH_MS, place, amount, string.sub(record, digest_from), tail)
-end
-
 local ACTIVE, RELEASED, EXPIRED, WAITING = 0, 1, 2, 3
 
 local function new_grab(user, quantity, under)
@@ -183,25 +234,23 @@ local function new_grab(user, quantity, under)
     payments = {}, codes = {}}
 end
 
-local pack_grab, unpack_grab
-do
-  -- The fields of a grab of pieces, in this order; models/rules/state.py describes each.
-  local GRAB_FIELDS = {'user', 'place', 'quantity', 'held', 'taken', 'redeemed', 'lapsed', 'deadline',
-    'grace', 'extensions', 'price', 'status', 'ended_seq', 'ended_at', 'confirmed_seq', 'confirmed_at',
-    'under', 'counted', 'payments', 'codes'}
+-- A grab of pieces as a list of its fields; models/rules/state.py describes each.
+local function pack_grab(grab)
+  return cmsgpack.pack({grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed,
+    grab.lapsed, grab.deadline, grab.grace, grab.extensions, grab.price, grab.status, grab.ended_seq,
+    grab.ended_at, grab.confirmed_seq, grab.confirmed_at, grab.under, grab.counted, grab.payments,
+    grab.codes})
+end
 
-  function pack_grab(grab)
-    local values = {}
-    for i = 1, #GRAB_FIELDS do values[i] = grab[GRAB_FIELDS[i]] end
-    return cmsgpack.pack(values)
-  end
-
-  function unpack_grab(record)
-    spend(COST.grab_read + COST.record_byte * #record)
-    local values, grab = cmsgpack.unpack(record), {}
-    for i = 1, #GRAB_FIELDS do grab[GRAB_FIELDS[i]] = values[i] end
-    return grab
-  end
+local function unpack_grab(record)
+  spend(COST.grab_read + COST.record_byte * #record)
+  local values = cmsgpack.unpack(record)
+  -- All fields are named, so that the table is made in its size.
+  return {user = values[1], place = values[2], quantity = values[3], held = values[4], taken = values[5],
+    redeemed = values[6], lapsed = values[7], deadline = values[8], grace = values[9],
+    extensions = values[10], price = values[11], status = values[12], ended_seq = values[13],
+    ended_at = values[14], confirmed_seq = values[15], confirmed_at = values[16], under = values[17],
+    counted = values[18], payments = values[19], codes = values[20]}
 end
 
 local pack_order, unpack_order

@@ -45,11 +45,12 @@ do
   end
 end
 
--- Adds a grab to the run of the call: {type, offer, basket, seq, offer_seq, place: of the first grab; count;
--- bytes: of the columns; left: units after the last grab; ids, users, quantities, amounts, or ids_text,
--- users_text, amounts_text where a column is known as text; rare}. Begins a new run where the last one was of
--- another offer or basket, or is full. `rare` has, for columns that only some grabs have, the text of this
--- grab's value: asked, attributes, tickets, digests, codes.
+-- Adds a grab to the run of the call: {type, offer, rules, basket, served_by, seq, offer_seq, place: of the
+-- first grab; count; bytes: of the columns; left: units after the last grab; ids, users, quantities, amounts,
+-- or ids_text, users_text, amounts_text where a column is known as text; rare}. Begins a new run where the
+-- last one was of another offer, rules or basket, or is full. `rare` has, for columns that only some grabs
+-- have, the text of this grab's value: asked, attributes, tickets, digests, codes. `served_by` is the command
+-- that made units free, if the grab was queued; then the run was decided together with the event before it.
 local add_grab
 -- Ends the run of the call, if there is one: adds its line.
 local end_run
@@ -74,8 +75,8 @@ do
   -- The end of a run's text: what all holds of the run have in common.
   local function hold_end(call, rules)
     return ',"deadline_at":' .. int(call.now + rules.hold_ms)
-      .. (rules.currency and ',"price":' .. int(rules.price or 0) .. ',"currency":"' .. rules.currency .. '"}'
-        or '}')
+      .. (rules.currency and ',"price":' .. int(rules.price or 0) .. ',"currency":"' .. rules.currency .. '"'
+        or '')
   end
 
   -- The text is joined once, at the end: Lua hashes every string that it makes, so each longer text that is
@@ -86,8 +87,9 @@ do
     call.run = nil
     local offer, count = run.offer, run.count
     call.lines[#call.lines + 1] = string.format(
-      '{"type":"%s","v":2,"shard":%s,"seq":%d,"offer_seq":%d,"offer":"%s","at":%d,"grabs":["',
-      run.type, call.shard, run.seq, run.offer_seq, offer.name, call.now)
+      '{"type":"%s","v":2,"shard":%s,"seq":%d,"offer_seq":%d,"offer":"%s","at":%d,%s"grabs":["',
+      run.type, call.shard, run.seq, run.offer_seq, offer.name, call.now,
+      run.served_by and '"command":"' .. run.served_by .. '",' or '')
       .. (run.ids_text or table.concat(run.ids, '","', 1, count)) .. '"],"users":["'
       .. (run.users_text or table.concat(run.users, '","', 1, count))
       .. (run.has_quantities and '"],"quantities":[' .. numbers_text(run.quantities, count) .. '],' or '"],')
@@ -96,16 +98,18 @@ do
       .. '"asset":"' .. offer.asset .. string.format('","place":%d,"left":%d', run.place, run.left)
       .. texts_of(RARE, run.rare, count) .. (run.basket and ',"basket":"' .. run.basket .. '"' or '')
       .. texts_of(RARE_LAST, run.rare, count)
-      .. (run.type == 'grab.held' and hold_end(call, offer.rules) or '}')
+      .. (run.type == 'grab.held' and hold_end(call, run.rules) or '')
+      .. (run.served_by and ',"waited":true}' or '}')
     call.seqs[#call.lines] = count
+    call.joined[#call.lines] = run.served_by and true or nil
   end
 
-  function add_grab(call, type, offer, id, user, quantity, amount, basket, rare)
+  function add_grab(call, type, offer, id, user, quantity, amount, basket, rare, served_by)
     local run, bytes = call.run, #id + #user
     for _, text in pairs(rare) do bytes = bytes + #text end
     -- The line may be as long again: numbers, what separates values, and values of grabs that have none.
-    if run and (run.offer ~= offer or run.basket ~= basket or run.count == GRABS_MAX
-        or run.bytes + bytes > BYTES_MAX) then
+    if run and (run.offer ~= offer or run.rules ~= offer.rules or run.basket ~= basket
+        or run.served_by ~= served_by or run.count == GRABS_MAX or run.bytes + bytes > BYTES_MAX) then
       end_run(call)
       run = nil
     end
@@ -116,9 +120,9 @@ do
     put(offer, 'changed', true)
     local seq = next_seq(call)
     if not run then
-      run = {type = type, offer = offer, basket = basket, seq = seq, offer_seq = offer.offer_seq,
-        place = offer.places, count = 0, bytes = 0, ids = {}, users = {}, quantities = {},
-        amounts = not offer.pieces and {}, rare = {}}
+      run = {type = type, offer = offer, rules = offer.rules, basket = basket, served_by = served_by,
+        seq = seq, offer_seq = offer.offer_seq, place = offer.places, count = 0, bytes = 0, ids = {},
+        users = {}, quantities = {}, amounts = not offer.pieces and {}, rare = {}}
       call.run = run
     end
     local n = run.count + 1

@@ -21,11 +21,11 @@ do
   -- What MessagePack has before a text of so many bytes.
   local HEADS = {}
 
-  local function head_of(text)
-    local head = HEADS[#text]
+  local function head_of(length)
+    local head = HEADS[length]
     if not head then
-      head = string.sub(cmsgpack.pack(text), 1, -#text - 1)
-      HEADS[#text] = head
+      head = string.sub(cmsgpack.pack(string.rep('x', length)), 1, -length - 1)
+      HEADS[length] = head
     end
     return head
   end
@@ -48,14 +48,15 @@ do
           if its_window == begins then counts[i] = tonumber(units) end
         end
       end
+      -- By the units that a counter then has: its text, and what the limit leaves, packed.
       counted[n] = {limit = limit, names = names, counts = counts, window = window, ends_at = ends_at,
-        begins = begins, made = of.made}
+        begins = begins, made = of.made, name_length = #prefix, texts = {}, lefts = {}}
     end
     return counted
   end
 
-  -- How many grabs can be carried out before the first that cannot. None, if an id occurs twice: the records
-  -- that a later one is compared with are not written yet.
+  -- How many grabs can be carried out before the first that cannot, and the fields of their answers. None, if
+  -- an id occurs twice: the records that a later one is compared with are not written yet.
   local function count_takeable(call, offer, ids, users, campaign, counted)
     local has_id, fields = {}, {}
     for i = 1, #ids do
@@ -66,143 +67,171 @@ do
     local refused = stored_refusals(call, offer, ids, users, campaign)
     local most = math.min(#ids, offer.units_left)
     for i = 1, most do
-      if kept[i] or refused[i] then return i - 1 end
+      if kept[i] or refused[i] then return i - 1, fields end
       for n = 1, #counted do
-        if counted[n].limit.max - counted[n].counts[i] < 1 then return i - 1 end
+        if counted[n].limit.max - counted[n].counts[i] < 1 then return i - 1, fields end
       end
     end
-    return most
-  end
-
-  -- A function that appends a text, and returns its position.
-  local function appender(texts)
-    return function(text)
-      texts[#texts + 1] = text
-      return #texts
-    end
-  end
-
-  -- The texts that make the row of an answer, and where those are that differ: seq, place and left, the units
-  -- left of each limit, the number of a coupon.
-  local function row_template(call, offer, counted)
-    local texts, at = {}, {limits = {}}
-    local add = appender(texts)
-    local is_hold, details = offer.rules.hold_ms ~= nil, {}
-    -- Made as take_pieces makes it: the order of its fields is that of the table.
-    if #counted > 0 then details.limits = counted end
-    if is_hold then
-      hold_row(offer, {deadline = call.now + offer.rules.hold_ms, price = offer.rules.price or 0, held = 1},
-        details)
-    else
-      coupon_row(offer, {place = 0}, {}, details)
-    end
-    add(string.sub(cmsgpack.pack({1, 2, 3, 4, 5, 6, 7, 8, 9, 10}), 1, 1))
-    add(cmsgpack.pack(is_hold and CODE.held or CODE.granted))
-    at.seq = add('')
-    add(cmsgpack.pack(call.now, 1, 1))
-    at.place = add('')
-    add(cmsgpack.pack(0, 0))
-    local fields = 0
-    for _ in pairs(details) do fields = fields + 1 end
-    -- A table without fields is packed as a list.
-    add(fields == 0 and cmsgpack.pack({}) or string.char(128 + fields))
-    for name, value in pairs(details) do
-      add(cmsgpack.pack(name))
-      if name == 'limits' then
-        add(string.char(144 + #counted))
-        for n, counter in ipairs(counted) do
-          local limit = counter.limit
-          add(string.char(150) .. cmsgpack.pack(limit.by, limit.per, limit.max))
-          at.limits[n] = add('')
-          add(cmsgpack.pack(counter.ends_at, limit.scope))
-        end
-      else
-        local slot = add(cmsgpack.pack(value))
-        if name == 'number' then at.number = slot end
-      end
-    end
-    return texts, at
-  end
-
-  -- The texts that make the record of a grab, and where those are that differ: its user, its place, and the
-  -- names of its counters, which are in it twice.
-  local function grab_template(call, offer, counted)
-    local grab = new_grab('', 1, {})
-    grab.price = offer.rules.price or 0
-    if offer.rules.hold_ms then
-      grab.held, grab.deadline, grab.grace = 1, call.now + offer.rules.hold_ms, offer.rules.grace_ms
-    else
-      grab.taken = 1
-    end
-    local texts, at = {string.sub(pack_grab(grab), 1, 3)}, {names = {}}
-    local add = appender(texts)
-    local function add_counters()
-      if #counted == 0 then return add(cmsgpack.pack({})) end
-      add(string.char(144 + #counted))
-      for n, counter in ipairs(counted) do
-        add(string.char(147))
-        at.names[n] = at.names[n] or {}
-        table.insert(at.names[n], add(''))
-        add(cmsgpack.pack(counter.window, counter.limit.scope == 'campaign' and 1 or 0))
-      end
-    end
-    at.user = add('')
-    at.place = add('')
-    add(cmsgpack.pack(1, grab.held, grab.taken, grab.redeemed, grab.lapsed, grab.deadline, grab.grace,
-      grab.extensions, grab.price, grab.status, grab.ended_seq, grab.ended_at, grab.confirmed_seq,
-      grab.confirmed_at))
-    add_counters()
-    -- One entry: its unit, and the same counters.
-    add(string.char(145, 146, 1))
-    add_counters()
-    add(cmsgpack.pack({}, {}))
-    return texts, at
+    return most, fields
   end
 
   -- Notes the records of the grabs; returns their packed rows.
-  local function keep_all(call, offer, ids, users, campaign, counted, grabs)
-    local row, row_at = row_template(call, offer, counted)
-    local record, record_at = grab_template(call, offer, counted)
-    local named, deadline = string.char(146) .. cmsgpack.pack(offer.name), nil
-    local pack, concat, made, rows = cmsgpack.pack, table.concat, campaign.made, {}
-    local code = offer.rules.hold_ms and CODE.held or CODE.granted
-    if offer.rules.hold_ms then
-      deadline = string.format('%d', call.now + offer.rules.hold_ms + offer.rules.grace_ms)
+  local keep_all
+  do
+    -- The texts of a record in which few places differ; a function that adds a text that all have, and one
+    -- that adds a place for a text, and returns its index.
+    local function new_template()
+      local texts, ends_with_place = {''}, false
+      local function add(text)
+        if ends_with_place then texts[#texts + 1], ends_with_place = '', false end
+        texts[#texts] = texts[#texts] .. text
+      end
+      local function add_place()
+        texts[#texts + 1], ends_with_place = '', true
+        return #texts
+      end
+      return texts, add, add_place
     end
-    for i = 1, grabs do
-      local user, seq, place = users[i], call.seq + i, offer.places + i
-      row[row_at.seq], row[row_at.place] = pack(seq), pack(place, offer.units_left - i)
-      if row_at.number then row[row_at.number] = pack(place) end
-      record[record_at.user], record[record_at.place] = head_of(user) .. user, pack(place)
+
+    -- The texts that make the row of an answer, and where those are that differ: seq, place, left, the units
+    -- left of each limit, the number of a coupon.
+    local function row_template(call, offer, counted)
+      local texts, add, add_place = new_template()
+      local at = {limits = {}}
+      local is_hold, details = offer.rules.hold_ms ~= nil, {}
+      -- Made as take_pieces makes it: the order of its fields is that of the table.
+      if #counted > 0 then details.limits = counted end
+      if is_hold then
+        hold_row(offer, {deadline = call.now + offer.rules.hold_ms, price = offer.rules.price or 0, held = 1},
+          details)
+      else
+        coupon_row(offer, {place = 0}, {}, details)
+      end
+      add(string.sub(cmsgpack.pack({1, 2, 3, 4, 5, 6, 7, 8, 9, 10}), 1, 1))
+      add(cmsgpack.pack(is_hold and CODE.held or CODE.granted))
+      at.seq = add_place()
+      add(cmsgpack.pack(call.now, 1, 1))
+      at.place, at.left = add_place(), add_place()
+      add(cmsgpack.pack(0, 0))
+      local fields = 0
+      for _ in pairs(details) do fields = fields + 1 end
+      -- A table without fields is packed as a list.
+      add(fields == 0 and cmsgpack.pack({}) or string.char(128 + fields))
+      for name, value in pairs(details) do
+        add(cmsgpack.pack(name))
+        if name == 'limits' then
+          add(string.char(144 + #counted))
+          for n, counter in ipairs(counted) do
+            local limit = counter.limit
+            add(string.char(150) .. cmsgpack.pack(limit.by, limit.per, limit.max))
+            at.limits[n] = add_place()
+            add(cmsgpack.pack(counter.ends_at, limit.scope))
+          end
+        elseif name == 'number' then
+          at.number = add_place()
+        else
+          add(cmsgpack.pack(value))
+        end
+      end
+      return texts, at
+    end
+
+    -- The texts that make the record of a grab whose user's id has this length, and where those are that
+    -- differ: its user, its place, and the names of its counters, which are in it twice.
+    local function grab_template(call, offer, counted, length)
+      local grab = new_grab('', 1, {})
+      grab.price = offer.rules.price or 0
+      if offer.rules.hold_ms then
+        grab.held, grab.deadline, grab.grace = 1, call.now + offer.rules.hold_ms, offer.rules.grace_ms
+      else
+        grab.taken = 1
+      end
+      local texts, add, add_place = new_template()
+      local at = {texts = texts, names = {}}
+      local function add_counters()
+        if #counted == 0 then return add(cmsgpack.pack({})) end
+        add(string.char(144 + #counted))
+        for n, counter in ipairs(counted) do
+          add(string.char(147) .. head_of(counter.name_length + length))
+          at.names[n] = at.names[n] or {}
+          table.insert(at.names[n], add_place())
+          add(cmsgpack.pack(counter.window, counter.limit.scope == 'campaign' and 1 or 0))
+        end
+      end
+      add(string.sub(pack_grab(grab), 1, 3) .. head_of(length))
+      at.user, at.place = add_place(), add_place()
+      add(cmsgpack.pack(1, grab.held, grab.taken, grab.redeemed, grab.lapsed, grab.deadline, grab.grace,
+        grab.extensions, grab.price, grab.status, grab.ended_seq, grab.ended_at, grab.confirmed_seq,
+        grab.confirmed_at))
+      add_counters()
+      -- One entry: its unit, and the same counters.
+      add(string.char(145, 146, 1))
+      add_counters()
+      add(cmsgpack.pack({}, {}))
+      return at
+    end
+
+    -- Counts a grab in each limit: notes what its counters have then, and enters it in the texts of its
+    -- row and its record.
+    local function enter_counters(counted, i, row, row_at, record_at)
+      local record, slots_of, row_slots = record_at.texts, record_at.names, row_at.limits
       for n = 1, #counted do
-        local counter, slots = counted[n], record_at.names[n]
-        local name, units, counters = counter.names[i], counter.counts[i] + 1, counter.made
-        counters[#counters + 1] = name
-        counters[#counters + 1] = counter.begins .. string.format('%d', units)
-        row[row_at.limits[n]] = pack(counter.limit.max - units)
-        local packed = head_of(name) .. name
-        record[slots[1]], record[slots[2]] = packed, packed
-      end
-      rows[i] = concat(row)
-      made[2 * i - 1] = answer_field_of_grab(call, offer.name, ids[i])
-      made[2 * i] = pack_answer(code, seq, call.now, 0, 0, PLAIN, named .. rows[i])
-      offer.grabs_made[2 * i - 1], offer.grabs_made[2 * i] = ids[i], concat(record)
-      if deadline then
-        offer.holds_made[2 * i - 1], offer.holds_made[2 * i] = deadline, offer.name .. '/' .. ids[i]
+        local counter, slots = counted[n], slots_of[n]
+        local name, units, made = counter.names[i], counter.counts[i] + 1, counter.made
+        local text = counter.texts[units]
+        if not text then
+          text = counter.begins .. string.format('%d', units)
+          counter.texts[units], counter.lefts[units] = text, cmsgpack.pack(counter.limit.max - units)
+        end
+        local last = #made
+        made[last + 1], made[last + 2] = name, text
+        row[row_slots[n]] = counter.lefts[units]
+        record[slots[1]], record[slots[2]] = name, name
       end
     end
-    return rows
+
+    function keep_all(call, offer, ids, users, fields, campaign, counted, grabs)
+      local row, row_at = row_template(call, offer, counted)
+      local concat, made, made_grabs, rows, templates = table.concat, campaign.made, offer.grabs_made, {}, {}
+      local hold_ms, deadline = offer.rules.hold_ms, nil
+      local next_seq_packed = packer_of('numbers', call.seq + 1, 1)
+      local next_place = packer_of('numbers', offer.places + 1, 1)
+      local next_left = packer_of('numbers', offer.units_left - 1, -1)
+      local code = hold_ms and CODE.held or CODE.granted
+      local pack_next = packer_of('rows', offer.name, code, call.seq + 1, call.now)
+      if hold_ms then deadline = string.format('%d', call.now + hold_ms + offer.rules.grace_ms) end
+      for i = 1, grabs do
+        local user, place = users[i], next_place()
+        local record_at = templates[#user]
+        if not record_at then
+          record_at = grab_template(call, offer, counted, #user)
+          templates[#user] = record_at
+        end
+        local record = record_at.texts
+        row[row_at.seq], row[row_at.place], row[row_at.left] = next_seq_packed(), place, next_left()
+        if row_at.number then row[row_at.number] = place end
+        record[record_at.user], record[record_at.place] = user, place
+        enter_counters(counted, i, row, row_at, record_at)
+        rows[i] = concat(row)
+        made[2 * i - 1], made[2 * i] = fields[i], pack_next(rows[i])
+        made_grabs[2 * i - 1], made_grabs[2 * i] = ids[i], concat(record)
+        if deadline then
+          offer.holds_made[2 * i - 1], offer.holds_made[2 * i] = deadline, offer.name .. '/' .. ids[i]
+        end
+      end
+      return rows
+    end
   end
 
   -- Takes a piece for each grab before the first that gets none. Returns the index of that grab, and the
   -- packed rows of the others. Each costs `grab_cost`. `texts` is that of grant_run.
   local function take_run(call, offer, ids, users, campaign, grab_cost, texts)
     local counted = read_counted(call, offer, campaign, users)
-    local grabs = count_takeable(call, offer, ids, users, campaign, counted)
+    local grabs, fields = count_takeable(call, offer, ids, users, campaign, counted)
     spend(grab_cost * grabs + COST.counter * (1 + #counted) * (#ids - grabs))
     if grabs == 0 then return 1, {} end
     int(offer.rules.price or 0)
-    local rows = keep_all(call, offer, ids, users, campaign, counted, grabs)
+    local rows = keep_all(call, offer, ids, users, fields, campaign, counted, grabs)
     local type = offer.rules.hold_ms and 'grab.held' or 'grab.granted'
     end_whole_run(call, offer, type, ids, users, grabs, texts)
     call.seq, offer.changed, offer.offer_seq = call.seq + grabs, true, offer.offer_seq + grabs
@@ -212,16 +241,62 @@ do
     return grabs + 1, rows
   end
 
-  -- Whether a plain grab of this offer of pieces can only be refused because its id is known, a limit of its
-  -- user is reached, or no unit is left.
-  local function is_plain_of_pieces(call, offer)
-    if not call.has_own_ids or offer.rules.codes or offer.queue_length > 0 or offer.units_left == 0 then
-      return false
-    end
+  -- Whether all limits of an offer count by user. Under others, a grab without the attribute is invalid.
+  local function counts_by_user(offer)
     for _, limit in ipairs(offer.rules.limits) do
       if limit.by ~= 'user' then return false end
     end
     return true
+  end
+
+  -- The refusal, as a row, that each plain grab of an offer gets for which nothing is remembered; or nil.
+  -- `of_all` is the one that all grabs get, whoever sends them.
+  local function refusal_of_plain(call, offer, of_all)
+    if not call.has_own_ids or offer.total < 1 or not counts_by_user(offer) then return nil end
+    if of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then return of_all end
+    return available(offer) == 0 and {CODE.sold_out, 0, call.now} or nil
+  end
+
+  -- Refuses a run of plain grabs with this row. Stops before the first of which something is remembered.
+  -- Returns the index of that grab, and the packed rows of the others. Each costs `grab_cost`. It does what
+  -- `keep` in commands/grab.lua does, for all grabs at once.
+  local function refuse_run(call, offer, ids, users, campaign, row, grab_cost)
+    local name, fields, answers = offer.name, {}
+    for i = 1, #ids do fields[i] = refusal_field_of_grab(call, name, campaign.name, users[i], ids[i]) end
+    if offer.pieces then
+      local answer_fields = {}
+      for i = 1, #ids do answer_fields[i] = answer_field_of_grab(call, name, ids[i]) end
+      answers = redis.call('HMGET', campaign.answers_key, unpack(answer_fields))
+    else
+      answers = redis.call('HMGET', KEYS[offer.base + USERS], unpack(users))
+    end
+    local refusals, new = redis.call('HMGET', KEYS[3], unpack(fields)), #ids
+    for i = 1, #ids do
+      if answers[i] or refusals[i] then
+        new = i - 1
+        break
+      end
+    end
+    spend(grab_cost * new)
+    local rows, packed, pack_next = {}, cmsgpack.pack(row), packer_of('refusals', name, row[1], call.now)
+    local is_kept = not has_retired(call, name)
+    for i = 1, new do
+      rows[i] = packed
+      if is_kept then remember(call, fields[i], pack_next(users[i])) end
+    end
+    count_refusals(call, row[1], name, new)
+    return new + 1, rows
+  end
+
+  -- Whether a plain grab of an offer that takes grabs can only be refused because its id is known, its user
+  -- has a part or has reached a limit, or nothing is left.
+  local function is_takeable(call, offer)
+    if offer.rules.audience or next(offer.loads) then return false end
+    if not offer.pieces then return true end
+    if not call.has_own_ids or offer.rules.codes or offer.queue_length > 0 or offer.units_left == 0 then
+      return false
+    end
+    return counts_by_user(offer)
   end
 
   -- The values in an argument that has '","' between them, as in an event.
@@ -235,13 +310,19 @@ do
   function decide_plain(call, offer, campaign, plain)
     local grabs, ids_width, users_width = unpack(plain)
     local ids, users = values_of(ARGV[7], ids_width, grabs), values_of(ARGV[8], users_width, grabs)
-    if not is_plain(call, offer) or (offer.pieces and not is_plain_of_pieces(call, offer)) then
-      return ids, users, 1
-    end
+    if not offer then return ids, users, 1 end
+    local of_all = refusal_of_offer(offer, call.now)
+    local refusal = refusal_of_plain(call, offer, of_all)
+    if not refusal and (of_all or not is_takeable(call, offer)) then return ids, users, 1 end
+    local is_piece = offer.pieces and not refusal
     local grab_cost = COST.plain_byte * (#ARGV[7] + #ARGV[8]) / grabs
-      + (offer.pieces and COST.plain_piece + COST.plain_counter * #offer.rules.limits or COST.plain_grab)
+      + (is_piece and COST.plain_piece + COST.plain_counter * #offer.rules.limits or COST.plain_grab)
     local most = math.max(1, math.floor(COST.call_max / grab_cost))
     for i = grabs, most + 1, -1 do ids[i], users[i] = nil, nil end
+    if refusal then
+      local first, rows = refuse_run(call, offer, ids, users, campaign, refusal, grab_cost)
+      return ids, users, first, nil, rows
+    end
     local texts = {ARGV[7], ARGV[8], grabs}
     if not offer.pieces then
       return ids, users, grant_run(call, offer, ids, users, campaign, grab_cost, texts)

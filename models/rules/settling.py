@@ -167,7 +167,7 @@ def decide_without_offer(state: ShardState, command: AnyCommand, digest: str, no
             return known
         retired = state.past.get(command.offer)
         if retired is not None and state.knows_payments_of(command.offer, now):
-            return _unserved(state, command, None, Outcome.no_such_offer, digest, now)
+            return _unserved(state, command, None, None, Outcome.no_such_offer, digest, now)
         if command.paid:
             return _refuse(
                 state, command, Outcome.no_such_offer, now, message=TOO_LATE if retired else NEVER_OPENED
@@ -185,25 +185,35 @@ def _confirm(
     if known := _repeated_payment(state, command, now, refused_as):
         return known
     if grab is None:
-        return _unserved(state, command, offer, Outcome.no_such_grab, digest, now)
+        return _unserved(state, command, offer, None, Outcome.no_such_grab, digest, now)
     base = grab.held or grab.lapsed
     if not base:
         if command.payment is None and grab.taken and grab.confirmed[0]:
             return _again(state, command, Outcome.confirmed, grab.confirmed)
-        return _unserved(state, command, offer, Outcome.not_held, digest, now)
+        return _unserved(state, command, offer, grab, Outcome.not_held, digest, now)
     quantity = command.quantity or base
     currency = offer.pieces.currency
     if command.paid != grab.price * quantity or (command.paid and command.currency != currency):
-        return _unserved(state, command, offer, Outcome.invalid, digest, now, message="paid: not what is due")
+        return _unserved(
+            state, command, offer, grab, Outcome.invalid, digest, now, message="paid: not what is due"
+        )
     if command.payment is not None and len(grab.payments) >= PAYMENTS_MAX:
         limit = LimitState("payment", "offer", PAYMENTS_MAX, 0)
         return _unserved(
-            state, command, offer, Outcome.limit_reached, digest, now, message=TOO_MANY_PAYMENTS, limit=limit
+            state,
+            command,
+            offer,
+            grab,
+            Outcome.limit_reached,
+            digest,
+            now,
+            message=TOO_MANY_PAYMENTS,
+            limit=limit,
         )
     if quantity > base:
-        return _unserved(state, command, offer, Outcome.not_enough_left, digest, now, left=base)
+        return _unserved(state, command, offer, grab, Outcome.not_enough_left, digest, now, left=base)
     if not grab.held and not _retake(state, offer, grab, quantity, now):
-        return _unserved(state, command, offer, Outcome.expired, digest, now)
+        return _unserved(state, command, offer, grab, Outcome.expired, digest, now)
     return _confirmed(state, command, offer, grab, quantity, digest, now)
 
 
@@ -301,13 +311,15 @@ def _unserved(
     state: ShardState,
     command: Confirm,
     offer: Offer | None,
+    grab: PieceGrab | None,
     outcome: Outcome,
     digest: str,
     now: int,
     **rest: Any,
 ) -> Decided:
     """Refuses a payment that cannot be served. If money was paid, an event records once that it is to be paid
-    back.
+    back. The event names the user of the command or, where the command names none, of the grab: several users
+    of an envelope may have grabs of one id.
     """
     if command.payment is None or not command.paid:
         return _refuse(state, command, outcome, now, **rest)
@@ -316,6 +328,7 @@ def _unserved(
     event = PaymentRefundDue(
         **head,
         grab=command.grab,
+        user=command.user if command.user is not None or grab is None else grab.user,
         payment=command.payment,
         amount=command.paid,
         asset=command.currency,

@@ -304,12 +304,14 @@ class GrabUnredeemed(GrabEvent, Wired[wire.GrabUnredeemed], frozen=True):
 
 class PaymentRefundDue(Event, Wired[wire.PaymentRefundDue], frozen=True):
     """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once for
-    each payment.
+    each payment. `user` is the user whom the confirmation named, else the user of the grab; absent where
+    neither is known, and in events of older programs.
     """
 
     type: Literal["payment.refund_due"] = "payment.refund_due"
     v: V1
     grab: Text
+    user: Text | None = omitted(None)
     payment: Text
     amount: Whole
     asset: Text

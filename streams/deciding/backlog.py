@@ -9,7 +9,8 @@ again. Offsets are committed up to the first record with an open part.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from itertools import pairwise
+from typing import Final
 
 from aiokafka import TopicPartition
 
@@ -26,60 +27,106 @@ OPEN_RECORDS_MAX: Final = 50_000
 READ_AGAIN_SHARE: Final = 0.5
 
 
-class OpenRecord:
-    """A record with `open` parts whose answers Kafka has not acknowledged yet: its commands, and the parts
-    that were refused at once.
+class OpenRecords:
+    """Consecutive records of a partition, with their offsets and keys. Kafka has not acknowledged the answers
+    to `open` parts of them yet: to commands, and to what was refused at once.
     """
 
-    __slots__ = ("open", "partition", "position")
+    __slots__ = ("keys", "offsets", "open", "partition")
 
-    def __init__(self, partition: "OpenPartition", position: RecordPosition) -> None:
+    def __init__(
+        self, partition: "OpenPartition", offsets: Sequence[int], keys: Sequence[bytes | None]
+    ) -> None:
         self.partition = partition
-        self.position = position
+        self.offsets = offsets
+        self.keys = keys
         self.open = 0
 
+    def position(self, row: int) -> RecordPosition:
+        """The position of one of the records, counted from 0."""
+        source = self.partition.source
+        return RecordPosition(source.topic, source.partition, self.offsets[row], self.keys[row])
 
-class HeldCommand:
-    """A command that waits for its answer: its record and its index in it, and its share of the record's
-    bytes.
+
+class HeldCommands:
+    """Commands of one shard that wait for their answers: the records that have them; of each, the number of
+    its record among these and its index in that record; and how many bytes of records each counts for.
+    `has_basket`: some are of baskets. All of a basket are of one record.
     """
 
-    __slots__ = ("command", "index", "record", "size")
+    __slots__ = ("command_bytes", "commands", "has_basket", "indexes", "records", "rows")
 
-    def __init__(self, command: AnyCommand, record: OpenRecord, index: int, size: int) -> None:
-        self.command = command
-        self.record = record
-        self.index = index
-        self.size = size
-        record.open += 1
+    def __init__(
+        self,
+        commands: Sequence[AnyCommand],
+        records: OpenRecords,
+        rows: Sequence[int],
+        indexes: Sequence[int],
+        command_bytes: int,
+        has_basket: bool,
+    ) -> None:
+        self.commands = commands
+        self.records = records
+        self.rows = rows
+        self.indexes = indexes
+        self.command_bytes = command_bytes
+        self.has_basket = has_basket
+
+    def __len__(self) -> int:
+        return len(self.commands)
+
+    def part(self, start: int, end: int) -> "HeldCommands":
+        """Some of the commands."""
+        return HeldCommands(
+            self.commands[start:end], self.records, self.rows[start:end], self.indexes[start:end],
+            self.command_bytes, self.has_basket,
+        )  # fmt: skip
+
+    def units(self) -> "list[HeldCommands]":
+        """The commands one by one, those of a basket together."""
+        starts: list[int] = []
+        for at, command in enumerate(self.commands):
+            basket = basket_of(command)
+            if not starts or basket is None or basket_of(self.commands[at - 1]) != basket:
+                starts.append(at)
+        return [self.part(start, end) for start, end in pairwise([*starts, len(self.commands)])]
+
+    def position(self, at: int) -> tuple[RecordPosition, int]:
+        """The position of a command's record, and its index in the record."""
+        return self.records.position(self.rows[at]), self.indexes[at]
 
 
 class OpenPartition:
-    """The open records of a partition, in order. `gone` is set when the partition was revoked; `full_for` are
-    the shards for which no more records may be read.
+    """The records of a partition from the first open one on, `records` of them. `gone` is set when the
+    partition was revoked; `full_for` are the shards for which no more records may be read.
     """
 
     def __init__(self, source: TopicPartition) -> None:
         self.source = source
         self.gone = False
         self.full_for: set[int] = set()
-        self._records: deque[OpenRecord] = deque()
+        self._open: deque[OpenRecords] = deque()
+        #: Of all of them.
+        self.records = 0
         self._next_offset: int | None = None
         self._committed: int | None = None
         self._is_long = False
 
-    def add(self, position: RecordPosition) -> OpenRecord:
-        """Adds a record that was read; returns it."""
-        record = OpenRecord(self, position)
-        self._records.append(record)
-        return record
+    def add(self, offsets: Sequence[int], keys: Sequence[bytes | None]) -> OpenRecords:
+        """Adds consecutive records that were read; returns them."""
+        records = OpenRecords(self, offsets, keys)
+        self._open.append(records)
+        self.records += len(offsets)
+        return records
 
     def complete(self) -> int | None:
         """Returns the offset up to which everything is complete; None if it has not moved since it was
         committed.
         """
-        while self._records and self._records[0].open == 0:
-            self._next_offset = self._records.popleft().position.offset + 1
+        while self._open and self._open[0].open == 0:
+            complete = self._open.popleft()
+            self.records -= len(complete.offsets)
+            self._next_offset = complete.offsets[-1] + 1
         return self._next_offset if self._next_offset != self._committed else None
 
     def committed(self, offset: int) -> None:
@@ -87,67 +134,64 @@ class OpenPartition:
         self._committed = offset
 
     @property
-    def records(self) -> int:
-        """The number of records from the first open record on."""
-        return len(self._records)
-
-    @property
     def is_full(self) -> bool:
         """Whether no more records of the partition may be read now."""
         bound = OPEN_RECORDS_MAX * (READ_AGAIN_SHARE if self._is_long else 1)
-        self._is_long = len(self._records) > bound
+        self._is_long = self.records > bound
         return self._is_long or bool(self.full_for)
 
 
 class ShardBacklog:
-    """The commands of one shard in the order in which they were read, by record: a basket is the grabs of one
-    record.
+    """The commands of one shard in the order in which they were read, by their records: a basket is the grabs
+    of one record.
     """
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
         self.commands = 0
         self.bytes = 0
-        self._waiting: deque[list[HeldCommand]] = deque()
+        self._waiting: deque[HeldCommands] = deque()
         self._stopped: set[OpenPartition] = set()
 
-    def add(self, held: list[HeldCommand]) -> None:
-        """Adds the commands of a record for this shard."""
+    def add(self, held: HeldCommands) -> None:
+        """Adds commands of one record, or of several without baskets, for this shard."""
         self._waiting.append(held)
         self.commands += len(held)
-        self.bytes += sum(command.size for command in held)
+        self.bytes += len(held) * held.command_bytes
         if self.commands > HELD_COMMANDS_MAX or self.bytes > HELD_BYTES_MAX:
-            partition = held[0].record.partition
+            partition = held.records.partition
             partition.full_for.add(self.shard)
             self._stopped.add(partition)
 
-    def take(self, most: int) -> list[HeldCommand]:
+    def take(self, most: int) -> list[HeldCommands]:
         """Removes and returns the next commands for one call, from several records; a record with baskets
         gets its own call. Commands of revoked partitions are dropped: the process that has the partition
         decides them.
         """
-        taken: list[HeldCommand] = []
-        while self._waiting and len(taken) < most:
+        taken: list[HeldCommands] = []
+        room = most
+        while self._waiting and room > 0:
             held = self._waiting[0]
-            if held[0].record.partition.gone:
-                self._waiting.popleft()
-                self.done(held)
+            if held.records.partition.gone:
+                self.done([self._waiting.popleft()])
                 continue
-            has_basket = any(basket_of(entry.command) for entry in held)
-            if taken and (has_basket or len(taken) + len(held) > most):
+            if held.has_basket:
+                if not taken:
+                    taken.append(self._waiting.popleft())
                 break
-            if len(held) > most and not has_basket:
-                taken, self._waiting[0] = held[:most], held[most:]
+            if len(held) > room:
+                taken.append(held.part(0, room))
+                self._waiting[0] = held.part(room, len(held))
                 break
-            taken += self._waiting.popleft()
-            if has_basket:
-                break
+            taken.append(self._waiting.popleft())
+            room -= len(held)
         return taken
 
-    def done(self, held: Sequence[HeldCommand]) -> None:
+    def done(self, done: Iterable[HeldCommands]) -> None:
         """Removes commands that are answered, or that another process decides."""
-        self.commands -= len(held)
-        self.bytes -= sum(command.size for command in held)
+        for held in done:
+            self.commands -= len(held)
+            self.bytes -= len(held) * held.command_bytes
         has_room = (
             self.commands < HELD_COMMANDS_MAX * READ_AGAIN_SHARE
             and self.bytes < HELD_BYTES_MAX * READ_AGAIN_SHARE
@@ -161,11 +205,3 @@ class ShardBacklog:
     def is_empty(self) -> bool:
         """Whether no command waits to be sent to the gate."""
         return not self._waiting
-
-
-def by_partition(held: Iterable[tuple[HeldCommand, Any]]) -> dict[int, list[Any]]:
-    """Groups values that belong to commands by the number of the partition that each command came from."""
-    by_number: dict[int, list[Any]] = {}
-    for command, value in held:
-        by_number.setdefault(command.record.partition.source.partition, []).append(value)
-    return by_number

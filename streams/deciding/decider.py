@@ -23,21 +23,19 @@ from grabstream.lua.gate.queue import CallOrder
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import RECORD_BYTES_MAX
-from grabstream.models.commands import basket_of
+from grabstream.models.commands import AnyCommand, Grab, basket_of
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
 from grabstream.streams.deciding.backlog import (
-    HeldCommand,
+    HeldCommands,
     OpenPartition,
-    OpenRecord,
+    OpenRecords,
     ShardBacklog,
-    by_partition,
 )
 from grabstream.streams.deciding.understanding import (
     Pace,
-    RecordPosition,
     Rejected,
-    Understood,
+    in_runs,
     set_aside,
     understand,
 )
@@ -64,6 +62,8 @@ COMMIT_EVERY_SECONDS: Final = 0.1
 DRAIN_SECONDS_MAX: Final = 5.0
 #: … if any of them is decided within this time: shards that decide nothing are not waited for.
 STANDS_STILL_SECONDS: Final = 1.0
+#: Offers of which it is remembered which shard decides them.
+SHARDS_KNOWN_MAX: Final = 100_000
 RETRY_SECONDS: Final = 0.2
 RETRY_SECONDS_MAX: Final = 5.0
 
@@ -142,11 +142,13 @@ class Decider:
 
 
 class _Decided(NamedTuple):
-    """A command's answer (None: unknown), and the reason why it was set aside, if it was."""
+    """Commands with their answers (none: unknown), and the reason, by its index, why a command was set
+    aside.
+    """
 
-    held: HeldCommand
-    answer: Answer | None
-    undecidable: str | None = None
+    held: HeldCommands
+    answers: Sequence[Answer]
+    undecidable: dict[int, str]
 
 
 class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -161,6 +163,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         self._trouble = trouble
         self._partitions: dict[TopicPartition, OpenPartition] = {}
         self._shards: dict[int, _ShardDecider] = {}
+        self._shard_of: dict[str, int] = {}
         self._progress = asyncio.Event()
         #: The poll that waits for records, if any.
         self._polling: asyncio.Timeout | None = None
@@ -233,35 +236,77 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         """Gives every shard its commands, and answers elements that are refused at once."""
         refused: dict[int, list[Answer]] = {}
         rejected: list[Rejected] = []
-        opened: list[OpenRecord] = []
+        with_refusals: list[OpenRecords] = []
         for partition, records in fetched:
-            for record in records:
+            for of_run, grabs in in_runs(records):
                 if partition is None or partition.gone:
                     break
-                open_record = partition.add(RecordPosition.of(record))
-                open_record.open += 1  # until its refusals are sent
-                opened.append(open_record)
-                understood = await understand(record, pace)
-                if understood.refused:
+                if grabs:
+                    self._take_run(partition, of_run, grabs)
+                    await pace.step()
+                    continue
+                for record in of_run:
+                    if partition.gone:
+                        break
+                    opened = partition.add([record.offset], [record.key])
+                    opened.open += 1  # until its refusals are sent
+                    with_refusals.append(opened)
+                    understood = await understand(record, pace)
                     refused.setdefault(partition.source.partition, []).extend(understood.refused)
-                rejected.extend(understood.rejected)
-                self._distribute(open_record, understood, len(record.value or b""))
-        if refused or rejected:
+                    rejected += understood.rejected
+                    self._distribute(
+                        opened,
+                        understood.commands,
+                        [0] * len(understood.commands),
+                        understood.indexes,
+                        _bytes_of(record),
+                    )
+        if any(refused.values()) or rejected:
             await self._answers.send(refused, rejected)
-        for open_record in opened:
-            open_record.open -= 1
-        if opened:
+        for opened in with_refusals:
+            opened.open -= 1
+        if fetched:
             self._progress.set()
 
-    def _distribute(self, record: OpenRecord, understood: Understood, size: int) -> None:
-        """Gives the commands of a record to their shards; `size` is the bytes of the record."""
-        of_shards: dict[int, list[HeldCommand]] = {}
-        command_size = size // max(1, len(understood.commands))
-        for command, index in zip(understood.commands, understood.indexes, strict=True):
-            shard = shard_of(campaign_of(command.offer), self._decider.shards)
-            of_shards.setdefault(shard, []).append(HeldCommand(command, record, index, command_size))
-        for shard, held in of_shards.items():
+    def _take_run(self, partition: OpenPartition, records: Sequence[Any], grabs: Sequence[Grab]) -> None:
+        """Takes records that each have one plain grab."""
+        opened = partition.add([record.offset for record in records], [record.key for record in records])
+        self._distribute(opened, grabs, range(len(grabs)), None, sum(len(record.value) for record in records))
+
+    def _distribute(
+        self,
+        records: OpenRecords,
+        commands: Sequence[AnyCommand],
+        rows: Sequence[int],
+        indexes: Sequence[int] | None,
+        size_bytes: int,
+    ) -> None:
+        """Gives the commands of records to their shards; `indexes` is None if each is the first of its record
+        and of no basket. `size_bytes` is that of the records.
+        """
+        records.open += len(commands)
+        has_baskets = indexes is not None and any(map(basket_of, commands))
+        by_shard: dict[int, list[int]] = {}
+        for at, command in enumerate(commands):
+            by_shard.setdefault(self._shard(command.offer), []).append(at)
+        for shard, chosen in by_shard.items():
+            held = HeldCommands(
+                [commands[at] for at in chosen],
+                records,
+                [rows[at] for at in chosen],
+                [0 if indexes is None else indexes[at] for at in chosen],
+                size_bytes // len(commands),
+                has_baskets and any(basket_of(commands[at]) for at in chosen),
+            )
             self._shards[shard].add(held)
+
+    def _shard(self, offer: str) -> int:
+        shard = self._shard_of.get(offer)
+        if shard is None:
+            if len(self._shard_of) >= SHARDS_KNOWN_MAX:
+                self._shard_of.clear()
+            shard = self._shard_of[offer] = shard_of(campaign_of(offer), self._decider.shards)
+        return shard
 
     # -- committing ------------------------------------------------------------------------------------------
 
@@ -333,6 +378,11 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             await asyncio.sleep(0.02)
 
 
+def _bytes_of(record: Any) -> int:
+    """What a record counts for: its key is kept too, until its commands are answered."""
+    return len(record.value or b"") + len(record.key or b"")
+
+
 class _ShardDecider:
     """Decides the commands of one shard: sends calls to the gate in order, several of which may wait for the
     journal.
@@ -346,8 +396,8 @@ class _ShardDecider:
         self._progress = progress
         self._added = asyncio.Event()
 
-    def add(self, held: list[HeldCommand]) -> None:
-        """Adds the commands of a record for the shard."""
+    def add(self, held: HeldCommands) -> None:
+        """Adds commands of the shard."""
         self.backlog.add(held)
         self._added.set()
 
@@ -375,7 +425,7 @@ class _ShardDecider:
         finally:
             await end(calls)
 
-    async def _decide(self, held: list[HeldCommand]) -> None:
+    async def _decide(self, held: list[HeldCommands]) -> None:
         try:
             decided = await self._call_gate(held)
         except Exception as error:
@@ -384,59 +434,50 @@ class _ShardDecider:
             log.exception(
                 "shard %d: a call with %d commands failed, they are sent again one by one",
                 self.shard,
-                len(held),
+                sum(map(len, held)),
             )
-            decided = [result for unit in _units(held) for result in await self._call_gate_alone(unit)]
-        answers = by_partition(
-            (result.held, result.answer) for result in decided if result.answer is not None
-        )
-        aside = [
-            rejected for result in decided if result.undecidable
-            for rejected in set_aside(
-                result.held.record.position, result.held.index, result.held.command, result.undecidable
-            )
-        ]  # fmt: skip
+            units = [unit for of_records in held for unit in of_records.units()]
+            decided = [await self._call_gate_alone(unit) for unit in units]
+        answers: dict[int, list[Answer]] = {}
+        aside: list[Rejected] = []
+        for done in decided:
+            partition = done.held.records.partition.source.partition
+            answers.setdefault(partition, []).extend(done.answers)
+            for index, reason in done.undecidable.items():
+                aside += set_aside(*done.held.position(index), done.held.commands[index], reason)
         await self._answers.send(answers, aside)
-        for command in held:
-            command.record.open -= 1
+        for of_records in held:
+            of_records.records.open -= len(of_records)
         self.backlog.done(held)
-        self._decider.decided += len(held)
+        self._decider.decided += sum(map(len, held))
         self._progress.set()
 
-    async def _call_gate(self, held: Sequence[HeldCommand]) -> list[_Decided]:
+    async def _call_gate(self, held: Sequence[HeldCommands]) -> list[_Decided]:
         undecidable: dict[int, str] = {}
-        commands = [entry.command for entry in held]
+        commands = [command for of_records in held for command in of_records.commands]
         answers = await self._decider.gate.decide(
             commands, reader=self._decider.order, report_undecidable=undecidable.__setitem__
         )
-        return [
-            _Decided(entry, answer, undecidable.get(index))
-            for index, (entry, answer) in enumerate(zip(held, answers, strict=True))
-        ]
+        decided, start = [], 0
+        for of_records in held:
+            end = start + len(of_records)
+            aside = {index - start: why for index, why in undecidable.items() if start <= index < end}
+            decided.append(_Decided(of_records, answers[start:end], aside))
+            start = end
+        return decided
 
-    async def _call_gate_alone(self, unit: Sequence[HeldCommand]) -> list[_Decided]:
+    async def _call_gate_alone(self, unit: HeldCommands) -> _Decided:
         """Decides one command or basket. After an error it is unknown whether its commands are decided: then
         they get no answer and are set aside, so that the other commands continue.
         """
         try:
-            return await self._call_gate(unit)
+            [decided] = await self._call_gate([unit])
         except Exception as error:
             if is_trouble(error):
                 raise
             reason = f"it is unknown whether this command is decided: {in_words(error)}"
-            return [_Decided(entry, None, reason) for entry in unit]
-
-
-def _units(held: Sequence[HeldCommand]) -> list[list[HeldCommand]]:
-    """Returns the commands one by one, those of a basket together."""
-    units: list[list[HeldCommand]] = []
-    for entry in held:
-        basket = basket_of(entry.command)
-        if units and basket is not None and basket_of(units[-1][0].command) == basket:
-            units[-1].append(entry)
-        else:
-            units.append([entry])
-    return units
+            return _Decided(unit, (), dict.fromkeys(range(len(unit)), reason))
+        return decided
 
 
 class _Answers:

@@ -7,7 +7,8 @@ for one record.
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
 from grabstream.models.answers import Answer, refusal
@@ -19,9 +20,12 @@ from grabstream.models.bounds import (
 )
 from grabstream.models.commands import (
     AnyCommand,
+    Grab,
     Undecodable,
     commands_of,
     encode_command,
+    may_be_plain_grab,
+    plain_grabs,
     secret_of,
     torn_baskets,
     user_of,
@@ -30,6 +34,9 @@ from grabstream.models.outcomes import Outcome
 
 #: How long decoding may run before other tasks of the process run.
 SLICE_SECONDS: Final = 0.01
+
+#: Records that are decoded together.
+RUN_RECORDS_MAX: Final = 256
 
 #: The header of records of `rejected` that hold a valid command which no script could decide.
 SET_ASIDE_HEADER: Final = "set-aside"
@@ -52,11 +59,6 @@ class RecordPosition(NamedTuple):
     partition: int
     offset: int
     key: bytes | None
-
-    @classmethod
-    def of(cls, record: Any) -> "RecordPosition":
-        """Returns the position of a record of the client."""
-        return cls(record.topic, record.partition, record.offset, record.key)
 
 
 class Understood(NamedTuple):
@@ -81,6 +83,18 @@ class Pace:
         if time.monotonic() >= self._until:
             await asyncio.sleep(0)
             self._until = time.monotonic() + SLICE_SECONDS
+
+
+def in_runs(records: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Grab]]]:
+    """Yields the records in parts, in order: those that each have one plain grab, as most do, with their
+    commands, which are decoded together; the others without.
+    """
+    for may_be_plain, group in groupby(records, lambda record: may_be_plain_grab(record.value)):
+        if not may_be_plain:
+            yield list(group), ()
+            continue
+        while part := list(islice(group, RUN_RECORDS_MAX)):
+            yield part, plain_grabs([record.value for record in part])
 
 
 async def understand(record: Any, pace: Pace) -> Understood:
@@ -117,7 +131,7 @@ async def understand(record: Any, pace: Pace) -> Understood:
         first, undecodable = bad[0]
         reason = f"{len(bad)} of {len(elements)} commands; the first: {undecodable.reason}"
         bad = [(first, Undecodable(reason, value))]
-    position = RecordPosition.of(record)
+    position = RecordPosition(record.topic, record.partition, record.offset, record.key)
     rejected = [kept for index, undecodable in bad for kept in _rejected(position, index, undecodable)]
     return Understood(commands, indexes, refused, rejected)
 

@@ -33,8 +33,8 @@ class Wanted(NamedTuple):
 
 
 class Selection:
-    """Picks events. To select by user, it must read a shard from its beginning, because a refund due names a
-    grab, not its user.
+    """Picks events. To select by user, it must read a shard from its beginning, because a refund due may name
+    a grab, but not its user.
 
     The events of a user are those that name the user, those that book on the user's `wallet:` or `hold:`
     account (a correction, the rest of an envelope that the user gave), and refunds due for the user's grabs.
@@ -59,11 +59,14 @@ class Selection:
 
     def _is_users(self, fact: Fact) -> bool:
         event: Any = fact.event
+        if isinstance(event, PaymentRefundDue):
+            # A user may have paid for a grab of another user, which does not become theirs.
+            if event.user is not None:
+                return event.user in self._users
+            return (event.offer, event.grab) in self._grabs
         if getattr(event, "user", None) in self._users:
             self._grabs.add((event.offer, event.grab))
             return True
-        if isinstance(event, PaymentRefundDue):
-            return (event.offer, event.grab) in self._grabs
         if self._offer_events and isinstance(event, _OfferEvent):
             return True
         return any(

@@ -339,8 +339,8 @@ OF_STREAMS: Final = (
         (
             (
                 "streams/deciding/backlog.py",
-                "while self._records and self._records[0].open == 0:",
-                "while self._records:",
+                "while self._open and self._open[0].open == 0:",
+                "while self._open:",
             ),
         ),
     ),

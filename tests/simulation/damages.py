@@ -9,7 +9,7 @@ from tests.simulation.bugs import BUGS, Bug
 from tests.simulation.guards import GUARDS, Guard
 
 _WATCHED: Final = "            elif seconds > STALLED_SECONDS:\n"
-_SETS_ASIDE: Final = "        return [\n            _Decided(entry, answer, undecidable.get(index))\n"
+_SETS_ASIDE: Final = "            decided.append(_Decided(of_records, answers[start:end], aside))\n"
 
 #: What callers are told.
 OF_ANSWERS: Final = (
@@ -107,8 +107,12 @@ OF_SWEEPERS: Final = (
         "what can be decided is not set aside",
         "a third of the commands of the topic were set aside, although they were decided",
         (("streams/deciding/decider.py", _SETS_ASIDE,
-          "        return [\n            _Decided(entry, answer, undecidable.get(index))\n"
-          "            if answer.id[-1] not in '0369' else _Decided(entry, None, 'it is set aside')\n"),),
+          "            decided += [\n"
+          "                _Decided(of_records.part(at, at + 1), [answer], {})\n"
+          "                if answer.id[-1] not in '0369'\n"
+          "                else _Decided(of_records.part(at, at + 1), (), {0: 'it is set aside'})\n"
+          "                for at, answer in enumerate(answers[start:end])\n"
+          "            ]\n"),),
     ),
 )  # fmt: skip
 

@@ -137,13 +137,15 @@ def one_by_one(line: bytes) -> Iterator[tuple[Any, bytes]]:
     grabs = run["grabs"]
     quantities = run.get("quantities", [1] * len(grabs))
     left = run["left"] + sum(quantities)
+    # Those of the waiting list name the command that made units free, and were sent with another event.
+    served_by = run.get("command")
     for number, (grab, quantity) in enumerate(zip(grabs, quantities, strict=True)):
         left -= quantity
         ticket, ends_at = _of_column(run, "tickets", number) or (None, None)
         event = {
             "type": run["type"], "v": 1, "shard": run["shard"], "seq": run["seq"] + number,
-            "offer_seq": run["offer_seq"] + number, "offer": run["offer"], "at": run["at"], "command": grab,
-            "grab": grab, "user": run["users"][number], "quantity": quantity,
+            "offer_seq": run["offer_seq"] + number, "offer": run["offer"], "at": run["at"],
+            "command": served_by or grab, "grab": grab, "user": run["users"][number], "quantity": quantity,
             "amount": _of_column(run, "amounts", number, quantity), "asset": run["asset"],
             "place": run["place"] + number, "left": left, "asked": _of_column(run, "asked", number),
             "deadline_at": run.get("deadline_at"),
@@ -151,7 +153,8 @@ def one_by_one(line: bytes) -> Iterator[tuple[Any, bytes]]:
             "currency": run.get("currency"), "attributes": _of_column(run, "attributes", number),
             "ticket": ticket, "ticket_ends_at": ends_at, "basket": run.get("basket"),
             "codes": _of_column(run, "codes", number) or None,
-            "digest": _of_column(run, "digests", number, "plain"),
+            "digest": _of_column(run, "digests", number, None if served_by else "plain"),
+            "waited": run.get("waited"),
         }  # fmt: skip
         there = {name: value for name, value in event.items() if value is not None}
         yield there, json.dumps(there, separators=(",", ":"), ensure_ascii=False).encode()

@@ -92,6 +92,13 @@ async def test_a_missing_server_is_logged_once(settings: Settings, caplog: pytes
     )
 
 
+def test_an_error_without_a_text_is_its_type_in_words() -> None:
+    errors = [TimeoutError(), OSError("no broker"), OSError("OSError: no broker")]
+    assert [clients.in_words(error) for error in errors] == [
+        "TimeoutError", "OSError: no broker", "OSError: no broker"
+    ]  # fmt: skip
+
+
 def test_trouble_is_logged_only_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     trouble = clients.Trouble(logging.getLogger("test"), "shard 3")
     trouble.over()

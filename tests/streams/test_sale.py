@@ -125,7 +125,7 @@ async def _check_books(settings: Settings, crowd: Crowd) -> None:
     # killed worker.
     late = await rows(
         settings,
-        "SELECT max(e.at - (h.body::jsonb->>'deadline_at')::bigint) FROM audit AS e JOIN audit AS h "
+        "SELECT max(e.at - (h.body::jsonb->>'deadline_at')::bigint) FROM events AS e JOIN events AS h "
         "ON h.type = 'grab.held' AND h.body::jsonb->>'grab' = e.body::jsonb->>'grab' "
         "WHERE e.type = 'grab.released' AND e.body::jsonb->>'reason' = 'expired'",
     )

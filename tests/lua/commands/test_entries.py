@@ -59,8 +59,9 @@ QUEUE = {"total": 9, "hold_ms": 60_000, "waiting_list": True, "max_per_grab": 9}
                 *(Grab(id=f"h{n}", offer="o", user=f"h{n}", quantity=3) for n in range(3)),
                 *(Grab(id=f"w{n}", offer="o", user=f"w{n}", wait=True) for n in range(9)),
             ],
+            # What each release serves is a run.
             [Release(id=f"r{n}", offer="o", grab=f"h{n}") for n in range(3)],
-            [4, 4, 4],
+            [4, 2],
         ),
         # The grabs of each envelope are a run.
         (

@@ -21,6 +21,11 @@ async def held(scene: Scene) -> str:
     return grab
 
 
+async def users_of_refunds(scene: Scene) -> dict[str, str | None]:
+    """The users whom the refunds due name, by payment."""
+    return {event.payment: event.user for event in await scene.events("payment.refund_due")}
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "outcome"),
     [
@@ -67,6 +72,65 @@ async def test_money_for_the_grab_of_another_user_is_paid_back_once(scene: Scene
     assert (due.payment, due.amount, due.outcome) == ("p", 250, "no_such_grab")
     # The hold is as it was; a payment of its own confirms it.
     assert (await scene.do(Confirm, grab=grab, user="ann", payment="q", **PAID)).outcome == "confirmed"
+
+
+async def test_a_refund_due_names_its_user_where_one_is_known(scene: Scene) -> None:
+    """The user whom the confirmation names, else the user of the grab."""
+    grab = await held(scene)
+    confirmed = {"grab": grab, "payment": "named", **PAID}
+    sent = [
+        {"id": "c1", "grab": grab, "payment": "others", "user": "bob", **PAID},
+        {"id": "c2", "grab": grab, "payment": "less", **PAID, "paid": 7},
+        {"id": "c3", "grab": grab, "payment": "less-named", "user": "ann", **PAID, "paid": 7},
+        {"id": "c4", "grab": "none", "payment": "unknown", **PAID},
+        {"id": "c5", "grab": "none", "payment": "unknown-named", "user": "eve", **PAID},
+    ]
+    first = [await scene.do(Confirm, **fields) for fields in sent]
+    assert [answer.outcome for answer in first] == [
+        "no_such_grab", "invalid", "invalid", "no_such_grab", "no_such_grab"
+    ]  # fmt: skip
+    assert (await scene.do(Confirm, **confirmed)).outcome == "confirmed"
+    assert (await scene.do(Confirm, **confirmed | {"payment": "twice"})).outcome == "not_held"
+    assert await users_of_refunds(scene) == {
+        "others": "bob", "less": "ann", "less-named": "ann", "unknown": None, "unknown-named": "eve",
+        "twice": "ann",
+    }  # fmt: skip
+    lines = [line for line in await scene.all_lines() if b'"payment":"unknown"' in line]
+    assert [b'"user"' in line for line in lines] == [False]
+    again = [await scene.do(Confirm, **fields) for fields in sent]
+    assert [(answer.seq, answer.repeated) for answer in again] == [(answer.seq, True) for answer in first]
+    assert len(await scene.events("payment.refund_due")) == 6
+
+
+async def test_a_refund_due_for_an_expired_hold_names_the_user_of_the_grab(scene: Scene) -> None:
+    """The same call ends the hold."""
+    grab = await held(scene)
+    scene.now += 2 * MINUTE
+    assert (await scene.do(Confirm, grab=grab, payment="late", **PAID)).outcome == "expired"
+    assert await users_of_refunds(scene) == {"late": "ann"}
+
+
+async def test_a_refund_due_of_a_retired_offer_names_the_user_of_its_command_only(scene: Scene) -> None:
+    await scene.open(stock(5, **PRICED, retire_after_ms=1))
+    grab = (await scene.grab("ann")).grab
+    await scene.do(Close)
+    scene.now += 10 * MINUTE
+    await scene.sweep_both()
+    for payment, named in (("unnamed", {}), ("named", {"user": "bob"})):
+        answer = await scene.do(Confirm, grab=grab, payment=payment, **named, **PAID)
+        assert answer.outcome == "no_such_offer"
+    assert await users_of_refunds(scene) == {"unnamed": None, "named": "bob"}
+
+
+async def test_a_refund_due_of_an_envelope_names_the_user_of_its_command_only(scene: Scene) -> None:
+    """Users of one envelope may have grabs of one id."""
+    await scene.open(EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=10, parts=2, seed="00" * 16))
+    pair = [Grab(id="g", offer=scene.offer, user=user) for user in ("ann", "bob")]
+    assert [answer.outcome for answer in await scene.decide_both(pair)] == ["granted"] * 2
+    for payment, named in (("unnamed", {}), ("named", {"user": "ann"})):
+        answer = await scene.do(Confirm, grab="g", payment=payment, **named, **PAID)
+        assert answer.outcome == "no_such_grab"
+    assert await users_of_refunds(scene) == {"unnamed": None, "named": "ann"}
 
 
 async def test_a_recorded_payment_is_not_told_to_another_user(scene: Scene) -> None:

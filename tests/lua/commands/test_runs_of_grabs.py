@@ -56,6 +56,13 @@ OFFERS: dict[str, Terms] = {
     "a limit by an attribute": coupon(700, Limit("card", "day", 1)),
     "codes": coupon(700, codes=True),
     "hours": coupon(700, timezone=BERLIN),
+    # These refuse all grabs at first.
+    "not open yet": stock(700, opens_at=NOW + DAY // 2),
+    "an envelope that is not open yet": envelope(50_000, 700, opens_at=NOW + DAY // 2),
+    "a list that is not loaded": coupon(700, audience="list"),
+    "nothing left without limits": stock(5),
+    "nothing left with limits": stock(5, by_user("day", 2)),
+    "nothing left, and a limit by an attribute": stock(5, Limit("card", "day", 1)),
 }
 
 
@@ -74,6 +81,18 @@ def crowds(count: int, offer: str) -> list[list[AnyCommand]]:
     new, late, again = grabs[:-20], grabs[-20:], grabs[::50]
     late[5], late[9] = replace(late[5], id=grabs[7].id), replace(late[9], id=late[2].id)
     return [[*new], [*late], [*again, replace(grabs[3], id="again")]]
+
+
+def refused_crowds(name: str) -> list[list[AnyCommand]]:
+    """Lists of grabs for an offer that takes none: of new users; of others and one that has a part; and these
+    again, with other users for some of the ids, and one more user.
+    """
+    [first, second, _] = crowds(100, "c:o")
+    new = [replace(grab, user=f"{name}{grab.user}"[:64], id=f"{name}{grab.id}"[:64]) for grab in first]
+    known = crowds(600, "c:o")[0][3]
+    others = [replace(grab, id=f"{name}{n}") for n, grab in enumerate(second)]
+    again = [new[5], replace(new[6], id=new[7].id), replace(known, id=f"{name}-known"), *others[:4]]
+    return [new, [*others[:9], replace(known, id=f"{name}-known"), *others[9:]], again, new]
 
 
 async def everything(client: Any, keys: KeySpace) -> dict[str, Any]:
@@ -133,13 +152,16 @@ async def decided(
             answers += await gate.decide(grabs, "decided")
         now[0] += DAY
         answers += await gate.decide([Pause(id="pause", offer="c:o")], "decided")
-        answers += await gate.decide([Grab(id="p1", offer="c:o", user="p1")], "decided")
+        for grabs in refused_crowds("p"):
+            answers += await gate.decide(grabs, "decided")
         answers += await gate.decide([Resume(id="resume", offer="c:o")], "decided")
         # Those that were granted before, in another window, and new ones.
         for number, grabs in enumerate(crowds(640, "c:o")):
             more = [replace(grab, id=f"n{number}-{n}") for n, grab in enumerate(grabs)]
             answers += await gate.decide(more, "decided")
         answers += await gate.decide([Close(id="close", offer="c:o")], "decided")
+        for grabs in refused_crowds("c"):
+            answers += await gate.decide(grabs, "decided")
         await gate.close()
     return answers, await everything(client, keys), calls
 

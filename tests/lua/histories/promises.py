@@ -17,6 +17,8 @@ from grabstream.models.money import AMOUNT_MAX
 #: Time in which a payment is known after its offer has retired.
 PAYMENTS_KNOWN_MS = 180 * DAY_MS
 NUMBER_MAX = 2**53
+#: The outcomes of payments for which no grab was found.
+NOT_FOUND = ("no_such_grab", "no_such_offer")
 #: Command ids in events that no command caused.
 SYSTEM_COMMANDS = ("sweep",)
 
@@ -83,11 +85,19 @@ def _check_ids_and_tickets(events: Sequence[Any]) -> None:
 
 
 def _check_payments(events: Sequence[Any]) -> None:
-    """Checks that each payment is served or refunded once, and that refunds never exceed what it paid."""
+    """Checks that each payment is served or refunded once, that refunds never exceed what it paid, and that a
+    refund due for a grab that the command found names nobody but its user (nobody: by an older release).
+    """
     known: dict[tuple[str, str], Any] = {}
     paid: Counter[tuple[str, str]] = Counter()
+    users: dict[tuple[str, str], str] = {}
     for event in events:
         campaign = campaign_of(event["offer"])
+        if event["type"].startswith("grab."):
+            users[event["offer"], event["grab"]] = event["user"]
+        if event["type"] == "payment.refund_due" and event["outcome"] not in NOT_FOUND:
+            user = users[event["offer"], event["grab"]]
+            assert event.get("user", user) == user, f"a refund due to another user than {user}: {event}"
         if "payment" in event:
             key = campaign, event["payment"]
             first = known.get(key)

@@ -31,9 +31,12 @@ def granted(seq: int, user: str) -> bytes:
 BEFORE = [
     opened(1, "sale:a"),
     event(2, "offer.retired", "sale:a"),
-    event(3, "payment.refund_due", "sale:a", payment="p", amount=1, currency="CNY", grab="g"),
+    event(
+        3, "payment.refund_due", "sale:a", payment="p", amount=1, asset="CNY", grab="g",
+        outcome="no_such_offer",
+    ),
     opened(4, "sale:b"),
-]
+]  # fmt: skip
 
 
 def test_a_late_payment_before_the_first_offer_of_a_campaign_is_no_offer() -> None:
@@ -43,3 +46,16 @@ def test_a_late_payment_before_the_first_offer_of_a_campaign_is_no_offer() -> No
 def test_a_limit_that_is_exceeded_is_named() -> None:
     with pytest.raises(AssertionError, match="ann has 2 of 1 by user per day in sale"):
         check_promises([*BEFORE, granted(5, "ann"), granted(6, "ann")])
+
+
+def test_a_refund_due_to_another_user_is_found() -> None:
+    def due(**user: str) -> bytes:
+        return event(
+            6, "payment.refund_due", "sale:b", payment="q", amount=1, asset="CNY", grab="g5",
+            outcome="not_held", **user,
+        )  # fmt: skip
+
+    for user in ({}, {"user": "ann"}):
+        check_promises([*BEFORE, granted(5, "ann"), due(**user)])
+    with pytest.raises(AssertionError, match="a refund due to another user than ann"):
+        check_promises([*BEFORE, granted(5, "ann"), due(user="ben")])

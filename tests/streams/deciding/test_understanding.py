@@ -14,6 +14,8 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import MessageSizeTooLargeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grabstream.models.bounds import (
     ARRAY_COMMANDS_MAX,
@@ -81,6 +83,71 @@ BAD_RECORDS = {
     "a text without end": b'["' + b'\\"' * 1_000_000,
     "a command above the bound": encode(grab("wide", attributes={f"a{n}": "x" * 60 for n in range(2_000)})),
 }
+
+
+#: Records near plain grabs; some would be, or would hide, another command, if they were joined to others.
+_PLAIN = b'{"type":"grab","id":"a","offer":"o","user":"u"}'
+NEAR_PLAIN = (
+    _PLAIN,
+    b'{"type": "grab", "id": "b", "offer": "p", "user": "u"}',
+    b'{"user":"u","offer":"o","id":"c","type":"grab"}',
+    _PLAIN + b"," + _PLAIN,
+    _PLAIN + b",",
+    b" " + _PLAIN,
+    b'{"type":"grab","id":"a","offer":"o","user":"}',
+    b'{","type":"grab","id":"a","offer":"o"}',
+    b'{"type":"grab","id":"a","offer":"o","user":"u","attributes":{}',
+    b'{"type":"grab","id":"a","attributes":{"offer":"o","user":"u"}}',
+    b'{"type":"grab","id":"a","id":"o","user":"u"}',
+    b'{"type":"grab","id":"a","offer":"o","user":"u","wait":true}',
+    b'{"type":"grab","id":"a","offer":"o","quantity":"u"}',
+    b'{"type":"grab","id":"sweep","offer":"o","user":"u"}',
+    b'{"type":"grab","id":"a","offer":"o","user":"\\u0075"}',
+    b'{"type":"grab","id":"a","offer":"o","user":"\xff"}',
+    b'{"type":"grab","id":"a","offer":"o","user":"a b"}',
+    b'{"type":"grab","id":"a","offer":"o","user":""}',
+    b'{"type":"grab","id":"' + b"a" * 65 + b'","offer":"o","user":"u"}',
+    b'{"type":"grab","id":"' + b"a" * 500 + b'","offer":"o","user":"u"}',
+    b'{"type":"release","id":"a","offer":"o","grab":"g"}',
+    b'{"type":"release","id":""type":"grab"","grab":"g"}',
+    b"[" + _PLAIN + b"," + _PLAIN + b"]",
+    b"{}",
+    b"",
+)
+
+
+async def _of_each(records: Sequence[Record]) -> list[tuple[Any, ...]]:
+    return [tuple(await understand(record, Pace())) for record in records]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(NEAR_PLAIN), max_size=8), st.integers(1, 3))
+def test_records_that_are_decoded_together_are_what_each_is_alone(values: list[bytes], most: int) -> None:
+    records = [Record(value, offset=offset) for offset, value in enumerate(values)]
+    together: list[tuple[Any, ...]] = []
+    parts: list[Record] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(understanding, "RUN_RECORDS_MAX", most)
+        for of_run, grabs in understanding.in_runs(records):
+            parts += of_run
+            if grabs:
+                together += [([grab], [0], [], []) for grab in grabs]
+            else:
+                together += asyncio.run(_of_each(of_run))
+    assert parts == records
+    assert together == asyncio.run(_of_each(records))
+
+
+def test_plain_grabs_of_records_are_decoded_together() -> None:
+    """Also of several offers; a record of another kind ends the run, and none is read twice."""
+    values = [_PLAIN.replace(b'"a"', b'"a%d"' % number) for number in range(600)]
+    values[500] = b'{"type":"release","id":"a","offer":"o","grab":"g"}'
+    values[3] = values[3].replace(b'"o"', b'"p"')
+    runs = list(understanding.in_runs([Record(value) for value in values]))
+    assert [(len(records), len(grabs)) for records, grabs in runs] == [
+        (256, 256), (244, 244), (1, 0), (99, 99),
+    ]  # fmt: skip
+    assert [grab.id for _, grabs in runs for grab in grabs] == [f"a{n}" for n in range(600) if n != 500]
 
 
 @pytest.mark.parametrize("name", BAD_RECORDS)
