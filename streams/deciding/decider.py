@@ -271,7 +271,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
     def _take_run(self, partition: OpenPartition, records: Sequence[Any], grabs: Sequence[Grab]) -> None:
         """Takes records that each have one plain grab."""
         opened = partition.add([record.offset for record in records], [record.key for record in records])
-        self._distribute(opened, grabs, range(len(grabs)), None, sum(len(record.value) for record in records))
+        self._distribute(opened, grabs, range(len(grabs)), None, sum(map(_bytes_of, records)))
 
     def _distribute(
         self,

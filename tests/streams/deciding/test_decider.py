@@ -209,6 +209,38 @@ async def test_commands_of_a_shard_without_a_relay_are_bounded_in_memory(
 
 
 @pytest.mark.timeout(150)
+async def test_keys_of_records_are_bounded_in_memory(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept until their commands are answered, and may be longer than the commands; also those of
+    single grabs, which are decoded together.
+    """
+    monkeypatch.setattr(backlog, "HELD_BYTES_MAX", 200_000)
+    monkeypatch.setattr("grabstream.streams.deciding.decider.POLL_RECORDS_MAX", 20)
+    monkeypatch.setattr("grabstream.streams.deciding.decider.PARTITION_BYTES_MAX", 40_000)
+    offer = stock_in(stage.keys, 0)
+    stage.relay(0)
+    await stage.open(offer)
+    await stage.stop_relay(0)
+    most = 0
+    add = backlog.ShardBacklog.add
+
+    def measured(self: backlog.ShardBacklog, held: Any) -> None:
+        nonlocal most
+        add(self, held)
+        most = max(most, self.commands)
+
+    monkeypatch.setattr(backlog.ShardBacklog, "add", measured)
+    async with started(AIOKafkaProducer(bootstrap_servers=stage.settings.kafka)) as producer:
+        for grab in crowd(offer.offer, 300):
+            await producer.send(stage.topics.commands, encode_command(grab), key=b"k" * 4_000, partition=0)
+    async with stage.decider():
+        await until(lambda: most * 4_000 > 190_000, 20, "a full backlog")
+        stage.relay(0)
+        assert Counter((await stage.until_answered(300)).values()) == {"held": 300}
+    # One more poll may be added.
+    assert most < 100
+
+
+@pytest.mark.timeout(150)
 async def test_commands_of_a_topic_are_never_answered_busy(stage: Stage) -> None:
     """The decider waits for room in the gate's queue, however many commands are in the topic."""
     offer = stock_in(stage.keys, 0)
