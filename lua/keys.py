@@ -6,6 +6,7 @@ an id from the part that follows it, and names of the shard itself contain neith
 offer `x:users`, `offer:x/users` the users of `x`.)
 """
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from grabstream.models.identifiers import campaign_of, shard_of
@@ -164,12 +165,9 @@ class ShardKeys(NamedTuple):
         """Pub/sub channel: `<history> <seq>` whenever more events are journaled."""
         return f"{self.tag}:journaled" + (f"@{self.database}" if self.database else "")
 
-    def deciding(self) -> list[str]:
+    def deciding(self) -> tuple[str, ...]:
         """The first keys of every deciding script, in order."""
-        return [
-            self.state, self.outbox, self.refusals, self.refusal_order, self.demand, self.due, self.offers,
-            self.holds, self.campaigns, self.retired, self.past, self.cleaning,
-        ]  # fmt: skip
+        return _deciding(self)
 
     def offer(self, offer: str) -> str:
         """Hash: the state of one offer."""
@@ -225,3 +223,11 @@ class KeySpace(NamedTuple):
 def state_key_beside(key: str) -> str:
     """The key of the shard hash, from any key of the shard."""
     return f"{key[: key.index('}') + 1]}:shard"
+
+
+@lru_cache(maxsize=4096)
+def _deciding(keys: ShardKeys) -> tuple[str, ...]:
+    return (
+        keys.state, keys.outbox, keys.refusals, keys.refusal_order, keys.demand, keys.due, keys.offers,
+        keys.holds, keys.campaigns, keys.retired, keys.past, keys.cleaning,
+    )  # fmt: skip

@@ -163,9 +163,15 @@ def build_plain(keys: ShardKeys, commands: Sequence[Grab], offer: str) -> Script
     users = [c.user for c in commands]
     if len(set(users)) < len(users):
         return None
-    campaign = campaign_of(offer)
-    names = [*keys.of_offer(offer), *keys.of_campaign(campaign)]
+    names, campaign = _keys_of_one(keys, offer)
     return ScriptCall(names, _plain_arguments(offer, campaign, [c.id for c in commands], users))
+
+
+@lru_cache(maxsize=1024)
+def _keys_of_one(keys: ShardKeys, offer: str) -> tuple[Sequence[str], str]:
+    """The keys after those of the shard for a call about one offer, and its campaign."""
+    campaign = campaign_of(offer)
+    return (*keys.of_offer(offer), *keys.of_campaign(campaign)), campaign
 
 
 def _plain_arguments(offer: str, campaign: str, ids: Sequence[str], users: Sequence[str]) -> list[bytes]:

@@ -35,7 +35,7 @@ class ScriptCall(NamedTuple):
     for each offer to open.
     """
 
-    keys: list[str]
+    keys: Sequence[str]
     arguments: list[bytes]
     staged: Sequence[Staged] = ()
 

@@ -13,7 +13,7 @@ import redis.asyncio
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
+from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Close, Grab, Pause, Resume
 from tests.conftest import until
@@ -236,6 +236,59 @@ async def test_the_gate_times_out_before_a_more_patient_client(
     assert [answer.repeated for answer in answers] == [True, False]  # type: ignore[attr-defined]
     await gate.close()
     await patient.aclose()
+
+
+class HeldBack:
+    """A client whose calls are sent only when `sent` is set."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.sent = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def execute_command(self, *words: Any) -> Any:
+        await self.sent.wait()
+        return await self._client.execute_command(*words)
+
+
+@pytest.mark.parametrize(
+    ("is_fast", "callers", "of_one_reader", "calls"),
+    [
+        (True, 15, False, [15]),
+        (True, 16, False, [8, 8]),
+        (True, 35, False, [18, 17]),
+        (True, 1_400, False, [512, 512]),
+        (True, 35, True, [35]),
+        (False, 127, False, [127]),
+        (False, 128, False, [64, 64]),
+    ],
+)
+async def test_calls_go_side_by_side_if_they_are_large_or_the_server_is_fast(
+    private_redis: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_fast: bool,
+    callers: int,
+    of_one_reader: bool,
+    calls: list[int],
+) -> None:
+    monkeypatch.setattr("grabstream.lua.gate.gate.FAST_SECONDS", 60.0 if is_fast else 0.0)
+    client, keys = private_redis
+    held_back, reader = HeldBack(client), CallOrder() if of_one_reader else None
+    gate = Gate(held_back, keys, SEALER, GateLimits(timeout_ms=60_000))
+    held_back.sent.set()
+    assert (await gate.decide([opening("e", callers)], "decided"))[0].positive
+    held_back.sent.clear()
+    crowd = [asyncio.create_task(gate.decide([grab], "decided", reader=reader)) for grab in grabs(callers)]
+    await until(lambda: gate._shards[0].in_flight)
+    in_flight = [sum(len(entry.commands) for entry in call) for call in gate._shards[0].in_flight]
+    held_back.sent.set()
+    answers = [answer for [answer] in await asyncio.gather(*crowd)]
+    assert in_flight == calls
+    assert [answer.outcome for answer in answers] == ["granted"] * callers
+    assert sorted(answer.place or 0 for answer in answers) == list(range(1, callers + 1))
+    await gate.close()
 
 
 async def _granted(gate: Gate) -> Any:
