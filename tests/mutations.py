@@ -386,6 +386,24 @@ MUTATIONS: Final = (
         always=True,
     ),
     Mutation(
+        "a caller has one call in flight",
+        "lua/gate/gate.py",
+        "if lane.in_flight or (",
+        "if (",
+        _in("tests/lua/gate/test_order.py", "test_order_holds_however_often_the_tail_is_lost"),
+    ),
+    Mutation(
+        "commands of a reader go in one call",
+        "lua/gate/gate.py",
+        "if is_divided and queue[0].lane is not queue[-1].lane:",
+        "if is_divided:",
+        _in(
+            "tests/lua/gate/test_gate.py",
+            "test_calls_go_side_by_side_if_they_are_large_or_the_server_is_fast",
+        ),
+        always=True,
+    ),
+    Mutation(
         "what has retired counts as forgotten",
         "lua/includes/decide.lua",
         "retired = redis.call('SISMEMBER', KEYS[10], name) == 1",

@@ -478,6 +478,7 @@ class Gate:
                 shard.keys, entries[0].script, commands, history, journaled_seq,
                 plains.pop() if len(plains) == 1 else None,
             )  # fmt: skip
+            shard.is_fast = time.monotonic() - began < FAST_SECONDS
             again, pause = self._answer(shard, entries, commands, reply), False
             if shard.refuses:
                 log.warning("shard %d decides again", shard.keys.shard)
@@ -501,7 +502,6 @@ class Gate:
                 if not isinstance(error, Exception):
                     raise
         finally:
-            shard.is_fast = time.monotonic() - began < FAST_SECONDS
             shard.in_flight = [other for other in shard.in_flight if other is not entries]
             again = [entry for entry in again if not entry.done.done()]
             for lane in dict.fromkeys(entry.lane for entry in entries):

@@ -9,6 +9,7 @@ polled, in a separate task, so that no shard waits for the server of another.
 import asyncio
 import heapq
 import itertools
+import re
 from typing import Any
 
 from grabstream.lua.ending import end
@@ -18,6 +19,7 @@ from grabstream.lua.trouble import is_trouble, suppressed_trouble
 POLL_EVERY_SECONDS = 0.1
 #: The time-out of one poll: a shard whose server hangs is polled again, on a new connection.
 POLL_SECONDS_MAX = 1.0
+_is_number = re.compile(rb"[0-9]{1,16}").fullmatch
 
 
 class HistoryChanged(Exception):
@@ -99,8 +101,8 @@ class Journaled:
                     async for message in pubsub.listen():
                         if message["type"] != "message":
                             continue
-                        history, seq = message["data"].decode().rsplit(" ", 1)
-                        self._announce(channels[message["channel"].decode()], int(history or 0), int(seq))
+                        shard = channels[message["channel"].decode()]
+                        self._take(shard, *message["data"].rpartition(b" ")[::2])
             except BaseException as error:
                 if not is_trouble(error):
                     raise
@@ -121,4 +123,11 @@ class Journaled:
         """Reads (history, seq) of a shard from its hash and releases the waiters that this concerns."""
         fields = await self._redis.hmget(self._keys.shard(shard).state, ["history", "journaled_seq"])
         if fields[0] is not None:
-            self._announce(shard, int(fields[0]), int(fields[1] or 0))
+            self._take(shard, fields[0], fields[1] or b"0")
+
+    def _take(self, shard: int, history: bytes, seq: bytes) -> None:
+        """Takes what the shard says of itself. If that is damaged, waiters wait until the shard is rebuilt;
+        they are released by what it says then.
+        """
+        if _is_number(history or b"0") and _is_number(seq):
+            self._announce(shard, int(history or 0), int(seq))

@@ -217,7 +217,7 @@ class QueueEntry(msgspec.Struct, eq=False):
 
 class ShardQueue:
     """The queue of one shard, and its calls in flight. `is_paused` while a retry waits; `refuses` is the last
-    logged reason why the shard refuses whole calls; `is_fast` if the last call was answered fast.
+    logged reason why the shard refuses whole calls; `is_fast` if the last decided call was answered fast.
     """
 
     def __init__(self, keys: ShardKeys) -> None:

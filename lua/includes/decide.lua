@@ -94,9 +94,16 @@ end
 --   ARGV[5] the number of events at which the outbox is full, or '' for commands that a full outbox must take
 local begin_call
 do
-  -- Fences a shard whose hash has a damaged number, and marks it incomplete, so that its relay rebuilds it
-  -- from the journal. Returns the reason in words; nil if nothing is damaged. `shard` is what begin_call
-  -- reads.
+  -- What is done about a damaged number. The relay of the shard does the rest by itself.
+  local MENDED = {
+    seq = 'delete it, then the shard is rebuilt from the journal',
+    journaled_seq = 'delete it, then the shard is rebuilt from the journal',
+    layout = 'set it to that of another shard',
+  }
+
+  -- Fences a shard whose hash has a damaged number, and marks it incomplete, so that it is rebuilt from the
+  -- journal. Returns the reason and the way out in words; nil if nothing is damaged. `shard` is what
+  -- begin_call reads.
   local function fence_damaged(shard)
     local damaged = not number_in(shard[1] or '0') and 'seq'
       or not number_in(shard[5] or '0') and 'journaled_seq'
@@ -105,7 +112,8 @@ do
       or shard[8] and not number_in(shard[8]) and 'layout'
     if not damaged then return nil end
     local reason = 'the field ' .. damaged .. ' of the shard (' .. KEYS[1]
-      .. ') has a value that no program writes: the shard is rebuilt from the journal'
+      .. ') has a value that no program writes: '
+      .. (MENDED[damaged] or 'the shard is rebuilt from the journal')
     redis.call('HDEL', KEYS[1], 'life', 'history')
     redis.call('HSET', KEYS[1], 'partial', '1', 'fault', reason)
     return reason

@@ -250,9 +250,12 @@ do
   end
 
   -- The refusal, as a row, that each plain grab of an offer gets for which nothing is remembered; or nil.
-  -- `of_all` is the one that all grabs get, whoever sends them.
+  -- `of_all` is the one that all grabs get, whoever sends them. Answers with codes may be large, so they are
+  -- read one by one.
   local function refusal_of_plain(call, offer, of_all)
-    if not call.has_own_ids or offer.total < 1 or not counts_by_user(offer) then return nil end
+    if not call.has_own_ids or offer.total < 1 or offer.rules.codes or not counts_by_user(offer) then
+      return nil
+    end
     if of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then return of_all end
     return available(offer) == 0 and {CODE.sold_out, 0, call.now} or nil
   end
@@ -277,7 +280,7 @@ do
         break
       end
     end
-    spend(grab_cost * new)
+    spend(grab_cost * new + COST.counter * (#ids - new))
     local rows, packed, pack_next = {}, cmsgpack.pack(row), packer_of('refusals', name, row[1], call.now)
     local is_kept = not has_retired(call, name)
     for i = 1, new do

@@ -127,7 +127,9 @@ class OwnedShard:
             shown = "missing" if value is None else repr(value[:SHOWN_MAX].decode(errors="replace"))
             raise DamagedState(
                 f"the field {field} of shard {self.keys.shard} in Redis ({self.keys.state}) is {shown}, "
-                f"which is not {what}"
+                f"which is not {what}: delete the field "
+                f"{'journaled_seq' if field.startswith('journaled_') else field}, then the shard is rebuilt "
+                "from the journal"
             )
         return value
 

@@ -100,6 +100,22 @@ async def test_calls_for_grabs_of_the_longest_codes_and_their_repeats_are_bounde
     check_bounded(await shortest_of(system, lambda: with_coupons(system, 1_200), act))
 
 
+async def test_calls_for_known_ids_of_a_sold_out_offer_with_the_longest_codes_are_bounded(
+    system: MeasuredShard,
+) -> None:
+    """Plain grabs under the ids of grabs whose answers have codes: the answers are read one by one."""
+    ids = [f"g{n}" for n in range(40)]
+
+    async def prepare() -> None:
+        await with_coupons(system, 4_000)
+        await decided(system, [Grab(id=id, offer="o", user=id, quantity=100) for id in ids], "granted")
+
+    async def act() -> None:
+        await decided(system, [Grab(id=id, offer="o", user=f"x{id}") for id in ids], "conflict")
+
+    check_bounded(await shortest_of(system, prepare, act))
+
+
 async def test_calls_for_adjusts_with_the_longest_names_are_bounded(system: MeasuredShard) -> None:
     offer = "q" * 57 + ":" + "r" * 6
 

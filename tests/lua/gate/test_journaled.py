@@ -111,6 +111,34 @@ async def test_a_journaled_answer_waits_for_its_own_history(private_redis: Any) 
     await gate.close()
 
 
+@pytest.mark.parametrize("field", ["history", "journaled_seq"])
+async def test_damaged_numbers_of_a_shard_end_no_wait_and_no_listener(private_redis: Any, field: str) -> None:
+    """They are announced and polled; a waiter gets its answer when the shard is sound again."""
+    client, keys = private_redis
+    shard = keys.shard(0)
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=20_000))
+    gate.start()
+    await gate.decide([opening("j")], "decided")
+    waiting = asyncio.create_task(gate.decide(grabs(1, "j")))
+    await until(lambda: client.hexists(shard.users("j"), grabs(1)[0].user))
+    sound = await client.hget(shard.state, "history")
+    await client.hset(shard.state, field, "x")
+    for message in (b"x 2", b"2 x", b"", b"x", b"9" * 5_000 + b" 1"):
+        await client.publish(shard.channel, message)
+    await gate.journaled.refresh(0)
+    await until(lambda: 0 in gate.journaled._polling)
+    await asyncio.wait({waiting}, timeout=0.3)
+    assert not waiting.done()
+    listening = gate.journaled._listening
+    assert listening is not None
+    assert not listening.done()
+    assert 0 in gate.journaled._polling
+    await client.hset(shard.state, "history", sound)
+    await journal(client, keys, 0, 2)
+    assert [answer.outcome for answer in await waiting] == ["granted"]
+    await gate.close()
+
+
 async def test_a_seq_journaled_in_one_history_ends_no_wait_of_another(private_redis: Any) -> None:
     """The known seq was journaled in the present history; an answer of the previous history is not in it."""
     client, keys = private_redis
