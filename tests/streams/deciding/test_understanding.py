@@ -196,13 +196,16 @@ async def test_decoding_a_bad_record_does_not_block_other_tasks(name: str) -> No
 
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0)
-    pace = Pace()
+    pace, longest = Pace(), []
     for _ in range(3):
+        gaps.clear()
         await understand(Record(BAD_RECORDS[name]), pace)
-    await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        longest.append(max(gaps))
     ticking.cancel()
-    # CPU time, since the machine may be busy. The bound leaves room for a slow processor.
-    assert max(gaps) < 0.3
+    # CPU time, since the machine may be busy. The bound leaves room for a slow processor. What blocks does so
+    # each time; a collection of all objects of the test process does not.
+    assert min(longest) < 0.3
 
 
 async def test_decoding_a_long_array_does_not_block_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
