@@ -13,7 +13,7 @@ from grabstream.models.identifiers import campaign_of, shard_of
 
 #: The newest and the oldest layout of keys and records that the scripts write (lua/includes/shard.lua
 #: describes each layout).
-LAYOUT: Final = 4
+LAYOUT: Final = 5
 LAYOUT_MIN: Final = 2
 #: Fields of the shard hash that Python reads; Lua writes them.
 SHARD_FIELDS: Final = (

@@ -75,6 +75,7 @@ _ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_its_lost_d
 
 IDENTITIES: Final = "tests/lua/commands/test_identities.py"
 LAYOUTS: Final = "tests/streams/relaying/test_layouts.py"
+COUNTERS: Final = "tests/lua/commands/test_counters.py"
 
 MUTATIONS: Final = (
     Mutation(
@@ -469,16 +470,45 @@ MUTATIONS: Final = (
     Mutation(
         "a run keeps to limits",
         "lua/includes/taking.lua",
-        "if counted[n].limit.max - counted[n].counts[i] < 1 then return i - 1, fields end",
+        "if not counted[h].next[counted[h].texts[i]].is_left then return i - 1, fields end",
         "",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
     ),
     Mutation(
         "a run counts units",
-        "lua/includes/taking.lua",
-        "counter.names[i], counter.counts[i] + 1,",
-        "counter.names[i], counter.counts[i],",
+        "lua/includes/limits.lua",
+        "counter[2] or 0) + 1",
+        "counter[2] or 0)",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
+    ),
+    Mutation(
+        "a run keeps the other counters of a user",
+        "lua/includes/limits.lua",
+        "local counters = text and parse_counters(text, 'of a user') or {}",
+        "local counters = {}",
+        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
+    ),
+    Mutation(
+        "a run under limits needs layout 5",
+        "lua/includes/taking.lua",
+        "if key_layout < 5 or offer.rules.codes",
+        "if key_layout < 4 or offer.rules.codes",
+        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
+    ),
+    Mutation(
+        "an amendment keeps the counters of limits that end",
+        "lua/includes/limits.lua",
+        "    local by_period, by, _, value = {}, parts_of(name)",
+        "    local by_period, by, period, value = {}, parts_of(name)\n"
+        "    if true then return counters_text({[period] = counters.values[name]}) end",
+        _in(COUNTERS, "test_limits_that_end_and_come_again_keep_their_counts[server]"),
+    ),
+    Mutation(
+        "counters of a grab are those of its user",
+        "lua/includes/records.lua",
+        "if entry[2] == 0 then entry[2] = under else add_user(entry[2], user) end",
+        "if entry[2] == 0 then entry[2] = {} else add_user(entry[2], user) end",
+        _in(COUNTERS, "test_a_release_gives_back_to_all_counters_of_a_grab[server]"),
     ),
     Mutation(
         "a run of refusals ends before what is remembered",

@@ -161,24 +161,17 @@ local function unfit(i, offer)
   end
 end
 
--- The counters of every grab of pieces after the run are read at once.
+-- The counters of all grabs of pieces after the run are read at once.
 for i = first, #ids do
   local offer = offers[offer_of[i]]
   if offer and offer.pieces and #offer.rules.limits > 0 and not unfit(i, offer) then
     counted[i] = counted_under(offer, users[i], extras and extras[i] and extras[i].attributes, call.now)
-    for _, counter in ipairs(counted[i]) do
-      local counters = counter[3] == 1 and offer.campaign.counters or offer.counters
-      counters.wanted = counters.wanted or {}
-      counters.wanted[#counters.wanted + 1] = counter[1]
-    end
   end
 end
 for o = 1, #offers do
-  if offers[o] and offers[o].pieces then
-    read_counters(offers[o].counters, offers[o].counters.wanted or {})
-  end
+  if offers[o] and offers[o].pieces then read_wanted(offers[o].counters) end
 end
-for _, campaign in ipairs(campaigns) do read_counters(campaign.counters, campaign.counters.wanted or {}) end
+for _, campaign in ipairs(campaigns) do read_wanted(campaign.counters) end
 
 local lines, now = call.lines, call.now
 

@@ -140,7 +140,7 @@ do
     end
     local damaged = fence_damaged(shard)
     if damaged then return nil, {CODE.fenced, clock + 1000, damaged} end
-    local layout = layout_of(shard[8], shard[1])
+    local layout = set_layout(shard[8], shard[1])
     if layout < LAYOUT_MIN or layout > LAYOUT then
       return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout
         .. ', this program writes ' .. LAYOUT_MIN .. ' to ' .. LAYOUT .. ': upgrade it'}

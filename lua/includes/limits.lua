@@ -1,9 +1,11 @@
 -- Limits: how many units a user, or a value of an attribute, has left in the current window; counting units
 -- and returning them.
---   A counter is one hash field `<by>/<per>/<value>` that holds `<window>:<count>`. In any other window its
---   count is 0. Counters of a campaign are in a hash of the campaign, and their windows follow the campaign's
---   time zone. A grab records the counters it was counted in as a list of {name, window, 1 if of the
---   campaign}; in this file `counter` is such an entry.
+--   A counter has the name `<by>/<per>/<value>`, and a count for one window; in any other window its count is
+--   0. All counters of a value are in one hash field `<by>/<value>`: for each period in the order of PERIODS
+--   that was counted, its first letter and `<window>:<count>`. Before layout 5, each counter is a field by
+--   its name that holds `<window>:<count>`. Counters of a campaign are in a hash of the campaign, and their
+--   windows follow the campaign's time zone. A grab records the counters it was counted in as a list of
+--   {name, window, 1 if of the campaign}; in this file `counter` is such an entry.
 --- @include "cost"
 --- @include "undo"
 --- @include "calendar"
@@ -28,51 +30,170 @@ local function windows_at(offer, now)
   return windows
 end
 
--- The counters that a grab counts in.
-local function counted_under(offer, user, attributes, now)
-  local counted, windows, limits = {}, windows_at(offer, now), offer.rules.limits
-  for i = 1, #limits do
-    local limit, value = limits[i], user
-    if limit.by ~= 'user' then value = attributes and attributes[limit.by] end
-    local name = limit.by .. '/' .. limit.per .. '/' .. value
-    spend(COST.counter_byte * #name)
-    counted[i] = {name, windows[i][1], limit.scope == 'campaign' and 1 or 0}
-  end
-  return counted
-end
-
--- The counters of a hash: `values` holds those that were read, `changed` names those to write back; `made`
--- has names and texts of others that are written back.
+-- The counters of a hash: `values` holds {window, count} of those that were read, `changed` names those to
+-- write back; `wanted` has fields to be read, `is_wanted` those and the fields that were read; `made` has
+-- fields and texts that are written back as they are.
 local function counters_at(key)
-  return {key = key, values = {}, changed = {}, made = {}}
+  return {key = key, values = {}, changed = {}, wanted = {}, is_wanted = {}, made = {}}
 end
 
-local read_counters, read_counter
+local counted_under, read_wanted, read_counter, write_counters, next_counters
 do
-  local function parse_counter(text)
-    if not text then return {0, 0} end
-    local window, count = string.match(text, '^(%d+):(%d+)$')
-    return {tonumber(window), tonumber(count)}
+  -- The periods of limits, in the order of their counters in a text.
+  local PERIODS = {'day', 'hour', 'offer', 'week'}
+  local PERIOD_OF = {d = 'day', h = 'hour', o = 'offer', w = 'week'}
+
+  -- The counters of a text by their period.
+  local function parse_counters(text, field)
+    local by_period, bytes = {}, 0
+    for letter, window, count in string.gmatch(text, '(%l)(%d+):(%d+)') do
+      local period = PERIOD_OF[letter]
+      if not period then break end
+      by_period[period] = {tonumber(window), tonumber(count)}
+      bytes = bytes + 2 + #window + #count
+    end
+    if bytes ~= #text or bytes == 0 then error('the counters ' .. field .. ' are damaged') end
+    return by_period
   end
 
-  -- Reads many counters at once.
-  function read_counters(counters, fields)
-    for from = 1, #fields, WRITE_VALUES_MAX do
-      local last = math.min(from + WRITE_VALUES_MAX - 1, #fields)
-      local texts = redis.call('HMGET', counters.key, unpack(fields, from, last))
-      for i = from, last do counters.values[fields[i]] = parse_counter(texts[i - from + 1]) end
+  local function counters_text(by_period)
+    local text = ''
+    for i = 1, #PERIODS do
+      local value = by_period[PERIODS[i]]
+      if value then
+        text = text .. string.format('%s%d:%d', string.sub(PERIODS[i], 1, 1), value[1], value[2])
+      end
+    end
+    return text
+  end
+
+  -- The hash of counters that a counter belongs to.
+  local function counters_of(offer, counter)
+    return counter[3] == 1 and offer.campaign.counters or offer.counters
+  end
+
+  -- A counter that nothing was counted in.
+  local NONE = {0, 0}
+
+  -- What a counter counts by, its period, and the value.
+  local function parts_of(name)
+    return string.match(name, '^([^/]+)/([^/]+)/([^/]+)$')
+  end
+
+  local function field_of(name)
+    if key_layout < 5 then return name end
+    local by, _, value = parts_of(name)
+    return by .. '/' .. value
+  end
+
+  -- Notes what a field holds.
+  local function keep_field(counters, field, text)
+    if not text then return end
+    if key_layout < 5 then
+      local window, count = string.match(text, '^(%d+):(%d+)$')
+      if not count then error('the counter ' .. field .. ' is damaged') end
+      counters.values[field] = {tonumber(window), tonumber(count)}
+      return
+    end
+    local by, value = string.match(field, '^([^/]+)/([^/]+)$')
+    for period, counter in pairs(parse_counters(text, field)) do
+      counters.values[by .. '/' .. period .. '/' .. value] = counter
+    end
+  end
+
+  -- What the field of a counter holds then.
+  local function text_of(counters, name)
+    if key_layout < 5 then
+      local value = counters.values[name]
+      return string.format('%d:%d', value[1], value[2])
+    end
+    local by_period, by, _, value = {}, parts_of(name)
+    for i = 1, #PERIODS do
+      by_period[PERIODS[i]] = counters.values[by .. '/' .. PERIODS[i] .. '/' .. value]
+    end
+    return counters_text(by_period)
+  end
+
+  -- Notes that a counter is to be read.
+  local function want_counter(counters, name)
+    local field = field_of(name)
+    if counters.is_wanted[field] then return end
+    counters.is_wanted[field] = true
+    counters.wanted[#counters.wanted + 1] = field
+  end
+
+  -- The counters that a grab counts in; notes that they are to be read.
+  function counted_under(offer, user, attributes, now)
+    local counted, windows, limits = {}, windows_at(offer, now), offer.rules.limits
+    for i = 1, #limits do
+      local limit, value = limits[i], user
+      if limit.by ~= 'user' then value = attributes and attributes[limit.by] end
+      local name = limit.by .. '/' .. limit.per .. '/' .. value
+      spend(COST.counter_byte * #name)
+      counted[i] = {name, windows[i][1], limit.scope == 'campaign' and 1 or 0}
+      want_counter(counters_of(offer, counted[i]), name)
+    end
+    return counted
+  end
+
+  -- Reads all counters of a hash that are to be read.
+  function read_wanted(counters)
+    local wanted = counters.wanted
+    if #wanted == 0 then return end
+    counters.wanted = {}
+    for from = 1, #wanted, WRITE_VALUES_MAX do
+      local last = math.min(from + WRITE_VALUES_MAX - 1, #wanted)
+      local texts = redis.call('HMGET', counters.key, unpack(wanted, from, last))
+      for i = from, last do keep_field(counters, wanted[i], texts[i - from + 1]) end
     end
   end
 
   -- The {window, count} that is stored for a counter, and the hash of counters it belongs to.
   function read_counter(offer, counter)
-    local counters = counter[3] == 1 and offer.campaign.counters or offer.counters
+    local counters = counters_of(offer, counter)
     local value = counters.values[counter[1]]
     if not value then
-      value = parse_counter(redis.call('HGET', counters.key, counter[1]))
-      counters.values[counter[1]] = value
+      want_counter(counters, counter[1])
+      read_wanted(counters)
+      value = counters.values[counter[1]] or NONE
     end
     return value, counters
+  end
+
+  -- Notes the writes of all counters that have changed. A field is written with all that it has.
+  function write_counters(counters)
+    local fields, is_written = counters.made, {}
+    for name in pairs(counters.changed) do
+      local field = field_of(name)
+      if not is_written[field] then
+        is_written[field] = true
+        fields[#fields + 1] = field
+        fields[#fields + 1] = text_of(counters, name)
+      end
+    end
+    write_in_pieces('HSET', counters.key, fields)
+  end
+
+  -- What the counters of a value become with one more unit, by what they are, a text or false, made once for
+  -- each: whether the limits of these indexes have a unit left, the new text, and by the index of each limit
+  -- what it then leaves, packed. Only from layout 5 on.
+  function next_counters(offer, now, indexes)
+    local limits, windows = offer.rules.limits, windows_at(offer, now)
+    return setmetatable({}, {__index = function(all, text)
+      local counters = text and parse_counters(text, 'of a user') or {}
+      local made = {is_left = true, lefts = {}}
+      for _, n in ipairs(indexes) do
+        local limit, window = limits[n], windows[n][1]
+        local counter = counters[limit.per]
+        local units = (counter and counter[1] == window and counter[2] or 0) + 1
+        if units > limit.max then made.is_left = false end
+        counters[limit.per] = {window, units}
+        made.lefts[n] = cmsgpack.pack(limit.max - units)
+      end
+      made.text = counters_text(counters)
+      all[text] = made
+      return made
+    end})
   end
 end
 
@@ -152,14 +273,4 @@ do
     end
     return true
   end
-end
-
-local function write_counters(counters)
-  local fields = counters.made
-  for name in pairs(counters.changed) do
-    local value = counters.values[name]
-    fields[#fields + 1] = name
-    fields[#fields + 1] = string.format('%d:%d', value[1], value[2])
-  end
-  write_in_pieces('HSET', counters.key, fields)
 end

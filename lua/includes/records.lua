@@ -1,6 +1,7 @@
 -- Compact binary records of answers, refusals, parts, grabs and orders: the only file of the scripts that
 -- packs and unpacks them.
 --- @include "cost"
+--- @include "shard"
 
 -- Times are stored as 5 bytes of milliseconds since 2020-01-01 (enough until 2054).
 local EPOCH_MS = 1577836800000
@@ -234,23 +235,65 @@ local function new_grab(user, quantity, under)
     payments = {}, codes = {}}
 end
 
--- A grab of pieces as a list of its fields; models/rules/state.py describes each.
-local function pack_grab(grab)
-  return cmsgpack.pack({grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed,
-    grab.lapsed, grab.deadline, grab.grace, grab.extensions, grab.price, grab.status, grab.ended_seq,
-    grab.ended_at, grab.confirmed_seq, grab.confirmed_at, grab.under, grab.counted, grab.payments,
-    grab.codes})
-end
+-- A grab of pieces as a list of its fields; models/rules/state.py describes each. From layout 5 on, the name
+-- of a counter of the grab's user ends before the user, and `counted` has 0 in place of the counters of
+-- `under`.
+local pack_grab, unpack_grab
+do
+  local SLASH = 47
 
-local function unpack_grab(record)
-  spend(COST.grab_read + COST.record_byte * #record)
-  local values = cmsgpack.unpack(record)
-  -- All fields are named, so that the table is made in its size.
-  return {user = values[1], place = values[2], quantity = values[3], held = values[4], taken = values[5],
-    redeemed = values[6], lapsed = values[7], deadline = values[8], grace = values[9],
-    extensions = values[10], price = values[11], status = values[12], ended_seq = values[13],
-    ended_at = values[14], confirmed_seq = values[15], confirmed_at = values[16], under = values[17],
-    counted = values[18], payments = values[19], codes = values[20]}
+  local function of_user(name, user)
+    local last = #name - #user
+    if string.byte(name, last) ~= SLASH or string.sub(name, last + 1) ~= user then return name end
+    return string.sub(name, 1, last)
+  end
+
+  local function without_user(counters, user)
+    local short = {}
+    for i, counter in ipairs(counters) do
+      short[i] = {of_user(counter[1], user), counter[2], counter[3]}
+    end
+    return short
+  end
+
+  -- Adds the user to the names of its counters.
+  local function add_user(counters, user)
+    for i = 1, #counters do
+      local name = counters[i][1]
+      if string.byte(name, -1) == SLASH then counters[i][1] = name .. user end
+    end
+  end
+
+  function pack_grab(grab)
+    local under, counted = grab.under, grab.counted
+    if key_layout > 4 then
+      under, counted = without_user(under, grab.user), {}
+      for i, entry in ipairs(grab.counted) do
+        counted[i] = {entry[1], entry[2] == grab.under and 0 or without_user(entry[2], grab.user)}
+      end
+    end
+    return cmsgpack.pack({grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed,
+      grab.lapsed, grab.deadline, grab.grace, grab.extensions, grab.price, grab.status, grab.ended_seq,
+      grab.ended_at, grab.confirmed_seq, grab.confirmed_at, under, counted, grab.payments, grab.codes})
+  end
+
+  function unpack_grab(record)
+    spend(COST.grab_read + COST.record_byte * #record)
+    local values = cmsgpack.unpack(record)
+    local user, under, counted = values[1], values[17], values[18]
+    if key_layout > 4 then
+      add_user(under, user)
+      for _, entry in ipairs(counted) do
+        if entry[2] == 0 then entry[2] = under else add_user(entry[2], user) end
+      end
+    end
+    -- All fields are named, so that the table is made in its size.
+    return {user = user, place = values[2], quantity = values[3], held = values[4], taken = values[5],
+      redeemed = values[6], lapsed = values[7], deadline = values[8], grace = values[9],
+      extensions = values[10], price = values[11], status = values[12], ended_seq = values[13],
+      ended_at = values[14], confirmed_seq = values[15], confirmed_at = values[16], under = under,
+      counted = counted, payments = values[19], codes = values[20]}
+  end
 end
 
 local pack_order, unpack_order

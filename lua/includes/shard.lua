@@ -5,13 +5,24 @@
 -- an older layout is rebuilt from the journal; a shard of a newer layout is left unchanged. 1: subkeys of an
 -- offer and a campaign after ':'; 2: after '/', which no id contains; 3: the outbox has runs of grabs; 4: the
 -- id of a grab belongs to its user, so a part of an envelope is its own answer, and answers and refusals of
--- other grabs have fields of their own (includes/repeats.lua). Also in lua/keys.py.
-local LAYOUT, LAYOUT_MIN = 4, 2
+-- other grabs have fields of their own (includes/repeats.lua); 5: all counters of a user are one field
+-- (includes/limits.lua). Also in lua/keys.py.
+local LAYOUT, LAYOUT_MIN = 5, 2
 
 -- The layout of a shard. Layout 1 was not named in the shard hash. A shard without a seq was never
 -- reconciled, so it is new.
 local function layout_of(named, seq)
   return tonumber(named or (seq and 1 or LAYOUT_MIN))
+end
+
+-- The layout of the shard of this call; `set_layout` sets it before records are read or written, and returns
+-- it.
+--- @each_call
+local key_layout = 0
+
+local function set_layout(named, seq)
+  key_layout = layout_of(named, seq)
+  return key_layout
 end
 
 -- The number that a field of the shard hash has; nil if it has none, or what no script writes: numbers there

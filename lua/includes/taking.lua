@@ -1,7 +1,7 @@
 -- Takes pieces for a run of plain grabs, which is what most callers of a flash sale send: it does what
 -- `take_pieces` in commands/grab.lua does, for all grabs at once. The records of the grabs and their answers
 -- differ in few places, so the rest of them is packed once; packing each would cost three times as much as
--- deciding it.
+-- deciding it. Most users have the same counters, so what these become is made once, too.
 --- @include "cost"
 --- @include "records"
 --- @include "calendar"
@@ -18,227 +18,207 @@
 -- nil and the packed rows.
 local decide_plain
 do
-  -- What MessagePack has before a text of so many bytes.
-  local HEADS = {}
-
-  local function head_of(length)
-    local head = HEADS[length]
-    if not head then
-      head = string.sub(cmsgpack.pack(string.rep('x', length)), 1, -length - 1)
-      HEADS[length] = head
-    end
-    return head
-  end
-
-  -- For each limit: the names of its counters for all users, the units that these have in the current window,
-  -- when that ends, and what is to be written.
-  local function read_counted(call, offer, campaign, users)
-    local counted, windows = {}, windows_at(offer, call.now)
-    for n, limit in ipairs(offer.rules.limits) do
-      local window, ends_at = windows[n][1], windows[n][2]
-      local of = limit.scope == 'campaign' and campaign.counters or offer.counters
-      local names, counts, prefix = {}, {}, 'user/' .. limit.per .. '/'
-      for i = 1, #users do names[i] = prefix .. users[i] end
-      local stored, begins = redis.call('HMGET', of.key, unpack(names)), string.format('%d:', window)
-      for i = 1, #users do
-        counts[i] = 0
-        if stored[i] then
-          local its_window, units = string.match(stored[i], '^(%d+:)(%d+)$')
-          if not units then error('the counter ' .. names[i] .. ' is damaged') end
-          if its_window == begins then counts[i] = tonumber(units) end
-        end
-      end
-      -- By the units that a counter then has: its text, and what the limit leaves, packed.
-      counted[n] = {limit = limit, names = names, counts = counts, window = window, ends_at = ends_at,
-        begins = begins, made = of.made, name_length = #prefix, texts = {}, lefts = {}}
-    end
-    return counted
-  end
-
-  -- How many grabs can be carried out before the first that cannot, and the fields of their answers. None, if
-  -- an id occurs twice: the records that a later one is compared with are not written yet.
-  local function count_takeable(call, offer, ids, users, campaign, counted)
-    local has_id, fields = {}, {}
-    for i = 1, #ids do
-      if has_id[ids[i]] then return 0 end
-      has_id[ids[i]], fields[i] = true, answer_field_of_grab(call, offer.name, ids[i])
-    end
-    local kept = redis.call('HMGET', campaign.answers_key, unpack(fields))
-    local refused = stored_refusals(call, offer, ids, users, campaign)
-    local most = math.min(#ids, offer.units_left)
-    for i = 1, most do
-      if kept[i] or refused[i] then return i - 1, fields end
-      for n = 1, #counted do
-        if counted[n].limit.max - counted[n].counts[i] < 1 then return i - 1, fields end
-      end
-    end
-    return most, fields
-  end
-
-  -- Notes the records of the grabs; returns their packed rows.
-  local keep_all
+  local take_run
   do
-    -- The texts of a record in which few places differ; a function that adds a text that all have, and one
-    -- that adds a place for a text, and returns its index.
-    local function new_template()
-      local texts, ends_with_place = {''}, false
-      local function add(text)
-        if ends_with_place then texts[#texts + 1], ends_with_place = '', false end
-        texts[#texts] = texts[#texts] .. text
-      end
-      local function add_place()
-        texts[#texts + 1], ends_with_place = '', true
-        return #texts
-      end
-      return texts, add, add_place
-    end
+    -- Notes the records of the grabs; returns their packed rows.
+    local keep_all
+    do
+      -- What MessagePack has before a text of so many bytes.
+      local HEADS = {}
 
-    -- The texts that make the row of an answer, and where those are that differ: seq, place, left, the units
-    -- left of each limit, the number of a coupon.
-    local function row_template(call, offer, counted)
-      local texts, add, add_place = new_template()
-      local at = {limits = {}}
-      local is_hold, details = offer.rules.hold_ms ~= nil, {}
-      -- Made as take_pieces makes it: the order of its fields is that of the table.
-      if #counted > 0 then details.limits = counted end
-      if is_hold then
-        hold_row(offer, {deadline = call.now + offer.rules.hold_ms, price = offer.rules.price or 0, held = 1},
-          details)
-      else
-        coupon_row(offer, {place = 0}, {}, details)
+      local function head_of(length)
+        local head = HEADS[length]
+        if not head then
+          head = string.sub(cmsgpack.pack(string.rep('x', length)), 1, -length - 1)
+          HEADS[length] = head
+        end
+        return head
       end
-      add(string.sub(cmsgpack.pack({1, 2, 3, 4, 5, 6, 7, 8, 9, 10}), 1, 1))
-      add(cmsgpack.pack(is_hold and CODE.held or CODE.granted))
-      at.seq = add_place()
-      add(cmsgpack.pack(call.now, 1, 1))
-      at.place, at.left = add_place(), add_place()
-      add(cmsgpack.pack(0, 0))
-      local fields = 0
-      for _ in pairs(details) do fields = fields + 1 end
-      -- A table without fields is packed as a list.
-      add(fields == 0 and cmsgpack.pack({}) or string.char(128 + fields))
-      for name, value in pairs(details) do
-        add(cmsgpack.pack(name))
-        if name == 'limits' then
-          add(string.char(144 + #counted))
-          for n, counter in ipairs(counted) do
-            local limit = counter.limit
-            add(string.char(150) .. cmsgpack.pack(limit.by, limit.per, limit.max))
-            at.limits[n] = add_place()
-            add(cmsgpack.pack(counter.ends_at, limit.scope))
-          end
-        elseif name == 'number' then
-          at.number = add_place()
+
+      -- The texts of a record in which few places differ; a function that adds a text that all have, and one
+      -- that adds a place for a text, and returns its index.
+      local function new_template()
+        local texts, ends_with_place = {''}, false
+        local function add(text)
+          if ends_with_place then texts[#texts + 1], ends_with_place = '', false end
+          texts[#texts] = texts[#texts] .. text
+        end
+        local function add_place()
+          texts[#texts + 1], ends_with_place = '', true
+          return #texts
+        end
+        return texts, add, add_place
+      end
+
+      -- The texts that make the row of an answer, and where those are that differ: seq, place, left, the
+      -- units left of each limit, the number of a coupon.
+      local function row_template(call, offer)
+        local texts, add, add_place = new_template()
+        local at, limits = {limits = {}}, offer.rules.limits
+        local is_hold, details = offer.rules.hold_ms ~= nil, {}
+        -- Made as take_pieces makes it: the order of its fields is that of the table.
+        if #limits > 0 then details.limits = limits end
+        if is_hold then
+          local deadline = call.now + offer.rules.hold_ms
+          hold_row(offer, {deadline = deadline, price = offer.rules.price or 0, held = 1}, details)
         else
-          add(cmsgpack.pack(value))
+          coupon_row(offer, {place = 0}, {}, details)
+        end
+        add(string.sub(cmsgpack.pack({1, 2, 3, 4, 5, 6, 7, 8, 9, 10}), 1, 1))
+        add(cmsgpack.pack(is_hold and CODE.held or CODE.granted))
+        at.seq = add_place()
+        add(cmsgpack.pack(call.now, 1, 1))
+        at.place, at.left = add_place(), add_place()
+        add(cmsgpack.pack(0, 0))
+        local fields = 0
+        for _ in pairs(details) do fields = fields + 1 end
+        -- A table without fields is packed as a list.
+        add(fields == 0 and cmsgpack.pack({}) or string.char(128 + fields))
+        for name, value in pairs(details) do
+          add(cmsgpack.pack(name))
+          if name == 'limits' then
+            add(string.char(144 + #limits))
+            for n, limit in ipairs(limits) do
+              add(string.char(150) .. cmsgpack.pack(limit.by, limit.per, limit.max))
+              at.limits[n] = add_place()
+              add(cmsgpack.pack(windows_at(offer, call.now)[n][2], limit.scope))
+            end
+          elseif name == 'number' then
+            at.number = add_place()
+          else
+            add(cmsgpack.pack(value))
+          end
+        end
+        return texts, at
+      end
+
+      -- The texts that make the record of a grab whose user's id has this length, and where those are that
+      -- differ: its user and its place. (The names of its counters end before the user.)
+      local function grab_template(call, offer, length)
+        local under = {}
+        for n, limit in ipairs(offer.rules.limits) do
+          under[n] = {'user/' .. limit.per .. '/', windows_at(offer, call.now)[n][1],
+            limit.scope == 'campaign' and 1 or 0}
+        end
+        local grab = new_grab('', 1, under)
+        grab.price = offer.rules.price or 0
+        if offer.rules.hold_ms then
+          grab.held, grab.deadline, grab.grace = 1, call.now + offer.rules.hold_ms, offer.rules.grace_ms
+        else
+          grab.taken = 1
+        end
+        -- Its user and its place take a byte each: what is before and after them is the same in all records.
+        local packed = pack_grab(grab)
+        local texts, add, add_place = new_template()
+        local at = {texts = texts}
+        add(string.sub(packed, 1, 3) .. head_of(length))
+        at.user, at.place = add_place(), add_place()
+        add(string.sub(packed, 6))
+        return at
+      end
+
+      -- Counts a grab in each limit: notes what its counters have then, and enters what they leave in the
+      -- texts of its row.
+      local function enter_counters(counted, i, row, row_slots)
+        for h = 1, #counted do
+          local hash = counted[h]
+          local state, made, indexes = hash.next[hash.texts[i]], hash.made, hash.indexes
+          local last = #made
+          made[last + 1], made[last + 2] = hash.fields[i], state.text
+          for k = 1, #indexes do row[row_slots[indexes[k]]] = state.lefts[indexes[k]] end
         end
       end
-      return texts, at
+
+      function keep_all(call, offer, ids, users, fields, campaign, counted, grabs)
+        local row, row_at = row_template(call, offer)
+        local concat, rows, templates = table.concat, {}, {}
+        local made, made_grabs = campaign.made, offer.grabs_made
+        local hold_ms, deadline = offer.rules.hold_ms, nil
+        local next_seq_packed = packer_of('numbers', call.seq + 1, 1)
+        local next_place = packer_of('numbers', offer.places + 1, 1)
+        local next_left = packer_of('numbers', offer.units_left - 1, -1)
+        local code = hold_ms and CODE.held or CODE.granted
+        local pack_next = packer_of('rows', offer.name, code, call.seq + 1, call.now)
+        if hold_ms then deadline = string.format('%d', call.now + hold_ms + offer.rules.grace_ms) end
+        for i = 1, grabs do
+          local user, place = users[i], next_place()
+          local record_at = templates[#user]
+          if not record_at then
+            record_at = grab_template(call, offer, #user)
+            templates[#user] = record_at
+          end
+          local record = record_at.texts
+          row[row_at.seq], row[row_at.place], row[row_at.left] = next_seq_packed(), place, next_left()
+          if row_at.number then row[row_at.number] = place end
+          record[record_at.user], record[record_at.place] = user, place
+          enter_counters(counted, i, row, row_at.limits)
+          rows[i] = concat(row)
+          made[2 * i - 1], made[2 * i] = fields[i], pack_next(rows[i])
+          made_grabs[2 * i - 1], made_grabs[2 * i] = ids[i], concat(record)
+          if deadline then
+            offer.holds_made[2 * i - 1], offer.holds_made[2 * i] = deadline, offer.name .. '/' .. ids[i]
+          end
+        end
+        return rows
+      end
     end
 
-    -- The texts that make the record of a grab whose user's id has this length, and where those are that
-    -- differ: its user, its place, and the names of its counters, which are in it twice.
-    local function grab_template(call, offer, counted, length)
-      local grab = new_grab('', 1, {})
-      grab.price = offer.rules.price or 0
-      if offer.rules.hold_ms then
-        grab.held, grab.deadline, grab.grace = 1, call.now + offer.rules.hold_ms, offer.rules.grace_ms
-      else
-        grab.taken = 1
+    -- For each hash that an offer's limits count in, that of the offer and that of its campaign: the fields
+    -- of all users, what is in them, what that becomes, and what is to be written.
+    local function read_counted(call, offer, campaign, users)
+      local counted, indexes = {}, {{}, {}}
+      for n, limit in ipairs(offer.rules.limits) do
+        local of = indexes[limit.scope == 'campaign' and 2 or 1]
+        of[#of + 1] = n
       end
-      local texts, add, add_place = new_template()
-      local at = {texts = texts, names = {}}
-      local function add_counters()
-        if #counted == 0 then return add(cmsgpack.pack({})) end
-        add(string.char(144 + #counted))
-        for n, counter in ipairs(counted) do
-          add(string.char(147) .. head_of(counter.name_length + length))
-          at.names[n] = at.names[n] or {}
-          table.insert(at.names[n], add_place())
-          add(cmsgpack.pack(counter.window, counter.limit.scope == 'campaign' and 1 or 0))
+      for i, counters in ipairs({offer.counters, campaign.counters}) do
+        if #indexes[i] > 0 then
+          local fields = {}
+          for j = 1, #users do fields[j] = 'user/' .. users[j] end
+          counted[#counted + 1] = {fields = fields, texts = redis.call('HMGET', counters.key, unpack(fields)),
+            next = next_counters(offer, call.now, indexes[i]), indexes = indexes[i], made = counters.made}
         end
       end
-      add(string.sub(pack_grab(grab), 1, 3) .. head_of(length))
-      at.user, at.place = add_place(), add_place()
-      add(cmsgpack.pack(1, grab.held, grab.taken, grab.redeemed, grab.lapsed, grab.deadline, grab.grace,
-        grab.extensions, grab.price, grab.status, grab.ended_seq, grab.ended_at, grab.confirmed_seq,
-        grab.confirmed_at))
-      add_counters()
-      -- One entry: its unit, and the same counters.
-      add(string.char(145, 146, 1))
-      add_counters()
-      add(cmsgpack.pack({}, {}))
-      return at
+      return counted
     end
 
-    -- Counts a grab in each limit: notes what its counters have then, and enters it in the texts of its
-    -- row and its record.
-    local function enter_counters(counted, i, row, row_at, record_at)
-      local record, slots_of, row_slots = record_at.texts, record_at.names, row_at.limits
-      for n = 1, #counted do
-        local counter, slots = counted[n], slots_of[n]
-        local name, units, made = counter.names[i], counter.counts[i] + 1, counter.made
-        local text = counter.texts[units]
-        if not text then
-          text = counter.begins .. string.format('%d', units)
-          counter.texts[units], counter.lefts[units] = text, cmsgpack.pack(counter.limit.max - units)
-        end
-        local last = #made
-        made[last + 1], made[last + 2] = name, text
-        row[row_slots[n]] = counter.lefts[units]
-        record[slots[1]], record[slots[2]] = name, name
+    -- How many grabs can be carried out before the first that cannot, and the fields of their answers. None,
+    -- if an id occurs twice: the records that a later one is compared with are not written yet.
+    local function count_takeable(call, offer, ids, users, campaign, counted)
+      local has_id, fields = {}, {}
+      for i = 1, #ids do
+        if has_id[ids[i]] then return 0 end
+        has_id[ids[i]], fields[i] = true, answer_field_of_grab(call, offer.name, ids[i])
       end
-    end
-
-    function keep_all(call, offer, ids, users, fields, campaign, counted, grabs)
-      local row, row_at = row_template(call, offer, counted)
-      local concat, made, made_grabs, rows, templates = table.concat, campaign.made, offer.grabs_made, {}, {}
-      local hold_ms, deadline = offer.rules.hold_ms, nil
-      local next_seq_packed = packer_of('numbers', call.seq + 1, 1)
-      local next_place = packer_of('numbers', offer.places + 1, 1)
-      local next_left = packer_of('numbers', offer.units_left - 1, -1)
-      local code = hold_ms and CODE.held or CODE.granted
-      local pack_next = packer_of('rows', offer.name, code, call.seq + 1, call.now)
-      if hold_ms then deadline = string.format('%d', call.now + hold_ms + offer.rules.grace_ms) end
-      for i = 1, grabs do
-        local user, place = users[i], next_place()
-        local record_at = templates[#user]
-        if not record_at then
-          record_at = grab_template(call, offer, counted, #user)
-          templates[#user] = record_at
-        end
-        local record = record_at.texts
-        row[row_at.seq], row[row_at.place], row[row_at.left] = next_seq_packed(), place, next_left()
-        if row_at.number then row[row_at.number] = place end
-        record[record_at.user], record[record_at.place] = user, place
-        enter_counters(counted, i, row, row_at, record_at)
-        rows[i] = concat(row)
-        made[2 * i - 1], made[2 * i] = fields[i], pack_next(rows[i])
-        made_grabs[2 * i - 1], made_grabs[2 * i] = ids[i], concat(record)
-        if deadline then
-          offer.holds_made[2 * i - 1], offer.holds_made[2 * i] = deadline, offer.name .. '/' .. ids[i]
+      local kept = redis.call('HMGET', campaign.answers_key, unpack(fields))
+      local refused = stored_refusals(call, offer, ids, users, campaign)
+      local most = math.min(#ids, offer.units_left)
+      for i = 1, most do
+        if kept[i] or refused[i] then return i - 1, fields end
+        for h = 1, #counted do
+          if not counted[h].next[counted[h].texts[i]].is_left then return i - 1, fields end
         end
       end
-      return rows
+      return most, fields
     end
-  end
 
-  -- Takes a piece for each grab before the first that gets none. Returns the index of that grab, and the
-  -- packed rows of the others. Each costs `grab_cost`. `texts` is that of grant_run.
-  local function take_run(call, offer, ids, users, campaign, grab_cost, texts)
-    local counted = read_counted(call, offer, campaign, users)
-    local grabs, fields = count_takeable(call, offer, ids, users, campaign, counted)
-    spend(grab_cost * grabs + COST.counter * (1 + #counted) * (#ids - grabs))
-    if grabs == 0 then return 1, {} end
-    int(offer.rules.price or 0)
-    local rows = keep_all(call, offer, ids, users, fields, campaign, counted, grabs)
-    local type = offer.rules.hold_ms and 'grab.held' or 'grab.granted'
-    end_whole_run(call, offer, type, ids, users, grabs, texts)
-    call.seq, offer.changed, offer.offer_seq = call.seq + grabs, true, offer.offer_seq + grabs
-    offer.places = offer.places + grabs
-    move_units(offer, -grabs)
-    if offer.rules.hold_ms then offer.held = offer.held + grabs end
-    return grabs + 1, rows
+    -- Takes a piece for each grab before the first that gets none. Returns the index of that grab, and the
+    -- packed rows of the others. Each costs `grab_cost`. `texts` is that of grant_run.
+    function take_run(call, offer, ids, users, campaign, grab_cost, texts)
+      local counted = read_counted(call, offer, campaign, users)
+      local grabs, fields = count_takeable(call, offer, ids, users, campaign, counted)
+      spend(grab_cost * grabs + COST.counter * (1 + #counted) * (#ids - grabs))
+      if grabs == 0 then return 1, {} end
+      int(offer.rules.price or 0)
+      local rows = keep_all(call, offer, ids, users, fields, campaign, counted, grabs)
+      local type = offer.rules.hold_ms and 'grab.held' or 'grab.granted'
+      end_whole_run(call, offer, type, ids, users, grabs, texts)
+      call.seq, offer.changed, offer.offer_seq = call.seq + grabs, true, offer.offer_seq + grabs
+      offer.places = offer.places + grabs
+      move_units(offer, -grabs)
+      if offer.rules.hold_ms then offer.held = offer.held + grabs end
+      return grabs + 1, rows
+    end
   end
 
   -- Whether all limits of an offer count by user. Under others, a grab without the attribute is invalid.
@@ -296,7 +276,8 @@ do
   local function is_takeable(call, offer)
     if offer.rules.audience or next(offer.loads) then return false end
     if not offer.pieces then return true end
-    if not call.has_own_ids or offer.rules.codes or offer.queue_length > 0 or offer.units_left == 0 then
+    -- Before layout 5, the records of grabs under limits have other forms.
+    if key_layout < 5 or offer.rules.codes or offer.queue_length > 0 or offer.units_left == 0 then
       return false
     end
     return counts_by_user(offer)

@@ -48,7 +48,7 @@ local names, campaign_of, campaign_names, events, offer_of, retired = unpack(cms
 spend(COST.argument_byte * #ARGV[7])
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
 local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {},
-  has_own_ids = layout_of(shard[4], shard[2]) > 3}
+  has_own_ids = set_layout(shard[4], shard[2]) > 3}
 local APPLY = {}
 -- The events that a grab makes itself. (Served later, a grab that has waited makes one with `waited`.)
 local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
@@ -279,24 +279,6 @@ do
   -- its limits may change between them.
   local AT_ONCE = 32
 
-  local function want_counters(offer, event)
-    event.under = counted_under(offer, event.user, event.attributes, event.at)
-    for _, counter in ipairs(event.under) do
-      local counters = counter[3] == 1 and offer.campaign.counters or offer.counters
-      counters.wanted = counters.wanted or {}
-      counters.wanted[#counters.wanted + 1] = counter[1]
-    end
-  end
-
-  local function read_wanted(counters)
-    local wanted = {}
-    for _, name in ipairs(counters.wanted or {}) do
-      if not counters.values[name] then wanted[#wanted + 1] = name end
-    end
-    read_counters(counters, wanted)
-    counters.wanted = nil
-  end
-
   -- Reads the counters for an event and the events after it, unless an earlier event has done so.
   function read_ahead(from)
     if from % AT_ONCE ~= 1 then return end
@@ -309,7 +291,7 @@ do
       local offer = offers[o]
       if offer and offer.pieces and MAKES[event.type] and not event.waited and #offer.rules.limits > 0
         and not amended[o] then
-        want_counters(offer, event)
+        event.under = counted_under(offer, event.user, event.attributes, event.at)
       end
     end
     for _, offer in ipairs(offers) do

@@ -171,6 +171,7 @@ async def decided(
     [
         *((name, LAYOUT) for name in OFFERS),
         *((name, layout) for name in list(OFFERS)[:3] for layout in range(LAYOUT_MIN, LAYOUT)),
+        ("limits of the campaign", LAYOUT - 1),
     ],
 )
 async def test_a_run_leaves_what_single_decisions_leave(

@@ -5,6 +5,7 @@ books are checked from the event lines alone.
 """
 
 import random
+import re
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,9 @@ from tests.support.runs import as_runs
 SHARDS = 2
 #: Number of events and answers, at the end of every history, that are checked against their schemas.
 SCHEMA_CHECKS = 5
+#: A counter in a field that has all of a value, and the periods by their letters.
+_COUNTER = re.compile("([a-z])([0-9]+:[0-9]+)")
+_PERIODS = {"d": "day", "h": "hour", "o": "offer", "w": "week"}
 
 
 class Twins:
@@ -357,6 +361,7 @@ class Twins:
             }
             for record in records.values():
                 record[-1] = [SEALER.open(of_shard.shard, offer.name, "code", code) for code in record[-1]]
+                _name_counters(record)
             assert records == {name: _record(grab) for name, grab in offer.grabs.items()}
             orders = {
                 field.decode(): record for field, record in (await self.client.hgetall(orders_key)).items()
@@ -394,10 +399,16 @@ class Twins:
         return {name.decode(): int(at) for name, at in await self.client.zrange(key, 0, -1, withscores=True)}
 
     async def _counters(self, key: str) -> dict[str, tuple[int, ...]]:
-        return {
-            name.decode(): tuple(map(int, value.split(b":")))
-            for name, value in (await self.client.hgetall(key)).items()
-        }
+        """The counters of a hash by their names: in fields of their own, or all of a value in one."""
+        found = {}
+        for name, value in (await self.client.hgetall(key)).items():
+            by, *period, counted = name.decode().split("/")
+            texts = [(period[0], value.decode())] if period else _COUNTER.findall(value.decode())
+            assert period or value.decode() == "".join(letter + text for letter, text in sorted(texts))
+            for per, text in texts:
+                field = f"{by}/{_PERIODS.get(per, per)}/{counted}"
+                found[field] = tuple(map(int, text.split(":")))
+        return found
 
 
 unpack = msgspec.msgpack.Decoder().decode
@@ -418,6 +429,17 @@ def _groups(commands: list[tuple[int, AnyCommand]]) -> list[list[tuple[int, AnyC
 
 def _counters(under: Any) -> list[list[Any]]:
     return [[counter, window, int(of_campaign)] for counter, window, of_campaign in under]
+
+
+def _name_counters(record: list[Any]) -> None:
+    """Names the counters of a record in full: from layout 5 on, a name ends before the grab's user, and 0
+    stands for the counters under which the grab was counted first.
+    """
+    user, under, counted = record[0], record[-4], record[-3]
+    counted[:] = [[units, under if counters == 0 else counters] for units, counters in counted]
+    for counters in (under, *(counters for _, counters in counted)):
+        for counter in counters:
+            counter[0] += user if counter[0].endswith("/") else ""
 
 
 def _record(grab: Any) -> list[Any]:
