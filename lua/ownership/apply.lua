@@ -303,22 +303,26 @@ end
 
 -- -- all events ---------------------------------------------------------------------------------------------
 
-local opened = 0
-local function open(o, name, event)
-  opened = opened + 1
-  local campaign, row, parts = campaigns[campaign_of[o]], event.row, ARGV[7 + opened]
-  if row.draw == 'ahead' and parts == '' then
-    local written = redis.call('STRLEN', KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + PARTS])
-    if written ~= 6 * row.units then
-      error('PARTS ' .. written .. ' bytes of the parts of offer ' .. name .. ' were written before')
+local open
+do
+  local opened = 0
+
+  function open(o, name, event)
+    opened = opened + 1
+    local campaign, row, parts = campaigns[campaign_of[o]], event.row, ARGV[7 + opened]
+    if row.draw == 'ahead' and parts == '' then
+      local written = redis.call('STRLEN', KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + PARTS])
+      if written ~= 6 * row.units then
+        error('PARTS ' .. written .. ' bytes of the parts of offer ' .. name .. ' were written before')
+      end
     end
+    spend(COST.part_byte * #parts)
+    join_zone(campaign, row)
+    create_offer(name, o, campaign, row, event.opens_at, event.closes_at, parts)
+    commit()
+    offers[o] = load_offer(name, o, campaign)
+    keep_row(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
   end
-  spend(COST.part_byte * #parts)
-  join_zone(campaign, row)
-  create_offer(name, o, campaign, row, event.opens_at, event.closes_at, parts)
-  commit()
-  offers[o] = load_offer(name, o, campaign)
-  keep_row(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
 end
 
 -- Leaves to the sweeper what the deciding call left to it: units for queued grabs, when a call had served as
@@ -348,13 +352,6 @@ redis.call('HSET', KEYS[1], 'partial', '1')
 write_in_pieces('SADD', KEYS[10], retired)
 local gone, applied = {}, 0
 
--- Records a payment for an offer that had already retired.
-local function refund_late(campaign, past, event)
-  past.offer_seq, past.changed = event.offer_seq, true
-  keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount,
-    event.asset)
-end
-
 for i, event in ipairs(events) do
   if i > 1 and is_spent() then break end
   spend(COST.command + COST.event)
@@ -379,7 +376,10 @@ for i, event in ipairs(events) do
     gone[#gone + 1] = {offer, event.at}
     offers[o] = false
   elseif past then
-    refund_late(campaign, past, event)
+    -- A payment for an offer that had already retired.
+    past.offer_seq, past.changed = event.offer_seq, true
+    keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount,
+      event.asset)
   else
     offer.offer_seq, offer.changed = event.offer_seq, true
     APPLY[event.type](offer, event)
