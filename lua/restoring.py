@@ -2,9 +2,9 @@
 deciding the events had made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -15,13 +15,87 @@ from grabstream.lua.keys import ShardKeys
 from grabstream.models.digests import adjustment_text
 from grabstream.models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
 from grabstream.models.offers import EnvelopeTerms, changes_of, terms_of
+from grabstream.models.runs import AnyLine, GrantedRun, singles
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
 
+#: The grabs that `in_columns` puts together at most: with others, they are applied in one call.
+PARTS_MAX: Final = 128
+#: Since this key layout, a part of an envelope is one record, of which columns are made.
+PARTS_LAYOUT: Final = 4
+
+
+class Parts(msgspec.Struct, tag_field="type", tag="parts", gc=False):
+    """Plain grabs of an envelope that follow each other in the shard, in columns: place and offer_seq are
+    those of the first, `at` (ms) is that of the last, and `times` are (time in ms, number of grabs) of each
+    stretch.
+    """
+
+    offer: str
+    seq: int
+    last_seq: int
+    offer_seq: int
+    place: int
+    at: int
+    times: list[tuple[int, int]]
+    grabs: list[str]
+    users: list[str]
+    amounts: list[int]
+
+
+#: What is applied in one step.
+Applicable: TypeAlias = AnyEvent | Parts
+
+
+def last_seq(event: Applicable) -> int:
+    """The seq of the last of the events that are applied in one step."""
+    return event.last_seq if isinstance(event, Parts) else event.seq
+
+
+def in_columns(lines: Iterable[AnyLine], after: int, layout: int) -> list[Applicable]:
+    """The events of lines after a seq, for a shard of this key layout: plain grabs of an envelope in columns,
+    runs of others one by one.
+    """
+    found: list[Applicable] = []
+    parts: Parts | None = None
+    for line in lines:
+        if layout < PARTS_LAYOUT or not isinstance(line, GrantedRun) or not _are_plain_parts(line):
+            parts = None
+            found += [event for event in singles(line) if event.seq > after]
+            continue
+        for begin in range(max(after + 1 - line.seq, 0), line.seqs, PARTS_MAX):
+            end = min(begin + PARTS_MAX, line.seqs)
+            if parts is None or not _continues(parts, line, begin, end):
+                first = (line.seq + begin, 0, line.offer_seq + begin, line.place + begin)
+                parts = Parts(line.offer, *first, line.at, [], [], [], [])
+                found.append(parts)
+            parts.last_seq, parts.at = line.seq + end - 1, line.at
+            parts.times.append((line.at, end - begin))
+            parts.grabs += line.grabs[begin:end]
+            parts.users += line.users[begin:end]
+            parts.amounts += line.amounts[begin:end]
+    return found
+
+
+def _continues(parts: Parts, line: GrantedRun, begin: int, end: int) -> bool:
+    """Whether these grabs of a line follow others directly, and there is room for them."""
+    follow = parts.offer == line.offer and parts.last_seq + 1 == line.seq + begin
+    return follow and len(parts.grabs) + end - begin <= PARTS_MAX
+
+
+def _are_plain_parts(run: GrantedRun) -> bool:
+    """Whether the grabs of a run are of an envelope, and have nothing that only some grabs have. Only runs of
+    envelopes have amounts.
+    """
+    return bool(run.amounts) and not (
+        run.command or run.quantities or run.asked or run.attributes or run.tickets or run.basket
+        or run.digests or run.codes
+    )  # fmt: skip
+
 
 def build(
-    keys: ShardKeys, events: Sequence[AnyEvent], sealer: Sealer, retired: Sequence[str] = (),
+    keys: ShardKeys, events: Sequence[Applicable], sealer: Sealer, retired: Sequence[str] = (),
     seeds: Mapping[str, str] = {}
 ) -> ScriptCall:  # fmt: skip
     """Returns keys (after the keys of the shard) and packed arguments. `seeds` has, by offer, the seeds that

@@ -107,6 +107,13 @@ MUTATIONS: Final = (
         _in(IDENTITIES, "test_a_journal_with_two_grabs_of_one_id_is_rebuilt_in_layout_4[server]"),
     ),
     Mutation(
+        "a rebuild applies no part twice",
+        "lua/restoring.py",
+        "range(max(after + 1 - line.seq, 0), line.seqs, PARTS_MAX)",
+        "range(0, line.seqs, PARTS_MAX)",
+        _in("tests/lua/test_restoring.py", "test_columns_hold_what_follows_each_other_in_one_envelope"),
+    ),
+    Mutation(
         "layout of an emptied shard",
         "streams/relaying/takeover.py",
         "last_grab is not None and is_single(last_grab)",

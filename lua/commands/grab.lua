@@ -116,9 +116,9 @@ do
   end
   for o = 1, #offers do
     local offer = offers[o]
-    if offer and not offer.pieces then taken[o] = lookup(KEYS[offer.base + USERS], offer_users[o]) end
+    if offer and not offer.pieces then taken[o] = lookup(KEYS[offer.base + KEY.users], offer_users[o]) end
     if offer and offer.rules.audience == 'list' and #offer_users[o] > 0 then
-      local is_member = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(offer_users[o]))
+      local is_member = redis.call('SMISMEMBER', KEYS[offer.base + KEY.audience], unpack(offer_users[o]))
       eligible[o] = {}
       for n, user in ipairs(offer_users[o]) do eligible[o][user] = is_member[n] == 1 end
     end

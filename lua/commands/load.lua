@@ -24,7 +24,7 @@
 -- The index in a chunk of a code that is already in the list, or nil. `names` are the names of the chunk's
 -- codes under one key.
 local function index_of_known(offer, names)
-  local is_known = redis.call('SMISMEMBER', KEYS[offer.base + NAMES], unpack(names))
+  local is_known = redis.call('SMISMEMBER', KEYS[offer.base + KEY.names], unpack(names))
   for index, name in ipairs(names) do
     if is_known[index] == 1 or offer.names_seen and offer.names_seen[name] then return index end
   end
@@ -62,7 +62,7 @@ local function unfit(offer, body, list)
 end
 
 local function is_seen(offer, member)
-  return offer.seen_new[member] or redis.call('SISMEMBER', KEYS[offer.base + SEEN], member) == 1
+  return offer.seen_new[member] or redis.call('SISMEMBER', KEYS[offer.base + KEY.seen], member) == 1
 end
 
 local function load(call, offer, id, digest, body)
@@ -92,7 +92,7 @@ local function load(call, offer, id, digest, body)
   else
     -- A user who is in the list twice counts once.
     offer.audience_new = offer.audience_new or {}
-    local is_member = redis.call('SMISMEMBER', KEYS[offer.base + AUDIENCE], unpack(body.items))
+    local is_member = redis.call('SMISMEMBER', KEYS[offer.base + KEY.audience], unpack(body.items))
     for n, user in ipairs(body.items) do
       if is_member[n] == 0 and not offer.audience_new[user] then
         offer.audience_new[user] = true

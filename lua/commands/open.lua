@@ -65,7 +65,7 @@ for i = 1, #ids do
   spend(COST.offer + COST.part_byte * #ARGV[6 + i])
   local o, id, digest, terms = offer_of[i], ids[i], digests[i], all_terms[i]
   local name, campaign = names[o], campaigns[campaign_of[o]]
-  local state_key = KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + STATE]
+  local state_key = key_of(o, 'state')
   local record_field = campaign.answers_key .. id
   local record = seen[record_field] or answer_that_counts(call, campaign,
     redis.call('HGET', campaign.answers_key, id))
@@ -105,7 +105,7 @@ for _, entry in ipairs(made) do
   create_offer(offer.name, o, campaign, terms, offer.opens_at, offer.closes_at, parts)
   if staged then
     write('PERSIST', staged)
-    write('RENAME', staged, KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + PARTS])
+    write('RENAME', staged, key_of(o, 'parts'))
   end
   write('HSET', campaign.answers_key, id, record)
 end

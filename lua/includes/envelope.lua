@@ -16,7 +16,7 @@ local function part_at(offer, most)
   end
   if not offer.parts_read then
     offer.parts_from = offer.places
-    offer.parts_read = redis.call('GETRANGE', KEYS[offer.base + PARTS], offer.places * 6,
+    offer.parts_read = redis.call('GETRANGE', KEYS[offer.base + KEY.parts], offer.places * 6,
       (offer.places + most) * 6 - 1)
   end
   return (struct.unpack('>I6', offer.parts_read, (offer.places - offer.parts_from) * 6 + 1))
@@ -55,7 +55,7 @@ do
   -- part is left. None, if an id occurs twice before layout 4: the answer that the later one is compared with
   -- is not written yet.
   local function count_new(call, offer, ids, users, campaign)
-    local has = redis.call('HMGET', KEYS[offer.base + USERS], unpack(users))
+    local has = redis.call('HMGET', KEYS[offer.base + KEY.users], unpack(users))
     -- Whether an id is known. From layout 4 on, what the user has tells it.
     local kept, refused = {}, stored_refusals(call, offer, ids, users, campaign)
     if not call.has_own_ids then
@@ -82,7 +82,7 @@ do
   local function next_amounts(offer, grabs)
     local amounts, amount_left = {}, offer.amount_left
     if offer.draw == 'ahead' then
-      local parts = redis.call('GETRANGE', KEYS[offer.base + PARTS], offer.places * 6,
+      local parts = redis.call('GETRANGE', KEYS[offer.base + KEY.parts], offer.places * 6,
         (offer.places + grabs) * 6 - 1)
       return unpack_list('>I6', '', parts, grabs)
     end

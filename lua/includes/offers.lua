@@ -12,7 +12,14 @@
 --- @include "limits"
 
 local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 12, 10, 5
-local STATE, USERS, PARTS, GRABS, CODES, AUDIENCE, SEEN, QUEUE, ORDERS, NAMES = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+-- Where the keys of an offer stand after its base. One table, since Lua allows 200 local variables.
+local KEY = {state = 1, users = 2, parts = 3, grabs = 4, codes = 5, audience = 6, seen = 7, queue = 8,
+  orders = 9, names = 10}
+
+-- The key of a kind, of the o-th offer of the call.
+local function key_of(o, kind)
+  return KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + KEY[kind]]
+end
 
 -- A campaign of the call: its keys, its counters, and what the call has read and changed of it.
 local function campaign_at(name, offers, c)
@@ -80,7 +87,7 @@ do
   function load_offer(name, o, campaign)
     local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
     -- All at once: Redis finds each single field of a small hash by looking at those before it.
-    local found, f = redis.call('HGETALL', KEYS[base + STATE]), {}
+    local found, f = redis.call('HGETALL', KEYS[base + KEY.state]), {}
     spend(COST.offer)
     for i = 1, #found, 2 do f[found[i]] = found[i + 1] end
     if not f.state then return nil end
@@ -101,13 +108,13 @@ do
     else
       offer.pieces = true
       offer.held, offer.queued = tonumber(f.held), tonumber(f.queued)
-      offer.counters = counters_at(KEYS[base + USERS])
+      offer.counters = counters_at(KEYS[base + KEY.users])
       offer.grabs, offer.grabs_changed, offer.holds, offer.holds_gone = {}, {}, {}, {}
       offer.queue_new, offer.queue_gone, offer.orders, offer.orders_changed = {}, {}, {}, {}
       -- Of the grabs of a run, as they are written (includes/taking.lua).
       offer.grabs_made, offer.holds_made = {}, {}
       offer.codes_taken, offer.codes_back = 0, {}
-      offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + QUEUE]) or 0
+      offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + KEY.queue]) or 0
       offer.queue_stored, offer.queue_from, offer.queue_new_read = offer.queue_length, 0, 0
       offer.line, offer.asked = {}, {}
     end
@@ -208,13 +215,13 @@ do
       fields[#fields + 1] = name
       fields[#fields + 1] = pack_grab(offer.grabs[name])
     end
-    write_in_pieces('HSET', KEYS[base + GRABS], fields)
+    write_in_pieces('HSET', KEYS[base + KEY.grabs], fields)
     fields = {}
     for name in pairs(offer.orders_changed) do
       fields[#fields + 1] = name
       fields[#fields + 1] = pack_order(unpack(offer.orders[name]))
     end
-    write_in_pieces('HSET', KEYS[base + ORDERS], fields)
+    write_in_pieces('HSET', KEYS[base + KEY.orders], fields)
     write_counters(offer.counters)
     local holds, gone = offer.holds_made, {}
     for name in pairs(offer.holds) do
@@ -228,19 +235,21 @@ do
     end
     write_in_pieces('ZADD', KEYS[8], holds)
     write_in_pieces('ZREM', KEYS[8], gone)
-    write_in_pieces('RPUSH', KEYS[base + CODES], offer.codes_back)
-    if offer.names_new then write_in_pieces('SADD', KEYS[base + NAMES], offer.names_new) end
-    if offer.codes_taken > 0 then write('LPOP', KEYS[base + CODES], offer.codes_taken) end
-    for name in pairs(offer.queue_gone) do write('ZREM', KEYS[base + QUEUE], name) end
+    write_in_pieces('RPUSH', KEYS[base + KEY.codes], offer.codes_back)
+    if offer.names_new then write_in_pieces('SADD', KEYS[base + KEY.names], offer.names_new) end
+    if offer.codes_taken > 0 then write('LPOP', KEYS[base + KEY.codes], offer.codes_taken) end
+    for name in pairs(offer.queue_gone) do write('ZREM', KEYS[base + KEY.queue], name) end
     for _, name in ipairs(offer.queue_new) do
-      if not offer.queue_gone[name] then write('ZADD', KEYS[base + QUEUE], offer.grabs[name].place, name) end
+      if not offer.queue_gone[name] then
+        write('ZADD', KEYS[base + KEY.queue], offer.grabs[name].place, name)
+      end
     end
   end
 
   function write_offer(call, offer)
     local base = offer.base
-    local key = KEYS[base + STATE]
-    write_in_pieces('HSET', KEYS[base + USERS], offer.users)
+    local key = KEYS[base + KEY.state]
+    write_in_pieces('HSET', KEYS[base + KEY.users], offer.users)
     write('HSET', key, 'amount_left', string.format('%d', offer.amount_left),
       'units_left', string.format('%d', offer.units_left), 'places', string.format('%d', offer.places),
       'offer_seq', string.format('%d', offer.offer_seq))
@@ -262,21 +271,21 @@ do
     if offer.audience_new then
       local members = {}
       for name in pairs(offer.audience_new) do members[#members + 1] = name end
-      write_in_pieces('SADD', KEYS[base + AUDIENCE], members)
+      write_in_pieces('SADD', KEYS[base + KEY.audience], members)
     end
     if next(offer.seen_new) then
       local members = {}
       for name in pairs(offer.seen_new) do members[#members + 1] = name end
-      write_in_pieces('SADD', KEYS[base + SEEN], members)
+      write_in_pieces('SADD', KEYS[base + KEY.seen], members)
     end
     if offer.due then write('ZADD', KEYS[6], string.format('%d', offer.due), offer.name) end
     if offer.closed then
       write('HSET', key, 'reason', offer.reason)
       -- A user with a hold may still pay after the close, and then gets codes.
-      write('UNLINK', KEYS[base + PARTS])
-      if offer.held == 0 then write('UNLINK', KEYS[base + CODES]) end
+      write('UNLINK', KEYS[base + KEY.parts])
+      if offer.held == 0 then write('UNLINK', KEYS[base + KEY.codes]) end
     end
-    if offer.closed or offer.names_gone then write('UNLINK', KEYS[base + NAMES]) end
+    if offer.closed or offer.names_gone then write('UNLINK', KEYS[base + KEY.names]) end
   end
 end
 
@@ -291,7 +300,7 @@ end
 -- the command.
 local function create_offer(name, o, campaign, terms, opens_at, closes_at, parts)
   local base = SHARD_KEYS + OFFER_KEYS * (o - 1)
-  local key = KEYS[base + STATE]
+  local key = KEYS[base + KEY.state]
   write('HSET', key, 'state', 'open', 'paused', '0', 'kind', terms.kind, 'issuer', terms.issuer,
     'asset', terms.asset, 'total', string.format('%d', terms.total), 'parts',
       string.format('%d', terms.units),
@@ -307,7 +316,7 @@ local function create_offer(name, o, campaign, terms, opens_at, closes_at, parts
   else
     write('HSET', key, 'held', '0', 'queued', '0')
   end
-  if parts ~= '' then write('SET', KEYS[base + PARTS], parts) end
+  if parts ~= '' then write('SET', KEYS[base + KEY.parts], parts) end
   write('ZADD', KEYS[6], string.format('%d', closes_at), name)
   write('SADD', KEYS[7], name)
   count_offers(campaign, 1)
@@ -348,12 +357,28 @@ local function keep_part(call, offer, id, user, digest, amount)
   return part
 end
 
+-- Stores parts that users got one after the other, from layout 4 on: {place and seq of the first; times: of
+-- each stretch, {time, number of parts}; grabs, users, amounts}. Takes them from the offer.
+local function keep_run_of_parts(offer, parts)
+  local made, last, i, amount = offer.users, #offer.users, 0, 0
+  for _, stretch in ipairs(parts.times) do
+    local pack_next = packer_of('parts', parts.place + i, parts.seq + i, stretch[1])
+    for _ = 1, stretch[2] do
+      i = i + 1
+      made[last + 1], made[last + 2] = parts.users[i], pack_next(parts.amounts[i], parts.grabs[i])
+      last, amount = last + 2, amount + parts.amounts[i]
+    end
+  end
+  offer.places, offer.units_left, offer.amount_left = parts.place + i - 1, offer.units_left - i,
+    offer.amount_left - amount
+end
+
 -- Whether a single-use ticket was used: for its offer or, if it is good for more offers of the campaign, in
 -- the campaign. `ends_at` is the time at which a campaign's ticket ends, else nil. After that time the ticket
 -- is refused as expired, so its id is forgotten.
 local function is_used(offer, once, ends_at, now)
   if not ends_at then
-    return offer.seen_new['ticket/' .. once] or redis.call('SISMEMBER', KEYS[offer.base + SEEN], 'ticket/'
+    return offer.seen_new['ticket/' .. once] or redis.call('SISMEMBER', KEYS[offer.base + KEY.seen], 'ticket/'
       .. once) == 1
   end
   local ends = offer.campaign.tickets[once] or redis.call('ZSCORE', offer.campaign.tickets_key, once)

@@ -13,7 +13,7 @@ local CONSIDERED_MAX = 100
 local function grab_of(offer, name)
   local grab = offer.grabs and offer.grabs[name]
   if grab == nil and offer.pieces then
-    local record = redis.call('HGET', KEYS[offer.base + GRABS], name)
+    local record = redis.call('HGET', KEYS[offer.base + KEY.grabs], name)
     grab = record and unpack_grab(record)
     put(offer.grabs, name, grab)
   end
@@ -63,7 +63,7 @@ end
 local function hand_out(offer, grab, quantity)
   if not offer.loads.codes then return {} end
   spend(COST.item * quantity)
-  local key, from = KEYS[offer.base + CODES], offer.codes_taken
+  local key, from = KEYS[offer.base + KEY.codes], offer.codes_taken
   local codes = redis.call('LRANGE', key, from, from + quantity - 1)
   -- Codes that were returned during this call follow the codes in the list.
   local i = math.max(from + #codes - redis.call('LLEN', key), 0)
@@ -101,7 +101,7 @@ local function waiter_at(offer, i)
   local line = offer.line
   while #line < i do
     if offer.queue_from < offer.queue_stored then
-      local names = redis.call('ZRANGE', KEYS[offer.base + QUEUE], offer.queue_from,
+      local names = redis.call('ZRANGE', KEYS[offer.base + KEY.queue], offer.queue_from,
         offer.queue_from + CONSIDERED_MAX - 1)
       offer.queue_from = offer.queue_from + CONSIDERED_MAX
       for _, name in ipairs(names) do
@@ -126,7 +126,7 @@ local function asked_by(offer, names)
   end
   if #unknown > 0 then
     spend(COST.asked * #unknown)
-    local records = redis.call('HMGET', KEYS[offer.base + GRABS], unpack(unknown))
+    local records = redis.call('HMGET', KEYS[offer.base + KEY.grabs], unpack(unknown))
     -- Unpacks three values, of which the third is the quantity; the record's first three bytes are their
     -- number.
     for i, name in ipairs(unknown) do

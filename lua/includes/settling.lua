@@ -130,7 +130,7 @@ local function order_of(offer, name, order)
   local field = name .. '/' .. order
   local known = offer.orders[field]
   if not known then
-    local record = redis.call('HGET', KEYS[offer.base + ORDERS], field)
+    local record = redis.call('HGET', KEYS[offer.base + KEY.orders], field)
     known = record and unpack_order(record) or nil
   end
   return known

@@ -251,7 +251,7 @@ do
       for i = 1, #ids do answer_fields[i] = answer_field_of_grab(call, name, ids[i]) end
       answers = redis.call('HMGET', campaign.answers_key, unpack(answer_fields))
     else
-      answers = redis.call('HMGET', KEYS[offer.base + USERS], unpack(users))
+      answers = redis.call('HMGET', KEYS[offer.base + KEY.users], unpack(users))
     end
     local refusals, new = redis.call('HMGET', KEYS[3], unpack(fields)), #ids
     for i = 1, #ids do

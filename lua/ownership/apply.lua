@@ -15,14 +15,14 @@
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1),
 --         offers retired before}; an event is a map of its fields. offer.opened has `row` in place of terms,
 --         in the form of `open`; offer.amended has `changes` in the form of `amend`; ledger.adjusted has
---         `whole` in the form of `adjust`
+--         `whole` in the form of `adjust`; `parts` stands for many events, from layout 4 on
 -- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; '' when there are none, or when
 --   `apply_parts` has written them
 -- Outcomes: none, it decides nothing
 -- Events: none, it applies journaled events
--- Returns the number of applied events; the caller sends the others again. Or the error LOST when the shard
---         has another owner, HOLE when events of an offer are missing before these, or SAME_IDS when two
---         commands of a campaign have one id, which the layout of the shard cannot store.
+-- Returns the number of applied events of the list; the caller sends the others again. Or the error LOST when
+--         the shard has another owner, HOLE when events of an offer are missing before these, or SAME_IDS
+--         when two commands of a campaign have one id, which the layout of the shard cannot store.
 --- @include "cost"
 --- @include "shard"
 --- @include "records"
@@ -132,6 +132,13 @@ do
       offer.amount_left - event.amount
     reuse_ticket(offer, event)
     keep_part(call, offer, event.command, event.user, event.digest, event.amount)
+  end
+
+  -- Plain grabs of an envelope that follow each other in the shard, in columns (lua/restoring.py).
+  APPLY['parts'] = function(offer, event)
+    spend(COST.plain_grab * #event.grabs)
+    keep_run_of_parts(offer, event)
+    offer.offer_seq = event.offer_seq + #event.grabs - 1
   end
 
   -- Takes the codes of a grab from the front of the list, in which they are in this order.
@@ -311,7 +318,7 @@ do
     opened = opened + 1
     local campaign, row, parts = campaigns[campaign_of[o]], event.row, ARGV[7 + opened]
     if row.draw == 'ahead' and parts == '' then
-      local written = redis.call('STRLEN', KEYS[SHARD_KEYS + OFFER_KEYS * (o - 1) + PARTS])
+      local written = redis.call('STRLEN', key_of(o, 'parts'))
       if written ~= 6 * row.units then
         error('PARTS ' .. written .. ' bytes of the parts of offer ' .. name .. ' were written before')
       end
@@ -393,7 +400,8 @@ for _, offer_and_time in ipairs(gone) do remove_offer(unpack(offer_and_time)) en
 if ARGV[5] ~= '' then
   local seq, at = ARGV[5], ARGV[6]
   if applied < #events then
-    seq, at = string.format('%d', events[applied].seq), string.format('%d', events[applied].at)
+    local last = events[applied]
+    seq, at = string.format('%d', last.last_seq or last.seq), string.format('%d', last.at)
   end
   write('HSET', KEYS[1], 'seq', seq, 'time', at)
   write('HDEL', KEYS[1], 'partial')

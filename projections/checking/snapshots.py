@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from grabstream.models.events import AnyEvent, GrabConfirmed, PaymentRefundDue
+from grabstream.models.events import GrabConfirmed, PaymentRefundDue
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.models.outcomes import Outcome
-from grabstream.models.runs import decode_lines, singles
+from grabstream.models.runs import AnyLine, decode_lines
 from grabstream.projections.checking import trail
 
 ROWS_AT_ONCE: Final = 2_000
@@ -149,7 +149,7 @@ async def payments_of(
             yield [payment for payment in map(_known_payment, _events(found)) if payment is not None]
 
 
-def _known_payment(event: AnyEvent) -> KnownPayment | None:
+def _known_payment(event: AnyLine) -> KnownPayment | None:
     if isinstance(event, PaymentRefundDue):
         code = int(Outcome[event.outcome])
         return KnownPayment(
@@ -172,8 +172,8 @@ def _known_payment(event: AnyEvent) -> KnownPayment | None:
 
 async def events_of(
     connection: AsyncConnection[Any], shard: int, trail: Trail, held: bool = False
-) -> AsyncIterator[Sequence[AnyEvent]]:
-    """The events of the needed offers, in order.
+) -> AsyncIterator[Sequence[AnyLine]]:
+    """The lines of the needed offers, in order.
 
     Use `held` with a connection in autocommit mode: PostgreSQL keeps the rows in a temporary file, and no
     transaction stays open.
@@ -187,7 +187,5 @@ async def events_of(
             yield _events(found)
 
 
-def _events(rows: Sequence[tuple[str]]) -> list[AnyEvent]:
-    """The events of some lines; the grabs of a run by themselves."""
-    lines = decode_lines(b"[" + b",".join(body.encode() for (body,) in rows) + b"]")
-    return [one for line in lines for one in singles(line)]
+def _events(rows: Sequence[tuple[str]]) -> list[AnyLine]:
+    return decode_lines(b"[" + b",".join(body.encode() for (body,) in rows) + b"]")

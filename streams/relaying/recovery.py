@@ -23,8 +23,8 @@ from grabstream.lua import restoring
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import pieces
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
+from grabstream.lua.restoring import Applicable, Parts, in_columns, last_seq
 from grabstream.models.events import (
-    AnyEvent,
     OfferClosed,
     OfferLoaded,
     OfferOpened,
@@ -32,7 +32,7 @@ from grabstream.models.events import (
 )
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
-from grabstream.models.runs import decode_line, decode_lines, singles
+from grabstream.models.runs import AnyLine, decode_line, decode_lines
 from grabstream.projections.checking.snapshots import KnownPayment, RetiredOffer
 from grabstream.streams.relaying.ownership import OwnedShard, Ownership
 
@@ -47,6 +47,8 @@ APPLY_COST_MAX: Final = 3_000
 #: The cost in µs of each byte of an event above USUAL_BYTES, in addition to a constant per event.
 USUAL_BYTES: Final = 512
 BYTE_COST: Final = 0.025
+#: The cost in µs of each grab of an envelope in columns, whose bytes are few.
+PART_COST: Final = 5
 WIPE_KEYS_A_STEP: Final = 500
 #: A key with the parts of an envelope counts as so many other keys: Redis frees a string of megabytes in one
 #: step.
@@ -84,7 +86,7 @@ class Snapshot(NamedTuple):
     retired: Sequence[str]
     past: Sequence[RetiredOffer]
     payments: AsyncIterator[Sequence[KnownPayment]]
-    events: AsyncIterator[Sequence[AnyEvent]]
+    events: AsyncIterator[Sequence[AnyLine]]
 
 
 #: OpenSnapshot opens the newest snapshot of a shard, None if there is none; NewestCursor returns its cursor;
@@ -329,42 +331,45 @@ class Recovery:
         there.
         """
         try:
-            # A recovery that was interrupted may have applied a part of a run.
-            events = [event for event in self._decoded(lines) if event.seq > seq]
+            decoded = self._decoded(lines)
         except Impossible as error:
             raise Impossible(f"after seq {seq}: {error}") from None
-        await self._apply_all(ownership, events, seq)
+        seq = await self._apply_all(ownership, decoded, seq)
         await self._shard.trim(ownership, cursor)
-        return seq + len(events)
+        return seq
 
-    def _decoded(self, lines: Sequence[bytes]) -> list[AnyEvent]:
+    def _decoded(self, lines: Sequence[bytes]) -> list[AnyLine]:
         try:
-            return [one for event in decode_lines(b"[" + b",".join(lines) + b"]") for one in singles(event)]
+            return decode_lines(b"[" + b",".join(lines) + b"]")
         except msgspec.DecodeError as error:
             raise Impossible(str(error)) from None
 
     # -- applying --------------------------------------------------------------------------------------------
 
-    async def _apply_all(self, ownership: Ownership, events: Sequence[AnyEvent], seq: int | None) -> None:
-        """Applies events in calls of bounded size. `seq` is that of the event before them; None if they are
-        the events of some offers only.
+    async def _apply_all(self, ownership: Ownership, lines: Sequence[AnyLine], seq: int | None) -> int:
+        """Applies events in calls of bounded size. `seq` is that of the event before them, and those up to it
+        are left out: a recovery that was interrupted may have applied a part of a run. None if they are the
+        events of some offers only. Returns the seq of the last.
         """
-        for part in _parts(events):
+        layout = int(await self._shard.redis.hget(self._shard.keys.state, "layout") or LAYOUT_MIN)
+        at = seq or 0
+        for part in _parts(in_columns(lines, at, layout)):
             done = 0
             while done < len(part):
                 rest = part[done:]
-                after: tuple[int | str, int | str] = ("", "") if seq is None else (seq, seq + len(rest))
-                applied = await self._apply(ownership, rest, *after, rest[-1].at)
-                done += applied
-                seq = None if seq is None else seq + applied
-                self._applied += applied
+                after: tuple[int | str, int | str] = ("", "") if seq is None else (at, last_seq(rest[-1]))
+                applied = rest[: await self._apply(ownership, rest, *after, rest[-1].at)]
+                done += len(applied)
+                at = last_seq(applied[-1])
+                self._applied += sum(last_seq(event) - event.seq + 1 for event in applied)
                 self._progress(self._applied)
                 self._step("recovery.applied")
+        return at
 
     async def _apply(
         self,
         ownership: Ownership,
-        events: Sequence[AnyEvent],
+        events: Sequence[Applicable],
         seq: int | str,
         after: int | str,
         at: int | str,
@@ -483,8 +488,10 @@ class _Drawn(msgspec.Struct):
 _parse_drawn = msgspec.json.Decoder(_Drawn).decode
 
 
-def _cost(event: AnyEvent) -> float:
+def _cost(event: Applicable) -> float:
     """The cost in µs of applying an event, as far as the event itself shows it."""
+    if isinstance(event, Parts):
+        return 10 + PART_COST * len(event.grabs)
     cost = 10 + BYTE_COST * max(len(_pack(event)) - USUAL_BYTES, 0)
     if isinstance(event, OfferOpened):
         terms = _parse_drawn(event.terms)
@@ -492,11 +499,11 @@ def _cost(event: AnyEvent) -> float:
     return cost + len(event.items) if isinstance(event, OfferLoaded) else cost
 
 
-def _parts(events: Sequence[AnyEvent]) -> list[list[AnyEvent]]:
+def _parts(events: Sequence[Applicable]) -> list[list[Applicable]]:
     """The events of each call, of bounded cost. Retirements are in separate calls, because the last one
     of a campaign deletes the campaign's answers.
     """
-    parts: list[list[AnyEvent]] = []
+    parts: list[list[Applicable]] = []
     cost = 0.0
     for event in events:
         retires, of_event = isinstance(event, OfferRetired), _cost(event)

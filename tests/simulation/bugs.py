@@ -165,8 +165,8 @@ OF_SCRIPTS: Final = (
         (
             (
                 "lua/includes/offers.lua",
-                "if offer.held == 0 then write('UNLINK', KEYS[base + CODES]) end",
-                "write('UNLINK', KEYS[base + CODES])",
+                "if offer.held == 0 then write('UNLINK', KEYS[base + KEY.codes]) end",
+                "write('UNLINK', KEYS[base + KEY.codes])",
             ),
         ),
     ),

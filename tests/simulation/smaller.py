@@ -43,6 +43,7 @@ _IN_MODULES: Final[tuple[tuple[Any, str, int], ...]] = (
     (encoding, "INLINE_BYTES_MAX", 18),
     (sizes, "INLINE_BYTES_MAX", 18),
     (restoring, "INLINE_BYTES_MAX", 18),
+    (restoring, "PARTS_MAX", 3),
     (staging, "PIECE_BYTES", 18),
     (decider, "CALL_COMMANDS_MAX", 8),
     (decider, "CALLS_IN_FLIGHT_MAX", 2),
