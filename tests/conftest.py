@@ -272,7 +272,7 @@ def private_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local
     services.remove()
 
 
-async def until(condition: Callable[[], object], seconds: float = 30.0, what: str = "it") -> object:
+async def until(condition: Callable[[], object], seconds: float = 60.0, what: str = "it") -> object:
     """Polls a condition (sync or async) until its value is true, and returns that value. Raises
     AssertionError after `seconds`.
     """
@@ -288,7 +288,7 @@ async def until(condition: Callable[[], object], seconds: float = 30.0, what: st
         await asyncio.sleep(0.05)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0, what: str = "it") -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0, what: str = "it") -> None:
     """`until` for fixtures without an event loop."""
     deadline = time.monotonic() + seconds
     while not condition():
