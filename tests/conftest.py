@@ -9,7 +9,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,6 +32,7 @@ from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import LocalServices, free_ports, local
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
+from tests.support import forks
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 #: `make nightly` multiplies the number of random cases by this.
@@ -214,10 +214,10 @@ class Worker:
             postgres=settings.postgres, shards=str(settings.shards),
             seal_keys=settings.seal_keys.get_secret_value(), **overrides,
         )  # fmt: skip
-        command = [sys.executable, "-m", "grabstream.ops.cli", "-v", "worker", "--roles", roles]
+        words = ("-v", "worker", "--roles", roles)
         self.log = log
         self._output = log.open("ab")
-        self.process = subprocess.Popen(command, env=environment, stdout=self._output, stderr=self._output)
+        self.process = forks.start(words, environment, None, self._output, self._output)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

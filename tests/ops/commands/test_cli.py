@@ -64,16 +64,25 @@ def in_a_terminal(*words: str, columns: int, stdin: str = "") -> str:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str) -> None:
-    """In this process; the next test starts one."""
+    """In this process; the next test starts the program."""
     done = CliRunner().invoke(cli.grabstream, [verb, "--help"])
     assert done.exit_code == 0, done.output
     assert done.output.startswith(f"Usage: grabstream {verb} ")
 
 
-def test_help_of_a_verb_is_printed() -> None:
-    done = grabstream("close", "--help")
+def test_the_program_that_is_started_prints_help_and_errors() -> None:
+    def started(*words: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "grabstream.ops.cli", *words]
+        environment = child_environment(**settings)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+    done = started("close", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert " close [OPTIONS] OFFER" in done.stdout
+    done = started("status", redis_url="redis://127.0.0.1:1/0")
+    assert done.returncode == 3
+    assert "Redis cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
