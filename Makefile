@@ -3,7 +3,8 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 GRABSTREAM := $(VENV)/bin/grabstream
 STAMP := $(VENV)/complete
-PROCESSES ?= 2
+# Three on two cores: most tests wait on servers.
+PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up down demo test test-cluster drill upgrade lint docs format mutations nightly bench simulate

@@ -9,7 +9,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,6 +32,7 @@ from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import LocalServices, free_ports, local
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
+from tests.support import forks
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 #: `make nightly` multiplies the number of random cases by this.
@@ -214,10 +214,10 @@ class Worker:
             postgres=settings.postgres, shards=str(settings.shards),
             seal_keys=settings.seal_keys.get_secret_value(), **overrides,
         )  # fmt: skip
-        command = [sys.executable, "-m", "grabstream.ops.cli", "-v", "worker", "--roles", roles]
+        words = ("-v", "worker", "--roles", roles)
         self.log = log
         self._output = log.open("ab")
-        self.process = subprocess.Popen(command, env=environment, stdout=self._output, stderr=self._output)
+        self.process = forks.start(words, environment, None, self._output, self._output)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -272,7 +272,7 @@ def private_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local
     services.remove()
 
 
-async def until(condition: Callable[[], object], seconds: float = 30.0, what: str = "it") -> object:
+async def until(condition: Callable[[], object], seconds: float = 60.0, what: str = "it") -> object:
     """Polls a condition (sync or async) until its value is true, and returns that value. Raises
     AssertionError after `seconds`.
     """
@@ -288,7 +288,7 @@ async def until(condition: Callable[[], object], seconds: float = 30.0, what: st
         await asyncio.sleep(0.05)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0, what: str = "it") -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0, what: str = "it") -> None:
     """`until` for fixtures without an event loop."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -175,7 +175,6 @@ MUTATIONS: Final = (
         "shard[3] ~= server_epoch()",
         "not shard[3]",
         _in(SCRIPTS, "test_a_shard_decides_nothing_in_another_server_epoch[server]"),
-        always=True,
     ),
     Mutation(
         "key layout", "lua/includes/decide.lua", "layout < LAYOUT_MIN or layout > LAYOUT", "false", _LAYOUT
@@ -212,7 +211,6 @@ MUTATIONS: Final = (
         "holds and open[1] or",
         "false or",
         _in(SCRIPTS, "test_a_full_outbox_is_busy_until_it_is_trimmed[server]"),
-        always=True,
     ),
     Mutation(
         "writes end with their call",
@@ -241,7 +239,6 @@ MUTATIONS: Final = (
         'if not await redis.hexists(state, "plain"):',
         "if False:",
         _in(LIBRARY, "test_a_gate_without_the_library_is_fenced_until_a_takeover_loads_it"),
-        always=True,
     ),
     Mutation(
         "a takeover loads the function library",
@@ -297,7 +294,6 @@ MUTATIONS: Final = (
         "if record or refusal then return repeated(",
         "if false then return repeated(",
         _in("tests/lua/gate/test_gate.py", "test_a_grant_is_repeated_within_one_call[server]"),
-        always=True,
     ),
     Mutation(
         "repeat of other commands",
@@ -323,7 +319,6 @@ MUTATIONS: Final = (
             "tests/lua/ownership/test_interrupted.py",
             "test_a_shard_whose_outbox_is_ahead_of_its_state_is_fenced",
         ),
-        always=True,
     ),
     Mutation(
         "a write after another fences its shard",
@@ -348,7 +343,6 @@ MUTATIONS: Final = (
         "if self.seq < block.first_seq - 1:",
         "if False:",
         _in(JOURNAL, "test_missing_events_raise_gap"),
-        always=True,
     ),
     Mutation(
         "blocks of an earlier term",
@@ -383,7 +377,6 @@ MUTATIONS: Final = (
             "tests/lua/gate/test_undecidable.py",
             "test_a_line_above_its_bound_is_refused_before_any_write",
         ),
-        always=True,
     ),
     Mutation(
         "order of a caller",
@@ -409,7 +402,6 @@ MUTATIONS: Final = (
             "tests/lua/gate/test_gate.py",
             "test_calls_go_side_by_side_if_they_are_large_or_the_server_is_fast",
         ),
-        always=True,
     ),
     Mutation(
         "what has retired counts as forgotten",
@@ -438,7 +430,6 @@ MUTATIONS: Final = (
             "tests/lua/sweeping/test_retirement.py",
             "test_a_payment_after_retirement_is_due_for_refund_once",
         ),
-        always=True,
     ),
     Mutation(
         "a served payment is known after retirement",
@@ -582,7 +573,6 @@ MUTATIONS: Final = (
         'f"{key}/{name}" for name in OFFER_KEYS',
         'f"{key}:{name}" for name in OFFER_KEYS',
         _in("tests/lua/test_keys.py", "test_key_names_of_a_shard_are_distinct"),
-        always=True,
     ),
     Mutation(
         "bodies that are kept whole are compared whole",

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.simulation.bugs import BUGS
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=at_least(0.1), help="how long seeds are played (default: 60)")
     parser.add_argument("--seeds", type=count, help="how many seeds are played")
     parser.add_argument("--first", type=count, help="the first of them (default: 1)")
+    parser.add_argument("--only", type=count, nargs="+", metavar="SEED", help="play these seeds, ascending")
     parser.add_argument("--processes", type=count, help="in how many processes (default: cores, at most 4)")
     parser.add_argument("--seed", type=count, help="play this one and print its timeline")
     parser.add_argument(
@@ -70,9 +71,11 @@ def _parsed() -> argparse.Namespace:
     if asked.seed is None:
         if asked.shorten:
             parser.error("--shorten is for one --seed: a run of many seeds shortens the one that fails")
+        if asked.only and (asked.seeds or asked.first):
+            parser.error("--only names the seeds: leave out --seeds and --first")
     elif of_many := [
         f"--{name.replace('_', '-')}"
-        for name in ("seconds", "seeds", "first", "processes", "digests", "keep_going")
+        for name in ("seconds", "seeds", "first", "only", "processes", "digests", "keep_going")
         if getattr(asked, name)
     ]:
         parser.error(f"--seed plays one seed: leave out {', '.join(of_many)}")
@@ -170,10 +173,14 @@ def play_many(asked: argparse.Namespace) -> int:
         if asked.digests:
             print(f"{one.seed} {one.digest}", flush=True)
 
-    seeds = (
-        itertools.count(asked.first) if asked.seeds is None else range(asked.first, asked.first + asked.seeds)
-    )
-    seconds = asked.seconds or (None if asked.seeds else 60.0)
+    seeds: Iterable[int]
+    if asked.only:
+        seeds = sorted(set(asked.only))
+    elif asked.seeds:
+        seeds = range(asked.first, asked.first + asked.seeds)
+    else:
+        seeds = itertools.count(asked.first)
+    seconds = asked.seconds or (None if asked.seeds or asked.only else 60.0)
     processes = asked.processes or processes_by_default()
     try:
         failed = play_seeds(seeds, asked.length, processes, report, seconds, asked.keep_going)

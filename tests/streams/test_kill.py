@@ -15,7 +15,9 @@ from tests.conftest import make_system
 from tests.streams.traffic import traffic
 from tests.support.leases import until_relayed_by
 
+#: On a quiet machine; a busy one adds a multiple of the time to the next answer before the kill.
 TAKE_OVER_SECONDS_MAX = 5.0
+TAKE_OVER_TO_ANSWER_MAX = 10.0
 
 
 async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: Callable[..., Any]) -> None:
@@ -26,11 +28,13 @@ async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: 
     async with traffic(system) as crowd:
         await crowd.begin()
         await crowd.until_answered(0.3)
+        before = await crowd.seconds_to_next_answer()
         first.kill()
         began = asyncio.get_running_loop().time()
         await until_relayed_by(system, second)
         await crowd.seconds_to_next_answer()
-        assert asyncio.get_running_loop().time() - began < TAKE_OVER_SECONDS_MAX
+        seconds = asyncio.get_running_loop().time() - began
+        assert seconds < TAKE_OVER_SECONDS_MAX + TAKE_OVER_TO_ANSWER_MAX * before
         await crowd.adds_up()
 
 

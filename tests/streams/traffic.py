@@ -83,7 +83,8 @@ class Traffic:
 
                 await until(complete, 150, "all events in the read models")
                 checks = await verdict(books, self._envelopes, self.rehearsal.doors)
-            checks += await verify(self.settings)
+            # The crowd has gone: nobody waits while Redis is compared.
+            checks += await verify(self.settings, share=1)
         finally:
             await redis.aclose()
         wrong = {check.name: check.problems for check in checks if not check.passed}

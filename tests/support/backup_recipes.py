@@ -46,5 +46,5 @@ def run_recipe(name: str, settings: Settings, backup: Path) -> None:
 
 async def assert_verified(settings: Settings) -> None:
     """Raises AssertionError with the problems that `verify` finds."""
-    wrong = {check.name: check.problems for check in await verify(settings) if not check.passed}
+    wrong = {check.name: check.problems for check in await verify(settings, share=1) if not check.passed}
     assert not wrong, wrong

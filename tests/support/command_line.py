@@ -1,27 +1,37 @@
 """Runs the command line in a process of its own, with the settings of a test's system."""
 
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 from grabstream.ops.settings import Settings, child_environment
+from tests.support import forks
 
 README = Path(__file__).parent.parent.parent / "README.md"
+SECONDS_MAX = 200.0
 
 
 def grabstream(
     *words: str, folder: Path | None = None, stdin: str = "", **settings: str
 ) -> "subprocess.CompletedProcess[str]":
     """Runs `grabstream` with arguments and settings; returns its exit code and what it printed."""
-    return subprocess.run(
-        [sys.executable, "-m", "grabstream.ops.cli", *words],
-        env=child_environment(**settings),
-        cwd=folder,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    with (
+        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+") as printed,
+        tempfile.TemporaryFile("w+") as said,
+    ):
+        given.write(stdin)
+        given.seek(0)
+        process = forks.start(words, child_environment(**settings), given, printed, said, folder)
+        try:
+            code = process.wait(SECONDS_MAX)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        for file in (printed, said):
+            file.seek(0)
+        return subprocess.CompletedProcess(words, code, printed.read(), said.read())
 
 
 def env_of(settings: Settings) -> dict[str, str]:

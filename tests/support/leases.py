@@ -49,4 +49,4 @@ async def until_relayed_by(settings: Settings, worker: Any) -> None:
         holders = await lease_holders(settings)
         return len(holders) == 1 and f"-{worker.process.pid}-" in str(holders)
 
-    await until(holds_all, 30, "the leases")
+    await until(holds_all, 60, "the leases")

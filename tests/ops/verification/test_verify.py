@@ -491,14 +491,14 @@ def assert_only_problem(checks: list[Check], name: str, *says: str) -> None:
 @pytest.mark.parametrize("damage", TABLES, ids=lambda one: f"{one.table.split('.')[0]}: {one.change}")
 async def test_a_damaged_row_is_reported_and_nothing_else(whole: Settings, damage: TableDamage) -> None:
     async with damaged(whole, damage):
-        assert_only_problem(await verify(whole, 0), damage.check, damage.says)
+        assert_only_problem(await verify(whole, 0, share=1), damage.check, damage.says)
 
 
 async def test_a_grab_of_another_user_is_reported_as_two_rows(whole: Settings) -> None:
     """The user is a part of the key."""
     given = TableDamage("grabs_1", "UPDATE {t} SET user_id = 'thief' WHERE grab = 's0'", BALANCES, "")
     async with damaged(whole, given):
-        problems = problems_of(await verify(whole, 0))
+        problems = problems_of(await verify(whole, 0, share=1))
     assert list(problems) == [BALANCES]
     missing, extra = sorted(problems[BALANCES], key=lambda problem: "thief" in problem)
     assert "grabs (offer c:stock, grab s0, user_id u0): the row is missing" in missing
@@ -734,7 +734,7 @@ async def test_a_damaged_key_is_reported_and_nothing_else(
     async with keeping(whole, key) as redis:
         assert await redis.exists(key) or damage.offer == "gone"
         await damage.change(redis, key)
-        assert_only_problem(await verify(whole, 0), FOLD, damage.says)
+        assert_only_problem(await verify(whole, 0, share=1), FOLD, damage.says)
 
 
 FOLD = "Redis = fold of the journal"
@@ -748,7 +748,7 @@ async def test_a_key_of_any_name_is_reported(
     key = f"{key_space(whole).shard(0).tag}:".encode() + name
     async with keeping(whole, key) as redis:  # type: ignore[arg-type]
         await redis.set(key, "x")
-        assert_only_problem(await verify(whole, 0), FOLD, "is in Redis, but no event creates it")
+        assert_only_problem(await verify(whole, 0, share=1), FOLD, "is in Redis, but no event creates it")
 
 
 @pytest.mark.parametrize("field", ["seq", "journaled_seq", "journaled_head", "journaled_term"])
@@ -756,7 +756,7 @@ async def test_a_damaged_number_of_a_shard_is_reported(whole: Settings, field: s
     key = key_space(whole).shard(0).state
     async with keeping(whole, key) as redis:
         await redis.hset(key, field, b"\xffx")
-        assert problems_of(await verify(whole, 0)) != {}
+        assert problems_of(await verify(whole, 0, share=1)) != {}
 
 
 async def test_every_kind_of_key_is_compared(whole: Settings) -> None:
@@ -777,12 +777,12 @@ async def test_staged_parts_are_not_compared(whole: Settings) -> None:
     key = key_space(whole).shard(0).staged("token")
     async with keeping(whole, key) as redis:
         await redis.set(key, b"parts", px=60_000)
-        assert problems_of(await verify(whole, 0)) == {}
+        assert problems_of(await verify(whole, 0, share=1)) == {}
 
 
 async def test_the_copies_of_shards_are_removed(whole: Settings) -> None:
     redis = open_redis(whole)
-    await verify(whole, 0)
+    await verify(whole, 0, share=1)
     left = [key async for key in redis.scan_iter(match=f"{whole.prefix}/*", count=1_000)]
     await redis.aclose()
     assert left == []
@@ -878,7 +878,7 @@ async def test_a_damaged_journal_is_reported_and_nothing_else(
                 await producer.send_and_wait(copy.journal, value, partition=shard, headers=headers)
     monkeypatch.setattr(verifying, "Topics", lambda prefix: copy)
     try:
-        checks = await verify(whole, 0)
+        checks = await verify(whole, 0, share=1)
     finally:
         admin = AIOKafkaAdminClient(bootstrap_servers=whole.kafka)
         async with started(admin):
@@ -932,10 +932,12 @@ async def test_a_changed_view_is_reported(whole: Settings, view: str, which: str
         text = f"SELECT {', '.join(columns)} FROM ({before.strip().rstrip(';')}) AS v WHERE true IS NOT NULL"
         await connection.execute(f"CREATE OR REPLACE VIEW {name} AS {text}".encode())
         try:
-            assert_only_problem(await verify(whole, 0), "views show the read models", f"view {name}: ")
+            assert_only_problem(
+                await verify(whole, 0, share=1), "views show the read models", f"view {name}: "
+            )
         finally:
             await connection.execute(f"CREATE OR REPLACE VIEW {name} AS {before}".encode())
-    assert problems_of(await verify(whole, 0)) == {}
+    assert problems_of(await verify(whole, 0, share=1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -952,7 +954,7 @@ async def test_a_checkpoint_that_differs_from_the_journal_is_reported(
     state = key_space(whole).shard(1).state
     async with keeping(whole, state) as redis:
         await redis.hset(state, field, value)
-        assert_only_problem(await verify(whole, 0), "what Redis knows as journaled is", says)
+        assert_only_problem(await verify(whole, 0, share=1), "what Redis knows as journaled is", says)
 
 
 async def test_a_shard_at_another_seq_than_its_journal_is_reported(
@@ -963,25 +965,29 @@ async def test_a_shard_at_another_seq_than_its_journal_is_reported(
         seq = int(await redis.hget(state, "seq"))
         await redis.hset(state, "seq", seq + 2)
         assert_only_problem(
-            await verify(whole, 0),
+            await verify(whole, 0, share=1),
             "read models have caught up",
             f"shard 1: Redis is at seq {seq + 2}, but its journal ends at seq {seq}",
         )
         await redis.hset(state, "seq", seq - 2)
         assert_only_problem(
-            await verify(whole, 0), FOLD, f"shard 1: it is at seq {seq - 2}, but its journal is at seq {seq}"
+            await verify(whole, 0, share=1),
+            FOLD,
+            f"shard 1: it is at seq {seq - 2}, but its journal is at seq {seq}",
         )
         await redis.hset(state, "seq", seq)
         await redis.hset(state, "fault", "somebody said so")
         await redis.hdel(state, "life")
         assert_only_problem(
-            await verify(whole, 0),
+            await verify(whole, 0, share=1),
             FOLD,
             "shard 1: its relay has not reconciled it with the journal yet (somebody said so)",
         )
         await redis.delete(state)
         assert_only_problem(
-            await verify(whole, 0), FOLD, f"shard 1: Redis has nothing of it, its journal ends at seq {seq}"
+            await verify(whole, 0, share=1),
+            FOLD,
+            f"shard 1: Redis has nothing of it, its journal ends at seq {seq}",
         )
 
 
@@ -991,7 +997,9 @@ async def test_a_stopped_read_model_is_reported(whole: Settings) -> None:
         await connection.execute(f"INSERT INTO {table} VALUES ('balances', 1, 5, 9, 'because')".encode())
         try:
             assert_only_problem(
-                await verify(whole, 0), "read models have caught up", "balances has stopped at shard 1, seq "
+                await verify(whole, 0, share=1),
+                "read models have caught up",
+                "balances has stopped at shard 1, seq ",
             )
         finally:
             await connection.execute(f"DELETE FROM {table}".encode())
@@ -1059,7 +1067,7 @@ async def test_a_shard_that_another_process_compares_is_not_compared(whole: Sett
     made = KeySpace(whole.prefix + shadow.SHADOW, whole.shards).shard(1)
     redis = open_redis(whole)
     await redis.set(made.lease, "another", px=60_000)
-    assert_only_problem(await verify(whole, 0), FOLD, "shard 1 is being compared by another process")
+    assert_only_problem(await verify(whole, 0, share=1), FOLD, "shard 1 is being compared by another process")
     assert await redis.get(made.lease) == b"another"
     await redis.delete(made.lease)
     await redis.aclose()
@@ -1070,7 +1078,7 @@ async def test_a_shard_is_not_copied_where_there_is_no_room(
 ) -> None:
     monkeypatch.setattr(redis_keys, "ROOM_SHARE", 0.0)
     monkeypatch.setattr(redis_keys, "ROOM_SHARE_OF_MACHINE", 0.0)
-    problems = problems_of(await verify(whole, 0))
+    problems = problems_of(await verify(whole, 0, share=1))
     assert list(problems) == [FOLD]
     assert len(problems[FOLD]) == whole.shards
     assert "the shadow of shard 0 cannot be made: " in problems[FOLD][0]

@@ -88,9 +88,13 @@ class Crew:
         self.stops[name].set()
         await self.tasks.pop(name)
 
+    async def spread_becomes(self, *shards: int) -> None:
+        """Returns when the shards are spread like this."""
+        await until(lambda: self._is_spread(list(shards)), 60, f"a spread of {shards}")
+
     async def spread_is(self, *shards: int) -> None:
         """Returns when the shards are spread like this; checks that they stay where they are."""
-        await until(lambda: self._is_spread(list(shards)), 20, f"a spread of {shards}")
+        await self.spread_becomes(*shards)
         takeovers, where = self.shards.takeovers.total(), dict(self.shards.relays)
         await asyncio.sleep(REST_SECONDS)
         assert self.shards.spread() == list(shards)
@@ -114,19 +118,19 @@ async def crew(redis_client: Any, settings: Settings) -> AsyncIterator[Crew]:
 
 async def test_shards_are_spread_evenly_without_a_moment_in_which_one_has_no_relay(crew: Crew) -> None:
     crew.join("a")
-    await crew.spread_is(8)
+    await crew.spread_becomes(8)
     crew.join("b")
-    await crew.spread_is(4, 4)
+    await crew.spread_becomes(4, 4)
     crew.join("c")
-    await crew.spread_is(3, 3, 2)
+    await crew.spread_becomes(3, 3, 2)
     crew.join("d")
     await crew.spread_is(2, 2, 2, 2)
     # 4, then 2, then 2 moved: as few as possible.
     assert crew.shards.takeovers.total() == 8 + 4 + 2 + 2
     await crew.leave("b")
-    await crew.spread_is(3, 3, 2)
+    await crew.spread_becomes(3, 3, 2)
     await crew.leave("a")
-    await crew.spread_is(4, 4)
+    await crew.spread_becomes(4, 4)
     await crew.leave("c")
     await crew.spread_is(8)
     assert crew.shards.gaps == []
@@ -141,12 +145,19 @@ async def test_workers_that_start_together_share_at_once(crew: Crew) -> None:
 
 
 async def test_workers_that_are_stopped_together_return_all_leases(crew: Crew) -> None:
-    # No lease ends by itself before the test does.
-    crew.lease_ms = 5_000
     for name in "abc":
         crew.join(name)
-    await crew.spread_is(3, 3, 2)
-    async with asyncio.timeout(crew.lease_ms / 1_000):
+    await crew.spread_becomes(3, 3, 2)
+    # No lease ends by itself before the test does.
+    for leases in crew.leases.values():
+        leases._lease_ms = 6_000
+
+    async def are_long() -> bool:
+        left = [await crew.redis.pttl(crew.keys.shard(shard).lease) for shard in range(SHARDS)]
+        return min(left) > 5_000
+
+    await until(are_long, 20, "leases of 6 s")
+    async with asyncio.timeout(5):
         await asyncio.gather(*(crew.leave(name) for name in "abc"))
     for shard in range(SHARDS):
         assert await crew.redis.get(crew.keys.shard(shard).lease) is None
@@ -253,7 +264,9 @@ async def test_a_taker_that_is_slow_keeps_its_lease_when_the_giver_leaves(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has renewed the lease, so it is there: no third worker begins again what it has begun."""
-    monkeypatch.setattr(leases_module, "LEAVE_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(leases_module, "LEAVE_SECONDS_MAX", 1.5)
+    # Four renewals in a lease: the taker renews it before `a` gives up, and a slow machine does not lose it.
+    crew.lease_ms = 2_400
     crew.join("a")
     await until(lambda: crew.shards.spread() == [SHARDS])
 
@@ -422,7 +435,7 @@ async def test_beside_a_worker_of_an_older_release(crew: Crew) -> None:
 async def test_a_shard_that_is_rebuilt_by_hand_is_left_to_the_command(crew: Crew) -> None:
     crew.join("a")
     crew.join("b")
-    await crew.spread_is(4, 4)
+    await crew.spread_becomes(4, 4)
     name = f"{BY_HAND}x"
     for _ in range(12):
         lease = await request_lease(crew.redis, crew.keys.shard(0), name, LEASE_MS, seize=True)
@@ -438,7 +451,7 @@ async def test_a_worker_with_less_room_gets_less(crew: Crew) -> None:
     """What an overloaded worker says is heeded by all, and its shards do not come back while it says so."""
     crew.join("a")
     crew.join("b")
-    await crew.spread_is(4, 4)
+    await crew.spread_becomes(4, 4)
     crew.leases["a"]._overload.shards_max = 3
     await crew.spread_is(5, 3)
     crew.join("c")

@@ -232,7 +232,7 @@ async def with_retired_offers(system: Settings, worker: Callable[..., Any]) -> A
     """
     deciding, projecting = worker(system, "decide,relay,sweep"), worker(system, "project")
     async with open_gate(system) as gate:
-        asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+        asked = {"patience_ms": 60_000, "timeout_ms": 60_000}
         offers = ["m:old", "m:now", "gone", "here"]
         terms = StockTerms(
             issuer="shop", total=50, limits=(Limit("user", "offer", 2, "campaign"),), retire_after_ms=1
@@ -242,9 +242,9 @@ async def with_retired_offers(system: Settings, worker: Callable[..., Any]) -> A
             await gate.decide(by("ann", "bob", "eve", offer=offer), **asked)
         await gate.decide([Close(id=f"c-{offer}", offer=offer) for offer in ("m:old", "gone")], **asked)
     retired = "SELECT count(*) FROM offers WHERE retired_at IS NOT NULL HAVING count(*) = 2"
-    await until(lambda: rows(system, retired), 30, "retirement in SQL")
+    await until(lambda: rows(system, retired), 90, "retirement in SQL")
     audited = "SELECT 1 FROM cursors GROUP BY shard HAVING min(seq) <> max(seq)"
-    await until(lambda: no_rows(system, audited), 30, "the audit trail")
+    await until(lambda: no_rows(system, audited), 90, "the audit trail")
     assert projecting.stop() == 0
     return system, deciding
 
@@ -259,7 +259,7 @@ async def test_a_recovery_starts_from_the_audit_trail(with_retired_offers: Any) 
     """
     system, _ = with_retired_offers
     async with open_gate(system) as gate:
-        asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+        asked = {"patience_ms": 60_000, "timeout_ms": 60_000}
         await gate.decide(by("joe", "kim", offer="m:now"), **asked)
         await delete_keys(system)
         assert {answer.outcome for answer in await gate.decide(by("max", offer="m:now"), **asked)} == {
@@ -317,7 +317,7 @@ async def test_payments_have_their_first_outcome_after_a_recovery(
     first outcome, a served payment is not refunded, and new payments are decided.
     """
     deciding, projecting = worker(system, "decide,relay,sweep"), worker(system, "project")
-    asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+    asked = {"patience_ms": 60_000, "timeout_ms": 60_000}
     terms = StockTerms(issuer="shop", total=9, price=250, currency="CNY", hold_ms=60_000, retire_after_ms=1)
 
     def paid(payment: str, number: str = "") -> Confirm:
@@ -327,19 +327,22 @@ async def test_payments_have_their_first_outcome_after_a_recovery(
 
     async with open_gate(system) as gate:
         offers = ["m:a", "m:living"] if living else ["m:a"]
-        await gate.decide([Open(id=f"o-{offer}", offer=offer, terms=terms) for offer in offers], **asked)
+        opened = await gate.decide(
+            [Open(id=f"o-{offer}", offer=offer, terms=terms) for offer in offers], **asked
+        )
+        assert {answer.outcome for answer in opened} == {"opened"}
         await gate.decide(by("ann", "bob", offer="m:a"), **asked)
         [served, unserved] = await gate.decide([paid("p1"), paid("p2")], **asked)
         assert (served.outcome, unserved.outcome) == ("confirmed", "not_held")
         await gate.decide([Release(id="r", offer="m:a", grab="m:a-bob"), Close(id="c", offer="m:a")], **asked)
         retired = "SELECT 1 FROM offers WHERE retired_at IS NOT NULL"
-        await until(lambda: rows(system, retired), 30, "retirement in SQL")
+        await until(lambda: rows(system, retired), 90, "retirement in SQL")
         [late] = await gate.decide([paid("p3")], **asked)
         assert (late.outcome, late.message) == ("no_such_offer", "the payment is to be paid back")
         firsts = {"p1": served, "p2": unserved, "p3": late}
         for round_ in ("1", "2"):
             audited = f"SELECT 1 FROM cursors WHERE projection = 'audit' AND seq >= {late.seq}"
-            await until(lambda query=audited: rows(system, query), 30, "the audit trail")
+            await until(lambda query=audited: rows(system, query), 90, "the audit trail")
             if source == "the journal":
                 assert deciding.stop() == 0
                 deciding = worker(
@@ -379,7 +382,7 @@ async def test_a_recovery_ignores_an_audit_trail_of_another_history(
     await delete_keys(system)
     worker(system, "relay,sweep")
     async with open_gate(system) as gate:
-        asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+        asked = {"patience_ms": 60_000, "timeout_ms": 60_000}
         answers = await gate.decide(by("max", offer="here"), **asked)
         assert {answer.outcome for answer in answers} == {"granted"}
     await assert_state_is_the_journal_s(system)
@@ -559,7 +562,7 @@ async def test_a_shard_of_an_older_key_layout_is_journaled_and_rebuilt(
             assert {answer.outcome for answer in decided} == {"granted"}
             await redis.hset(shard.state, "layout", 0)
             worker(system, "relay,sweep")
-            asked = {"patience_ms": 20_000, "timeout_ms": 20_000}
+            asked = {"patience_ms": 60_000, "timeout_ms": 60_000}
             again = await gate.decide(by("joe", "kim", offer="here"), **asked)
         assert [(answer.outcome, answer.seq, answer.repeated) for answer in again] == [
             ("granted", answer.seq, True) for answer in decided

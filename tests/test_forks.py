@@ -1,0 +1,60 @@
+"""Forked processes of the command line (tests/support/forks.py) are like those that are started."""
+
+import asyncio
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grabstream.ops.settings import Settings, child_environment
+from tests.conftest import until
+from tests.support import forks
+from tests.support.command_line import grabstream
+
+
+def test_arguments_environment_and_folder_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("GRAB_SHARDS=5\n")
+    done = grabstream("config", "--json", folder=tmp_path, prefix="mine")
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = json.loads(done.stdout)
+    assert [shown[name]["value"] for name in ("GRAB_SHARDS", "GRAB_PREFIX")] == [5, "mine"]
+    done = grabstream("config", "--json", prefix="a-b c")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "GRAB_PREFIX" in done.stderr
+
+
+def test_processes_draw_different_random_numbers() -> None:
+    assert len({grabstream("config", "--new-seal-key").stdout for _ in range(3)}) == 3
+
+
+async def test_calls_at_the_same_time_get_their_own_answers() -> None:
+    verbs = ("open", "close", "grab", "verify", "rebuild", "statsu")
+    answers = await asyncio.gather(*(asyncio.to_thread(grabstream, verb, "--help") for verb in verbs))
+    assert [done.returncode for done in answers] == [0, 0, 0, 0, 0, 2]
+    for verb, done in zip(verbs[:-1], answers, strict=False):
+        assert done.stdout.startswith(f"Usage: grabstream {verb} ")
+
+
+async def test_a_signal_ends_it_and_is_its_exit_code(system: Settings, worker: Callable[..., Any]) -> None:
+    running = worker(system, "relay")
+    await until(lambda: "owner of term" in running.log.read_text(), 60, "a relay")
+    assert running.process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.process.wait(0.1)
+    running.signal(signal.SIGKILL)
+    assert await asyncio.to_thread(running.process.wait, 30) == -signal.SIGKILL
+    assert running.process.poll() == running.process.returncode == -signal.SIGKILL
+    running.signal(signal.SIGTERM)  # there is nobody any more
+
+
+def test_one_that_is_stopped_holds_up_no_other(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w+b") as output:
+        first = forks.start(("config", "--json"), child_environment(), None, output, output)
+        first.send_signal(signal.SIGSTOP)
+        assert grabstream("config", "--json").returncode == 0
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(60) == 0
