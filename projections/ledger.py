@@ -2,15 +2,15 @@
 PostgreSQL refuses an overdraft.
 """
 
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterator, Sequence
+from itertools import count, repeat
 from typing import Any
 
 from psycopg import AsyncConnection
 from psycopg.errors import CheckViolation
 
-from grabstream.models.runs import RUN_GRABS_MAX
-from grabstream.models.transfers import GUARDED_ACCOUNTS, RunTransfers
+from grabstream.models.runs import RUN_GRABS_MAX, HeldRun
+from grabstream.models.transfers import GUARDED_ACCOUNTS, RunTransfers, Transfer, Transfers
 from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.arrays import copy_rows, in_order, integer_array, text_array
@@ -32,7 +32,8 @@ async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     rows: list[str] = []
     runs: list[str] = []
     for _, _, event, transfers in facts:
-        if isinstance(transfers, RunTransfers):
+        # Those of grabs that have waited are rows by themselves, which an index by user has.
+        if isinstance(transfers, RunTransfers) and not (isinstance(event, HeldRun) and event.waited):
             # No field needs escaping: names have no backslash, so the literals of arrays have none.
             runs.append(
                 f"{event.shard}\t{event.seq}\t{event.offer}\t{transfers.asset}\t{transfers.kind}"
@@ -41,9 +42,9 @@ async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
             )
         else:
             rows += [
-                f"{event.shard}\t{event.seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t"
+                f"{event.shard}\t{seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t"
                 f"{event.at}\n"
-                for leg, (asset, debit, credit, amount) in enumerate(transfers)
+                for seq, leg, (asset, debit, credit, amount) in _numbered(event.seq, transfers)
             ]
     await copy_rows(
         connection, "transfers_1 (shard, seq, leg, offer, asset, debit, credit, amount, at)", rows
@@ -82,6 +83,13 @@ async def in_lines(connection: AsyncConnection[Any], after: str, to: str | None 
         return "true"
     until = "" if to is None else f" AND transfers.line_seq <= {to}"
     return f"transfers.line_seq > {after} - {RUN_GRABS_MAX}{until}"
+
+
+def _numbered(seq: int, transfers: Transfers) -> Iterator[tuple[int, int, Transfer]]:
+    """Each transfer of a line with its seq and leg: those of an event have one seq, those of a run leg 0."""
+    if isinstance(transfers, RunTransfers):
+        return zip(count(seq), repeat(0), transfers)
+    return zip(repeat(seq), count(), transfers)
 
 
 async def _post(connection: AsyncConnection[Any], changes: Changes) -> None:
