@@ -72,8 +72,8 @@ async def _same_tables(both: Both) -> None:
         query = f"SELECT {columns} FROM {table} ORDER BY {order}"
         assert await rows(both.runs, query) == await rows(both.single, query), table
     of_users = (
-        "SELECT of_user.* FROM (SELECT DISTINCT user_id FROM grabs) AS users, user_transfers(user_id) AS of_user "
-        "ORDER BY shard, seq, leg, user_id"
+        "SELECT of_user.* FROM (SELECT DISTINCT user_id FROM grabs) AS users, user_transfers(user_id) AS "
+        "of_user ORDER BY shard, seq, leg, user_id"
     )
     transfers = await rows(both.runs, of_users)
     assert len(transfers) > STEPS // 10
