@@ -1,3 +1,10 @@
+-- Read models are written with MERGE, which PostgreSQL has since version 15.
+DO $$ BEGIN
+    IF current_setting('server_version_num')::integer < 150000 THEN
+        RAISE EXCEPTION 'grabstream needs PostgreSQL 15 or newer, this server is %', version();
+    END IF;
+END $$;
+
 -- Lines of the audit trail are compressed with lz4, where the server has it, in every version there is: runs of
 -- more than 28 grabs took PostgreSQL longer to compress than all else that it does for their line. Rows that
 -- are there stay as they are.
