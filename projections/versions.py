@@ -11,6 +11,7 @@ workers run.
 import logging
 import re
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
@@ -239,6 +240,8 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
                 sql.Identifier(view), sql.SQL(columns), sql.Identifier(table)
             )
             await connection.execute(statement)
+    functions = files("grabstream.projections.migrations") / "0013_user_transfers.sql"
+    await connection.execute(functions.read_text().encode())
 
 
 async def add_cursors(connection: AsyncConnection[Any], projection: str, shards: int) -> None:

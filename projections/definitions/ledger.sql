@@ -1,6 +1,7 @@
 -- The ledger: every transfer, and the sum of every account.
---- definition 3
+--- definition 4
 --- changes 3: transfers.line_seq
+--- changes 4: transfers.line_seq
 --- compared transfers (shard, seq, leg): transfers_1 transfer_runs_1
 
 --- part tables
@@ -20,8 +21,9 @@ CREATE TABLE transfers_1 (
 );
 
 -- The transfers of a run of grabs, one for each user, from `debit` to `credit_kind || user`; `seq` is that of
--- the first, and each is the only one of its seq. The columns are not compressed: that would take longer than
--- the rest of a row.
+-- the first, and each is the only one of its seq. There is no index by user: a grab that has not waited knows
+-- the seq of its transfer. (Those that have waited do not, so their transfers are rows of `transfers_1`.) The
+-- columns are not compressed: that would take longer than the rest of a row.
 CREATE TABLE transfer_runs_1 (
     shard integer NOT NULL,
     seq bigint NOT NULL,
@@ -49,6 +51,16 @@ ALTER TABLE transfers_1
     ADD PRIMARY KEY (shard, seq, leg),
     ADD CHECK (amount > 0),
     ADD CHECK (debit <> credit);
+-- The user of each transfer, for `user_transfers`: of the account `wallet:…` or `hold:…` that it debits, else
+-- credits. Few corrections move from one user to another; these have an entry in the second index, too.
+CREATE INDEX transfers_1_user ON transfers_1 ((
+    CASE WHEN debit LIKE 'wallet:%' THEN substr(debit, 8) WHEN debit LIKE 'hold:%' THEN substr(debit, 6)
+         WHEN credit LIKE 'wallet:%' THEN substr(credit, 8) WHEN credit LIKE 'hold:%' THEN substr(credit, 6)
+    END
+));
+CREATE INDEX transfers_1_other_user ON transfers_1 ((substr(credit, position(':' IN credit) + 1)))
+    WHERE (debit LIKE 'wallet:%' OR debit LIKE 'hold:%') AND (credit LIKE 'wallet:%' OR credit LIKE 'hold:%')
+        AND substr(debit, position(':' IN debit)) <> substr(credit, position(':' IN credit));
 
 ALTER TABLE transfer_runs_1
     ADD PRIMARY KEY (shard, seq),
@@ -77,3 +89,20 @@ CREATE VIEW transfers AS
     UNION ALL
     SELECT shard, seq + n - 1, 0::smallint, offer, asset, debit, credit_kind || "user", amount, at, seq
     FROM transfer_runs_1, unnest(users, amounts) WITH ORDINALITY AS one("user", amount, n);
+
+-- What `user_transfers` reads: transfers that are not in a run, by user (NULL if no account is a user's), and
+-- runs.
+CREATE VIEW transfers_by_user AS
+    SELECT CASE WHEN debit LIKE 'wallet:%' THEN substr(debit, 8) WHEN debit LIKE 'hold:%' THEN substr(debit, 6)
+                WHEN credit LIKE 'wallet:%' THEN substr(credit, 8)
+                WHEN credit LIKE 'hold:%' THEN substr(credit, 6)
+           END AS user_id, shard, seq, leg, offer, asset, debit, credit, amount, at
+    FROM transfers_1
+    UNION ALL
+    SELECT substr(credit, position(':' IN credit) + 1), shard, seq, leg, offer, asset, debit, credit, amount,
+           at
+    FROM transfers_1
+    WHERE (debit LIKE 'wallet:%' OR debit LIKE 'hold:%') AND (credit LIKE 'wallet:%' OR credit LIKE 'hold:%')
+        AND substr(debit, position(':' IN debit)) <> substr(credit, position(':' IN credit));
+CREATE VIEW transfer_runs AS
+    SELECT shard, seq, offer, asset, debit, credit_kind, users, amounts, at FROM transfer_runs_1;

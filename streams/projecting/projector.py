@@ -322,6 +322,9 @@ class Projector:
             # If PostgreSQL loses a commit in a crash, it loses the cursor as well, and the events are read
             # from the journal again.
             await self._connection.execute("SET synchronous_commit = off")
+            # Rows are changed by their keys, however many: for the lengths of certain arrays, the planner
+            # would rather read all of a table.
+            await self._connection.execute("SET plan_cache_mode = force_generic_plan")
             # A process that hangs in a transaction would keep its row locks, and the process that takes its
             # partitions over would wait for them. PostgreSQL ends such a session between two statements; we
             # end it in the middle of one, such as a COPY.

@@ -71,6 +71,13 @@ async def _same_tables(both: Both) -> None:
         columns = "*" if table != "transfers" else "shard, seq, leg, offer, asset, debit, credit, amount, at"
         query = f"SELECT {columns} FROM {table} ORDER BY {order}"
         assert await rows(both.runs, query) == await rows(both.single, query), table
+    of_users = (
+        "SELECT of_user.* FROM (SELECT DISTINCT user_id FROM grabs) AS users, user_transfers(user_id) AS "
+        "of_user ORDER BY shard, seq, leg, user_id"
+    )
+    transfers = await rows(both.runs, of_users)
+    assert len(transfers) > STEPS // 10
+    assert transfers == await rows(both.single, of_users)
     events = await rows(both.runs, "SELECT body FROM events ORDER BY seq")
     assert [body.encode() for [body] in events] == both.history.lines
     trail = await rows(both.runs, "SELECT seq, seqs, body, hash FROM audit ORDER BY seq")

@@ -225,7 +225,7 @@ async def test_a_rebuild_resumes_a_ledger_that_definition_1_stopped(
     done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **env_of(large))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert (result["before"]["definition"], result["new"]["definition"]) == (1, 3)
+    assert (result["before"]["definition"], result["new"]["definition"]) == (1, 4)
     assert not any(
         table["rows_changed"] or table["missing"] or table["extra"] for table in result["difference"]
     )

@@ -113,7 +113,7 @@ async def test_a_rebuild_with_differences_is_refused_accepted_and_undone(booked:
     everything = grabstream("rebuild", "all", "--undo", **env_of(booked))
     assert (everything.returncode, "balances has no previous version" in everything.stderr) == (1, True)
     planned = grabstream("rebuild", "ledger", "--undo", "--dry-run", **env_of(booked))
-    assert f"would show {booked.schema_}_ledger_2 (definition 3) again" in planned.stdout.replace("\n", " ")
+    assert f"would show {booked.schema_}_ledger_2 (definition 4) again" in planned.stdout.replace("\n", " ")
     assert await rows(booked, query) == [(wrong - 7,)]
     undone = grabstream("rebuild", "ledger", "--undo", "--json", **env_of(booked))
     assert undone.returncode == 0
