@@ -1,5 +1,5 @@
 -- Reads the outbox, for the scripts of the shard's owner.
--- Needs KEYS[2], the outbox stream.
+-- Needs KEYS[2], the outbox stream, and the include shard.
 
 -- Lua hashes every line that it reads. An entry that begins below a bound is read whole.
 local LINES_MAX, BYTES_MAX = 1000, 131072
@@ -14,8 +14,8 @@ local function entry_after(entry)
   return redis.call('XRANGE', KEYS[2], entry and '(' .. entry[1] or '-', '+', 'COUNT', 1)[1]
 end
 
--- The entries from one on, in order: {id, {'e', line, 'e', line, …}}, with the number of its grabs in place of
--- 'e' where a line is a run. They end when a bound is reached.
+-- The entries from one on, in order: {id, {'e', line, 'e', line, …}}, with the number of its grabs in place
+-- of 'e' where a line is a run. They end when a bound is reached.
 local function entries_from(entry, entries_max)
   local entries, lines, bytes = {}, 0, 0
   while entry do

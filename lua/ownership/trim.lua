@@ -8,9 +8,10 @@
 -- ARGV[6] journal offset after it · ARGV[7] channel of announcements
 -- ARGV[8] term · ARGV[9] owner in force at that offset: of a recovery, not those of the caller
 -- ARGV[10] entries to read at most
--- Returns {seq of the shard, entries, '1' when the shard is incomplete, else '', '1' when acknowledged entries
---         are left, since a call trims a bounded number of entries, else ''}: the first three as read_outbox,
---         from the first event after those acknowledged; or the error LOST when the shard has another owner.
+-- Returns {seq of the shard, entries, '1' when the shard is incomplete, else '', '1' when acknowledged
+--         entries are left, since a call trims a bounded number of them, else ''}: the first three as
+--         read_outbox, from the first event after those acknowledged; or the error LOST when the shard has
+--         another owner.
 --- @include "shard"
 --- @include "outbox"
 
