@@ -5,7 +5,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, sql
 
 from grabstream.models.events import encode_event
 from grabstream.models.journal import Cursor
@@ -82,6 +82,40 @@ async def load_all(
     for projection, shard, seq, head, offset, term, owner in await rows.fetchall():
         loaded[projection][shard] = Cursor(seq, bytes(head), offset, term, owner)
     return loaded
+
+
+class Positions(NamedTuple):
+    """The next offset of a version in each shard, and the shards at which it has stopped."""
+
+    offsets: dict[int, int]
+    stopped: set[int]
+
+
+async def positions(connection: AsyncConnection[Any], schemas: Mapping[str, str]) -> dict[str, Positions]:
+    """The positions of projections, given the schemas of their versions."""
+    found = {projection: Positions({}, set()) for projection in schemas}
+    if not found:
+        return found
+    of_schema = sql.SQL(
+        "SELECT projection, shard, next_offset FROM {cursors} UNION ALL "
+        "SELECT projection, shard, NULL FROM {stops}"
+    )
+    query = sql.SQL(" UNION ALL ").join(
+        of_schema.format(
+            cursors=sql.Identifier(schema, "projection_cursors"),
+            stops=sql.Identifier(schema, "stopped_shards"),
+        )
+        for schema in schemas.values()
+    )
+    rows = await connection.execute(query)
+    for projection, shard, offset in await rows.fetchall():
+        if projection not in found:
+            continue
+        if offset is None:
+            found[projection].stopped.add(shard)
+        else:
+            found[projection].offsets[shard] = offset
+    return found
 
 
 class Stop(NamedTuple):

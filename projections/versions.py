@@ -135,6 +135,22 @@ def writable_version(of_projection: Sequence[Version], projection: str) -> Versi
     return by_state.get("live") or by_state.get("previous")
 
 
+async def writable_versions(
+    connection: AsyncConnection[Any], schema: str, projections: Sequence[str]
+) -> dict[str, Version]:
+    """By projection: the version that workers with this code write, where there is one that has its tables.
+    Raises NoReadModel if the system has no tables yet.
+    """
+    all_versions = await versions(connection, schema)
+    of_projections = (
+        writable_version([version for version in all_versions if version.projection == name], name)
+        for name in projections
+    )
+    chosen = [version for version in of_projections if version is not None]
+    gone = await lost(connection, chosen)
+    return {version.projection: version for version in chosen if version not in gone}
+
+
 async def use_read_model(connection: AsyncConnection[Any], schema: str, projection: str) -> str:
     """Sets the search path of the connection to the version that this code writes, and returns the schema of
     that version.

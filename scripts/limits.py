@@ -364,7 +364,7 @@ def of_processes() -> list[Row]:
         ),
         Row(
             "an entry of the outbox, and a read of the outbox",
-            f"{size(in_scripts('ownership/read_outbox', r'BYTES_MAX = 1000, ([0-9]+)'))}, "
+            f"{size(in_scripts('includes/outbox', r'BYTES_MAX = 1000, ([0-9]+)'))}, "
             "plus the last decision, or entry",
             "a script blocks its server",
             "the rest goes into the next entry, or the next read",

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS_MAX: Final = 5.0
 #: How often the fetcher of a consumer wakes up without a cause, every 200 ms by default. It is woken whenever
 #: something changes: a reply, an assignment, a partition that is resumed, records that were taken.
-FETCHER_IDLE_MS: Final = 10_000
+FETCHER_IDLE_MS: Final = 60_000
 #: How long it may take until an outage of a server is logged.
 UNEXPLAINED_SECONDS: Final = 10.0
 

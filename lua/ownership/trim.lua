@@ -1,29 +1,35 @@
 #!lua flags=allow-oom
 -- Removes from the outbox the events that Kafka acknowledged, stores the checkpoint, and announces the events
--- as journaled.
+-- as journaled. The same call reads what follows them, since the relay goes on with that.
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] last seq acknowledged ·
 --   ARGV[5] the chain's hash there, hex
 -- ARGV[6] journal offset after it · ARGV[7] channel of announcements
 -- ARGV[8] term · ARGV[9] owner in force at that offset: of a recovery, not those of the caller
--- Returns {history or '', seq, '1' when acknowledged entries are left, since a call trims a bounded number of
---         entries, else ''}; or the error LOST when the shard has another owner.
+-- ARGV[10] entries to read at most
+-- Returns {seq of the shard, entries, '1' when the shard is incomplete, else '', '1' when acknowledged
+--         entries are left, since a call trims a bounded number of them, else ''}: the first three as
+--         read_outbox, from the first event after those acknowledged; or the error LOST when the shard has
+--         another owner.
 --- @include "shard"
+--- @include "outbox"
 
 local ENTRIES_MAX = 1000
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
-local seq, history = tonumber(ARGV[4]), redis.call('HGET', KEYS[1], 'history') or ''
+local seq, wanted = tonumber(ARGV[4]), tonumber(ARGV[10])
+local shard = redis.call('HMGET', KEYS[1], 'seq', 'partial', 'history')
+local history = shard[3] or ''
+local open = entry_at(seq + 1)
+-- An entry is removed only when its last event is acknowledged: this entry may also hold the first event that
+-- is not acknowledged.
+local holds = open and tonumber(string.match(open[1], '^(%d+)')) + seqs_of(open[2]) - 1 > seq
+local entries = wanted > 0 and entries_from(holds and open or entry_after(open), wanted) or {}
 local more = false
-local open = redis.call('XREVRANGE', KEYS[2], string.format('%d-0', seq + 1), '-', 'COUNT', 1)[1]
 if open then
-  -- An entry is removed only when its last event is acknowledged: this entry may also hold the first event
-  -- that is not acknowledged.
-  local first = tonumber(string.match(open[1], '^(%d+)'))
-  local holds = first + seqs_of(open[2]) - 1 > seq
   local least = holds and open[1] or string.format('%d-0', seq + 1)
   -- Removes whole nodes of the stream first, a bounded number; what is then left in one node is little.
   more = redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0
@@ -33,4 +39,4 @@ end
 redis.call('HSET', KEYS[1], 'journaled_seq', ARGV[4], 'journaled_head', ARGV[5], 'journaled_offset', ARGV[6],
   'journaled_term', ARGV[8], 'journaled_owner', ARGV[9])
 redis.call('PUBLISH', ARGV[7], history .. ' ' .. ARGV[4])
-return {history, ARGV[4], more and '1' or ''}
+return {shard[1] or '0', entries, shard[2] or '', more and '1' or ''}

@@ -18,12 +18,13 @@ from faust.sensors import Monitor
 from faust.transport.drivers import aiokafka as faust_kafka
 from faust.utils.urls import urllist
 from mode import Service
+from mode.utils.futures import maybe_async
 
 from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
-from grabstream.streams.clients import FETCHER_IDLE_MS
+from grabstream.streams.clients import FETCHER_IDLE_MS, close
 from grabstream.streams.journal import Record
 from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.projecting.publisher import Publisher, event_source
@@ -42,6 +43,8 @@ LEFT_APP_PAUSE_SECONDS: Final = 5.0
 #: How often Faust looks whether there are offsets to commit, and after 2.5 times this whether partitions
 #: move, which it only logs. After a crash, records of this time are read again and ignored.
 COMMIT_SECONDS: Final = 5.0
+#: How long Faust waits for records before it asks again.
+POLL_SECONDS: Final = 30.0
 #: The number of apps of this process that did not stop when asked.
 _apps_left = 0
 
@@ -78,17 +81,103 @@ async def _at_once() -> None:
     """Returns at once: there is nothing to wait for."""
 
 
-class _ConsumerThread(faust_kafka.AIOKafkaConsumerThread):  # type: ignore[misc]
+class _ConsumerService(faust_kafka.AIOKafkaConsumerThread):  # type: ignore[misc]
+    """Faust's client of Kafka in the event loop of the app. Faust would run it in a thread of its own, which
+    wakes up several times a second to pass on calls, and competes with this one for the interpreter.
+    """
+
+    wait_for_shutdown = False
+
+    def __init__(self, consumer: Any, **options: Any) -> None:
+        super().__init__(consumer, thread_loop=consumer.loop, **options)
+        #: The poll that waits for records, if any.
+        self._polling: asyncio.Timeout | None = None
+
     def _create_worker_consumer(self, transport: Any) -> Any:
         consumer = super()._create_worker_consumer(transport)
         # Faust has no setting for `consumer_timeout_ms`.
         consumer._consumer_timeout = FETCHER_IDLE_MS / 1000
         return consumer
 
+    async def getmany(self, active_partitions: Any, timeout: float) -> Any:
+        """Returns records as soon as there are any: at the latest after POLL_SECONDS, or when Faust stops or
+        continues to take records. (Faust would ask every second.)
+        """
+        records: Any = {}
+        polling = self._polling = asyncio.timeout(None)
+        try:
+            async with polling:
+                # Cancelled, it takes no records.
+                records = await super().getmany(active_partitions, POLL_SECONDS)
+        except TimeoutError:
+            if not polling.expired():
+                raise
+        finally:
+            self._polling = None
+        return records
+
+    def end_poll(self) -> None:
+        """Ends the poll that waits for records, if any."""
+        if self._polling is not None and not self._polling.expired():
+            self._polling.reschedule(0)
+
+    async def call_thread(self, call: Any, *arguments: Any, **options: Any) -> Any:
+        """Calls a method of the client: there is no thread to pass it to."""
+        return await maybe_async(call(*arguments, **options))
+
+    async def start(self) -> None:
+        """Starts the client; raises its errors."""
+        self._thread_started.set()
+        await self._default_start()
+
+    async def on_stop(self) -> None:
+        """Stops the client, whose broker may never answer."""
+        if self._consumer is not None:
+            await close(self._consumer.stop())
+
+    async def crash(self, reason: BaseException) -> None:
+        """Ends the app."""
+        await Service.crash(self, reason)
+
+    def _stopped_set(self) -> None:
+        self._stopped.set()
+
+    def set_shutdown(self) -> None:
+        """The service has stopped."""
+        self._shutdown.set()
+
+    async def _stop_children(self) -> None:
+        await self._default_stop_children()
+
+    async def _stop_futures(self) -> None:
+        await self._default_stop_futures()
+
+    async def _stop_exit_stacks(self) -> None:
+        await self._default_stop_exit_stacks()
+
+    @Service.task  # type: ignore[untyped-decorator]
+    async def _thread_keepalive(self) -> None:
+        """Returns at once: the loop has other work."""
+
 
 class _Consumer(faust_kafka.Consumer):  # type: ignore[misc]
     def _new_consumer_thread(self) -> Any:
-        return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
+        return _ConsumerService(self, loop=self.loop, beacon=self.beacon)
+
+    def stop_flow(self) -> None:
+        """Takes no more records: at the beginning of a rebalance, which waits for the poll."""
+        super().stop_flow()
+        self._thread.end_poll()
+
+    def resume_flow(self) -> None:
+        """Takes records again."""
+        super().resume_flow()
+        self._thread.end_poll()
+
+    def resume_partitions(self, partitions: Any) -> None:
+        """Takes records of these partitions, too."""
+        super().resume_partitions(partitions)
+        self._thread.end_poll()
 
 
 class _Monitor(Monitor):  # type: ignore[misc]
@@ -211,7 +300,7 @@ async def run_projections(
             why = _why_it_ended(app, watching, running)
         finally:
             # Nothing that a task or the app raises may prevent this: an app that is not stopped keeps its
-            # threads, sessions and place in the group.
+            # sessions and place in the group.
             for task in (watching, stopping, running):
                 task.cancel()
             if not await _stop(app):
@@ -227,7 +316,7 @@ async def run_projections(
             if ends_in_a_row > ENDS_IN_A_ROW_MAX and not _is_servers_fault(app, running):
                 raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
             log.error("starting Faust again: %s", why)
-            # An abandoned app keeps its thread, so the pause grows: a few such apps an hour at most.
+            # An abandoned app keeps its tasks, so the pause grows: a few such apps an hour at most.
             pause_seconds = min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_APP_PAUSE_SECONDS * _apps_left**2
             await _wait_for(stop, pause_seconds)
 
@@ -266,8 +355,8 @@ async def _run(app: faust.App) -> None:
 
 
 async def _stop(app: faust.App) -> bool:
-    """Stops the app and its projectors; returns whether Faust stopped. Its threads may wait for a broker for
-    ever. Raises none of the app's errors.
+    """Stops the app and its projectors; returns whether Faust stopped. It may wait for a broker for ever.
+    Raises none of the app's errors.
     """
     for task in app.projector_tasks:
         task.cancel()
@@ -287,12 +376,14 @@ async def _stop(app: faust.App) -> bool:
 
 
 def _end_heartbeats(app: faust.App) -> None:
-    """Stops the event loop of the thread in which an app is a member of its group.
+    """Ends the membership of an app in its group.
 
     Otherwise the group would keep assigning partitions to it, which nothing reads. Now the group reassigns
     them when the session of this member ends.
     """
-    thread = getattr(app.consumer, "_thread", None)  # none if the app did not come that far
-    loop = getattr(thread, "thread_loop", None)
-    if loop is not None and not loop.is_closed():
-        loop.call_soon_threadsafe(loop.stop)
+    service = getattr(app.consumer, "_thread", None)  # none if the app did not come that far
+    coordinator = getattr(getattr(service, "_consumer", None), "_coordinator", None)
+    for name in ("_coordination_task", "_heartbeat_task"):
+        task = getattr(coordinator, name, None)
+        if task is not None:
+            task.cancel()

@@ -34,10 +34,14 @@ GROUP_EVENTS_MAX: Final = 4_000
 QUEUE_RECORDS_MAX: Final = 256
 #: Bytes of journal text whose decoded form a process keeps; the decoded form is several times as large.
 DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
-#: A transaction costs as much as some hundred rows. So records that arrive within GATHER_SECONDS join the
-#: group of a record that is smaller than SMALL_BYTES.
-GATHER_SECONDS: Final = 0.005
+#: A transaction costs as much as some hundred rows. So records that arrive soon join the group of a record
+#: that is smaller than SMALL_BYTES: those within the time that the last transaction took, between these
+#: bounds. Where processor time is short, transactions take longer, so there are fewer of them. If
+#: FEW_RECORDS_MAX wait already, the group is written at once.
+GATHER_SECONDS_MIN: Final = 0.005
+GATHER_SECONDS_MAX: Final = 0.03
 SMALL_BYTES: Final = 16_000
+FEW_RECORDS_MAX: Final = 32
 RETRY_SECONDS: Final = 0.5
 #: How often a projector polls for a version of its definition while there is none.
 POLL_VERSION_SECONDS: Final = 1.0
@@ -174,6 +178,8 @@ class Projector:
         #: The shards to catch up before anything else.
         self._to_catch_up: list[Record | CatchUp] = []
         self._pause_seconds = RETRY_SECONDS
+        #: How long to wait for records that join a group.
+        self._gather_seconds = GATHER_SECONDS_MIN
         #: Why nothing can be written, in words, while no version of the read model has the definition of this
         #: code.
         self.waits_for = ""
@@ -208,15 +214,23 @@ class Projector:
     async def _carry_all(self, reader: JournalReader) -> None:
         while True:
             items = self._to_catch_up or await self._next_items()
-            if items and isinstance(items[0], Record) and len(items[0].value) < SMALL_BYTES:
-                await asyncio.sleep(GATHER_SECONDS)
+            if items and self._gathers(items[0]):
+                await asyncio.sleep(self._gather_seconds)
             while not self._queue.empty() and len(items) < QUEUE_RECORDS_MAX:
                 items.append(self._queue.get_nowait())
             # Faust acknowledges queued records, also those not written yet: the cursor says where to resume.
             self._to_catch_up = _catch_up(items)
             self._writing_since = time.monotonic()
             await self._carry(items, reader)
+            self._gather_seconds = min(max(self.seconds_writing(), GATHER_SECONDS_MIN), GATHER_SECONDS_MAX)
             self._to_catch_up, self._writing_since, self._pause_seconds = [], None, RETRY_SECONDS
+
+    def _gathers(self, item: Record | CatchUp) -> bool:
+        return (
+            isinstance(item, Record)
+            and len(item.value) < SMALL_BYTES
+            and self._queue.qsize() < FEW_RECORDS_MAX
+        )
 
     async def _failed(self) -> None:
         """Logs the unknown error that is being handled, and pauses, longer each time. Other read models

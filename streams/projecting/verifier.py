@@ -44,6 +44,7 @@ from grabstream.projections.checking.verified import ALL_SHARDS, Problem, Verifi
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
+from grabstream.projections.records.set_aside import SetAside
 from grabstream.streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,16 @@ class Observation(NamedTuple):
 CompareKeys = Callable[[int, float], Awaitable[list[str] | None]]
 
 
+class Seen(NamedTuple):
+    """What one snapshot of PostgreSQL says: how far each shard is verified, the cursors of the read models,
+    and the records that they lack.
+    """
+
+    at: dict[int, VerifiedTo]
+    cursors: dict[str, dict[int, Cursor]]
+    aside: list[SetAside]
+
+
 class Verifier:
     """Verifies until stopped. `share` is the part of the time that it may use, above 0 and at most 1. `redis`
     must not decode replies.
@@ -118,6 +129,8 @@ class Verifier:
         self._rows_at = 0.0
         #: Shards whose keys agreed when they were compared last, and whose findings were cleared then.
         self._keys_agree: set[int] = set()
+        #: Whether there was a finding to clear when this pass began, or it has recorded one.
+        self._has_findings = True
         #: Whether the last pass has compared every row there is.
         self._is_complete = False
 
@@ -210,12 +223,18 @@ class Verifier:
 
     async def verify_once(self, connection: AsyncConnection[Any]) -> bool:
         """One pass; returns whether the walk can continue at once."""
-        records = await set_aside.load(connection)
-        gaps = {shard: Gaps(records, shard) for shard in range(self._keys.shards)}
-        async with connection.transaction():
-            at = await self._update_gaps(connection, gaps)
-            at_rest = await self._at_rest(connection, at)
         can_continue, self._is_complete = False, True
+        to_observe: list[OfferState] | None = None
+        async with connection.transaction():
+            self._has_findings = await verified.has_findings(connection)
+            seen = await self._look(connection)
+            gaps = {shard: Gaps(seen.aside, shard) for shard in range(self._keys.shards)}
+            seen = await self._update_gaps(connection, gaps, seen)
+            at_rest = self._at_rest(seen)
+            if len(at_rest) == self._keys.shards:
+                # Nothing moves before the comparison: it uses the same snapshot.
+                await self._compare_accounts(connection, seen)
+                to_observe = await self._compare_offers(connection, gaps, seen)
         for shard in range(self._keys.shards):
             if shard in at_rest:
                 continue
@@ -225,11 +244,14 @@ class Verifier:
                 if not after:
                     break
             can_continue |= after
-        async with connection.transaction():
-            await self._compare_accounts(connection)
-            await verified.clear_gone(connection)
+        if to_observe is None:
+            async with connection.transaction():
+                await self._compare_accounts(connection, await self._look(connection))
+                await verified.clear_gone(connection)
+            async with connection.transaction():
+                to_observe = await self._compare_offers(connection, gaps, await self._look(connection))
         await self._judge_met(connection)
-        await self._compare_offers(connection, gaps)
+        await self._observe_all(connection, to_observe)
         if time.monotonic() >= self._rows_at:
             async with connection.transaction():
                 await self._compare_rows(connection, gaps)
@@ -237,13 +259,18 @@ class Verifier:
         await verified.record_pass(connection)
         return can_continue
 
-    async def _update_gaps(
-        self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]
-    ) -> dict[int, VerifiedTo]:
+    async def _look(self, connection: AsyncConnection[Any]) -> Seen:
+        return Seen(
+            await verified.progress(connection),
+            await cursors.load_all(connection, PROJECTIONS),
+            await set_aside.load(connection),
+        )
+
+    async def _update_gaps(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps], seen: Seen) -> Seen:
         """Starts again from the first event if read models have events that they lacked, or lack verified
-        ones: then another version is live. Returns how far the shards are verified.
+        ones: then another version is live.
         """
-        at = await verified.progress(connection)
+        at = seen.at
         changed = [
             shard
             for shard, of_shard in gaps.items()
@@ -258,20 +285,17 @@ class Verifier:
                 break
         for shard in changed:
             await verified.set_gaps(connection, shard, sorted(gaps[shard].ids))
-        return await verified.progress(connection) if changed else at
+        return await self._look(connection) if changed else seen
 
     # -- the walk --------------------------------------------------------------------------------------------
 
-    async def _at_rest(
-        self, connection: AsyncConnection[Any], verified_to: dict[int, VerifiedTo]
-    ) -> set[int]:
+    def _at_rest(self, seen: Seen) -> set[int]:
         """The shards of which there is nothing to walk, and no finding to clear."""
-        if await verified.has_findings(connection):
+        if self._has_findings:
             return set()
-        loaded = await cursors.load_all(connection, PROJECTIONS)
         at_rest = set()
-        for shard, at in verified_to.items():
-            positions = {name: of_shards.get(shard, Cursor()) for name, of_shards in loaded.items()}
+        for shard, at in seen.at.items():
+            positions = {name: of_shards.get(shard, Cursor()) for name, of_shards in seen.cursors.items()}
             end = min(positions[proof.AUDIT].seq, positions[proof.LEDGER].seq)
             is_walked = at.seq >= end and at.again_seq >= end
             if is_walked and all(
@@ -365,17 +389,14 @@ class Verifier:
 
     # -- comparing -------------------------------------------------------------------------------------------
 
-    async def _compare_accounts(self, connection: AsyncConnection[Any]) -> None:
+    async def _compare_accounts(self, connection: AsyncConnection[Any], seen: Seen) -> None:
         """Compares the next page of accounts, and the balances that users see, with the fold."""
-        at = await verified.progress(connection)
-        loaded = await cursors.load_all(connection, ("ledger", "balances"))
-        ledger, balances = loaded["ledger"], loaded["balances"]
-        ahead = [_seq(ledger, shard) - position.seq for shard, position in at.items()]
+        ledger, balances = seen.cursors["ledger"], seen.cursors["balances"]
+        ahead = [_seq(ledger, shard) - position.seq for shard, position in seen.at.items()]
         if min(ahead) < 0 or sum(ahead) > AHEAD_EVENTS_MAX:
             return
         abreast = all(_seq(balances, shard) == cursor.seq for shard, cursor in ledger.items()) and not any(
-            record.projection in ("balances", "ledger") and record.event_count
-            for record in await set_aside.load(connection)
+            record.projection in ("balances", "ledger") and record.event_count for record in seen.aside
         )
         rows = await verified.accounts_after(connection, *self._account, ROWS_A_PAGE, abreast)
         self._account = (rows[-1].account, rows[-1].asset) if len(rows) == ROWS_A_PAGE else ("", "")
@@ -399,58 +420,62 @@ class Verifier:
         if abreast:
             await self._judge(connection, "balances", ALL_SHARDS, subjects, shown)
 
-    async def _compare_offers(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
-        """Compares the next page of offers with the fold: the read model's row now, and the state in Redis
-        when the walk is at the same event, now or later.
+    async def _compare_offers(
+        self, connection: AsyncConnection[Any], gaps: dict[int, Gaps], seen: Seen
+    ) -> list[OfferState]:
+        """Compares the read model's rows of the next page of offers with the fold. Returns the offers to
+        observe in Redis.
         """
-        async with connection.transaction():
-            at = await verified.progress(connection)
-            loaded = await cursors.load_all(connection, ("audit", "balances"))
-            audit, balances = loaded["audit"], loaded["balances"]
-            seqs = {
-                shard: (position.seq, _seq(balances, shard), _seq(audit, shard))
-                for shard, position in at.items()
-            }
-            near = [shard for shard, (seq, _, audited) in seqs.items() if audited - seq <= AHEAD_EVENTS_MAX]
-            rows = await verified.offers_after(connection, self._offer, ROWS_A_PAGE, near)
-            self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
-            self._is_complete &= len(rows) < ROWS_A_PAGE
-            comparable = [
-                row
-                for row in rows
-                if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers
-            ]
-            compared, problems = [], []
-            for state, shown, moved in comparable:
-                here, shown_to, audited = seqs[state.shard]
-                if moved or not here <= shown_to <= audited:
-                    continue
-                compared.append(state.offer)
-                if shown != state.numbers:
-                    has = "no row" if shown is None else numbers_in_words(shown)
-                    problems.append(
-                        Problem(
-                            state.offer,
-                            f"offers: {state.offer} has {has}; its events lead to {state.in_words()}",
-                        )
+        audit, balances = seen.cursors["audit"], seen.cursors["balances"]
+        seqs = {
+            shard: (position.seq, _seq(balances, shard), _seq(audit, shard))
+            for shard, position in seen.at.items()
+        }
+        near = [shard for shard, (seq, _, audited) in seqs.items() if audited - seq <= AHEAD_EVENTS_MAX]
+        rows = await verified.offers_after(connection, self._offer, ROWS_A_PAGE, near)
+        self._offer = rows[-1][0].offer if len(rows) == ROWS_A_PAGE else ""
+        self._is_complete &= len(rows) < ROWS_A_PAGE
+        comparable = [
+            row
+            for row in rows
+            if not gaps[row[0].shard].unreadable and row[0].offer not in gaps[row[0].shard].offers
+        ]
+        compared, problems = [], []
+        for state, shown, moved in comparable:
+            here, shown_to, audited = seqs[state.shard]
+            if moved or not here <= shown_to <= audited:
+                continue
+            compared.append(state.offer)
+            if shown != state.numbers:
+                has = "no row" if shown is None else numbers_in_words(shown)
+                problems.append(
+                    Problem(
+                        state.offer,
+                        f"offers: {state.offer} has {has}; its events lead to {state.in_words()}",
                     )
-            await self._judge(connection, "balances", ALL_SHARDS, compared, problems)
+                )
+        await self._judge(connection, "balances", ALL_SHARDS, compared, problems)
+        return [state for state, *_ in comparable if not state.retired]
+
+    async def _observe_all(self, connection: AsyncConnection[Any], states: Sequence[OfferState]) -> None:
+        """Compares the state of offers in Redis with the fold when the walk is at the same event, now or
+        later.
+        """
         by_shard: dict[int, list[OfferState]] = {}
-        for state in (state for state, *_ in comparable if not state.retired):
+        for state in states:
             by_shard.setdefault(state.shard, []).append(state)
-        for shard, states in by_shard.items():
-            await self._observe(connection, shard, states)
+        for shard, of_shard in by_shard.items():
+            await self._observe(connection, shard, of_shard)
 
     async def _compare_rows(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
         """Compares the grabs and payments of the next offers without new events with the rows that their
         events make.
         """
-        at = await verified.progress(connection)
-        loaded = await cursors.load_all(connection, ("audit", "balances"))
-        audit, balances = loaded["audit"], loaded["balances"]
+        seen = await self._look(connection)
+        audit, balances = seen.cursors["audit"], seen.cursors["balances"]
         near = [
             shard
-            for shard, position in at.items()
+            for shard, position in seen.at.items()
             if position.seq <= _seq(balances, shard) <= _seq(audit, shard) <= position.seq + AHEAD_EVENTS_MAX
         ]
         rows = await verified.offers_after(connection, self._rows_offer, ROWS_OFFERS_MAX, near)
@@ -599,7 +624,8 @@ class Verifier:
         problems: Sequence[Problem]
     ) -> None:  # fmt: skip
         wrong = {problem.subject for problem in problems}
-        if right := [subject for subject in subjects if subject not in wrong]:
+        right = [subject for subject in subjects if subject not in wrong]
+        if right and self._has_findings:
             await verified.clear(connection, kind, shard, right)
         for problem in problems:
             await self._record_problem(connection, kind, shard, problem)
@@ -607,6 +633,7 @@ class Verifier:
     async def _record_problem(
         self, connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem
     ) -> None:
+        self._has_findings = True
         if await verified.record_finding(connection, kind, shard, problem):
             where = "" if shard == ALL_SHARDS else f", shard {shard}"
             log.critical("verification%s: %s", where, problem.what)

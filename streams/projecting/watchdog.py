@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from psycopg import AsyncConnection
+from psycopg.errors import UndefinedTable
 
 from grabstream.lua.ending import running
 from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections import cursors
+from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
-from grabstream.projections.versions import NoReadModel, use_read_model
+from grabstream.projections.versions import NoReadModel, writable_versions
 from grabstream.streams.clients import in_words
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import Projector
@@ -88,6 +90,7 @@ async def _watch(
                 open_reader(kafka, topics.journal) as reader,
                 await connect(postgres, schema) as connection,
             ):
+                await use_schema(connection, schema)
                 published = PublishedOffsets(
                     reader, reader.of_topic(topics.events), event_source(topics.prefix)
                 )
@@ -131,22 +134,24 @@ async def _find_stalled(
     assigned_at: float,
 ) -> str | None:
     now = time.monotonic()
+    try:
+        versions = await writable_versions(connection, schema, [projector.name for projector in projectors])
+        positions = await cursors.positions(
+            connection, {name: version.schema for name, version in versions.items()}
+        )
+    except (NoReadModel, UndefinedTable):
+        return None  # there are no tables yet, or a version was dropped just now
     for projector in projectors:
         name = projector.name
         waiting = WAITS_SECONDS < projector.seconds_writing() < LOST_SECONDS
-        try:
-            await use_read_model(connection, schema, name)
-        except NoReadModel:
+        if name not in positions:
             continue  # its projector waits, and logs that
-        stopped = await cursors.stopped(connection, name)
+        offsets, stopped = positions[name]
         if isinstance(projector, Publisher):
             # A shard that has stopped is not read again and again.
             offsets = await published.load(
                 connection, {shard: end for shard, end in ends.items() if shard not in stopped}
             )
-        else:
-            loaded = await cursors.load(connection, name)
-            offsets = {shard: cursor.next_offset for shard, cursor in loaded.items()}
         for shard, offset in offsets.items():
             if waiting or shard in stopped or shard not in ends or offset >= ends[shard]:
                 lagging.pop((name, shard), None)

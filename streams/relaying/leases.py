@@ -61,9 +61,10 @@ LEAVE_POLL_SECONDS: Final = 0.1
 #: renewals, and this time.
 ABSENT_RENEWALS: Final = 1.5
 ABSENT_SECONDS: Final = 0.25
-#: The lag of the event loop is measured so often, and averaged over about LAG_SECONDS. A single pause counts
-#: as LAG_MS_MAX at most, so that it does not look like overload.
-LAG_EVERY_SECONDS: Final = 0.5
+#: The lag of the event loop is measured so often (with the default settings, when leases are renewed), and
+#: averaged over about LAG_SECONDS. A single pause counts as LAG_MS_MAX at most, so that it does not look like
+#: overload.
+LAG_EVERY_SECONDS: Final = 0.75
 LAG_SECONDS: Final = 5.0
 LAG_MS_MAX: Final = 1_000.0
 

@@ -168,6 +168,34 @@ class OwnedShard:
         reply = await self.run(
             "read_outbox", [self.keys.state, self.keys.outbox], ownership, after_seq + 1, READ_ENTRIES_MAX
         )
+        return await self._outbox(ownership, after_seq, reply)
+
+    async def trim(self, ownership: Ownership, cursor: Cursor) -> None:
+        """Removes what is journaled up to the cursor from the outbox, and announces it; the cursor becomes
+        the checkpoint, with the term and owner in force there. (A taker that read on with others would ignore
+        the records that follow.)
+        """
+        await self._trim(ownership, cursor, 0)
+
+    async def trim_and_read(self, ownership: Ownership, cursor: Cursor) -> Outbox:
+        """Trims, and returns the entries after the cursor, in one call. Raises DamagedState."""
+        return await self._outbox(
+            ownership, cursor.seq, await self._trim(ownership, cursor, READ_ENTRIES_MAX)
+        )
+
+    async def _trim(self, ownership: Ownership, cursor: Cursor, entries_max: int) -> Any:
+        """The reply to the first call; further calls read nothing, and trim the rest."""
+        keys = [self.keys.state, self.keys.outbox]
+        arguments = (
+            cursor.seq, cursor.head.hex(), cursor.next_offset, self.keys.channel, cursor.term, cursor.owner
+        )  # fmt: skip
+        reply = await self.run("trim", keys, ownership, *arguments, entries_max)
+        is_more = reply[3]
+        while is_more:
+            is_more = (await self.run("trim", keys, ownership, *arguments, 0))[3]
+        return reply
+
+    async def _outbox(self, ownership: Ownership, after_seq: int, reply: Any) -> Outbox:
         entries: list[list[OutboxLine]] = []
         next_seq = after_seq + 1
         for entry_id, fields in reply[1]:
@@ -191,14 +219,3 @@ class OwnedShard:
             await self.fence(ownership, str(error))
             raise
         return Outbox(seq_of_shard, entries, bool(reply[2]))
-
-    async def trim(self, ownership: Ownership, cursor: Cursor) -> None:
-        """Removes what is journaled up to the cursor from the outbox, and announces it; the cursor becomes
-        the checkpoint, with the term and owner in force there. (A taker that read on with others would ignore
-        the records that follow.)
-        """
-        arguments = (
-            cursor.seq, cursor.head.hex(), cursor.next_offset, self.keys.channel, cursor.term, cursor.owner
-        )  # fmt: skip
-        while (await self.run("trim", [self.keys.state, self.keys.outbox], ownership, *arguments))[2]:
-            pass

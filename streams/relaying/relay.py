@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -48,6 +48,9 @@ IDLE_WAIT_MS: Final = 4_000
 #: time-out of requests, 40 s). A record ends the wait.
 TAKEOVER_FETCH_MS: Final = 500
 TAIL_FETCH_MS: Final = 30_000
+#: How long a tail waits between two fetches that return records. Without it, Kafka would send each block of a
+#: busy shard back at once, by itself.
+TAIL_PAUSE_SECONDS: Final = 0.1
 RETRY_SECONDS: Final = 0.2
 #: A server that answers again is noticed within this time.
 RETRY_SECONDS_MAX: Final = 1.0
@@ -222,11 +225,7 @@ class ShardRelay:
                 self._step("relay.acknowledged")
                 cursor = after
                 if cursor.seq == last:
-                    # The next lines are read while the acknowledged ones are trimmed: one round trip less per
-                    # block.
-                    _, outbox = await asyncio.gather(
-                        self._shard.trim(ownership, cursor), self._shard.read_outbox(ownership, cursor.seq)
-                    )
+                    outbox = await self._shard.trim_and_read(ownership, cursor)
                 else:
                     await self._shard.trim(ownership, cursor)
                 self._step("relay.trimmed")
@@ -325,6 +324,8 @@ class _Tail:
         self._term = term
         self._next_offset = next_offset
         self._moved = asyncio.Condition()
+        #: Set while somebody waits for records.
+        self._is_awaited = asyncio.Event()
 
     async def watch(self) -> None:
         """Reads until cancelled; raises SteppedDown at a marker of a newer term."""
@@ -341,11 +342,21 @@ class _Tail:
                 if headers.get("count") == b"0" and int(headers["term"]) > self._term:
                     raise SteppedDown(f"term {int(headers['term'])} was raised")
             if records:
+                # Before anything else runs, so that the client does not fetch what comes next.
+                consumer.pause(self._partition)
                 async with self._moved:
                     self._next_offset = records[-1].offset + 1
                     self._moved.notify_all()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TAIL_PAUSE_SECONDS):
+                        await self._is_awaited.wait()
+                consumer.resume(self._partition)
 
     async def reached(self, offset: int) -> None:
         """Returns when everything up to the offset was read and contained no newer marker."""
-        async with self._moved:
-            await self._moved.wait_for(lambda: self._next_offset > offset)
+        self._is_awaited.set()
+        try:
+            async with self._moved:
+                await self._moved.wait_for(lambda: self._next_offset > offset)
+        finally:
+            self._is_awaited.clear()

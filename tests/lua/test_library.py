@@ -310,8 +310,8 @@ async def test_a_full_memory_does_not_stop_an_owner_without_library(private_redi
     assert answer.outcome == "fenced"
     (term, epoch, *_), plain = await raise_term(client, state, 0, "owner")
     assert "memory" in plain
-    trim = [term, "owner", epoch, 3, "aa", 1, "channel", term, "owner"]
-    assert (await run_script(client, "trim", [state, keys.shard(0).outbox], trim))[1] == b"3"
+    trim = [term, "owner", epoch, 3, "aa", 1, "channel", term, "owner", 0]
+    assert (await run_script(client, "trim", [state, keys.shard(0).outbox], trim))[0] == b"3"
     assert (await gate.decide(grabs(1, start=7), "decided"))[0].outcome == "busy"
     await client.config_set("maxmemory", 0)
     assert await provide(client, state) == ""

@@ -352,7 +352,7 @@ async def a_term_is_raised_and_announced(client: Any, keys: KeySpace) -> Any:
         term, epoch, *rest = await run_script(client, "raise_term", [of_shard.state], [4, "me"])
         arguments = (term, "me", epoch)
         await run_script(client, "reconcile", [of_shard.state], (*arguments, "0", 1, LAYOUT))
-        checkpoint = (0, "00", 1, of_shard.channel, term, "me")
+        checkpoint = (0, "00", 1, of_shard.channel, term, "me", 1)
         trimmed = await run_script(
             client, "trim", [of_shard.state, of_shard.outbox], (*arguments, *checkpoint)
         )
@@ -414,7 +414,7 @@ _EXPECTED = {
         )
     ),
     "a_term_is_raised_and_announced": repr(
-        (b"5", 80, [b"", b"0", b"complete"], [b"5", b"0", b""], b"5 0", True)
+        (b"5", 80, [b"", b"0", b"complete"], [b"0", [], b"", b""], b"5 0", True)
     ),
     "a_stream_is_waited_for": "nothing",
 }

@@ -119,7 +119,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 async def test_an_app_that_does_not_stop_leaves_its_consumer_group(system: Settings) -> None:
-    """Otherwise its thread would send heartbeats for ever, and its partitions would have no reader."""
+    """Otherwise it would send heartbeats for ever, and its partitions would have no reader."""
     words = (sys.executable, "-c", HANGS_IN_STOPPING, system.kafka, system.prefix, system.postgres)
     process = await asyncio.create_subprocess_exec(
         *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment()

@@ -65,7 +65,10 @@ class FakeRelay:
             self.client,
             "trim",
             [self.shard.state, self.shard.outbox],
-            [*[value.decode() for value in ownership], len(self.lines), "aa", 1, self.shard.channel, 1, "x"],
+            [
+                *[value.decode() for value in ownership],
+                *[len(self.lines), "aa", 1, self.shard.channel, 1, "x", 0],
+            ],
         )
 
     async def lose_tail(self, kept: Callable[[int], int] = lambda decided: 0) -> None:

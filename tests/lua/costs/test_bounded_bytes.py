@@ -19,6 +19,7 @@ from grabstream.lua.keys import LAYOUT_MIN
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
 from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open
+from grabstream.models.journal import Cursor
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.conftest import SEALER, event_lines
@@ -161,9 +162,15 @@ async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(syst
             SEALER,
             1,
         )
+        seq = 0
+        while True:
+            cursor = Cursor(seq, bytes(32), 1, ownership.term, ownership.owner)
+            if not (lines := (await shard.trim_and_read(ownership, cursor)).lines):
+                break
+            seq += sum(seqs for _, seqs in lines)
 
     calls = await shortest_of(system, prepare, act)
-    assert {"read_outbox", "apply"} <= {call.script for call in calls}
+    assert {"read_outbox", "trim", "apply"} <= {call.script for call in calls}
     check_bounded(calls)
 
 

@@ -28,7 +28,7 @@ async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
         client,
         "trim",
         [shard.state, shard.outbox],
-        [term, owner, server_epoch, seq, "aa", 1, shard.channel, term, owner],
+        [term, owner, server_epoch, seq, "aa", 1, shard.channel, term, owner, 0],
     )
 
 
@@ -96,7 +96,7 @@ async def test_a_journaled_answer_waits_for_its_own_history(private_redis: Any) 
         client,
         "trim",
         [shard.state, shard.outbox],
-        [term, "second", server_epoch, 1, "aa", 1, shard.channel, 1, "x"],
+        [term, "second", server_epoch, 1, "aa", 1, shard.channel, 1, "x", 0],
     )
     await asyncio.wait({waiting}, timeout=0.5)
     assert not waiting.done()
@@ -104,7 +104,7 @@ async def test_a_journaled_answer_waits_for_its_own_history(private_redis: Any) 
         client,
         "trim",
         [shard.state, shard.outbox],
-        [term, "second", server_epoch, seq, "aa", 2, shard.channel, 1, "x"],
+        [term, "second", server_epoch, seq, "aa", 2, shard.channel, 1, "x", 0],
     )
     [answer] = await waiting
     assert (answer.outcome, answer.repeated) == ("granted", True)

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -13,11 +14,13 @@ from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.loader import BadScript, assemble
-from grabstream.models.commands import Close, Grab, Open, Pause
+from grabstream.models.commands import Close, Grab, Open, Pause, Resume
 from grabstream.models.events import decode_event
+from grabstream.models.journal import Cursor
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying.leases import request_lease
+from grabstream.streams.relaying.ownership import Outbox, OwnedShard, Ownership
 from tests.lua.conftest import SEALER, event_lines, grabs, opening, take_over
 
 HEADER = "#!lua\n-- Purpose. Command: x\n-- KEYS[1] a\n-- Returns 1\n"
@@ -126,7 +129,7 @@ async def test_owner_scripts_refuse_another_term_owner_or_server_epoch(
     ):
         for name, script_keys, rest in (
             ("read_outbox", [shard.state, shard.outbox], [1, 1]),
-            ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel, 1, "x"]),
+            ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel, 1, "x", 1]),
             ("fence", [shard.state], ["why"]),
             ("reconcile", [shard.state], ["0", 3, LAYOUT]),
             ("wipe", [shard.state], ["why", 4, 2]),
@@ -242,7 +245,7 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(make_gate: Any, client:
         client,
         "trim",
         [shard.state, shard.outbox],
-        [term, owner, server_epoch, 3, "aa", 1, shard.channel, 1, "x"],
+        [term, owner, server_epoch, 3, "aa", 1, shard.channel, 1, "x", 0],
     )
     # Trimmed within an entry: the entry with the first unacknowledged event stays whole.
     assert len(await event_lines(client, keys, shard.shard)) == 4
@@ -253,6 +256,31 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(make_gate: Any, client:
         "granted",
         "closed",
     ]
+
+
+async def test_a_trim_reads_what_an_owner_would_read_after_it(
+    make_gate: Any, client: Any, keys: KeySpace
+) -> None:
+    """After a trim into an entry, to its end, and to the last event; and before a hole."""
+    gate = make_gate()
+    for commands in ([opening(), *grabs(3)], grabs(2, start=3), [Pause(id="p", offer="e")]):
+        assert all(answer.positive for answer in await gate.decide(commands, "decided"))
+    shard = keys.shard(keys.shard_of_offer("e"))
+    term, owner, server_epoch = [
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
+    ]
+    owned, ownership = OwnedShard(client, shard), Ownership(int(term), owner, server_epoch)
+    expected = {seq: await owned.read_outbox(ownership, seq) for seq in (0, 1, 4, 6, 7)}
+    assert [len(outbox.lines) for outbox in expected.values()] == [4, 3, 2, 1, 0]
+    for seq, outbox in expected.items():
+        cursor = Cursor(seq, bytes(32), 1, int(term), owner)
+        assert await owned.trim_and_read(ownership, cursor) == outbox
+    await client.delete(shard.outbox)
+    await gate.decide([Resume(id="r", offer="e")], "decided")
+    assert await owned.trim_and_read(ownership, cursor) == Outbox(8, [[(ANY, 1)]], False)
+    await gate.decide([Pause(id="q", offer="e")], "decided")
+    await client.xdel(shard.outbox, "8-0")
+    assert await owned.trim_and_read(ownership, cursor) == Outbox(9, [], False)
 
 
 async def test_a_call_with_too_large_a_clock_difference_is_fenced(
@@ -331,7 +359,7 @@ async def test_full_memory_is_busy_until_there_is_room(private_redis: Any) -> No
         client,
         "trim",
         [shard.state, shard.outbox],
-        [term, owner, server_epoch, granted, "aa", 1, shard.channel, 1, "x"],
+        [term, owner, server_epoch, granted, "aa", 1, shard.channel, 1, "x", 0],
     )
     assert (await gate.decide(grabs(200, "m", start), "decided"))[0].outcome == "granted"
     await client.config_set("maxmemory", "1")
