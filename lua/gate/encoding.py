@@ -118,9 +118,7 @@ def are_confirmed(rows: Sequence[Sequence[Any]]) -> bool:
     return codes.count(CONFIRMED) == len(rows) and not (any(repeated) or any(retries) or any(details))
 
 
-def confirmed_answers(
-    shard: int, commands: Sequence[Confirm], rows: Sequence[Sequence[Any]]
-) -> list[Answer]:  # fmt: skip
+def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[Sequence[Any]]) -> list[Answer]:
     """Returns the answers to the first of these commands, of which there are such rows (`are_confirmed`)."""
     _, seqs, times, amounts, quantities, places, lefts, *_ = zip(*rows, strict=True)
     ids, grabs, users, offers = zip(*map(_named_by_confirm, commands[: len(rows)]), strict=True)
@@ -272,9 +270,7 @@ def _extra_of(command: Grab, tickets: TicketKeys) -> Any:
 _columns_of_confirm = attrgetter("id", "grab", "payment", "user", "paid", "currency", "quantity")
 
 
-def _confirm_arguments(
-    commands: Sequence[Confirm], sealer: Sealer, call_offers: CallOffers
-) -> list[bytes]:  # fmt: skip
+def _confirm_arguments(commands: Sequence[Confirm], sealer: Sealer, call_offers: CallOffers) -> list[bytes]:
     """Returns the packed arguments of `confirm`: what all confirmations have is sent as texts."""
     ids, grabs, payments, users, paid, currencies, quantities = zip(
         *map(_columns_of_confirm, commands), strict=True

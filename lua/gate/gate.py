@@ -87,8 +87,8 @@ BESIDE_FAST_COMMANDS_MIN: Final = 8
 FAST_SECONDS: Final = 0.002
 RETRY_SECONDS: Final = 0.05
 WATCH_EVERY_SECONDS: Final = 0.1
-#: Commands per call of these scripts, fewer than of others: each is large, or no more fit into a call by their
-#: cost (lua/includes/cost.lua), and those that do not fit are sent again.
+#: Commands per call of these scripts, fewer than of others: each is large, or no more fit into a call by
+#: their cost (lua/includes/cost.lua), and those that do not fit are sent again.
 AT_ONCE_MAX: Final = {"open": 16, "load": 8, "confirm": 192}
 SHARDS_KNOWN_MAX: Final = 100_000
 
