@@ -83,17 +83,29 @@ def right(grab: Any, terms: Any, number: int) -> Confirm:
     )  # fmt: skip
 
 
-def payments(grabs: list[Any], terms: Any, random: Random, start: int, hostile: float) -> list[AnyCommand]:
-    """A list of confirmations: of each grab the right one, and so many times as often another one."""
+def payments(
+    grabs: list[Any], terms: Any, random: Random, start: int, hostile: float, earlier: list[str]
+) -> list[AnyCommand]:
+    """A list of confirmations: of each grab the right one, in order; between them others, so many times as
+    many. Adds their ids to the earlier ones.
+    """
     listed: list[Any] = []
     for number, grab in enumerate(grabs, start):
         listed.append(right(grab, terms, number))
         while random.random() < hostile / (1 + hostile):
             one, new = random.choice(listed), {"id": named("x", 10_000 + len(listed) + 1_000 * number)}
-            listed.append(
+            of_another = replace(right(random.choice(grabs), terms, number), payment=named("w", len(listed)))
+            listed.insert(
+                random.randrange(len(listed) + 1),
                 random.choice(
                     (
                         one,
+                        replace(of_another, id=one.id),
+                        replace(of_another, id=random.choice(earlier)),
+                        replace(of_another, **new, payment=one.payment),
+                        replace(of_another, **new, payment=named("p", random.randrange(60))),
+                        replace(of_another, **new, user=random.choice(grabs).user),
+                        replace(of_another, **new, quantity=random.choice((1, 2, 3, 130))),
                         replace(one, paid=one.paid + 1, payment="p", currency="CNY"),
                         replace(one, **new),
                         replace(one, **new, payment=named("y", len(listed))),
@@ -110,10 +122,9 @@ def payments(grabs: list[Any], terms: Any, random: Random, start: int, hostile: 
                         replace(one, **new, offer="c:other"),
                         replace(one, **new, offer="d"),
                     )
-                )
+                ),
             )
-        if random.random() < 0.5:
-            listed[-1], listed[len(listed) // 2] = listed[len(listed) // 2], listed[-1]
+    earlier += [command.id for command in listed]
     return listed
 
 
@@ -123,10 +134,11 @@ def history(terms: Any) -> list[tuple[int, list[AnyCommand]]]:
     amended, paused and closed.
     """
     random = Random(7)
+    earlier: list[str] = []
     early, late = holds("c:o", 100), holds("c:o", 60, start=100)
     others = [*holds("c:other", 20), *holds("d", 20)]
     opened = [Open(id=f"open-{name}", offer=name, terms=terms) for name in ("c:o", "c:other", "d")]
-    few = payments(early[:60], terms, random, 0, 0.0)
+    few = payments(early[:60], terms, random, 0, 0.0, earlier)
     codes = tuple(f"code{n}" for n in range(300))
     loads = [
         Load(id=f"load-{open.offer}", offer=open.offer, what="codes", chunk=1, chunks=1, items=codes)
@@ -141,12 +153,12 @@ def history(terms: Any) -> list[tuple[int, list[AnyCommand]]]:
         (0, few[::2]),
         (HOLD // 2, late),
         (0, [Amend(id="amend", offer="c:o", changes=Changes(title="dearer"))]),
-        (1, payments(early, terms, random, 1_000, 1.0)),
+        (1, payments(early, terms, random, 1_000, 1.0, earlier)),
         (0, [Pause(id="pause", offer="c:o")]),
-        (HOLD // 2, payments([*late[:40], *early[60:90]], terms, random, 2_000, 1.0)),
+        (HOLD // 2, payments([*late[:40], *early[60:90]], terms, random, 2_000, 1.0, earlier)),
         (0, [Close(id="close", offer="c:o")]),
-        (1, payments([*late, *others], terms, random, 3_000, 0.5)),
-        (HOUR, payments([*late, *early, *others], terms, random, 4_000, 0.3)),
+        (1, payments([*late, *others], terms, random, 3_000, 0.5, earlier)),
+        (HOUR, payments([*late, *early, *others], terms, random, 4_000, 0.3, earlier)),
     ]
 
 
