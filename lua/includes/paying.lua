@@ -225,6 +225,8 @@ do
 
   function confirm_run(call, commands, i, rows)
     local last = #commands.ids
+    -- A single one would pay for texts that no other shares.
+    if last == 1 then return i end
     repeat
       local ahead = commands.ahead
       if not ahead or i > ahead.last then
