@@ -105,6 +105,7 @@ def payments(
                         replace(of_another, **new, payment=one.payment),
                         replace(of_another, **new, payment=named("p", random.randrange(60))),
                         replace(of_another, **new, user=random.choice(grabs).user),
+                        replace(of_another, **new, currency="USD"),
                         replace(of_another, **new, quantity=random.choice((1, 2, 3, 130))),
                         replace(one, paid=one.paid + 1, payment="p", currency="CNY"),
                         replace(one, **new),
