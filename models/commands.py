@@ -33,7 +33,7 @@ from grabstream.models.identifiers import (
     in_schema,
     is_id,
 )
-from grabstream.models.money import Currency, Invalid, Quantity, Sum, check_amount
+from grabstream.models.money import AMOUNT_MAX, Currency, Invalid, Quantity, Sum, check_amount
 from grabstream.models.offers import (
     LINE_LENGTH_MAX,
     LINE_PATTERN,
@@ -89,7 +89,7 @@ class Open(OfferCommand, frozen=True, kw_only=True):
     terms: Terms
 
 
-# As with answers, Python's collector need not look at grabs.
+# As with answers, Python's collector need not look at grabs and confirmations.
 class Grab(Command, frozen=True, kw_only=True, gc=False):
     """One user's attempt to get `quantity` units.
 
@@ -158,7 +158,7 @@ class GrabCommand(Command, frozen=True, kw_only=True):
     user: Id | None = None
 
 
-class Confirm(GrabCommand, frozen=True, kw_only=True):
+class Confirm(GrabCommand, frozen=True, kw_only=True, gc=False):
     """Reports that a hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its
     units (absent: all that are held).
     """
@@ -270,8 +270,8 @@ def check(command: AnyCommand) -> None:
     """
     try:
         _check_rules(command)
-        # Grabs are the most frequent commands: their fields are checked one by one, which is faster.
-        if not isinstance(command, Grab):
+        # Of the most frequent commands, the rules check all fields one by one, which is faster.
+        if not isinstance(command, Grab | Confirm):
             _check_types(command)
     except (AttributeError, TypeError) as error:
         _check_types(command)
@@ -336,6 +336,44 @@ def _is_right_and_plain(command: Grab) -> bool:
         and are_three_ids(command.id, command.offer, command.user)
         and command.id not in RESERVED_IDS
     )
+
+
+def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
+    """Whether all commands are confirmations, and nothing is wrong with them: most are so, and this takes
+    less time than the rules.
+    """
+    if set(map(type, commands)) != {Confirm}:
+        return False
+    columns = zip(*map(_fields_of_confirm, commands), strict=True)
+    ids, offers, grabs, payments, users, paid, currencies, quantities = columns
+    try:
+        names = (*ids, *set(offers), *grabs, *_given(payments), *_given(users))
+        if not are_ids(names) or not all(map(_is_currency, set(_given(currencies)))):
+            return False
+    except TypeError:
+        # A name is no text.
+        return False
+    asked = _given(quantities)
+    return (
+        RESERVED_IDS.isdisjoint(ids)
+        # A command made in Python may have 1.0, or True.
+        and {*map(type, paid), *map(type, asked)} == {int}
+        and min(paid) >= 0
+        and min(asked, default=1) >= 1
+        and max(*paid, *asked, 0) <= AMOUNT_MAX
+        and all(
+            payment is not None and currency is not None
+            for payment, currency, sum_paid in zip(payments, currencies, paid, strict=True)
+            if sum_paid
+        )
+    )
+
+
+_fields_of_confirm = attrgetter("id", "offer", "grab", "payment", "user", "paid", "currency", "quantity")
+
+
+def _given(values: Sequence[Any]) -> Sequence[Any]:
+    return [value for value in values if value is not None] if None in values else values
 
 
 def _check_types(command: AnyCommand) -> None:

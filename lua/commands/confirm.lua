@@ -10,7 +10,12 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/command.lua; a body: {grab, payment, paid, currency, quantity}
+-- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, offer of each confirmation, sizes,
+--         payments, users, paid, currencies, quantities}. sizes: {number of confirmations; the widths of ids,
+--         digests, grabs and payments, as in `grab`; that of payments is false if any has none}. payments: if
+--         any has none, a list. payments, users, quantities: false if none has one; else a list, in which ''
+--         or 0 stands for none. offer, paid and currency ('' for none): a list, or the value that all have
+-- ARGV[7] ids, with '","' between them · ARGV[8] digests · ARGV[9] grabs · ARGV[10] payments, or ''
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 25 no_such_grab ·
 --           31 limit_reached · 33 not_enough_left · 34 expired · 35 not_held · 2 confirmed
 --           A payment for a retired offer gets 24 and is to be paid back, unless the payment is recorded.
@@ -24,13 +29,14 @@
 --- @include "pieces"
 --- @include "settling"
 --- @include "command"
+--- @include "paying"
 
 -- The record of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil. It counts
 -- while its offer exists, and for a time after.
 local function payment_of(call, campaign, payment)
   local known = campaign.payments[payment]
-  if known then return known end
-  local record = redis.call('HGET', campaign.payments_key, payment)
+  if type(known) == 'table' then return known end
+  local record = known or redis.call('HGET', campaign.payments_key, payment)
   known = record and cmsgpack.unpack(record) or nil
   if known and (not has_retired(call, known[1]) or known_past_of(campaign, known[1], call.now)) then
     return known
@@ -141,7 +147,7 @@ local function confirm_without_offer(call, name, id, digest, body, campaign)
   return refused_row(call, CODE.no_such_offer, {message = message})
 end
 
-return carry_out_for_grab(function(call, offer, grab, id, digest, body, campaign)
+local confirm_for_grab = about_grab(function(call, offer, grab, id, digest, body, campaign)
   local known = repeated_payment(call, campaign, offer.name, body,
     body.user and not grab and CODE.no_such_grab)
   if known then return known end
@@ -168,4 +174,45 @@ return carry_out_for_grab(function(call, offer, grab, id, digest, body, campaign
     return refuse_payment(call, offer, grab, id, digest, body, campaign, 'expired')
   end
   return confirm(call, offer, grab, id, digest, body, campaign, quantity)
-end, confirm_without_offer)
+end)
+
+-- The confirmations of a call, as carry_out and includes/paying.lua get them: beside the usual columns,
+-- grabs, payments, users, paid, currencies, quantities by confirmation. Those that no confirmation has are
+-- false; '' and 0 stand for none.
+local read_confirmations
+do
+  -- What all confirmations have alike was sent once.
+  local function column_of(values, confirmations)
+    if type(values) == 'table' or not values then return values end
+    local column = {}
+    for i = 1, confirmations do column[i] = values end
+    return column
+  end
+
+  -- The i-th confirmation: {grab, user, payment, paid, currency, quantity}; what it does not have is absent.
+  local function body_of(columns, i)
+    local function value_in(column, none)
+      local value = column and column[i]
+      return value and value ~= none and value or nil
+    end
+    return {grab = columns.grabs[i], user = value_in(columns.users, ''),
+      payment = value_in(columns.payments, ''), paid = columns.paid[i],
+      currency = value_in(columns.currencies, ''), quantity = value_in(columns.quantities, 0)}
+  end
+
+  function read_confirmations()
+    for n = 6, 10 do spend(COST.argument_byte * #ARGV[n]) end
+    local sent = cmsgpack.unpack(ARGV[6])
+    local confirmations, ids, digests, grabs, payments = unpack(sent[5])
+    local columns = {sent[1], sent[2], sent[3], values_of(ARGV[7], ids, confirmations),
+      column_of(sent[4], confirmations), values_of(ARGV[8], digests, confirmations)}
+    columns[7] = function(i) return body_of(columns, i) end
+    columns.grabs = values_of(ARGV[9], grabs, confirmations)
+    columns.payments = payments and values_of(ARGV[10], payments, confirmations) or sent[6]
+    columns.users, columns.quantities = sent[7], sent[10]
+    columns.paid, columns.currencies = column_of(sent[8], confirmations), column_of(sent[9], confirmations)
+    return columns
+  end
+end
+
+return carry_out(confirm_for_grab, confirm_without_offer, read_confirmations, confirm_run)

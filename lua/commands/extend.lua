@@ -20,7 +20,7 @@
 --- @include "pieces"
 --- @include "command"
 
-return carry_out_for_grab(function(call, offer, grab, id, digest, body)
+return carry_out(about_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   if grab.held == 0 then
     return refused_row(call, grab.status == EXPIRED and CODE.expired or CODE.not_held)
@@ -36,4 +36,4 @@ return carry_out_for_grab(function(call, offer, grab, id, digest, body)
   touch_grab(offer, body.grab)
   return {CODE.extended, call.seq, call.now, grab.held, grab.held, grab.place, offer.units_left, 0, 0,
     {deadline_at = grab.deadline}}, true
-end)
+end))

@@ -21,7 +21,7 @@
 --- @include "settling"
 --- @include "command"
 
-return carry_out_for_grab(function(call, offer, grab, id, digest, body)
+return carry_out(about_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   local order = order_of(offer, body.grab, body.order)
   if order and order[1] > 0 then
@@ -40,4 +40,4 @@ return carry_out_for_grab(function(call, offer, grab, id, digest, body)
     .. '","digest":"' .. digest .. '"}')
   keep_order(call, offer, body.grab, body.order, body.quantity)
   return {CODE.redeemed, call.seq, call.now, body.quantity, body.quantity, grab.place, offer.units_left}, true
-end)
+end))

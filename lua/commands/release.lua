@@ -21,7 +21,7 @@
 --- @include "settling"
 --- @include "command"
 
-return carry_out_for_grab(function(call, offer, grab, id, digest, body)
+return carry_out(about_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   if grab.status == WAITING then
     leave_queue(call, offer, body.grab, grab, id, digest)
@@ -37,4 +37,4 @@ return carry_out_for_grab(function(call, offer, grab, id, digest, body)
   end
   if grab.status == RELEASED then return again_row(CODE.released, grab.ended_seq, grab.ended_at) end
   return refused_row(call, grab.status == EXPIRED and CODE.expired or CODE.not_held)
-end)
+end))

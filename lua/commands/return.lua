@@ -31,7 +31,7 @@ local function refunds_text(grab, quantity)
   return table.concat(refunds, ',')
 end
 
-return carry_out_for_grab(function(call, offer, grab, id, digest, body)
+return carry_out(about_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   local returnable = grab.taken - grab.redeemed
   local quantity = body.quantity or returnable
@@ -51,4 +51,4 @@ return carry_out_for_grab(function(call, offer, grab, id, digest, body)
   serve(call, offer, id)
   row[7] = offer.units_left
   return row, true
-end)
+end))

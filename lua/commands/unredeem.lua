@@ -21,7 +21,7 @@
 --- @include "settling"
 --- @include "command"
 
-return carry_out_for_grab(function(call, offer, grab, id, digest, body)
+return carry_out(about_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   local order = order_of(offer, body.grab, body.order)
   if not order then return refused_row(call, CODE.not_redeemable) end
@@ -33,4 +33,4 @@ return carry_out_for_grab(function(call, offer, grab, id, digest, body)
     .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}')
   keep_order(call, offer, body.grab, body.order, 0)
   return {CODE.unredeemed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}, true
-end)
+end))

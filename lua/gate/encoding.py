@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import count, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -57,8 +58,12 @@ _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
 
 GRANTED = int(Outcome.granted)
+CONFIRMED = int(Outcome.confirmed)
 #: The details of a grab that got pieces, without codes.
 _OF_TAKEN = {"limits", "number", "deadline_at", "due", "currency"}
+_ROW_WIDTH = 10
+#: The details of a confirmed hold without codes.
+_OF_CONFIRMED = {"number"}
 
 
 class Secrets(NamedTuple):
@@ -105,6 +110,28 @@ def granted_answers(shard: int, commands: Sequence[Any], run: GrantRun) -> list[
     )  # fmt: skip
 
 
+def are_confirmed(rows: Sequence[Sequence[Any]]) -> bool:
+    """Whether all rows are those of holds that were confirmed for the first time, without coupons."""
+    if set(map(len, rows)) != {_ROW_WIDTH}:
+        return False
+    codes, *_, repeated, retries, details = zip(*rows, strict=True)
+    return codes.count(CONFIRMED) == len(rows) and not (any(repeated) or any(retries) or any(details))
+
+
+def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[Sequence[Any]]) -> list[Answer]:
+    """Returns the answers to the first of these commands, of which there are such rows (`are_confirmed`)."""
+    _, seqs, times, amounts, quantities, places, lefts, *_ = zip(*rows, strict=True)
+    ids, grabs, users, offers = zip(*map(_named_by_confirm, commands[: len(rows)]), strict=True)
+    return list(
+        map(
+            Answer, ids, repeat("confirmed"), repeat(CONFIRMED), offers, users, grabs, amounts, quantities,
+            places, lefts, repeat(False), repeat(None), repeat(shard), seqs, times,
+        )
+    )  # fmt: skip
+
+
+_named_by_confirm = attrgetter("id", "grab", "user", "offer")
+
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
@@ -136,7 +163,12 @@ def build(
     name.
     """
     call_offers = CallOffers([command.offer for command in commands])
-    names = call_offers.keys(keys)
+    if len(call_offers.offers) == 1:
+        names: Sequence[str] = _keys_of_one(keys, call_offers.offers[0])[0]
+    else:
+        names = call_offers.keys(keys)
+    if script == "confirm":
+        return ScriptCall(names, _confirm_arguments(commands, gate.sealer, call_offers))  # type: ignore[arg-type]
     if script == "grab":
         return ScriptCall(names, _grab_arguments(commands, gate, call_offers))  # type: ignore[arg-type]
     columns: list[Any] = [
@@ -231,6 +263,47 @@ def _extra_of(command: Grab, tickets: TicketKeys) -> Any:
         if ticket.of_campaign:
             extra["ticket_ends_at"] = ticket.expires_at_ms
     return extra or False
+
+
+# -- confirm -------------------------------------------------------------------------------------------------
+
+_columns_of_confirm = attrgetter("id", "grab", "payment", "user", "paid", "currency", "quantity")
+
+
+def _confirm_arguments(commands: Sequence[Confirm], sealer: Sealer, call_offers: CallOffers) -> list[bytes]:
+    """Returns the packed arguments of `confirm`: what all confirmations have is sent as texts."""
+    ids, grabs, payments, users, paid, currencies, quantities = zip(
+        *map(_columns_of_confirm, commands), strict=True
+    )
+    digests = list(map(sealer.digests.of, commands))
+    all_pay = None not in payments
+    sizes = [len(ids), _width(ids), _width(digests), _width(grabs), _width(payments) if all_pay else False]
+    columns: list[Any] = [
+        call_offers.offers,
+        call_offers.campaign_of,
+        call_offers.campaigns,
+        _same_or_all(call_offers.offer_of),
+        sizes,
+        False if all_pay else _given(payments, ""),
+        _given(users, ""),
+        _same_or_all(paid),
+        _same_or_all([currency or "" for currency in currencies]),
+        _given(quantities, 0),
+    ]
+    texts = [ids, digests, grabs, payments if all_pay else ()]
+    return [_pack(columns), *['","'.join(text).encode() for text in texts]]
+
+
+def _same_or_all(values: Sequence[Any]) -> Any:
+    """The value that all have, or all values."""
+    return values[0] if values.count(values[0]) == len(values) else values
+
+
+def _given(values: Sequence[Any], none: Any) -> Any:
+    """Values with `none` in place of None; False if there are no others."""
+    if values.count(None) == len(values):
+        return False
+    return [none if value is None else value for value in values]
 
 
 # -- open ----------------------------------------------------------------------------------------------------
@@ -354,12 +427,7 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
         body["grab"] = command.grab
         if command.user is not None:
             body["user"] = command.user
-    if isinstance(command, Confirm):
-        optional = {"payment": command.payment, "currency": command.currency, "quantity": command.quantity}
-        body |= {"paid": command.paid} | {
-            name: value for name, value in optional.items() if value is not None
-        }
-    elif isinstance(command, Return):
+    if isinstance(command, Return):
         body["reason"] = _json(command.reason).decode()
         if command.quantity is not None:
             body["quantity"] = command.quantity
@@ -414,6 +482,14 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
             details.get("deadline_at"), details.get("due"), details.get("currency"), None,
             tuple([_limit_state(*limit) for limit in details.get("limits", ())]),
             None if number is None else str(number),
+        )  # fmt: skip
+    if code == CONFIRMED and type(command) is Confirm and details.keys() <= _OF_CONFIRMED:
+        # The usual answer to a confirmation.
+        number = details.get("number")
+        return Answer(
+            command.id, "confirmed", code, command.offer, command.user, command.grab, row[3], row[4], row[5],
+            row[6], row[7] == 1, row[8] or None, shard, row[1] or None, row[2],
+            coupon_code=None if number is None else str(number),
         )  # fmt: skip
     if "kept" in details:
         return answer_of(shard, command, _compared(command, row, details, sealer), sealer)

@@ -62,7 +62,9 @@ from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import (
     AnyCommand,
+    Confirm,
     Grab,
+    are_right_confirmations,
     basket_of,
     check,
     offer_of_plain,
@@ -85,8 +87,9 @@ BESIDE_FAST_COMMANDS_MIN: Final = 8
 FAST_SECONDS: Final = 0.002
 RETRY_SECONDS: Final = 0.05
 WATCH_EVERY_SECONDS: Final = 0.1
-#: Commands per call of these scripts, fewer than of others, since each command is large.
-AT_ONCE_MAX: Final = {"open": 16, "load": 8}
+#: Commands per call of these scripts, fewer than of others: each is large, or no more fit into a call by
+#: their cost (lua/includes/cost.lua), and those that do not fit are sent again.
+AT_ONCE_MAX: Final = {"open": 16, "load": 8, "confirm": 192}
 SHARDS_KNOWN_MAX: Final = 100_000
 
 #: A command, alone in its call, whose script failed so many times after its first write is not sent again.
@@ -263,6 +266,8 @@ class Gate:
 
     def _check(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
         """Returns the indexes of the valid commands; answers the others `invalid`."""
+        if commands and type(commands[0]) is Confirm and are_right_confirmations(commands):
+            return range(len(commands))
         names: list[str] = []
         ids: list[str] = []
         for command in commands:
@@ -314,7 +319,7 @@ class Gate:
         for shard, in_shard in by_shard.items():
             for kind, run in groupby(in_shard, lambda index: type(commands[index])):
                 of_run = list(run)
-                size = AT_ONCE_MAX.get(kind.__name__.lower(), self._limits.batch_commands_max)
+                size = self._most_at_once(kind.__name__.lower(), self._limits.batch_commands_max)
                 start = 0
                 while start < len(of_run):
                     end = few_offers(of_run, commands, start, min(start + size, len(of_run)))
@@ -322,6 +327,10 @@ class Gate:
                     end = whole_baskets(of_run, commands, end)
                     yield shard, kind.__name__.lower(), of_run[start:end]
                     start = end
+
+    @staticmethod
+    def _most_at_once(script: str, most: int) -> int:
+        return min(AT_ONCE_MAX.get(script, most), most)
 
     def _shard(self, offer: str) -> int:
         shard = self._shard_of.get(offer)
@@ -433,7 +442,7 @@ class Gate:
                 shard.queued -= len(queue.popleft().commands)
                 continue
             if entries:
-                size = AT_ONCE_MAX.get(entry.script, most)
+                size = self._most_at_once(entry.script, most)
                 if entry.script != entries[0].script or count + len(entry.commands) > size:
                     break
                 if size_bytes + entry.bytes > CALL_BYTES_MAX:
@@ -523,7 +532,11 @@ class Gate:
         """Answers the decided commands; returns entries of the commands that did not fit, in order."""
         number, history = shard.keys.shard, reply.history_or_retry_at
         answers = encoding.granted_answers(number, commands, reply.run) if reply.run else []
-        answers += map(partial(self._answer_of, number), commands[len(answers) :], reply.rows_or_message)
+        rows = reply.rows_or_message
+        if entries[0].script == "confirm" and encoding.are_confirmed(rows):
+            answers = encoding.confirmed_answers(number, commands, rows)  # type: ignore[arg-type]
+        else:
+            answers += map(partial(self._answer_of, number), commands[len(answers) :], rows)
         index = 0
         rest: list[QueueEntry] = []
         for entry in entries:

@@ -12,6 +12,7 @@ from grabstream.models.commands import (
     Adjust,
     Amend,
     AnyCommand,
+    Confirm,
     Grab,
     Load,
     Open,
@@ -57,6 +58,8 @@ def size_of_all(commands: Sequence[AnyCommand]) -> int:
     """Returns the sum for commands of one type."""
     if len(commands) == 1:
         return size_of(commands[0])
+    if type(commands[0]) is Confirm:
+        return PLAIN_BYTES * len(commands)
     if type(commands[0]) is Grab and not any(command.attributes for command in commands):  # type: ignore[union-attr]
         return PLAIN_BYTES * len(commands)
     return sum(map(size_of, commands))

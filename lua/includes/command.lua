@@ -14,75 +14,97 @@ local function refused_row(call, code, details)
   return {code, 0, call.now, 0, 0, 0, 0, 0, 0, details}
 end
 
--- Remembers the row of a command that made no event; returns the record, or nil when nothing is kept. Where
--- there is no offer, two rows are not kept: one that names an event of a recorded payment, since the payment
--- answers every repeat; and one with details (money for which nothing was booked), which is only counted,
--- since each attempt must get it.
-local function keep_refusal(call, offer, name, field, row, digest)
-  if not offer and row[2] > 0 then return nil end
-  if row[1] == CODE.conflict then return nil end
-  if not offer and row[10] then return count_refusals(call, row[1], name, 1) end
-  if row[8] == 1 then
-    return remember(call, field, pack_again(row[1], row[2], row[3], row[5], digest, name))
-  end
-  if row[1] > CODE.conflict then return refuse(call, row[1], field, name, digest) end
-end
-
--- Carries out all commands of a call; returns the packed reply.
+-- Carries out all commands of a call; returns the packed reply. Answers and refusals that the call has made
+-- for a command id count for later commands of the call with the same id.
 -- `act(call, offer, id, digest, body, campaign)` changes the offer and adds events. It returns the row of the
 -- answer, and true if the command made an event. `act_without_offer(call, name, id, digest, body, campaign)`
 -- does the same where there is no offer.
-local function carry_out(act, act_without_offer)
-  local call, refused = begin_call()
-  if not call then return cmsgpack.pack(refused) end
-  local arguments = cmsgpack.unpack(ARGV[6])
-  spend(COST.argument_byte * #ARGV[6])
-  local names, campaign_of, ids, offer_of = arguments[1], arguments[2], arguments[4], arguments[5]
-  local digests, bodies = arguments[6], arguments[7]
-  local offers, campaigns = load_offers(names, campaign_of, arguments[3])
-  -- Rows that this call has made for a command id count for later commands of the call with the same id.
-  local refusals, rows = {}, {}
-  for i = 1, #ids do
-    if i > 1 and is_spent() then break end
-    spend(COST.command)
-    local id, digest, o = ids[i], digests[i], offer_of[i]
-    local offer, campaign = offers[o], campaigns[campaign_of[o]]
+-- `read()` returns the columns of ARGV[6], if the commands are sent in another form, with bodies as a
+-- function of the index. `act_alike(call, commands, i, rows)` then carries out commands from the i-th on as
+-- long as they are like most, and adds their packed rows; it returns the index of the first that it left.
+local carry_out
+do
+  -- Remembers the row of a command that made no event; returns the record, or nil when nothing is kept. Where
+  -- there is no offer, two rows are not kept: one that names an event of a recorded payment, since the
+  -- payment answers every repeat; and one with details (money for which nothing was booked), which is only
+  -- counted, since each attempt must get it.
+  local function keep_refusal(call, offer, name, field, row, digest)
+    if not offer and row[2] > 0 then return nil end
+    if row[1] == CODE.conflict then return nil end
+    if not offer and row[10] then return count_refusals(call, row[1], name, 1) end
+    if row[8] == 1 then
+      return remember(call, field, pack_again(row[1], row[2], row[3], row[5], digest, name))
+    end
+    if row[1] > CODE.conflict then return refuse(call, row[1], field, name, digest) end
+  end
+
+  -- Carries out the i-th command; returns its row.
+  local function carry_out_one(call, commands, i, body, act, act_without_offer)
+    local id, digest, o = commands.ids[i], commands.digests[i], commands.offer_of[i]
+    local name, offer, refusals = commands.names[o], commands.offers[o], commands.refusals
+    local campaign = commands.campaigns[commands.campaign_of[o]]
     local field = refusal_field(campaign.name, id)
     local record = campaign.answers[id] or answer_that_counts(call, campaign,
       redis.call('HGET', campaign.answers_key, id))
     local refusal = refusals[field] or refusal_that_counts(call, campaign, field,
       redis.call('HGET', KEYS[3], field))
-    local sent = {digest = digest, offer = names[o], whole = bodies[i].whole}
+    local sent = {digest = digest, offer = name, whole = body.whole}
     local row, has_event = repeated_row(record, refusal, sent, call.now, campaign.name, offer and offer.parts)
     local is_repeat = row ~= nil
     if not row and not offer then
-      row = act_without_offer and act_without_offer(call, names[o], id, digest, bodies[i], campaign)
+      row = act_without_offer and act_without_offer(call, name, id, digest, body, campaign)
         or refused_row(call, CODE.no_such_offer)
     elseif not row then
-      row, has_event = act(call, offer, id, digest, bodies[i], campaign)
+      row, has_event = act(call, offer, id, digest, body, campaign)
     end
     if has_event then
-      record = pack_row(names[o], row, digest, sent.whole)
+      record = pack_row(name, row, digest, sent.whole)
       keep_answer(campaign, id, record)
     elseif not is_repeat then
-      refusals[field] = keep_refusal(call, offer, names[o], field, row, digest)
+      refusals[field] = keep_refusal(call, offer, name, field, row, digest)
     end
-    rows[i] = row
+    return row
   end
-  return finish(call, offers, campaigns, rows)
+
+  -- The usual form of the commands.
+  local function read_columns()
+    spend(COST.argument_byte * #ARGV[6])
+    local columns = cmsgpack.unpack(ARGV[6])
+    local bodies = columns[7]
+    columns[7] = function(i) return bodies[i] end
+    return columns
+  end
+
+  function carry_out(act, act_without_offer, read, act_alike)
+    local call, refused = begin_call()
+    if not call then return cmsgpack.pack(refused) end
+    local columns, rows = (read or read_columns)(), {}
+    local offers, campaigns = load_offers(columns[1], columns[2], columns[3])
+    local commands = {names = columns[1], campaign_of = columns[2], ids = columns[4], offer_of = columns[5],
+      digests = columns[6], columns = columns, offers = offers, campaigns = campaigns, refusals = {}}
+    local i, last = 1, #commands.ids
+    while i <= last do
+      if act_alike then i = act_alike(call, commands, i, rows) end
+      if i > last or i > 1 and is_spent() then break end
+      spend(COST.command)
+      rows[i] = cmsgpack.pack(carry_out_one(call, commands, i, columns[7](i), act, act_without_offer))
+      i = i + 1
+    end
+    return finish(call, offers, campaigns, {}, nil, rows)
+  end
 end
 
--- Carries out commands about a grab, which `body.grab` names. An expired hold is ended first. A grab of
--- another user than `body.user` does not exist for the command.
-local function carry_out_for_grab(act, act_without_offer)
-  return carry_out(function(call, offer, id, digest, body, campaign)
+-- What `carry_out` gets as `act` for commands about a grab, which `body.grab` names. An expired hold is ended
+-- first. A grab of another user than `body.user` does not exist for the command.
+local function about_grab(act)
+  return function(call, offer, id, digest, body, campaign)
     local grab = grab_of(offer, body.grab)
     if grab then
       lapse(call, offer, body.grab, grab)
       if body.user and body.user ~= grab.user then grab = nil end
     end
     return act(call, offer, grab, id, digest, body, campaign)
-  end, act_without_offer)
+  end
 end
 
 -- Carries out commands about the offer itself. A closed offer refuses all of them.

@@ -53,32 +53,35 @@ local function write_in_pieces(command, key, values)
   end
 end
 
--- Fences the shard and marks it incomplete: a write failed after another had succeeded, or the outbox is
--- ahead of the shard's seq. The shard's relay journals the events in the outbox, then rebuilds the shard.
-local function break_off(words)
-  local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
-  local seq = last and tonumber(string.match(last[1], '^%d+')) + seqs_of(last[2]) - 1 or 0
-  redis.call('HDEL', KEYS[1], 'life', 'history')
-  redis.call('HSET', KEYS[1], 'partial', '1', 'fault', 'a script broke off while it wrote: ' .. words,
-    'seq', string.format('%d', math.max(seq, tonumber(redis.call('HGET', KEYS[1], 'seq') or 0))))
-  error({err = 'BROKEN OFF ' .. words})
-end
-
 -- Carries out the noted writes. No valid data makes one of them fail.
-local function commit()
-  local done = 0
-  local succeeded, problem = pcall(function()
-    for i = 1, #writes do
-      redis.call(unpack(writes[i]))
-      done = i
-    end
-  end)
-  writes = {}
-  if succeeded then return end
-  local words = type(problem) == 'table' and problem.err or tostring(problem)
-  if done > 0 or string.find(words, 'equal or smaller', 1, true) then break_off(words) end
-  -- Nothing was written, and no command caused it: the shard's keys, or its server, cannot be written.
-  error({err = 'UNWRITTEN ' .. words})
+local commit
+do
+  -- Fences the shard and marks it incomplete: a write failed after another had succeeded, or the outbox is
+  -- ahead of the shard's seq. The shard's relay journals the events in the outbox, then rebuilds the shard.
+  local function break_off(words)
+    local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+    local seq = last and tonumber(string.match(last[1], '^%d+')) + seqs_of(last[2]) - 1 or 0
+    redis.call('HDEL', KEYS[1], 'life', 'history')
+    redis.call('HSET', KEYS[1], 'partial', '1', 'fault', 'a script broke off while it wrote: ' .. words,
+      'seq', string.format('%d', math.max(seq, tonumber(redis.call('HGET', KEYS[1], 'seq') or 0))))
+    error({err = 'BROKEN OFF ' .. words})
+  end
+
+  function commit()
+    local done = 0
+    local succeeded, problem = pcall(function()
+      for i = 1, #writes do
+        redis.call(unpack(writes[i]))
+        done = i
+      end
+    end)
+    writes = {}
+    if succeeded then return end
+    local words = type(problem) == 'table' and problem.err or tostring(problem)
+    if done > 0 or string.find(words, 'equal or smaller', 1, true) then break_off(words) end
+    -- Nothing was written, and no command caused it: the shard's keys, or its server, cannot be written.
+    error({err = 'UNWRITTEN ' .. words})
+  end
 end
 
 -- Reads ARGV[1..5] and the shard. Returns the call's state, or nil and the refusal of the whole call {code,

@@ -28,7 +28,7 @@ local function campaign_at(name, offers, c)
   return {name = name, answers_key = answers, payments_key = payments, state_key = state,
     tickets_key = tickets,
     counters = counters_at(counters), answers = {}, made = {}, payments = {}, payments_changed = {},
-      tickets = {}, tickets_used = {},
+      payments_made = {}, tickets = {}, tickets_used = {},
     past = {}}
 end
 
@@ -41,19 +41,14 @@ local function keep_answer(campaign, id, record)
   if #record > BOUNDS.large_answer_bytes then put(campaign, 'has_large', true) end
 end
 
--- The time zone in which a campaign's limits count, as JSON text, or false. The campaign's first offer sets
--- it; it holds until the campaign's last offer retires.
-local function zone_of(campaign)
-  if campaign.zone == nil then campaign.zone = redis.call('HGET', campaign.state_key, 'zone') end
-  return campaign.zone
-end
-
 -- Sets the campaign's zone from its first offer. If the offer has another zone, stores the campaign's offsets
 -- in the offer's rules and returns the campaign's zone as JSON text; else returns nil. The caller writes
 -- `campaign.zone`.
 local function join_zone(campaign, terms)
-  local zone = zone_of(campaign)
-  if not zone then
+  -- The time zone in which a campaign's limits count, as JSON text, or false. The campaign's first offer sets
+  -- it; it holds until the campaign's last offer retires.
+  if campaign.zone == nil then campaign.zone = redis.call('HGET', campaign.state_key, 'zone') end
+  if not campaign.zone then
     campaign.zone = terms.campaign_zone_json or terms.zone_json
     campaign.zone_is_new = true
   end
@@ -111,8 +106,9 @@ do
       offer.counters = counters_at(KEYS[base + KEY.users])
       offer.grabs, offer.grabs_changed, offer.holds, offer.holds_gone = {}, {}, {}, {}
       offer.queue_new, offer.queue_gone, offer.orders, offer.orders_changed = {}, {}, {}, {}
-      -- Of the grabs of a run, as they are written (includes/taking.lua).
-      offer.grabs_made, offer.holds_made = {}, {}
+      -- As they are written: of the grabs of a run (includes/taking.lua), of confirmations that are decided
+      -- together (includes/paying.lua); `records` are those of the latter, by grab.
+      offer.grabs_made, offer.holds_made, offer.records = {}, {}, {}
       offer.codes_taken, offer.codes_back = 0, {}
       offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + KEY.queue]) or 0
       offer.queue_stored, offer.queue_from, offer.queue_new_read = offer.queue_length, 0, 0
@@ -223,7 +219,7 @@ do
     end
     write_in_pieces('HSET', KEYS[base + KEY.orders], fields)
     write_counters(offer.counters)
-    local holds, gone = offer.holds_made, {}
+    local holds, gone = offer.holds_made, offer.holds_gone
     for name in pairs(offer.holds) do
       local grab, member = offer.grabs[name], offer.name .. '/' .. name
       if grab.held > 0 then
@@ -422,9 +418,12 @@ local function write_all(call, offers, campaigns)
     if campaign.has_large then write('HSET', campaign.state_key, 'large', '1') end
     write_counters(campaign.counters)
     write_tickets(campaign, call.now)
+    local payments = campaign.payments_made
     for payment in pairs(campaign.payments_changed) do
-      write('HSET', campaign.payments_key, payment, cmsgpack.pack(campaign.payments[payment]))
+      payments[#payments + 1] = payment
+      payments[#payments + 1] = cmsgpack.pack(campaign.payments[payment])
     end
+    write_in_pieces('HSET', campaign.payments_key, payments)
     for _, past in pairs(campaign.past) do
       if past and past.changed then write_past(campaign, past) end
     end

@@ -13,7 +13,7 @@ local CONSIDERED_MAX = 100
 local function grab_of(offer, name)
   local grab = offer.grabs and offer.grabs[name]
   if grab == nil and offer.pieces then
-    local record = redis.call('HGET', KEYS[offer.base + KEY.grabs], name)
+    local record = offer.records[name] or redis.call('HGET', KEYS[offer.base + KEY.grabs], name)
     grab = record and unpack_grab(record)
     put(offer.grabs, name, grab)
   end

@@ -134,6 +134,8 @@ end
 --   rows: gets a packed row, and returns what `pack_row` does for a plain grab.
 --   refusals: gets a user, and returns what `pack_refusal` does for a plain grab of an offer.
 --   numbers: returns what `cmsgpack.pack` does of a number, and adds `step` to it.
+--   answers: gets a seq, a digest and a packed row, and returns what `pack_row` does; for any command of an
+--     offer, and any seq.
 local packer_of
 do
   -- Bytes, and small amounts in 6 bytes. Filled as they are needed: a library that is being loaded has no
@@ -181,6 +183,17 @@ do
     end
   end
 
+  function makers.answers(name, code, at)
+    local empty = pack_answer(code, 0, at, 0, 0, PLAIN, '')
+    local first, middle = string.sub(empty, 1, 1), string.sub(empty, 8, -2)
+    local tail, high, high_packed = string.char(146) .. cmsgpack.pack(name), -1, nil
+    return function(seq, digest, row)
+      local low = seq % 256
+      if seq - low ~= high then high, high_packed = seq - low, struct.pack('>I5', (seq - low) / 256) end
+      return first .. high_packed .. BYTES[low] .. middle .. BYTES[#digest] .. digest .. tail .. row
+    end
+  end
+
   function makers.refusals(name, code, at)
     local start, tail, heads = PLAIN .. '$' .. name .. '/', offer_tail(name), {}
     return function(user)
@@ -222,6 +235,15 @@ do
     values[count + 1] = nil
     return values
   end
+end
+
+-- The values in an argument that has '","' between them, as in an event. `width` is the length of all or, if
+-- they differ, the format of the text.
+local function values_of(text, width, count)
+  if type(width) == 'number' then return unpack_list('c' .. width, 'xxx', text, count) end
+  local values = {struct.unpack(width, text)}
+  values[count + 1] = nil
+  return values
 end
 
 local ACTIVE, RELEASED, EXPIRED, WAITING = 0, 1, 2, 3

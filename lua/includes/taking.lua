@@ -283,14 +283,6 @@ do
     return counts_by_user(offer)
   end
 
-  -- The values in an argument that has '","' between them, as in an event.
-  local function values_of(text, width, grabs)
-    if type(width) == 'number' then return unpack_list('c' .. width, 'xxx', text, grabs) end
-    local values = {struct.unpack(width, text)}
-    values[grabs + 1] = nil
-    return values
-  end
-
   function decide_plain(call, offer, campaign, plain)
     local grabs, ids_width, users_width = unpack(plain)
     local ids, users = values_of(ARGV[7], ids_width, grabs), values_of(ARGV[8], users_width, grabs)

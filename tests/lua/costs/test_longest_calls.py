@@ -200,6 +200,37 @@ async def test_calls_for_a_grab_with_the_largest_record_are_short(system: Measur
     await check(system, prepare, act, "confirm", "return", "apply")
 
 
+async def test_confirmations_of_grabs_with_large_records_are_short(system: MeasuredShard) -> None:
+    """Records are read ahead, before it is known how large they are. Each of these has counted in a hundred
+    windows of eight limits, as after a hundred late payments that took units again.
+    """
+    names = [f"g{n}" for n in range(60)]
+
+    async def prepare() -> None:
+        terms = StockTerms(issuer="i", total=200, price=0, currency="CNY", hold_ms=HOUR, limits=LIMITS)
+        await decided(system, [Open(id="open", offer="o", terms=terms)], "opened")
+        grabs: list[AnyCommand] = [
+            Grab(id=name, offer="o", user=name * 20, attributes=ATTRIBUTES) for name in names
+        ]
+        await decided(system, grabs, "held")
+        key = system.keys.of_offer("o")[3]
+        for name in names:
+            record = msgspec.msgpack.decode(await system.redis.hget(key, name))
+            record[17] = [[1, record[16]]] * 100
+            # A list of 20 values, as the scripts pack it.
+            await system.redis.hset(key, name, msgspec.msgpack.encode(record))
+            assert await system.redis.hstrlen(key, name) > 50_000
+
+    async def act() -> None:
+        paid: list[AnyCommand] = [
+            Confirm(id=f"p{name}", offer="o", grab=name, payment=name) for name in names
+        ]
+        await decided(system, paid, "confirmed")
+        await decided(system, paid, "confirmed")
+
+    await check(system, prepare, act, "confirm")
+
+
 @pytest.mark.parametrize("count", [1_000, pytest.param(25_600, marks=pytest.mark.nightly)])
 async def test_calls_that_give_units_to_a_long_queue_are_short(system: MeasuredShard, count: int) -> None:
     """The total is raised by as many units as are waited for; then units return, one by one and by the

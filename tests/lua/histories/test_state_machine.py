@@ -27,7 +27,7 @@ from redis.asyncio.cluster import RedisCluster
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
-from grabstream.models.commands import AnyCommand, Grab, Open
+from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
 from grabstream.ops.settings import Settings
 from tests.conftest import LONGER
 from tests.lua.histories.strategies import (
@@ -36,6 +36,7 @@ from tests.lua.histories.strategies import (
     PIECES,
     USERS,
     baskets,
+    confirms,
     envelopes,
     grab_commands,
     grabs,
@@ -169,6 +170,47 @@ class Machine(Twins, RuleBasedStateMachine):
                 [data.draw(grab_commands(*data.draw(st.sampled_from(known)))) for _ in range(count)], data
             )
         )
+
+    @rule(data=st.data(), spoiled=st.sampled_from((0, 0, 1, 3)), late_ms=st.sampled_from((None, None, -1, 0)))
+    def a_crowd_pays(self, data: Any, spoiled: int, late_ms: int | None) -> None:
+        """Confirmations of all holds of some offers in one list, most of them right; between them others
+        about the same grabs, and some of the list a second time, some with another id or payment.
+        """
+        holds = [
+            (offer, name, grab)
+            for state in self.states
+            for offer in state.offers.values()
+            for name, grab in offer.grabs.items()
+            if grab.held
+        ]
+        if not holds:
+            return
+        if late_ms is not None:
+            self.now = max(self.now, min(grab.lapses_at for *_, grab in holds) + late_ms)
+        first = self.fresh
+        listed: list[Any] = []
+        self.fresh += len(holds)
+        for number, (offer, name, grab) in enumerate(holds, first):
+            paid = grab.price * grab.held
+            listed.append(
+                Confirm(
+                    id=f"new{number}", offer=offer.name, grab=name, paid=paid,
+                    payment=f"paid{number}" if paid or number % 3 else None,
+                    currency="CNY" if paid else None, user=grab.user if number % 4 == 0 else None,
+                )
+            )  # fmt: skip
+        for _ in range(spoiled):
+            offer, name, grab = data.draw(st.sampled_from(holds))
+            [other] = self._named([data.draw(confirms(offer.name, name, grab.price * grab.held))], data)
+            again = data.draw(st.sampled_from(listed))
+            spoil = data.draw(st.sampled_from(("", "id", "payment", "user", "grab")))
+            if spoil == "id":
+                [again] = self._named([again], data)
+            elif spoil:
+                again = msgspec.structs.replace(again, **{spoil: "p1" if spoil == "payment" else "u1"})
+            for command in (other, again):
+                listed.insert(data.draw(st.integers(0, len(listed))), command)
+        self._decide(listed)
 
     @rule(commands=baskets(), times=st.sampled_from((1, 1, 2)), data=st.data())
     def grabs_a_basket(self, commands: list[AnyCommand], times: int, data: Any) -> None:
