@@ -499,14 +499,14 @@ MUTATIONS: Final = (
         "    local by_period, by, _, value = {}, parts_of(name)",
         "    local by_period, by, period, value = {}, parts_of(name)\n"
         "    if true then return counters_text({[period] = counters.values[name]}) end",
-        _in(COUNTERS, "test_limits_that_end_and_come_again_keep_their_counts[server]"),
+        _in(COUNTERS, "test_limits_that_end_and_come_again_keep_their_counts[server-0-attributes1]"),
     ),
     Mutation(
         "counters of a grab are those of its user",
         "lua/includes/records.lua",
         "if entry[2] == 0 then entry[2] = under else add_user(entry[2], user) end",
         "if entry[2] == 0 then entry[2] = {} else add_user(entry[2], user) end",
-        _in(COUNTERS, "test_a_release_gives_back_to_all_counters_of_a_grab[server]"),
+        _in(COUNTERS, "test_a_release_gives_back_to_all_counters_of_a_grab[server-0-attributes1]"),
     ),
     Mutation(
         "a run of refusals ends before what is remembered",

@@ -164,8 +164,8 @@ def test_failing_upcaster_names_the_event() -> None:
 
 
 def test_lua_writes_current_versions() -> None:
-    """The version is a literal in the scripts: one for grab.granted, one for runs, and one for all other
-    types.
+    """The version is a literal in the scripts: for grab.granted, for grab.confirmed, for runs, and for all
+    other types.
     """
     written = set()
     for path in sorted((ROOT / "lua").rglob("*.lua")):
@@ -173,8 +173,11 @@ def test_lua_writes_current_versions() -> None:
             written.add((type_, int(version)))
     common = {version for type_, version in written if type_ == "%s"} - {RUN_VERSION}
     assert len(common) == 1
-    assert written == {("grab.granted", 1), ("%s", RUN_VERSION), ("%s", *common)}, (
-        "a script writes events in a place that this test does not know"
-    )
+    assert written == {
+        ("grab.granted", 1),
+        ("grab.confirmed", 1),
+        ("%s", RUN_VERSION),
+        ("%s", *common),
+    }, "a script writes events in a place that this test does not know"
     assert set(CURRENT_VERSIONS.values()) == common
     assert {GrabGranted, OfferOpened} <= {type(decode_event(line)) for line in LINES}

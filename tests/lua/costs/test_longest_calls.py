@@ -38,7 +38,8 @@ from tests.lua.histories.recovered import fold
 HOUR = 3_600_000
 Act = Callable[[], Awaitable[None]]
 #: As many limits as an offer may have.
-LIMITS = tuple(Limit(by, per, 10**6) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
+#: A grab records the names of its counters; those by user are shorter.
+LIMITS = tuple(Limit(by, per, 10**6) for by in ("card", "a1") for per in ("offer", "hour", "day", "week"))
 ATTRIBUTES = dict.fromkeys(("card", "a1", "a2", "a3", "a4", "a5", "a6", "a7"), "v" * 64)
 
 

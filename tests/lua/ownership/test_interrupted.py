@@ -228,7 +228,7 @@ def test_deciding_scripts_write_only_in_commit() -> None:
 
 
 def _function(text: str, name: str) -> str:
-    found = re.search(rf"^( *)local function {name}\(.*?^\1end\n", text, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^( *)(?:local )?function {name}\(.*?^\1end\n", text, re.MULTILINE | re.DOTALL)
     return found[0] if found else ""
 
 

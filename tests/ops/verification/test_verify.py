@@ -581,8 +581,7 @@ async def gone(redis: Any, key: str) -> None:
 
 async def counted_more(redis: Any, key: str) -> None:
     [(field, value), *_] = sorted((await redis.hgetall(key)).items())
-    first, _, rest = value.partition(b":")
-    await redis.hset(key, field, b"%d:%s" % (int(first) + 1, rest))
+    await redis.hset(key, field, b"%s0" % value)
 
 
 #: Records that no decoder of MessagePack accepts: no UTF-8, cut, too deep, empty.
