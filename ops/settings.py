@@ -28,6 +28,7 @@ REDIS_PORT = 16379
 KAFKA_PORT = 19092
 CONTROLLER_PORT = 19093
 POSTGRES_PORT = 15432
+GATEWAY_PORT = 18080
 
 #: Fields whose values are never shown. An empty value counts as not set.
 SECRETS = ("seal_keys", "ticket_keys")
@@ -155,6 +156,20 @@ class Settings(BaseSettings):
             "How long a command of the command line waits for a fenced or busy shard; commands of the topic "
             "wait without limit.",
             "ms",
+            ge=1,
+        ),
+    ] = 10_000
+    gateway_requests_max: Annotated[
+        int,
+        _setting(
+            "Requests that one gateway has in work; it answers further ones `busy` at once.", "requests", ge=1
+        ),
+    ] = 1_000
+    gateway_connections_max: Annotated[
+        int,
+        _setting(
+            "Connections of one gateway; fewer if the process may not have so many open files.",
+            "connections",
             ge=1,
         ),
     ] = 10_000
