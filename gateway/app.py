@@ -4,6 +4,7 @@ answers to all that goes wrong.
 Grabs, of which a crowd sends most, reach their handler without the router.
 """
 
+import keyword
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -13,7 +14,8 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from grabstream.gateway import requests
-from grabstream.gateway.bounds import SHED_RETRY_SECONDS
+from grabstream.gateway.asking import Questions
+from grabstream.gateway.bounds import QUESTIONS_MAX, SHED_RETRY_SECONDS
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.gateway.problems import (
@@ -47,22 +49,30 @@ class Application:
     """
 
     def __init__(
-        self, commands: Commands, document: Callable[[], Mapping[str, Any]], bounds: Bounds,
+        self,
+        commands: Commands,
+        questions: Questions,
+        document: Callable[[], Mapping[str, Any]],
+        bounds: Bounds,
         hosts: frozenset[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.in_work = 0
+        self._questions_in_work = 0
         self._bounds = bounds
         self._hosts = hosts
         self._document = document
         self._text = b""
         self._handlers: dict[str, Handler] = {
-            "open": commands.open, "amend": commands.amend, "pause": commands.pause,
-            "resume": commands.resume, "close": commands.close, "grab": commands.grab,
-            "take_basket": commands.take_basket, "confirm": commands.confirm, "release": commands.release,
-            "extend": commands.extend, "return": commands.return_, "redeem": commands.redeem,
-            "unredeem": commands.unredeem, "openapi": self._openapi, "problem": self._problem,
+            "openapi": self._openapi,
+            "problem": self._problem,
             "health": self._health,
-        }  # fmt: skip
+            **{
+                operation.name: getattr(of_kind, _method_of(operation))
+                for kind, of_kind in (("command", commands), ("read", questions))
+                for operation in OPERATIONS
+                if operation.kind == kind
+            },
+        }
         by_path: dict[str, dict[str, Operation]] = {}
         for operation in OPERATIONS:
             by_path.setdefault(operation.path, {})[operation.method] = operation
@@ -115,11 +125,21 @@ class Application:
             body = await body_of(request, operation.body_bytes_max)
             if self.in_work >= self._bounds.requests_max:
                 raise self._no_room()
+        is_question = operation.kind == "read"
+        if is_question and self._questions_in_work >= QUESTIONS_MAX:
+            raise Problem(
+                "busy",
+                f"The gateway has {QUESTIONS_MAX} questions in work, as many as it takes; ask again after "
+                f"{SHED_RETRY_SECONDS} s.",
+                headers=[retry_after(SHED_RETRY_SECONDS)],
+            )
         self.in_work += 1
+        self._questions_in_work += is_question
         try:
             return await self._handlers[operation.name](request, body)
         finally:
             self.in_work -= 1
+            self._questions_in_work -= is_question
 
     def _no_room(self) -> Problem:
         return Problem(
@@ -173,6 +193,11 @@ class _Place:
                 f"This path has the methods {self._allow.decode()}.",
                 headers=[(b"allow", self._allow)],
             )
+
+
+def _method_of(operation: Operation) -> str:
+    """The name of the method that handles an operation; a keyword cannot name one."""
+    return f"{operation.name}_" if keyword.iskeyword(operation.name) else operation.name
 
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:

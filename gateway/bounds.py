@@ -28,3 +28,15 @@ BACKLOG: Final = 2_048
 BASKET_KEY_LENGTH_MAX: Final = ID_LENGTH_MAX - 1 - len(str(BASKET_GRABS_MAX))
 #: When to try again after the gateway itself had no room.
 SHED_RETRY_SECONDS: Final = 1
+#: Questions in work, of the requests in work; and those that wait for a session of PostgreSQL.
+QUESTIONS_MAX: Final = 200
+SESSION_WAITERS_MAX: Final = 100
+SESSION_WAIT_SECONDS_MAX: Final = 2.0
+#: How long PostgreSQL works on one question.
+QUESTION_MS_MAX: Final = 2_000
+#: How long a question waits until the read model has an event (`after`).
+AFTER_SECONDS_MAX: Final = 5.0
+#: Rows of a page.
+PAGE_ROWS_MAX: Final = 100
+PAGE_ROWS: Final = 20
+CURSOR_LENGTH_MAX: Final = 400

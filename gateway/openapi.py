@@ -11,6 +11,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from grabstream.gateway.documents import DOCUMENTS
 from grabstream.gateway.operations import OPERATIONS, Operation, Parameter
 from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
 from grabstream.models.bounds import BASKET_GRABS_MAX
@@ -153,12 +154,17 @@ def _responses(operation: Operation) -> Node:
             "description": words,
             "content": {"application/json": {"schema": _reference(answer_name(operation))}},
         }
+    if operation.kind == "read":
+        found[200]["headers"] = {"ETag": {"schema": {"type": "string"}}}
+        found[304] = {"description": "The client has it already (If-None-Match)."}
     problems: dict[int, list[str]] = {}
     if operation.kind == "command":
         for outcome, refusal in REFUSALS.items():
             problems.setdefault(int(refusal.status), []).append(f"`{outcome.name}`")
     else:
         problems[400] = ["`invalid`"]
+        if "{offer}" in operation.path:
+            problems[404] = ["`no_such_offer`"]
     for name in (
         *_ANY,
         *(_OF_BODIES if operation.body_bytes_max else ()),
@@ -232,6 +238,8 @@ def answer_name(operation: Operation) -> str:
     """The name of the schema of a good answer."""
     if operation.kind == "command":
         return "BasketAnswer" if operation.name == "take_basket" else "Answer"
+    if operation.kind == "read":
+        return DOCUMENTS[operation.name].__name__
     return {"openapi": "Document", "problem": "ProblemType", "health": "Health"}[operation.name]
 
 
@@ -241,6 +249,7 @@ def _reference(name: str) -> Node:
 
 def _schemas() -> dict[str, Node]:
     models: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in _COMMANDS.values()]
+    models += [(model, "validation") for model in DOCUMENTS.values()]
     _, made = models_json_schema([*models, (Answer, "serialization")], ref_template=_REFERENCE)
     known: dict[str, Node] = made["$defs"]
     commands = {model.__name__ for model in _COMMANDS.values()}

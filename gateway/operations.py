@@ -2,7 +2,12 @@
 
 from typing import Final, Literal, NamedTuple
 
-from grabstream.gateway.bounds import GRAB_BODY_BYTES_MAX
+from grabstream.gateway.bounds import (
+    AFTER_SECONDS_MAX,
+    GRAB_BODY_BYTES_MAX,
+    PAGE_ROWS,
+    PAGE_ROWS_MAX,
+)
 from grabstream.models.bounds import COMMAND_BYTES_MAX
 
 Kind = Literal["command", "read", "document"]
@@ -42,7 +47,23 @@ PROMISE: Final = Parameter(
     "with status 202, and can be lost together with Redis.",
     ("journaled", "decided"),
 )
+OFFER_STATES: Final = ("open", "paused", "closed", "retired")
+KINDS: Final = ("envelope", "coupon", "stock")
+OFFER_ORDERS: Final = ("newest", "random")
+TAKEN_ORDERS: Final = ("place", "luckiest")
+_AFTER: Final = Parameter(
+    "after",
+    "`<shard>-<seq>` of an answer: waits until the read model has its event, "
+    f"{AFTER_SECONDS_MAX:.0f} s at most.",
+    form="position",
+)
+_PAGE: Final = (
+    Parameter("limit", f"Rows of a page, 1 to {PAGE_ROWS_MAX}; absent: {PAGE_ROWS}.", form="integer"),
+    Parameter("cursor", "The `next` of the page before."),
+    _AFTER,
+)
 _OFFER: Final = "/v1/offers/{offer}"
+_USER: Final = "/v1/users/{user}"
 _GRAB: Final = "/v1/offers/{offer}/grabs/{grab}"
 
 
@@ -57,6 +78,10 @@ def _operating(method: str, path: str, name: str, summary: str, key: Key = "requ
     return Operation(
         method, path, name, "command", "operate", summary, name, key, COMMAND_BYTES_MAX, (PROMISE,)
     )
+
+
+def _asking(path: str, name: str, summary: str, *parameters: Parameter) -> Operation:
+    return Operation("GET", path, name, "read", "read", summary, parameters=parameters)
 
 
 OPERATIONS: Final = (
@@ -80,6 +105,23 @@ OPERATIONS: Final = (
     _settling("return", "Give units back that were granted or confirmed"),
     _settling("redeem", "Use units of a coupon for an order"),
     _settling("unredeem", "Undo the use of a coupon for an order"),
+    _asking(
+        "/v1/offers", "offers", "List offers",
+        Parameter("state", "Offers in this state only.", OFFER_STATES),
+        Parameter("kind", "Offers of this kind only.", KINDS),
+        Parameter("issuer", "Offers of this issuer only.", form="id"),
+        Parameter("order", "`newest` first, or `random`: always the same for one `visitor`.", OFFER_ORDERS),
+        Parameter("visitor", "Whose random order it is; required with `order=random`.", form="id"),
+        *_PAGE,
+    ),
+    _asking(_OFFER, "offer", "An offer, with its terms", _AFTER),
+    _asking(
+        f"{_OFFER}/grabs", "offer_grabs", "Who got what",
+        Parameter("order", "By `place`, or the `luckiest` first, by amount.", TAKEN_ORDERS), *_PAGE,
+    ),
+    _asking(f"{_USER}/balances", "user_balances", "What a user has", *_PAGE),
+    _asking(f"{_USER}/grabs", "user_grabs", "The grabs of a user, the newest first", *_PAGE),
+    _asking(f"{_USER}/transfers", "user_transfers", "The transfers of a user, the newest first", *_PAGE),
     Operation("GET", "/openapi.json", "openapi", "document", "none", "This document"),
     Operation("GET", "/problems/{problem}", "problem", "document", "none", "What a type of problems means"),
     Operation("GET", "/health", "health", "document", "none", "Whether the gateway takes requests"),

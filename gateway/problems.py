@@ -57,7 +57,7 @@ class Refusal(NamedTuple):
 
 
 class Problem(Exception):
-    """A request that gets no answer of the gate: `name` is a key of DOOR_PROBLEMS, or the outcome
+    """A request that gets no answer of the gate: `name` is a key of DOOR_PROBLEMS, or a refusal such as
     `invalid`.
 
     `field` names the field, header, or part of the path that is wrong. `headers` are sent with the problem.
@@ -74,14 +74,13 @@ class Problem(Exception):
 
     def reply(self) -> Reply:
         """The problem as an answer."""
-        if self.name == Outcome.invalid.name:
-            known: dict[str, Any] = {"outcome": self.name, "code": int(Outcome.invalid)}
-            status, title = REFUSALS[Outcome.invalid].status, REFUSALS[Outcome.invalid].title
-        else:
-            known = {}
+        known: dict[str, Any] = {}
+        if self.name in Outcome.__members__:
+            known = {"outcome": self.name, "code": int(Outcome[self.name])}
+        if self.name in DOOR_PROBLEMS:
             status, title = DOOR_PROBLEMS[self.name]
-            if self.name in Outcome.__members__:
-                known = {"outcome": self.name, "code": int(Outcome[self.name])}
+        else:
+            status, title, _ = REFUSALS[Outcome[self.name]]
         return problem_reply(self.name, status, title, self.detail, known, self.field, self.headers)
 
 

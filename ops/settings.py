@@ -173,6 +173,9 @@ class Settings(BaseSettings):
             ge=1,
         ),
     ] = 10_000
+    gateway_sessions_max: Annotated[
+        int, _setting("Sessions of PostgreSQL in which one gateway answers questions.", "sessions", ge=1)
+    ] = 8
     verify_percent: Annotated[
         float, _setting("Share of the time that the verifier works.", "%", gt=0, le=100)
     ] = 5.0

@@ -475,6 +475,26 @@ def of_requests() -> list[Row]:
             "the connection ends",
         ),
         Row("requests in work", "`GRAB_GATEWAY_REQUESTS_MAX`", "answers stay fast under overload", busy),
+        Row("… of these, questions", f"{http.QUESTIONS_MAX}", "commands keep their room", busy),
+        Row(
+            "the time of a question in PostgreSQL",
+            f"{http.QUESTION_MS_MAX / 1000:.0f} s, in one of `GRAB_GATEWAY_SESSIONS_MAX` sessions",
+            "one question must not hold up the others",
+            "503 `unavailable`",
+        ),
+        Row(
+            "the time that a question waits for a session",
+            f"{http.SESSION_WAIT_SECONDS_MAX:.0f} s, {http.SESSION_WAITERS_MAX} questions at a time",
+            "as above",
+            "503 `unavailable`, `busy`",
+        ),
+        Row(
+            "the time that a question waits for the read model (`after`)",
+            f"{http.AFTER_SECONDS_MAX:.0f} s",
+            "as above",
+            "503 `read_model_behind`",
+        ),
+        Row("rows of a page", f"{http.PAGE_ROWS_MAX}, {http.PAGE_ROWS} without `limit`", "", "400 `invalid`"),
         Row(
             "connections",
             "`GRAB_GATEWAY_CONNECTIONS_MAX`, and the open files of the process",

@@ -16,9 +16,12 @@ import click
 import uvloop
 
 from grabstream.gateway.app import Application, Bounds
+from grabstream.gateway.asking import Questions
+from grabstream.gateway.books import open_books
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.openapi import document
 from grabstream.gateway.serving import bind, connections_possible, serve
+from grabstream.ops.connections.identity import require_schema
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
@@ -98,9 +101,18 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end, number)
     connections_max = connections_possible(settings.gateway_connections_max)
-    async with open_gate(settings) as gate:
+    async with (
+        open_gate(settings) as gate,
+        open_books(
+            settings.postgres,
+            settings.schema_,
+            settings.gateway_sessions_max,
+            lambda connection: require_schema(connection, settings),
+        ) as books,
+    ):
         application = Application(
             Commands(gate),
+            Questions(books),
             functools.partial(document, metadata.version("grabstream")),
             Bounds(settings.gateway_requests_max, connections_max),
             _hosts(host),
