@@ -1,13 +1,13 @@
 """Questions over HTTP: offers, who got what, and what users have, from the views in PostgreSQL.
 
 Pages are cut by the values of the last row, not by a number of rows, so a page stays right while rows are
-added. The read models lag a moment after answers; `after` waits for them.
+added. The read models lag a moment after answers; `after` waits for them. What a crowd asks for is kept for
+2 s (`caching.py`); what one user asks about is not.
 """
 
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Mapping, Sequence
-from hashlib import sha256
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,8 +20,9 @@ from grabstream.gateway.bounds import (
     PAGE_ROWS_MAX,
     SHED_RETRY_SECONDS,
 )
+from grabstream.gateway.caching import Cache, tag_of
 from grabstream.gateway.operations import KINDS, OFFER_ORDERS, OFFER_STATES, OPERATIONS, TAKEN_ORDERS
-from grabstream.gateway.problems import JSON, SECURE_HEADERS, Problem, Reply, invalid, retry_after
+from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_after
 from grabstream.gateway.requests import Request, chosen, query_of
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
@@ -29,6 +30,9 @@ from grabstream.models.offers import TIME_MS_MAX
 
 _position = re.compile(r"([0-9]{1,4})-([0-9]{1,16})\Z").match
 _encode = msgspec.json.Encoder().encode
+#: How long clients and proxies may keep what a crowd asks for, and show it while they ask again.
+_FOR_ALL: Final = (b"cache-control", b"max-age=2, stale-while-revalidate=8")
+_FOR_ONE: Final = (b"cache-control", b"private, no-cache")
 _BALANCES: Final = ("balances",)
 _ALL: Final = ("balances", "ledger", "audit")
 
@@ -87,12 +91,36 @@ _LINES: Final = """
 class Questions:
     """The handlers of questions."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, cache: Cache) -> None:
         self._books = books
+        self._cache = cache
 
     async def offers(self, request: Request, body: bytes) -> Reply:
         """GET /v1/offers"""
         asked = await self._asked(request, "offers", _BALANCES)
+        return await self._cached(request, "offers", asked, lambda: self._offers(asked))
+
+    async def offer(self, request: Request, body: bytes) -> Reply:
+        """GET /v1/offers/{offer}"""
+        asked = await self._asked(request, "offer", _BALANCES)
+        return await self._cached(request, "offer", asked, lambda: self._offer(request.path["offer"]))
+
+    async def offer_grabs(self, request: Request, body: bytes) -> Reply:
+        """GET /v1/offers/{offer}/grabs"""
+        asked = await self._asked(request, "offer_grabs", _BALANCES)
+        return await self._cached(
+            request, "offer_grabs", asked, lambda: self._offer_grabs(request.path["offer"], asked)
+        )
+
+    async def _cached(
+        self, request: Request, name: str, asked: Mapping[str, str], make: Callable[[], Awaitable[bytes]]
+    ) -> Reply:
+        """The answer to a question that a crowd asks. A question with `after` is answered anew."""
+        arguments = {**request.path, **{word: value for word, value in asked.items() if word != "after"}}
+        kept = await self._cache.document(name, arguments, make, fresh="after" in asked)
+        return _reply(request, kept.body, kept.tag, _FOR_ALL)
+
+    async def _offers(self, asked: Mapping[str, str]) -> bytes:
         order = chosen(asked, "order", OFFER_ORDERS, "newest")
         filters, values = "", []
         for name, choices in (("state", OFFER_STATES), ("kind", KINDS), ("issuer", ())):
@@ -100,7 +128,7 @@ class Questions:
                 filters += _FILTERS[name]
                 values.append(chosen(asked, name, choices, "") if choices else _id(asked, name))
         if order == "random":
-            return await self._in_random_order(request, asked, filters, values)
+            return await self._in_random_order(asked, filters, values)
         if "visitor" in asked:
             raise invalid("visitor: belongs to order=random")
         page = Page(asked, (int, str))
@@ -111,11 +139,9 @@ class Questions:
             + " ORDER BY opened_at DESC, offer DESC LIMIT %s"
         )
         rows = await self._books.rows(query, [_NEVER, *values, *page.last, page.rows + 1])
-        return page.reply(request, "offers", rows, ("opened_at", "offer"))
+        return page.document("offers", rows, ("opened_at", "offer"))
 
-    async def _in_random_order(
-        self, request: Request, asked: Mapping[str, str], filters: str, values: Sequence[str]
-    ) -> Reply:
+    async def _in_random_order(self, asked: Mapping[str, str], filters: str, values: Sequence[str]) -> bytes:
         if "visitor" not in asked:
             raise invalid("visitor: is required with order=random; the order is that of the visitor")
         visitor = _id(asked, "visitor")
@@ -128,20 +154,15 @@ class Questions:
         )
         last = [visitor, *page.last] if page.last else []
         rows = await self._books.rows(query, [_NEVER, visitor, *values, *last, page.rows + 1])
-        return page.reply(request, "offers", rows, ("spot", "offer"), ("spot",))
+        return page.document("offers", rows, ("spot", "offer"), ("spot",))
 
-    async def offer(self, request: Request, body: bytes) -> Reply:
-        """GET /v1/offers/{offer}"""
-        await self._asked(request, "offer", _BALANCES)
-        rows = await self._books.rows(_ONE_OFFER, [_NEVER, request.path["offer"]])
+    async def _offer(self, offer: str) -> bytes:
+        rows = await self._books.rows(_ONE_OFFER, [_NEVER, offer])
         if not rows:
-            raise _no_such_offer(request.path["offer"])
-        return _document(request, _encode(rows[0]))
+            raise _no_such_offer(offer)
+        return _encode(rows[0])
 
-    async def offer_grabs(self, request: Request, body: bytes) -> Reply:
-        """GET /v1/offers/{offer}/grabs"""
-        asked = await self._asked(request, "offer_grabs", _BALANCES)
-        offer = request.path["offer"]
+    async def _offer_grabs(self, offer: str, asked: Mapping[str, str]) -> bytes:
         if not await self._books.rows("SELECT 1 FROM offers WHERE offer = %s", [offer]):
             raise _no_such_offer(offer)
         if chosen(asked, "order", TAKEN_ORDERS, "place") == "place":
@@ -152,7 +173,7 @@ class Questions:
                 + " ORDER BY place, user_id LIMIT %s"
             )
             rows = await self._books.rows(query, [offer, *page.last, page.rows + 1])
-            return page.reply(request, "grabs", rows, ("place", "user"))
+            return page.document("grabs", rows, ("place", "user"))
         page = Page(asked, (int, int, str))
         last = [-page.last[0], *page.last[1:]] if page.last else []
         query = (
@@ -161,7 +182,7 @@ class Questions:
             + " ORDER BY -amount, place, user_id LIMIT %s"
         )
         rows = await self._books.rows(query, [offer, *last, page.rows + 1])
-        return page.reply(request, "grabs", rows, ("amount", "place", "user"))
+        return page.document("grabs", rows, ("amount", "place", "user"))
 
     async def user_balances(self, request: Request, body: bytes) -> Reply:
         """GET /v1/users/{user}/balances"""
@@ -169,7 +190,7 @@ class Questions:
         page = Page(asked, (str,))
         query = _OF_ASSETS + (" AND asset > %s" if page.last else "") + " ORDER BY asset LIMIT %s"
         rows = await self._books.rows(query, [request.path["user"], *page.last, page.rows + 1])
-        return page.reply(request, "balances", rows, ("asset",))
+        return _new(request, page.document("balances", rows, ("asset",)))
 
     async def user_grabs(self, request: Request, body: bytes) -> Reply:
         """GET /v1/users/{user}/grabs"""
@@ -181,7 +202,7 @@ class Questions:
             + " ORDER BY at DESC, shard DESC, seq DESC LIMIT %s"
         )
         rows = await self._books.rows(query, [request.path["user"], *page.last, page.rows + 1])
-        return page.reply(request, "grabs", rows, ("at", "shard", "seq"))
+        return _new(request, page.document("grabs", rows, ("at", "shard", "seq")))
 
     async def user_transfers(self, request: Request, body: bytes) -> Reply:
         """GET /v1/users/{user}/transfers"""
@@ -197,7 +218,7 @@ class Questions:
         )
         given = [user, user, user, accounts, accounts, *page.last, page.rows + 1]
         rows = await self._books.rows(query, given)
-        return page.reply(request, "transfers", rows, ("at", "shard", "seq", "leg", "direction"))
+        return _new(request, page.document("transfers", rows, ("at", "shard", "seq", "leg", "direction")))
 
     async def _asked(self, request: Request, name: str, projections: Sequence[str]) -> dict[str, str]:
         """The parameters of a question, after waiting as long as `after` wants."""
@@ -240,22 +261,15 @@ class Page:
         self.rows = int(text)
         self.last = _read_cursor(asked["cursor"], kinds) if "cursor" in asked else []
 
-    def reply(
-        self,
-        request: Request,
-        name: str,
-        rows: list[Row],
-        keys: Sequence[str],
-        hidden: Sequence[str] = (),
-    ) -> Reply:
-        """The page as an answer. `rows` has one more row if there is a next page."""
+    def document(self, name: str, rows: list[Row], keys: Sequence[str], hidden: Sequence[str] = ()) -> bytes:
+        """The page. `rows` has one more row if there is a next page."""
         document: dict[str, Any] = {name: rows[: self.rows]}
         if len(rows) > self.rows:
             document["next"] = _cursor([rows[self.rows - 1][key] for key in keys])
         for row in rows:
             for column in hidden:
                 del row[column]
-        return _document(request, _encode(document))
+        return _encode(document)
 
 
 def _cursor(values: Sequence[Any]) -> str:
@@ -279,10 +293,14 @@ def _read_cursor(text: str, kinds: tuple[type, ...]) -> list[Any]:
     return values
 
 
-def _document(request: Request, body: bytes) -> Reply:
-    """A document with its ETag; nothing but the tag if the client has it already."""
-    tag = f'"{sha256(body).hexdigest()[:32]}"'.encode()
-    headers = ((b"content-type", JSON), (b"cache-control", b"no-cache"), (b"etag", tag), *SECURE_HEADERS)
+def _new(request: Request, body: bytes) -> Reply:
+    """A document about one user, which only that user may keep, and asks about each time."""
+    return _reply(request, body, tag_of(body), _FOR_ONE)
+
+
+def _reply(request: Request, body: bytes, tag: bytes, keep: Header) -> Reply:
+    """A document with its tag; nothing but the tag if the client has the document already."""
+    headers = ((b"content-type", JSON), keep, (b"etag", tag), *SECURE_HEADERS)
     known = request.header(b"if-none-match") or b""
     if known.strip() == b"*" or tag in (one.strip().removeprefix(b"W/") for one in known.split(b",")):
         return Reply(304, b"", headers[1:])

@@ -40,3 +40,6 @@ AFTER_SECONDS_MAX: Final = 5.0
 PAGE_ROWS_MAX: Final = 100
 PAGE_ROWS: Final = 20
 CURSOR_LENGTH_MAX: Final = 400
+#: How long an answer about an offer, or a list of offers, is kept for others; and the memory for them.
+CACHE_SECONDS: Final = 2.0
+CACHE_BYTES_MAX: Final = 32 * 1024 * 1024

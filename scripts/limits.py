@@ -494,6 +494,12 @@ def of_requests() -> list[Row]:
             "as above",
             "503 `read_model_behind`",
         ),
+        Row(
+            "the age of an answer about offers, an offer, or who got what",
+            f"{http.CACHE_SECONDS:.0f} s, {size(http.CACHE_BYTES_MAX)} of such answers",
+            "a crowd asks the same",
+            "it is read again; the least recently used are dropped",
+        ),
         Row("rows of a page", f"{http.PAGE_ROWS_MAX}, {http.PAGE_ROWS} without `limit`", "", "400 `invalid`"),
         Row(
             "connections",

@@ -107,6 +107,40 @@ async def test_what_was_answered_is_in_the_books_after_kill_9(
             assert await rows(system, twice) == []
 
 
+async def test_answer_that_does_not_come_in_time_is_unknown_and_can_be_repeated(
+    system: Settings, tmp_path: Path, worker: Callable[..., Worker]
+) -> None:
+    """A relay stands still: what was decided is not known to be journaled, and the request says so. The same
+    request gets the answer when the relay continues.
+    """
+    running = worker(system)
+    with GatewayProcess(system, tmp_path / "log", gate_timeout_ms="1500") as gateway:
+        await until_all_decide(gateway.port, system.shards)
+        async with calling(gateway.port) as caller:
+
+            async def is_open() -> bool:
+                terms = {"kind": "coupon", "issuer": "shop", "total": 5}
+                return (await caller.post("/v1/offers", {"offer": "x", "terms": terms}, "open")).status == 201
+
+            await until(is_open, 30, "an offer")
+            running.signal(signal.SIGSTOP)
+            got = await caller.post("/v1/offers/x/grabs", {"user": "ann"}, "k")
+            assert (got.status, got.body["type"]) == (504, "/problems/outcome_unknown")
+            assert "may be carried out or not" in got.body["detail"]
+            assert "outcome" not in got.body
+            assert got.headers["retry-after"] == "1"
+            running.signal(signal.SIGCONT)
+
+            async def is_answered() -> bool:
+                got = await caller.post("/v1/offers/x/grabs", {"user": "ann"}, "k")
+                assert got.status in (201, 503, 504)
+                return got.status == 201 and got.body["place"] == 1
+
+            await until(is_answered, 30, "the answer")
+            taken = await caller.post("/v1/offers/x/grabs", {"user": "bob"}, "k2")
+            assert taken.body["place"] == 2
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_without_authentication_it_serves_this_machine_only(settings: Settings, host: str) -> None:
     done = grabstream("gateway", "--host", host, "--port", "0", **env_of(settings))

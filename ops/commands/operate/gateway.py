@@ -18,6 +18,7 @@ import uvloop
 from grabstream.gateway.app import Application, Bounds
 from grabstream.gateway.asking import Questions
 from grabstream.gateway.books import open_books
+from grabstream.gateway.caching import Cache
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.openapi import document
 from grabstream.gateway.serving import bind, connections_possible, serve
@@ -112,7 +113,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
     ):
         application = Application(
             Commands(gate),
-            Questions(books),
+            Questions(books, Cache()),
             functools.partial(document, metadata.version("grabstream")),
             Bounds(settings.gateway_requests_max, connections_max),
             _hosts(host),
