@@ -27,7 +27,7 @@ from grabstream.gateway.problems import (
     explanation,
     retry_after,
 )
-from grabstream.gateway.requests import Gone, Request, body_of, query_of, segments_of
+from grabstream.gateway.requests import Gone, Request, body_of, offer_of_grab, query_of, segments_of
 
 log = logging.getLogger(__name__)
 
@@ -100,16 +100,9 @@ class Application:
             raise self._no_room()
         if self._hosts is not None:
             _check_host(scope, self._hosts)
+        if scope["method"] == "POST" and (offer := offer_of_grab(scope["raw_path"])) is not None:
+            return await self.serve(self._grab, Request(scope, receive, {"offer": offer}))
         segments = segments_of(scope["raw_path"])
-        if (
-            len(segments) == 4
-            and scope["method"] == "POST"
-            and segments[3] == "grabs"
-            and segments[1] == "offers"
-            and segments[0] == "v1"
-            and segments[2]
-        ):
-            return await self.serve(self._grab, Request(scope, receive, {"offer": segments[2]}))
         scope["path"] = "/" + "/".join(segments)
         found: list[Reply] = []
         scope["grabstream.found"] = found

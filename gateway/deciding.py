@@ -35,8 +35,11 @@ from grabstream.lua.gate.gate import Gate, Promise
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import AnyCommand, Open
+from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome
 
+#: How many parts of an envelope a gate draws and writes per millisecond at least, beside other work.
+PARTS_A_MILLISECOND: Final = 50
 #: The message of the answers to a basket that was refused, before the id of the grab that was refused first.
 _WITH_ANOTHER: Final = "basket: refused with grab "
 _WHOLE: Final = "no grab of the basket was carried out"
@@ -46,10 +49,10 @@ _APPLIED: Final = (b"preference-applied", b"respond-async")
 
 class Commands:
     """The handlers of commands: a request and its body in, a reply out. `timeout_ms` is how long a command
-    waits for its answer; absent: as long as the gate's setting says.
+    waits for its answer; an envelope waits longer, by its parts.
     """
 
-    def __init__(self, gate: Gate, timeout_ms: int | None = None) -> None:
+    def __init__(self, gate: Gate, timeout_ms: int) -> None:
         self._gate = gate
         self._timeout_ms = timeout_ms
 
@@ -137,8 +140,9 @@ class Commands:
         return Reply(status_of(answer, promise), encode_answer(answer), headers)
 
     async def _answers(self, commands: Sequence[AnyCommand], promise: Promise) -> list[Answer]:
+        timeout_ms = self._timeout_ms + sum(map(_parts_of, commands)) // PARTS_A_MILLISECOND
         try:
-            return await self._gate.decide(commands, promise, timeout_ms=self._timeout_ms)
+            return await self._gate.decide(commands, promise, timeout_ms=timeout_ms)
         except OutcomeUnknown as error:
             raise Problem(
                 "outcome_unknown",
@@ -151,6 +155,11 @@ class Commands:
 def status_of(answer: Answer, promise: Promise) -> int:
     """The status of a positive answer: 202 while its event may not be in the journal yet."""
     return 202 if promise == "decided" else POSITIVE[Outcome(answer.code)]
+
+
+def _parts_of(command: AnyCommand) -> int:
+    is_envelope = isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms)
+    return command.terms.parts if is_envelope else 0  # type: ignore[union-attr]
 
 
 def _headers(request: Request, promise: Promise) -> tuple[tuple[bytes, bytes], ...]:

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
@@ -43,21 +43,42 @@ _GIVEN: Final = {
 _named_twice = re.compile(r"'(\w+)': is named twice").match
 
 
-class Request(NamedTuple):
+class Request:
     """A request whose path was found: its scope, the function that receives its body, and the ids of its
     path.
     """
 
-    scope: Scope
-    receive: Receive
-    path: Mapping[str, str]
+    __slots__ = ("_headers", "path", "receive", "scope")
+
+    def __init__(self, scope: Scope, receive: Receive, path: Mapping[str, str]) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.path = path
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a header; None without it. Raises Problem when it is there more than once."""
-        found = [value for known, value in self.scope["headers"] if known == name]
-        if len(found) > 1:
-            raise invalid(f"{name.decode()}: the header is there {len(found)} times; keep one")
-        return found[0] if found else None
+        value = self._headers.get(name)
+        if value is not None and len(self._headers) < len(self.scope["headers"]):
+            count = sum(known == name for known, _ in self.scope["headers"])
+            if count > 1:
+                raise invalid(f"{name.decode()}: the header is there {count} times; keep one")
+        return value
+
+    def has(self, name: bytes) -> bool:
+        """Whether a header is there, once or more."""
+        return name in self._headers
+
+
+#: The path of a grab, without any encoding: most requests have it.
+_grab_path = re.compile(rb"/v1/offers/([A-Za-z0-9._:-]{1,64})/grabs").fullmatch
+
+
+def offer_of_grab(raw_path: bytes) -> str | None:
+    """The offer in the path of a grab; None for any other path, and for ids that `segments_of` refuses."""
+    found = _grab_path(raw_path)
+    offer = found[1].decode() if found else None
+    return None if offer in _NOT_IN_PATHS else offer
 
 
 def segments_of(raw_path: bytes) -> list[str]:
@@ -122,6 +143,8 @@ def promise_of(request: Request) -> Promise:
 
 def prefers_async(request: Request) -> bool:
     """Whether the header Prefer has respond-async. Other preferences are ignored, as RFC 7240 wants it."""
+    if not request.has(b"prefer"):
+        return False
     for name, value in request.scope["headers"]:
         if name == b"prefer" and any(
             word.strip().lower() == b"respond-async" for word in value.replace(b";", b",").split(b",")

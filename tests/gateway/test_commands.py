@@ -127,6 +127,28 @@ async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
     assert left.body["left"] == 0, "the refused basket took nothing"
 
 
+async def test_large_envelope_opens_and_is_grabbed(
+    door: Door, caller: Caller, offer: str, tmp_path: Path
+) -> None:
+    """With the least time-out for answers: that of an opening grows with its parts."""
+    terms = {
+        "kind": "envelope",
+        "issuer": "a",
+        "funding": "p",
+        "asset": "CNY",
+        "total": 10**7,
+        "parts": 10**5,
+    }
+    with GatewayProcess(door.settings, tmp_path / "log", gate_timeout_ms="500") as gateway:
+        async with calling(gateway.port) as hasty:
+            got = await hasty.post("/v1/offers", {"offer": offer, "terms": terms}, "open-large")
+            assert got.status in (201, 504)
+    again = await caller.post("/v1/offers", {"offer": offer, "terms": terms}, "open-large")
+    assert (again.status, again.body["left"]) == (201, 10**5)
+    assert again.body.get("repeated") or got.status == 504
+    assert (await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"})).status == 201
+
+
 async def test_offer_without_id_gets_one(caller: Caller) -> None:
     terms = {"kind": "coupon", "issuer": "shop", "total": 1}
     drawn = await caller.send("POST", "/v1/offers", {"terms": terms})

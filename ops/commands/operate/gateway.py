@@ -112,7 +112,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
         ) as books,
     ):
         application = Application(
-            Commands(gate),
+            Commands(gate, settings.gate_timeout_ms),
             Questions(books, Cache()),
             functools.partial(document, metadata.version("grabstream")),
             Bounds(settings.gateway_requests_max, connections_max),
