@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 _FOR_ALL: Final = (b"cache-control", b"max-age=2, stale-while-revalidate=8")
 _FOR_ONE: Final = (b"cache-control", b"private, no-cache")
 _BALANCES: Final = ("balances",)
-_ALL: Final = ("balances", "ledger", "audit")
+_FLOW: Final = ("balances", "ledger")
 
 _OFFERS: Final = (
     "SELECT offer, kind, issuer, title, asset, state, total, units, units_left, amount_left, grabs, given, "
@@ -58,33 +58,17 @@ _OF_USER: Final = (
     "SELECT offer, grab, state, quantity, amount, asset, place, held, taken, redeemed, back, due, currency, "
     "paid, refunded, deadline_at, basket, shard, seq, at FROM grabs WHERE user_id = %s"
 )
-#: The transfers of a user are in lines of offers that they grabbed or issued. These offers and lines have
-#: indexes, accounts have none.
+#: A transfer between two accounts of the user is both out and in.
 _TRANSFERS: Final = """
+    WITH mine AS (SELECT * FROM user_transfers(%s))
     SELECT shard, seq, leg, offer, asset, amount, direction, account, other, at FROM (
-        SELECT t.shard, t.seq, t.leg, t.offer, t.asset, t.amount, 'in' AS direction,
-               split_part(t.credit, ':', 1) AS account, t.debit AS other, t.at
-        FROM lines, LATERAL (
-            SELECT * FROM transfers AS one
-            WHERE one.shard = lines.shard AND one.line_seq = lines.seq AND one.credit = ANY(%s) OFFSET 0
-        ) AS t
+        SELECT shard, seq, leg, offer, asset, amount, 'in' AS direction,
+               split_part(credit, ':', 1) AS account, debit AS other, at
+        FROM mine WHERE credit = ANY(%s)
         UNION ALL
-        SELECT t.shard, t.seq, t.leg, t.offer, t.asset, t.amount, 'out',
-               split_part(t.debit, ':', 1), t.credit, t.at
-        FROM lines, LATERAL (
-            SELECT * FROM transfers AS one
-            WHERE one.shard = lines.shard AND one.line_seq = lines.seq AND one.debit = ANY(%s) OFFSET 0
-        ) AS t
+        SELECT shard, seq, leg, offer, asset, amount, 'out', split_part(debit, ':', 1), credit, at
+        FROM mine WHERE debit = ANY(%s)
     ) AS found
-"""
-_LINES: Final = """
-    WITH lines AS (
-        SELECT a.shard, a.seq FROM (
-            SELECT offer FROM grabs WHERE user_id = %s UNION SELECT offer FROM offers WHERE issuer = %s
-        ) AS mine, LATERAL (
-            SELECT shard, seq FROM audit WHERE offer = mine.offer AND strpos(body, %s) > 0 OFFSET 0
-        ) AS a
-    )
 """
 
 
@@ -206,17 +190,16 @@ class Questions:
 
     async def user_transfers(self, request: Request, body: bytes) -> Reply:
         """GET /v1/users/{user}/transfers"""
-        asked = await self._asked(request, "user_transfers", _ALL)
+        asked = await self._asked(request, "user_transfers", _FLOW)
         page = Page(asked, (int, int, int, int, str))
         user = request.path["user"]
         accounts = [f"wallet:{user}", f"hold:{user}"]
         query = (
-            _LINES
-            + _TRANSFERS
+            _TRANSFERS
             + (" WHERE (at, shard, seq, leg, direction) < (%s, %s, %s, %s, %s)" if page.last else "")
             + " ORDER BY at DESC, shard DESC, seq DESC, leg DESC, direction DESC LIMIT %s"
         )
-        given = [user, user, user, accounts, accounts, *page.last, page.rows + 1]
+        given = [user, accounts, accounts, *page.last, page.rows + 1]
         rows = await self._books.rows(query, given)
         return _new(request, page.document("transfers", rows, ("at", "shard", "seq", "leg", "direction")))
 
