@@ -102,7 +102,7 @@ def payments(
                         one,
                         replace(of_another, id=one.id),
                         replace(of_another, id=random.choice(earlier)),
-                        replace(of_another, **new, payment=one.payment),
+                        replace(of_another, **new, payment=one.payment or "p"),
                         replace(of_another, **new, payment=named("p", random.randrange(60))),
                         replace(of_another, **new, user=random.choice(grabs).user),
                         replace(of_another, **new, currency="USD"),
