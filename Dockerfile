@@ -9,6 +9,7 @@ COPY lua lua
 COPY streams streams
 COPY projections projections
 COPY ops ops
+COPY gateway gateway
 RUN /venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation '.[server]'
 
 FROM python:3.11-slim-bookworm

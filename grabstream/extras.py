@@ -11,7 +11,20 @@ from typing import Final
 INSTALL_SERVER: Final = "pip install 'grabstream[server]'"
 #: The modules that only the extra `server` installs.
 SERVER_MODULES: Final = frozenset(
-    {"click", "cryptography", "faust", "hiredis", "jwt", "psycopg", "redis", "rich", "uvloop", "yaml"}
+    {
+        "click",
+        "cryptography",
+        "faust",
+        "hiredis",
+        "httptools",
+        "jwt",
+        "psycopg",
+        "psycopg_pool",
+        "redis",
+        "rich",
+        "starlette",
+    }
+    | {"uvicorn", "uvloop", "yaml"}
 )
 
 

@@ -53,6 +53,7 @@ GROUPS: Final = {
     "Operate": {
         "init": ("operate.init", "Create topics and tables."),
         "worker": ("operate.worker", "Run a worker with the given roles."),
+        "gateway": ("operate.gateway", "Serve commands and questions over HTTP."),
         "doctor": ("operate.doctor", "Show what is stuck, since when, and the command that mends it."),
         "verify": ("operate.verify", "Compare books, audit trail and Redis with the journal."),
         "dismiss": ("operate.doctor", "Dismiss a finding of the verifier, with its explanation."),

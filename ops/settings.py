@@ -28,6 +28,7 @@ REDIS_PORT = 16379
 KAFKA_PORT = 19092
 CONTROLLER_PORT = 19093
 POSTGRES_PORT = 15432
+GATEWAY_PORT = 18080
 
 #: Fields whose values are never shown. An empty value counts as not set.
 SECRETS = ("seal_keys", "ticket_keys")
@@ -158,6 +159,23 @@ class Settings(BaseSettings):
             ge=1,
         ),
     ] = 10_000
+    gateway_requests_max: Annotated[
+        int,
+        _setting(
+            "Requests that one gateway has in work; it answers further ones `busy` at once.", "requests", ge=1
+        ),
+    ] = 1_000
+    gateway_connections_max: Annotated[
+        int,
+        _setting(
+            "Connections of one gateway; fewer if the process may not have so many open files.",
+            "connections",
+            ge=1,
+        ),
+    ] = 10_000
+    gateway_sessions_max: Annotated[
+        int, _setting("Sessions of PostgreSQL in which one gateway answers questions.", "sessions", ge=1)
+    ] = 8
     verify_percent: Annotated[
         float, _setting("Share of the time that the verifier works.", "%", gt=0, le=100)
     ] = 5.0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 from annotated_types import Ge, Gt, Le
 
+from grabstream.gateway import bounds as http
 from grabstream.lua import loader
 from grabstream.lua.gate import gate, queue, refusals, sizes, staging, tickets
 from grabstream.models import bounds, calendar, commands, identifiers, money, offers
@@ -414,6 +415,107 @@ def of_processes() -> list[Row]:
     ]
 
 
+def of_requests() -> list[Row]:
+    """Bounds of HTTP requests to a gateway."""
+    busy = "503 `busy`, with Retry-After"
+    return [
+        Row(
+            "the request line and the headers",
+            size(http.HEAD_BYTES_MAX),
+            "memory of a gateway",
+            "431 `head_too_large`; the connection ends",
+        ),
+        Row(
+            "the body of a grab, and of a command about a grab",
+            size(http.GRAB_BODY_BYTES_MAX),
+            "a ticket and all attributes fit",
+            "413 `content_too_large`, before it is read if its length is known",
+        ),
+        Row("the body of other commands", size(bounds.COMMAND_BYTES_MAX), "that of a command", "as above"),
+        Row(
+            "the whole of a request after its head, with the frames of its chunks",
+            size(http.MESSAGE_BYTES_MAX),
+            "what is refused is read and dropped, so that the connection can serve the next request",
+            "the connection ends",
+        ),
+        Row(
+            "the query, and its parameters",
+            f"{size(http.QUERY_BYTES_MAX)}, {http.QUERY_PARAMETERS_MAX} parameters",
+            "memory of a gateway",
+            "414 `uri_too_long`, 400 `invalid`",
+        ),
+        Row(
+            "an id in a path",
+            "the pattern of ids, except `.` and `..`",
+            "clients and proxies change such paths",
+            "400 `invalid`",
+        ),
+        Row(
+            "an Idempotency-Key of a basket",
+            f"{http.BASKET_KEY_LENGTH_MAX} characters",
+            "the ids of its grabs are made from it",
+            "400 `invalid`",
+        ),
+        Row(
+            "from the first byte of a request to its last one",
+            f"{http.READ_SECONDS_MAX:.0f} s",
+            "slow clients hold connections",
+            "408 `request_timeout`; the connection ends",
+        ),
+        Row(
+            "the time in which a client takes an answer",
+            f"{http.WRITE_SECONDS_MAX:.0f} s",
+            "as above",
+            "the connection is aborted",
+        ),
+        Row(
+            "the time between two requests of a connection",
+            f"{http.IDLE_SECONDS_MAX} s",
+            "as above",
+            "the connection ends",
+        ),
+        Row("requests in work", "`GRAB_GATEWAY_REQUESTS_MAX`", "answers stay fast under overload", busy),
+        Row("… of these, questions", f"{http.QUESTIONS_MAX}", "commands keep their room", busy),
+        Row(
+            "the time of a question in PostgreSQL",
+            f"{http.QUESTION_MS_MAX / 1000:.0f} s, in one of `GRAB_GATEWAY_SESSIONS_MAX` sessions",
+            "one question must not hold up the others",
+            "503 `unavailable`",
+        ),
+        Row(
+            "the time that a question waits for a session",
+            f"{http.SESSION_WAIT_SECONDS_MAX:.0f} s, {http.SESSION_WAITERS_MAX} questions at a time",
+            "as above",
+            "503 `unavailable`, `busy`",
+        ),
+        Row(
+            "the time that a question waits for the read model (`after`)",
+            f"{http.AFTER_SECONDS_MAX:.0f} s",
+            "as above",
+            "503 `read_model_behind`",
+        ),
+        Row(
+            "the age of an answer about offers, an offer, or who got what",
+            f"{http.CACHE_SECONDS:.0f} s, {size(http.CACHE_BYTES_MAX)} of such answers",
+            "a crowd asks the same",
+            "it is read again; the least recently used are dropped",
+        ),
+        Row("rows of a page", f"{http.PAGE_ROWS_MAX}, {http.PAGE_ROWS} without `limit`", "", "400 `invalid`"),
+        Row(
+            "connections",
+            "`GRAB_GATEWAY_CONNECTIONS_MAX`, and the open files of the process",
+            "memory of a gateway",
+            f"{busy}; the connection ends",
+        ),
+        Row(
+            "the time for which a gateway that is stopped waits for requests in work",
+            f"{http.DRAIN_SECONDS_MAX} s",
+            "",
+            "the connections end without an answer",
+        ),
+    ]
+
+
 def of_settings() -> list[Row]:
     """Numeric settings, with their ranges and defaults."""
     rows = []
@@ -459,6 +561,7 @@ def document() -> str:
         ("Records and topics", head, of_records()),
         ("Commands and terms", head, of_commands()),
         ("Processes and files", head, of_processes()),
+        ("Requests over HTTP", head, of_requests()),
         ("Settings", ("setting", "range", "default", "outside the range"), of_settings()),
     )
     for title, names, rows in tables:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from grabstream.gateway import openapi
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.upcasters import UPCASTERS
 from grabstream.models.upcasting import FIRST_VERSION
@@ -48,7 +49,6 @@ def contract_of(folder: Path) -> Contract:
     """The schemas of the models, and those of older event versions, which are stored in the tree. Raises
     Unfinished if one is missing.
     """
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     older: dict[str, Any] = {}
     for type_, current in CURRENT_VERSIONS.items():
         for number in range(FIRST_VERSION, current):
@@ -60,7 +60,13 @@ def contract_of(folder: Path) -> Contract:
                     "last release"
                 )
             older[name] = json.loads(path.read_text(encoding="utf-8"))
-    return Contract(dict(sorted({**documents(), **older}.items())), document(version))
+    return Contract(dict(sorted({**documents(), **older}.items())), document(version_of_tree()))
+
+
+def version_of_tree() -> str:
+    """The version in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return str(project["version"])
 
 
 def files_of(contract: Contract) -> dict[str, str]:
@@ -69,6 +75,7 @@ def files_of(contract: Contract) -> dict[str, str]:
     head = "# Made from the models by scripts/schemas.py.\n"
     return {
         **schema_files,
+        "openapi.json": _json(openapi.document(version_of_tree())),
         "asyncapi.yaml": head
         + yaml.dump(contract.asyncapi, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=140),
     }

@@ -53,7 +53,8 @@ TEST_ROLE = "grabstream_test_system"
 #: Tests that kill servers or processes, check time bounds, or start their own servers. In a parallel run,
 #: one process runs all of them, one after the other.
 ONE_BY_ONE = (
-    "tests/drill/", "tests/lua/gate/test_burst.py", "tests/ops/test_backup.py",
+    "tests/drill/", "tests/gateway/test_faults.py", "tests/gateway/test_stopping.py",
+    "tests/lua/gate/test_burst.py", "tests/ops/test_backup.py",
     "tests/ops/test_side_by_side.py", "tests/ops/rehearsal/test_rehearsal.py",
     "tests/ops/rehearsal/test_stories.py",
     "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py",

@@ -6,10 +6,12 @@ can name its holder (`locks.py`). The schema is that of the system. For a user p
 the projection, because its code may read anything.
 """
 
+from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from typing import Any, Final
 
 from psycopg import AsyncConnection
+from psycopg_pool import AsyncConnectionPool
 
 #: PostgreSQL cuts longer names.
 _NAME_BYTES_MAX: Final = 63
@@ -28,6 +30,38 @@ async def connect(postgres: str, schema: str, work: str = "", **options: Any) ->
     connect: Any = AsyncConnection.connect  # noqa: TID251 - here only
     connection: AsyncConnection[Any] = await connect(postgres, **chosen, application_name=name)
     return connection
+
+
+def open_pool(
+    postgres: str,
+    schema: str,
+    work: str,
+    sessions_max: int,
+    waiting_max: int,
+    wait_seconds: float,
+    prepare: Callable[[AsyncConnection[Any]], Awaitable[None]],
+) -> AsyncConnectionPool[AsyncConnection[Any]]:
+    """A pool of at most `sessions_max` sessions in autocommit mode, which is not open yet. At most
+    `waiting_max` callers wait for a session, each at most `wait_seconds`. `prepare` prepares a new session.
+    """
+    # Statements are not prepared on the server: a switch to a rebuilt read model would make them fail.
+    options = {
+        "autocommit": True,
+        "connect_timeout": CONNECT_SECONDS,
+        "prepare_threshold": None,
+        "application_name": session_name(schema, work),
+    }
+    return AsyncConnectionPool(
+        postgres,
+        kwargs=options,
+        min_size=1,
+        max_size=sessions_max,
+        max_waiting=waiting_max,
+        timeout=wait_seconds,
+        configure=prepare,
+        name=work,
+        open=False,
+    )
 
 
 def session_name(schema: str, work: str = "") -> str:

@@ -1,0 +1,121 @@
+"""The views of the read models, asked through a pool of sessions with a time limit."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from decimal import Decimal
+from typing import Any, Final
+
+from psycopg import AsyncConnection, OperationalError, sql
+from psycopg.errors import LockNotAvailable, QueryCanceled, UndefinedTable
+from psycopg.rows import dict_row
+from psycopg_pool import AsyncConnectionPool, PoolTimeout, TooManyRequests
+
+from grabstream.gateway.bounds import (
+    QUESTION_MS_MAX,
+    SESSION_WAIT_SECONDS_MAX,
+    SESSION_WAITERS_MAX,
+    SHED_RETRY_SECONDS,
+)
+from grabstream.gateway.problems import Problem, retry_after
+from grabstream.projections.database.migrate import use_schema
+from grabstream.projections.database.sessions import open_pool
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 0.025
+
+Row = dict[str, Any]
+
+
+class Books:
+    """Asks the views of one system. Raises Problem when PostgreSQL cannot answer now."""
+
+    def __init__(self, pool: AsyncConnectionPool[AsyncConnection[Any]]) -> None:
+        self._pool = pool
+        self._asking: asyncio.Task[dict[tuple[str, int], int]] | None = None
+
+    async def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """The rows of a query. Values that are absent are left out; sums are integers."""
+        try:
+            async with (
+                self._pool.connection() as connection,
+                connection.cursor(row_factory=dict_row) as cursor,
+            ):
+                await cursor.execute(query.encode(), parameters)
+                return [_plain(row) for row in await cursor.fetchall()]
+        except TooManyRequests:
+            raise Problem(
+                "busy", "Too many questions wait for PostgreSQL.", headers=[retry_after(SHED_RETRY_SECONDS)]
+            ) from None
+        except QueryCanceled:
+            raise _unavailable(
+                f"PostgreSQL did not answer within {QUESTION_MS_MAX} ms; ask for less, or later."
+            ) from None
+        except (PoolTimeout, OperationalError, LockNotAvailable, UndefinedTable) as error:
+            log.info("PostgreSQL cannot answer: %s", str(error).strip())
+            raise _unavailable("PostgreSQL cannot be reached now. Commands work without it.") from None
+
+    async def has(self, projections: Sequence[str], shard: int, seq: int, seconds: float) -> bool:
+        """Waits until read models have an event; returns False when they do not within a time. Raises
+        KeyError for a shard that does not exist.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while True:
+            seqs = await self._seqs()
+            if all(seqs[projection, shard] >= seq for projection in projections):
+                return True
+            if loop.time() >= until:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _seqs(self) -> dict[tuple[str, int], int]:
+        """The last event of each read model and shard. All that wait share one query."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> dict[tuple[str, int], int]:
+        rows = await self.rows("SELECT projection, shard, seq FROM cursors")
+        return {(row["projection"], row["shard"]): row["seq"] for row in rows}
+
+
+@asynccontextmanager
+async def open_books(
+    postgres: str, schema: str, sessions_max: int, check: Callable[[AsyncConnection[Any]], Awaitable[Any]]
+) -> AsyncIterator[Books]:
+    """The books of the system in a schema; `check` raises an error when the schema is of another system.
+    Opens also while PostgreSQL is away.
+    """
+
+    async def prepare(connection: AsyncConnection[Any]) -> None:
+        await check(connection)
+        await use_schema(connection, schema)
+        await connection.execute(
+            sql.SQL("SET statement_timeout = {}; SET default_transaction_read_only = on").format(
+                QUESTION_MS_MAX
+            )
+        )
+
+    pool = open_pool(
+        postgres, schema, "gateway", sessions_max, SESSION_WAITERS_MAX, SESSION_WAIT_SECONDS_MAX, prepare
+    )
+    await pool.open(wait=False)
+    try:
+        yield Books(pool)
+    finally:
+        await pool.close()
+
+
+def _unavailable(detail: str) -> Problem:
+    return Problem("unavailable", detail, headers=[retry_after(SHED_RETRY_SECONDS)])
+
+
+def _plain(row: Row) -> Row:
+    return {
+        name: int(value) if isinstance(value, Decimal) else value
+        for name, value in row.items()
+        if value is not None
+    }

@@ -1,0 +1,176 @@
+"""Commands over HTTP: each goes through the gate of this process, and its answer becomes a status and a
+document.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from grabstream.gateway.problems import (
+    JSON,
+    NOT_KEPT,
+    POSITIVE,
+    SECURE_HEADERS,
+    SOON_SECONDS,
+    Problem,
+    Reply,
+    refusal_reply,
+    retry_after,
+)
+from grabstream.gateway.requests import (
+    IDEMPOTENCY_KEY,
+    Request,
+    basket_of,
+    command_of,
+    grab_of,
+    opening_of,
+    prefers_async,
+    promise_of,
+    required_key_of,
+    settling_of,
+)
+from grabstream.lua.gate.gate import Gate, Promise
+from grabstream.lua.gate.queue import OutcomeUnknown
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.commands import AnyCommand, Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.models.outcomes import Outcome
+
+#: How many parts of an envelope a gate draws and writes per millisecond at least, beside other work.
+PARTS_A_MILLISECOND: Final = 50
+#: The message of the answers to a basket that was refused, before the id of the grab that was refused first.
+_WITH_ANOTHER: Final = "basket: refused with grab "
+_WHOLE: Final = "no grab of the basket was carried out"
+_HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
+_APPLIED: Final = (b"preference-applied", b"respond-async")
+
+
+class Commands:
+    """The handlers of commands: a request and its body in, a reply out. `timeout_ms` is how long a command
+    waits for its answer; an envelope waits longer, by its parts.
+    """
+
+    def __init__(self, gate: Gate, timeout_ms: int) -> None:
+        self._gate = gate
+        self._timeout_ms = timeout_ms
+
+    async def grab(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/grabs"""
+        return await self._decide(request, grab_of(request, body))
+
+    async def open(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers"""
+        return await self._decide(request, opening_of(request, body))
+
+    async def amend(self, request: Request, body: bytes) -> Reply:
+        """PATCH /v1/offers/{offer}"""
+        return await self._operate(request, "amend", body)
+
+    async def pause(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/pause"""
+        return await self._operate(request, "pause", body)
+
+    async def resume(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/resume"""
+        return await self._operate(request, "resume", body)
+
+    async def close(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/close"""
+        return await self._operate(request, "close", body)
+
+    async def confirm(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/grabs/{grab}/confirm"""
+        return await self._decide(request, settling_of(request, "confirm", body))
+
+    async def release(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/grabs/{grab}/release"""
+        return await self._decide(request, settling_of(request, "release", body))
+
+    async def extend(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/grabs/{grab}/extend"""
+        return await self._decide(request, settling_of(request, "extend", body))
+
+    async def return_(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/grabs/{grab}/return"""
+        return await self._decide(request, settling_of(request, "return", body))
+
+    async def redeem(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/grabs/{grab}/redeem"""
+        return await self._decide(request, settling_of(request, "redeem", body))
+
+    async def unredeem(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/grabs/{grab}/unredeem"""
+        return await self._decide(request, settling_of(request, "unredeem", body))
+
+    async def take_basket(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/baskets"""
+        promise = promise_of(request)
+        commands = basket_of(request, body)
+        answers = await self._answers(commands, promise)
+        if all(answer.positive for answer in answers):
+            status = max(status_of(answer, promise) for answer in answers)
+            return Reply(status, _basket(answers), _headers(request, promise))
+        # As a rule, each answer names the grab that was refused first.
+        index, answer = 0, answers[0]
+        if answer.message and answer.message.startswith(_WITH_ANOTHER):
+            named = answer.message.removeprefix(_WITH_ANOTHER)
+            index = next((index for index, command in enumerate(commands) if command.id == named), 0)
+            answer = msgspec.structs.replace(answers[index], message=_WHOLE)
+        members = {"answers": msgspec.json.decode(_basket(answers))["answers"]}
+        return refusal_reply(answer, commands[index], _now_ms(), members)
+
+    async def _operate(self, request: Request, type_: str, body: bytes) -> Reply:
+        given = {"id": required_key_of(request), "offer": request.path["offer"]}
+        return await self._decide(request, command_of(type_, given, body))
+
+    async def _decide(self, request: Request, command: AnyCommand) -> Reply:
+        promise = promise_of(request)
+        [answer] = await self._answers([command], promise)
+        if not answer.positive:
+            return refusal_reply(answer, command, _now_ms())
+        headers = _headers(request, promise)
+        if isinstance(command, Open):
+            headers = (
+                *headers,
+                (b"location", f"/v1/offers/{command.offer}".encode()),
+                (IDEMPOTENCY_KEY.lower().encode(), command.id.encode()),
+            )
+        return Reply(status_of(answer, promise), encode_answer(answer), headers)
+
+    async def _answers(self, commands: Sequence[AnyCommand], promise: Promise) -> list[Answer]:
+        timeout_ms = self._timeout_ms + sum(map(_parts_of, commands)) // PARTS_A_MILLISECOND
+        try:
+            return await self._gate.decide(commands, promise, timeout_ms=timeout_ms)
+        except OutcomeUnknown as error:
+            raise Problem(
+                "outcome_unknown",
+                f"The command may be carried out or not: {error}. Send the same request again with the same "
+                "Idempotency-Key, until it has an answer.",
+                headers=[retry_after(SOON_SECONDS)],
+            ) from None
+
+
+def status_of(answer: Answer, promise: Promise) -> int:
+    """The status of a positive answer: 202 while its event may not be in the journal yet."""
+    return 202 if promise == "decided" else POSITIVE[Outcome(answer.code)]
+
+
+def _parts_of(command: AnyCommand) -> int:
+    is_envelope = isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms)
+    return command.terms.parts if is_envelope else 0  # type: ignore[union-attr]
+
+
+def _headers(request: Request, promise: Promise) -> tuple[tuple[bytes, bytes], ...]:
+    if promise == "decided" and prefers_async(request):
+        return (*_HEADERS, _APPLIED)
+    return _HEADERS
+
+
+def _basket(answers: Sequence[Answer]) -> bytes:
+    return b'{"answers":[' + b",".join(map(encode_answer, answers)) + b"]}"
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

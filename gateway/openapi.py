@@ -1,0 +1,375 @@
+"""The OpenAPI 3.1 document: the routes of `operations.py`, with schemas from the pydantic models.
+
+A body has the fields of its command that neither the path nor a header gives, so its schema is that of the
+command without them.
+"""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final, get_args
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from grabstream.gateway.documents import DOCUMENTS
+from grabstream.gateway.operations import OPERATIONS, Operation, Parameter
+from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
+from grabstream.models.bounds import BASKET_GRABS_MAX
+from grabstream.models.identifiers import ID_PATTERN
+from grabstream.models.outcomes import Outcome
+from grabstream.models.vocabulary import Answer, AnyCommand
+
+OPENAPI_VERSION: Final = "3.1.0"
+_REFERENCE: Final = "#/components/schemas/{model}"
+
+Node = dict[str, Any]
+
+DESCRIPTION: Final = (
+    "Commands and questions to a grabstream system. A command is identified by its Idempotency-Key: a repeat "
+    "gets the first answer. Amounts are integers, in minor units of a currency or in pieces; times are "
+    "milliseconds since 1970 UTC. A refusal is problem details (RFC 9457), with what and until when in "
+    "words."
+)
+#: Problems that every operation may answer, and those of commands and questions.
+_ANY: Final = (
+    "not_found", "method_not_allowed", "request_timeout", "head_too_large", "malformed_request",
+    "misdirected_request", "uri_too_long", "internal_error", "busy",
+)  # fmt: skip
+_OF_BODIES: Final = ("content_too_large", "unsupported_media_type")
+_OF_COMMANDS: Final = ("outcome_unknown",)
+_OF_READS: Final = ("unavailable", "read_model_behind")
+
+
+def document(version: str) -> Node:
+    """The document of a release."""
+    schemas = _schemas()
+    paths: dict[str, Node] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+    return {
+        "openapi": OPENAPI_VERSION,
+        "info": {
+            "title": "grabstream",
+            "version": version,
+            "description": DESCRIPTION,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {"schemas": _plain(dict(sorted(schemas.items())))},
+    }
+
+
+def _plain(node: Any) -> Any:
+    """The node without the line breaks that docstrings have inside of paragraphs."""
+    if isinstance(node, list):
+        return [_plain(member) for member in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        name: "\n\n".join(" ".join(part.split()) for part in value.split("\n\n"))
+        if name == "description" and isinstance(value, str)
+        else _plain(value)
+        for name, value in node.items()
+    }
+
+
+# -- operations ----------------------------------------------------------------------------------------------
+
+
+def _operation(operation: Operation) -> Node:
+    node: Node = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "tags": [operation.scope if operation.scope != "none" else "documents"],
+        "parameters": _parameters(operation),
+        "responses": _responses(operation),
+    }
+    if operation.body_bytes_max:
+        schema = body_name(operation)
+        node["requestBody"] = {
+            "required": bool(_required_of(operation)),
+            "content": {"application/json": {"schema": _reference(schema)}},
+            "description": f"At most {operation.body_bytes_max} bytes.",
+        }
+    return {name: value for name, value in node.items() if value != []}
+
+
+def _parameters(operation: Operation) -> list[Node]:
+    in_path = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    found: list[Node] = [
+        {"name": name, "in": "path", "required": True, "schema": _reference("Id")} for name in in_path
+    ]
+    if operation.key != "none":
+        found.append(
+            {
+                "name": "Idempotency-Key",
+                "in": "header",
+                "required": operation.key == "required",
+                "description": "The id of the command; quotes around it are dropped. A repeat with the same "
+                "key and body gets the first answer; with another body, it is a `conflict`."
+                + ("" if operation.key == "required" else " Absent: the id of the offer, or a new UUID."),
+                "schema": {"type": "string", "pattern": f'^("?){ID_PATTERN[1:-1]}\\1$'},
+            }
+        )
+    if operation.kind == "command":
+        found.append(
+            {
+                "name": "Prefer",
+                "in": "header",
+                "required": False,
+                "description": "`respond-async` means `promise=decided`.",
+                "schema": {"type": "string"},
+            }
+        )
+    found += [_query_parameter(parameter) for parameter in operation.parameters]
+    return found
+
+
+_FORMS: Final[Mapping[str, Node]] = {
+    "text": {"type": "string"},
+    "id": {"$ref": "#/components/schemas/Id"},
+    "integer": {"type": "integer", "minimum": 1},
+    "position": {"type": "string", "pattern": "^[0-9]{1,4}-[0-9]{1,16}$"},
+}
+
+
+def _query_parameter(parameter: Parameter) -> Node:
+    schema: Node = dict(_FORMS[parameter.form])
+    if parameter.choices:
+        schema = {"type": "string", "enum": list(parameter.choices), "default": parameter.choices[0]}
+    return {
+        "name": parameter.name,
+        "in": "query",
+        "required": False,
+        "description": parameter.meaning,
+        "schema": schema,
+    }
+
+
+def _responses(operation: Operation) -> Node:
+    found: dict[int, Node] = {}
+    for status, words in _positive(operation).items():
+        found[status] = {
+            "description": words,
+            "content": {"application/json": {"schema": _reference(answer_name(operation))}},
+        }
+    if operation.kind == "read":
+        found[200]["headers"] = {"ETag": {"schema": {"type": "string"}}}
+        found[304] = {"description": "The client has it already (If-None-Match)."}
+    problems: dict[int, list[str]] = {}
+    if operation.kind == "command":
+        for outcome, refusal in REFUSALS.items():
+            problems.setdefault(int(refusal.status), []).append(f"`{outcome.name}`")
+    else:
+        problems[400] = ["`invalid`"]
+        if "{offer}" in operation.path:
+            problems[404] = ["`no_such_offer`"]
+    for name in (
+        *_ANY,
+        *(_OF_BODIES if operation.body_bytes_max else ()),
+        *(_OF_COMMANDS if operation.kind == "command" else ()),
+        *(_OF_READS if operation.kind == "read" else ()),
+    ):
+        of_status = problems.setdefault(int(DOOR_PROBLEMS[name][0]), [])
+        if f"`{name}`" not in of_status:
+            of_status.append(f"`{name}`")
+    for status, names in problems.items():
+        found[status] = {
+            "description": ", ".join(names),
+            "content": {"application/problem+json": {"schema": _reference("Problem")}},
+        }
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            found[status]["headers"] = {"Allow": {"schema": {"type": "string"}}}
+        if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.CONFLICT):
+            found[status]["headers"] = {
+                "Retry-After": {
+                    "description": "Seconds until it may succeed, where that is known.",
+                    "schema": {"type": "integer", "minimum": 1},
+                }
+            }
+    return {str(status): found[status] for status in sorted(found)}
+
+
+def _positive(operation: Operation) -> dict[int, str]:
+    """The statuses of success, with their meaning."""
+    if operation.kind != "command":
+        return {200: "The answer."}
+    by_status: dict[int, list[str]] = {}
+    for outcome in _OUTCOMES_OF[operation.command or ""]:
+        by_status.setdefault(int(POSITIVE[outcome]), []).append(f"`{outcome.name}`")
+    words = {
+        status: f"{', '.join(names)}; the event is in the journal." for status, names in by_status.items()
+    }
+    return {**words, 202: "Decided (`promise=decided`); the event may not be in the journal yet."}
+
+
+_OUTCOMES_OF: Final[Mapping[str, Sequence[Outcome]]] = {
+    "open": (Outcome.opened,),
+    "amend": (Outcome.amended,),
+    "pause": (Outcome.paused,),
+    "resume": (Outcome.resumed,),
+    "close": (Outcome.closed,),
+    "grab": (Outcome.granted, Outcome.held, Outcome.waiting),
+    "confirm": (Outcome.confirmed,),
+    "release": (Outcome.released,),
+    "extend": (Outcome.extended,),
+    "return": (Outcome.returned,),
+    "redeem": (Outcome.redeemed,),
+    "unredeem": (Outcome.unredeemed,),
+}
+
+
+# -- schemas -------------------------------------------------------------------------------------------------
+
+_COMMANDS: Final[Mapping[str, type[BaseModel]]] = {
+    model.model_fields["type"].default: model for model in get_args(get_args(AnyCommand)[0])
+}
+
+
+def body_name(operation: Operation) -> str:
+    """The name of the schema of a body."""
+    if operation.name == "take_basket":
+        return "Basket"
+    return f"{(operation.command or '').capitalize()}Body"
+
+
+def answer_name(operation: Operation) -> str:
+    """The name of the schema of a good answer."""
+    if operation.kind == "command":
+        return "BasketAnswer" if operation.name == "take_basket" else "Answer"
+    if operation.kind == "read":
+        return DOCUMENTS[operation.name].__name__
+    return {"openapi": "Document", "problem": "ProblemType", "health": "Health"}[operation.name]
+
+
+def _reference(name: str) -> Node:
+    return {"$ref": _REFERENCE.format(model=name)}
+
+
+def _schemas() -> dict[str, Node]:
+    models: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in _COMMANDS.values()]
+    models += [(model, "validation") for model in DOCUMENTS.values()]
+    _, made = models_json_schema([*models, (Answer, "serialization")], ref_template=_REFERENCE)
+    known: dict[str, Node] = made["$defs"]
+    commands = {model.__name__ for model in _COMMANDS.values()}
+    # `adjust` and `load` have no route, and their parts no use.
+    schemas = {
+        name: schema for name, schema in known.items() if name not in commands and name not in ("Entry",)
+    }
+    for operation in OPERATIONS:
+        if operation.command is not None and operation.name != "take_basket":
+            schemas[body_name(operation)] = _body(operation, known)
+    grab = _without(known["Grab"], ("type", "id", "basket"))
+    schemas["BasketGrab"] = {**grab, "title": "BasketGrab"}
+    schemas["Basket"] = _object(
+        "Grabs that are all granted or held, or all refused. Their offers are of one campaign; none is an "
+        "envelope.",
+        {
+            "grabs": {
+                "type": "array", "items": _reference("BasketGrab"), "minItems": 1,
+                "maxItems": BASKET_GRABS_MAX,
+            }
+        },
+        ["grabs"],
+    )  # fmt: skip
+    answer = schemas["Answer"]
+    answer["properties"]["outcome"] = {"type": "string", "enum": [outcome.name for outcome in Outcome]}
+    schemas["BasketAnswer"] = _object(
+        "The answers to the grabs of a basket, in their order.",
+        {"answers": {"type": "array", "items": _reference("Answer")}},
+        ["answers"],
+    )
+    schemas["Id"] = {"type": "string", "pattern": ID_PATTERN}
+    schemas["Problem"] = _problem(answer)
+    schemas["ProblemType"] = _object(
+        "What a type of problems means.",
+        {
+            "title": {"type": "string"}, "status": {"type": "integer"},
+            "outcome": {"type": "string"}, "code": {"type": "integer"},
+        },
+        ["title", "status"],
+    )  # fmt: skip
+    schemas["Health"] = _object(
+        "The gateway takes requests.", {"status": {"type": "string", "const": "ok"}}, ["status"]
+    )
+    schemas["Document"] = {"type": "object", "description": "An OpenAPI document."}
+    return schemas
+
+
+def _object(description: str, properties: Node, required: Sequence[str]) -> Node:
+    return {
+        "type": "object",
+        "description": description,
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _given(operation: Operation) -> tuple[str, ...]:
+    """The fields of the command that the path and the headers give."""
+    if operation.name == "open":
+        return ("type", "id")
+    if operation.name == "grab":
+        return ("type", "id", "offer", "basket")
+    return ("type", "id", "offer", "grab")
+
+
+def _required_of(operation: Operation) -> list[str]:
+    """The fields that a body must have."""
+    if operation.name == "take_basket":
+        return ["grabs"]
+    fields = _COMMANDS[operation.command or ""].model_fields
+    required = [name for name, field in fields.items() if field.is_required()]
+    optional = (*_given(operation), *(("offer",) if operation.name == "open" else ()))
+    always = ["user"] if operation.scope == "settle" else []
+    return [*(name for name in required if name not in optional), *always]
+
+
+def _body(operation: Operation, known: Mapping[str, Node]) -> Node:
+    command = _COMMANDS[operation.command or ""]
+    schema = _without(known[command.__name__], _given(operation))
+    required = _required_of(operation)
+    if operation.name == "open":
+        schema["properties"]["offer"] = {
+            **schema["properties"]["offer"],
+            "description": "The id of the offer; absent: the Idempotency-Key, or a new UUID.",
+        }
+    if "user" in required:
+        # Every settlement names the user of the grab.
+        schema["properties"]["user"] = _reference("Id")
+    schema["title"] = body_name(operation)
+    schema.pop("required", None)
+    return {**schema, "required": required} if required else schema
+
+
+def _without(schema: Node, fields: Sequence[str]) -> Node:
+    properties = {name: value for name, value in schema["properties"].items() if name not in fields}
+    required = [name for name in schema.get("required", ()) if name not in fields]
+    rest = {name: value for name, value in schema.items() if name not in ("properties", "required")}
+    return {**rest, "properties": properties, **({"required": required} if required else {})}
+
+
+def _problem(answer: Node) -> Node:
+    names = [*(outcome.name for outcome in REFUSALS), *DOOR_PROBLEMS]
+    return {
+        "type": "object",
+        "description": "Problem details (RFC 9457). A refused command has the fields of its answer, too.",
+        "properties": {
+            **{name: value for name, value in answer["properties"].items() if name != "message"},
+            "type": {"type": "string", "enum": sorted({f"/problems/{name}" for name in names})},
+            "title": {"type": "string"},
+            "status": {"type": "integer", "minimum": 400, "maximum": 599},
+            "detail": {"type": "string", "description": "What was refused and until when, for people."},
+            "field": {"type": "string", "description": "The field, header or part of the path to correct."},
+            "outcome": {"type": "string", "enum": sorted({outcome.name for outcome in REFUSALS})},
+            "code": {"type": "integer", "description": "The number of the outcome."},
+            "answers": {
+                "type": "array", "items": _reference("Answer"),
+                "description": "Of a basket: the answers to its grabs.",
+            },
+        },
+        "required": ["type", "title", "status", "detail"],
+        "additionalProperties": False,
+    }  # fmt: skip

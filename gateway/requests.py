@@ -1,0 +1,361 @@
+"""Requests: what is checked before anything is decoded, and how a request becomes a command.
+
+A body has the fields of its command that neither the path nor a header gives. It is joined with these to the
+JSON of the command, undecoded, and checked by the same functions as a command from a topic.
+"""
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote_to_bytes
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from grabstream.gateway.bounds import (
+    BASKET_KEY_LENGTH_MAX,
+    QUERY_BYTES_MAX,
+    QUERY_PARAMETERS_MAX,
+)
+from grabstream.gateway.problems import Problem, invalid
+from grabstream.lua.gate.gate import Promise
+from grabstream.models.bounds import BASKET_GRABS_MAX, quoted
+from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Undecodable, decode_command
+from grabstream.models.identifiers import ID_PATTERN, is_id
+
+IDEMPOTENCY_KEY: Final = "Idempotency-Key"
+_JSON_SPACE: Final = b" \t\r\n"
+#: Ids that clients and proxies remove from a path.
+_NOT_IN_PATHS: Final = frozenset({".", ".."})
+_ID_WORDS: Final = f"must match {ID_PATTERN.strip('^$')}"
+_is_json = re.compile(rb'application/json(?:[ \t]*;[ \t]*charset="?utf-8"?)?[ \t]*\Z', re.IGNORECASE).match
+#: Where a field comes from that a body must not have.
+_GIVEN: Final = {
+    "type": "the path and the method give it",
+    "id": f"the header {IDEMPOTENCY_KEY} gives it",
+    "offer": "the path gives it",
+    "grab": "the path gives it",
+    "basket": f"the header {IDEMPOTENCY_KEY} gives it; POST /v1/baskets takes baskets",
+}
+_named_twice = re.compile(r"'(\w+)': is named twice").match
+
+
+class Request:
+    """A request whose path was found: its scope, the function that receives its body, and the ids of its
+    path.
+    """
+
+    __slots__ = ("_headers", "path", "receive", "scope")
+
+    def __init__(self, scope: Scope, receive: Receive, path: Mapping[str, str]) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.path = path
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a header; None without it. Raises Problem when it is there more than once."""
+        value = self._headers.get(name)
+        if value is not None and len(self._headers) < len(self.scope["headers"]):
+            count = sum(known == name for known, _ in self.scope["headers"])
+            if count > 1:
+                raise invalid(f"{name.decode()}: the header is there {count} times; keep one")
+        return value
+
+    def has(self, name: bytes) -> bool:
+        """Whether a header is there, once or more."""
+        return name in self._headers
+
+
+#: The path of a grab, without any encoding: most requests have it.
+_grab_path = re.compile(rb"/v1/offers/([A-Za-z0-9._:-]{1,64})/grabs").fullmatch
+
+
+def offer_of_grab(raw_path: bytes) -> str | None:
+    """The offer in the path of a grab; None for any other path, and for ids that `segments_of` refuses."""
+    found = _grab_path(raw_path)
+    offer = found[1].decode() if found else None
+    return None if offer in _NOT_IN_PATHS else offer
+
+
+def segments_of(raw_path: bytes) -> list[str]:
+    """The decoded parts of a path. Raises Problem when a part is no id: then no route has it, and nothing
+    that a proxy might read in another way is looked at.
+    """
+    parts = raw_path.split(b"/")
+    if parts[0] or not 1 < len(parts) <= 16:
+        raise Problem("not_found", "A path starts with / and has at most 15 parts.")
+    decoded = []
+    for part in parts[1:]:
+        text = (unquote_to_bytes(part) if b"%" in part else part).decode("latin-1")
+        if text and not is_id(text):
+            raise invalid(f"path: each part {_ID_WORDS}, got {quoted(text)}", "path")
+        if text in _NOT_IN_PATHS:
+            raise invalid(f"path: clients and proxies change a path with {text}", "path")
+        decoded.append(text)
+    return decoded
+
+
+def query_of(request: Request, known: Sequence[str]) -> dict[str, str]:
+    """The parameters of the query; raises Problem for one that is unknown, or given twice."""
+    raw: bytes = request.scope["query_string"]
+    if not raw:
+        return {}
+    if len(raw) > QUERY_BYTES_MAX:
+        raise Problem("uri_too_long", f"A query has at most {QUERY_BYTES_MAX} bytes, this has {len(raw)}.")
+    try:
+        pairs = parse_qsl(
+            raw.decode("ascii"), keep_blank_values=True, strict_parsing=True, errors="strict",
+            max_num_fields=QUERY_PARAMETERS_MAX,
+        )  # fmt: skip
+    except ValueError as error:
+        raise invalid(f"query: cannot be read: {error}", "query") from None
+    parameters: dict[str, str] = {}
+    for name, value in pairs:
+        if name not in known:
+            words = f"this path has {', '.join(known)}" if known else "this path has none"
+            raise invalid(f"query: {quoted(name)} is not a parameter; {words}", "query")
+        if name in parameters:
+            raise invalid(f"{name}: the parameter is there twice; keep one")
+        parameters[name] = value
+    return parameters
+
+
+def chosen(parameters: Mapping[str, str], name: str, choices: Sequence[str], default: str) -> str:
+    """The value of a parameter that has some choices; raises Problem for another value."""
+    value = parameters.get(name, default)
+    if value not in choices:
+        raise invalid(f"{name}: must be {' or '.join(choices)}, got {quoted(value)}")
+    return value
+
+
+def promise_of(request: Request) -> Promise:
+    """`journaled`, or `decided` when the query or the header Prefer asks for it. The query wins."""
+    parameters = query_of(request, ("promise",))
+    if "promise" not in parameters:
+        return "decided" if prefers_async(request) else "journaled"
+    is_decided = chosen(parameters, "promise", ("journaled", "decided"), "journaled") == "decided"
+    return "decided" if is_decided else "journaled"
+
+
+def prefers_async(request: Request) -> bool:
+    """Whether the header Prefer has respond-async. Other preferences are ignored, as RFC 7240 wants it."""
+    if not request.has(b"prefer"):
+        return False
+    for name, value in request.scope["headers"]:
+        if name == b"prefer" and any(
+            word.strip().lower() == b"respond-async" for word in value.replace(b";", b",").split(b",")
+        ):
+            return True
+    return False
+
+
+async def body_of(request: Request, bytes_max: int) -> bytes:
+    """The body; raises Problem when it is no JSON by its headers, or above the bound, before it is read."""
+    check_body_headers(request, bytes_max)
+    event = await request.receive()
+    body = event.get("body", b"")
+    if event["type"] == "http.request" and not event.get("more_body") and len(body) <= bytes_max:
+        if body and request.header(b"content-type") is None:
+            raise _not_json(None)
+        return body  # type: ignore[no-any-return]
+    pieces = [body]
+    size = len(body)
+    while event["type"] == "http.request" and event.get("more_body") and size <= bytes_max:
+        event = await request.receive()
+        pieces.append(event.get("body", b""))
+        size += len(pieces[-1])
+    if event["type"] != "http.request":
+        raise Gone
+    if size > bytes_max:
+        raise too_large(bytes_max)
+    if size and request.header(b"content-type") is None:
+        raise _not_json(None)
+    return b"".join(pieces)
+
+
+class Gone(Exception):
+    """The client has closed the connection before its request was complete: no one reads an answer."""
+
+
+def check_body_headers(request: Request, bytes_max: int) -> None:
+    """Raises Problem when the headers tell that the body is too large, or is no JSON."""
+    length = request.header(b"content-length")
+    if length is not None and int(length) > bytes_max:
+        raise too_large(bytes_max)
+    kind = request.header(b"content-type")
+    if kind is not None and not _is_json(kind):
+        raise _not_json(kind)
+    coding = request.header(b"content-encoding")
+    if coding is not None and coding.lower() != b"identity":
+        raise Problem("unsupported_media_type", "Send the body without Content-Encoding.", "Content-Encoding")
+
+
+def too_large(bytes_max: int) -> Problem:
+    """The problem of a body above its bound."""
+    return Problem("content_too_large", f"A body has at most {bytes_max} bytes on this path.")
+
+
+def _not_json(kind: bytes | None) -> Problem:
+    got = "none" if kind is None else quoted(kind.decode("latin-1"))
+    return Problem(
+        "unsupported_media_type",
+        f"The Content-Type of a body must be application/json (UTF-8), got {got}.",
+        "Content-Type",
+    )
+
+
+# -- ids -----------------------------------------------------------------------------------------------------
+
+
+def new_id() -> str:
+    """A UUID of version 7 (RFC 9562): 48 bits of time in ms, 74 random bits."""
+    number = time.time_ns() // 1_000_000 << 80 | secrets.randbits(80)
+    number = number & ~(0xF << 76 | 0x3 << 62) | 7 << 76 | 2 << 62
+    text = f"{number:032x}"
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def key_of(request: Request) -> str | None:
+    """The id of the command: the header Idempotency-Key, with or without the quotes of its draft standard;
+    None without it.
+    """
+    raw = request.header(b"idempotency-key")
+    if raw is None:
+        return None
+    text = raw.decode("latin-1")
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        text = text[1:-1]
+    if not is_id(text):
+        raise invalid(f"{IDEMPOTENCY_KEY}: {_ID_WORDS}, got {quoted(text)}", IDEMPOTENCY_KEY)
+    return text
+
+
+def required_key_of(request: Request) -> str:
+    """The id of the command; raises Problem without one: after a lost answer, only the same id can tell
+    whether the command was carried out.
+    """
+    key = key_of(request)
+    if key is None:
+        raise invalid(
+            f"{IDEMPOTENCY_KEY}: is required; it is the id of the command, and a repeat with the same one "
+            "gets the first answer",
+            IDEMPOTENCY_KEY,
+        )
+    return key
+
+
+# -- commands ------------------------------------------------------------------------------------------------
+
+
+def command_of(type_: str, given: Mapping[str, str], body: bytes) -> AnyCommand:
+    """The command of a body and of fields that the path and the headers give; raises Problem that names the
+    field. The fields that are given must be ids, so they need no escaping.
+    """
+    head = f'{{"type":"{type_}"' + "".join(f',"{name}":"{value}"' for name, value in given.items())
+    rest = (body or b"{}").lstrip(_JSON_SPACE)
+    if rest[:1] != b"{":
+        raise invalid("body: must be a JSON object", "body")
+    rest = rest[1:].lstrip(_JSON_SPACE)
+    raw = head.encode() + (rest if rest[:1] == b"}" else b"," + rest)
+    try:
+        return decode_command(raw)
+    except Undecodable as error:
+        twice = _named_twice(error.reason)
+        if twice and twice[1] in {"type", *given}:
+            raise invalid(f"{twice[1]}: must not be in the body, {_GIVEN[twice[1]]}") from None
+        raise invalid(error.reason) from None
+    except ValueError as error:  # a number of thousands of digits in an object that is read a second time
+        raise invalid(f"body: cannot be read: {error}", "body") from None
+
+
+def grab_of(request: Request, body: bytes) -> Grab:
+    """The grab of a request."""
+    command = command_of("grab", {"id": required_key_of(request), "offer": request.path["offer"]}, body)
+    assert isinstance(command, Grab)
+    if command.basket is not None:
+        raise invalid("basket: POST /v1/baskets takes baskets")
+    return command
+
+
+def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
+    """A command about one grab. It always names the user: nobody settles the grab of another user by guessing
+    its id.
+    """
+    given = {"id": required_key_of(request), "offer": request.path["offer"], "grab": request.path["grab"]}
+    command = command_of(type_, given, body)
+    if isinstance(command, GrabCommand) and command.user is None:
+        raise invalid("user: is required; it must be the user of the grab")
+    return command
+
+
+class _Addressed(msgspec.Struct):
+    offer: Any = None
+
+
+_decode_addressed = msgspec.json.Decoder(_Addressed).decode
+
+
+def opening_of(request: Request, body: bytes) -> AnyCommand:
+    """The command that opens an offer. Without an id in the body, the offer's id is the Idempotency-Key; and
+    without that too, a new UUID. So a repeat with the same key opens the same offer.
+    """
+    try:
+        offer = _decode_addressed(body or b"{}").offer
+    except RecursionError:
+        raise invalid("body: nested too deep") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(str(error)) from None
+    key = key_of(request) or (offer if isinstance(offer, str) and is_id(offer) else new_id())
+    given = {"id": key} if offer is not None else {"id": key, "offer": key}
+    command = command_of("open", given, body)
+    if command.offer in _NOT_IN_PATHS:
+        raise invalid(f"offer: clients and proxies change a path with {command.offer}; choose another id")
+    return command
+
+
+class _Basket(msgspec.Struct, forbid_unknown_fields=True):
+    grabs: list[msgspec.Raw]
+
+
+_decode_basket = msgspec.json.Decoder(_Basket).decode
+
+
+def basket_of(request: Request, body: bytes) -> list[AnyCommand]:
+    """The grabs of a basket. The Idempotency-Key names it; its grabs have the ids `<key>.1`, `<key>.2` …"""
+    key = required_key_of(request)
+    if len(key) > BASKET_KEY_LENGTH_MAX:
+        raise invalid(
+            f"{IDEMPOTENCY_KEY}: has at most {BASKET_KEY_LENGTH_MAX} characters here, since the ids of the "
+            "grabs are made from it",
+            IDEMPOTENCY_KEY,
+        )
+    try:
+        raws = _decode_basket(body).grabs
+        if body.count(b'"grabs"') > 1 or b"\\" in body:
+            _check_names(body)
+    except RecursionError:
+        raise invalid("body: nested too deep") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise invalid(str(error)) from None
+    if not 1 <= len(raws) <= BASKET_GRABS_MAX:
+        raise invalid(f"grabs: a basket has 1 to {BASKET_GRABS_MAX} grabs, got {len(raws)}")
+    commands = []
+    for number, raw in enumerate(raws, 1):
+        try:
+            commands.append(command_of("grab", {"id": f"{key}.{number}", "basket": key}, bytes(raw)))
+        except Problem as problem:
+            raise invalid(
+                f"grab {number}: {problem.detail}", f"grabs[{number - 1}].{problem.field or ''}".rstrip(".")
+            ) from None
+    return commands
+
+
+def _check_names(body: bytes) -> None:
+    """Raises Problem when the object of a basket names `grabs` twice."""
+    names = [name for name, _ in json.loads(body, object_pairs_hook=list)]
+    if len(set(names)) < len(names):
+        raise invalid("grabs: is named twice; keep one")

@@ -1,0 +1,99 @@
+"""Runs the server of the gateway in the event loop of its gate, until it is stopped."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+
+from grabstream.gateway.app import Application
+from grabstream.gateway.bounds import BACKLOG, DRAIN_SECONDS_MAX, IDLE_SECONDS_MAX
+from grabstream.gateway.protocol import bounded, keep_checking
+from grabstream.lua.ending import first_to_end, running
+
+#: Open files of the process beside the connections of clients.
+FILES_BESIDE: Final = 512
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to its process, and calls `ready` when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures nothing."""
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound; raises OSError. Nobody is accepted before `serve`."""
+    [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+        bound.setblocking(False)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def connections_possible(wanted: int) -> int:
+    """Raises the bound of open files of this process for `wanted` connections; returns how many it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + FILES_BESIDE
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - FILES_BESIDE))
+
+
+async def serve(
+    application: Application, bound: socket.socket, connections_max: int, stop: asyncio.Event,
+    ready: Callable[[], None],
+) -> None:  # fmt: skip
+    """Serves until `stop`; then accepts nothing more, and returns when the requests in work have their
+    answers, at the latest after DRAIN_SECONDS_MAX.
+    """
+    config = uvicorn.Config(
+        application,
+        loop="none",
+        http=bounded(connections_max),
+        ws="none",
+        lifespan="off",
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=IDLE_SECONDS_MAX,
+        timeout_graceful_shutdown=DRAIN_SECONDS_MAX,
+    )
+    # What clients do wrong is answered, not logged.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    server = _Server(config, ready)
+
+    async def end() -> None:
+        await stop.wait()
+        server.should_exit = True
+
+    serving: Any = server.serve(sockets=[bound])
+    async with running(serving) as tasks, running(end(), keep_checking(server.server_state.connections)):
+        await first_to_end(tasks)

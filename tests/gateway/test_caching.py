@@ -1,0 +1,118 @@
+"""The cache of the gateway: asked once for a crowd, never older than it may be, within its memory."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grabstream.gateway.caching import ENTRY_BYTES, Cache, digest_of
+from tests.conftest import until
+from tests.gateway.test_questions import position
+from tests.support.gateways import Caller
+
+
+class Source:
+    """Makes documents that count up; waits while `open` is not set."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def make(self) -> bytes:
+        self.made += 1
+        number = self.made
+        await self.open.wait()
+        return b"%d" % number
+
+
+async def test_crowd_asks_once() -> None:
+    cache, source = Cache(), Source()
+    source.open.clear()
+    crowd = [asyncio.create_task(cache.document("offers", {}, source.make)) for _ in range(100)]
+    await until(lambda: source.made == 1, 5)
+    crowd[0].cancel()
+    source.open.set()
+    got = await asyncio.gather(*crowd, return_exceptions=True)
+    assert {one.body for one in got if not isinstance(one, BaseException)} == {b"1"}
+    assert sum(isinstance(one, asyncio.CancelledError) for one in got) == 1
+    assert (await cache.document("offers", {}, source.make)).body == b"1"
+    assert (await cache.document("offers", {"kind": "coupon"}, source.make)).body == b"2"
+
+
+async def test_kept_document_is_not_older_than_it_may_be() -> None:
+    cache, source = Cache(seconds=0.0), Source()
+    assert [(await cache.document("offer", {}, source.make)).body for _ in range(3)] == [b"1", b"2", b"3"]
+
+
+async def test_fresh_document_is_made_and_kept_and_never_replaced_by_an_older_one() -> None:
+    cache, source = Cache(), Source()
+    source.open.clear()
+    older = asyncio.create_task(cache.document("offer", {}, source.make))
+    await until(lambda: source.made == 1, 5)
+    slow, source.open = source.open, asyncio.Event()
+    source.open.set()
+    assert (await cache.document("offer", {}, source.make, fresh=True)).body == b"2"
+    slow.set()
+    assert (await older).body == b"1"
+    assert (await cache.document("offer", {}, source.make)).body == b"2"
+
+
+async def test_error_is_not_kept() -> None:
+    cache, source = Cache(), Source()
+
+    async def fail() -> bytes:
+        raise OSError("away")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="away"):
+            await cache.document("offer", {}, fail)
+    assert (await cache.document("offer", {}, source.make)).body == b"1"
+
+
+async def test_memory_is_bounded_and_the_least_used_go_first() -> None:
+    cache = Cache(bytes_max=10 * (1_000 + ENTRY_BYTES))
+
+    async def make() -> bytes:
+        return b"x" * 1_000
+
+    async def never() -> bytes:
+        raise AssertionError("it was kept")
+
+    for number in range(1_000):
+        await cache.document("offer", {"offer": f"o{number}"}, make)
+        await cache.document("offer", {"offer": "o0"}, never)
+    assert cache._bytes == sum(len(kept.body) + ENTRY_BYTES for kept in cache._kept.values())
+    assert len(cache._kept) == 10
+    assert not cache._making
+
+    async def make_large() -> bytes:
+        return b"x" * 100_000
+
+    assert len((await cache.document("offer", {"offer": "large"}, make_large)).body) == 100_000
+    assert (cache._bytes, len(cache._kept)) == (0, 0)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), st.text("ab=&", max_size=4)),
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), st.text("ab=&", max_size=4)),
+)
+def test_digest_is_of_the_arguments_in_any_order(one: dict[str, str], other: dict[str, str]) -> None:
+    assert (digest_of("x", one) == digest_of("x", other)) is (one == other)
+    assert digest_of("x", dict(reversed(one.items()))) == digest_of("x", one)
+    assert digest_of("y", one) != digest_of("x", one)
+
+
+async def test_gateway_keeps_what_a_crowd_asks_and_answers_after_anew(caller: Caller, offer: str) -> None:
+    opened = await caller.open(offer, total=5)
+    path = f"/v1/offers/{offer}"
+    first = await caller.send("GET", f"{path}?{position(opened)}")
+    assert first.headers["cache-control"] == "max-age=2, stale-while-revalidate=8"
+    got = await caller.post(f"{path}/grabs", {"user": "ann"})
+    anew = await caller.send("GET", f"{path}?{position(got)}")
+    assert anew.body["given"] == 1
+    kept = await caller.send("GET", path)
+    assert kept.raw == anew.raw
+    mine = await caller.send("GET", f"/v1/users/ann-{offer}/grabs")
+    assert mine.headers["cache-control"] == "private, no-cache"

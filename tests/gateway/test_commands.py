@@ -1,0 +1,437 @@
+"""Every command over HTTP, and every refusal, with a real gateway, worker, Redis, Kafka and PostgreSQL."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from grabstream.gateway.problems import DOOR_PROBLEMS, REFUSALS
+from grabstream.models.outcomes import Outcome
+from grabstream.ops.settings import Settings
+from tests.conftest import until
+from tests.gateway.conftest import Door
+from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
+from tests.support.projecting import rows
+
+SALE = {"kind": "stock", "total": 10, "price": 100, "currency": "CNY", "hold_ms": 600_000, "max_per_grab": 5}
+
+
+def is_problem(got: Got, name: str, status: int) -> bool:
+    """Whether an answer is problem details of a type, with words and without a `message` beside them."""
+    return (
+        got.status == status
+        and got.headers["content-type"] == "application/problem+json"
+        and got.body["type"] == f"/problems/{name}"
+        and got.body["status"] == status
+        and bool(got.body["title"])
+        and len(got.body["detail"]) > 10
+        and "message" not in got.body
+        and got.headers["cache-control"] == "no-store"
+        and got.headers["x-content-type-options"] == "nosniff"
+    )
+
+
+def refused(got: Got, outcome: Outcome) -> str:
+    """The words of a refusal, which must be this one, with its status and code."""
+    assert is_problem(got, outcome.name, REFUSALS[outcome].status), got
+    assert (got.body["outcome"], got.body["code"]) == (outcome.name, int(outcome))
+    return str(got.body["detail"])
+
+
+async def test_life_of_an_offer(caller: Caller, offer: str, door: Door) -> None:
+    opened = await caller.open(offer, **SALE)
+    assert opened.headers["location"] == f"/v1/offers/{offer}"
+    assert opened.body["outcome"] == "opened"
+    amended = await caller.send("PATCH", f"/v1/offers/{offer}", {"changes": {"total": 12}}, new_key())
+    assert (amended.status, amended.body["outcome"]) == (200, "amended")
+    assert (await caller.post(f"/v1/offers/{offer}/pause")).body["outcome"] == "paused"
+    refused(await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}), Outcome.on_hold)
+    assert (await caller.post(f"/v1/offers/{offer}/resume", {"operator": "olga"})).body[
+        "outcome"
+    ] == "resumed"
+    held = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "quantity": 2}, "g-1")
+    assert (held.status, held.body["outcome"], held.body["due"]) == (201, "held", 200)
+    grab = f"/v1/offers/{offer}/grabs/g-1"
+    paid = {"user": "ann", "payment": "p-1", "paid": 200, "currency": "CNY"}
+    confirmed = await caller.post(f"{grab}/confirm", paid, "c-1")
+    assert (confirmed.status, confirmed.body["outcome"]) == (200, "confirmed")
+    assert "repeated" not in confirmed.body
+    again = await caller.post(f"{grab}/confirm", paid, "c-1")
+    assert (again.status, again.body) == (200, {**confirmed.body, "repeated": True})
+    returned = await caller.post(f"{grab}/return", {"user": "ann", "quantity": 1, "reason": "broken"})
+    assert returned.body["outcome"] == "returned"
+    assert (await caller.post(f"/v1/offers/{offer}/close")).body["outcome"] == "closed"
+    refused(await caller.post(f"/v1/offers/{offer}/grabs", {"user": "bob"}), Outcome.over)
+    # What was answered as journaled is in the books, and no more.
+    types = f"SELECT type FROM audit WHERE offer = '{offer}' ORDER BY seq"
+    expected = ["opened", "amended", "paused", "resumed", "held", "confirmed", "returned", "closed"]
+
+    async def are_there() -> bool:
+        found = [kind.partition(".")[2] for (kind,) in await rows(door.settings, types)]
+        assert len(found) <= len(expected)
+        return found == expected
+
+    await until(are_there, 30, "the events")
+
+
+async def test_hold_is_extended_and_released(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **{**SALE, "extensions": 1})
+    await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, "g")
+    grab = f"/v1/offers/{offer}/grabs/g"
+    assert (await caller.post(f"{grab}/extend", {"user": "ann"})).body["outcome"] == "extended"
+    words = refused(await caller.post(f"{grab}/extend", {"user": "ann"}), Outcome.limit_reached)
+    assert "extended 1 times" in words
+    assert (await caller.post(f"{grab}/release", {"user": "ann"})).body["outcome"] == "released"
+    refused(await caller.post(f"{grab}/extend", {"user": "ann"}), Outcome.not_held)
+
+
+async def test_coupon_is_redeemed_and_back(caller: Caller, offer: str) -> None:
+    await caller.open(offer, total=5, max_per_grab=2)
+    got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "quantity": 2}, "g")
+    assert got.body["outcome"] == "granted"
+    grab = f"/v1/offers/{offer}/grabs/g"
+    use = {"user": "ann", "order": "order-1"}
+    assert (await caller.post(f"{grab}/redeem", use)).body["outcome"] == "redeemed"
+    words = refused(
+        await caller.post(f"{grab}/redeem", {**use, "order": "order-2", "quantity": 2}),
+        Outcome.not_redeemable,
+    )
+    assert "fewer than 2 unused units" in words
+    assert (await caller.post(f"{grab}/unredeem", use)).body["outcome"] == "unredeemed"
+    never = await caller.post(f"{grab}/unredeem", {**use, "order": "order-2"})
+    assert "never used for order order-2" in refused(never, Outcome.not_redeemable)
+
+
+async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
+    await caller.open(f"{offer}:a", total=2)
+    await caller.open(f"{offer}:b", total=1)
+    grabs = [{"offer": f"{offer}:a", "user": "ann"}, {"offer": f"{offer}:b", "user": "ann"}]
+    got = await caller.post("/v1/baskets", {"grabs": grabs}, "basket")
+    assert got.status == 201
+    assert [answer["outcome"] for answer in got.body["answers"]] == ["granted", "granted"]
+    assert [answer["id"] for answer in got.body["answers"]] == ["basket.1", "basket.2"]
+    again = await caller.post("/v1/baskets", {"grabs": grabs}, "basket")
+    assert again.status == 201
+    assert all(answer["repeated"] for answer in again.body["answers"])
+    other = await caller.post(
+        "/v1/baskets", {"grabs": [{**grab, "user": "bob"} for grab in grabs]}, "basket-2"
+    )
+    words = refused(other, Outcome.sold_out)
+    assert f"{offer}:b" in words
+    assert "no grab of the basket was carried out" in words
+    assert [answer["outcome"] for answer in other.body["answers"]] == ["sold_out", "sold_out"]
+    left = await caller.post(f"/v1/offers/{offer}:a/grabs", {"user": "bob"})
+    assert left.body["left"] == 0, "the refused basket took nothing"
+
+
+async def test_large_envelope_opens_and_is_grabbed(
+    door: Door, caller: Caller, offer: str, tmp_path: Path
+) -> None:
+    """With the least time-out for answers: that of an opening grows with its parts."""
+    terms = {
+        "kind": "envelope",
+        "issuer": "a",
+        "funding": "p",
+        "asset": "CNY",
+        "total": 10**7,
+        "parts": 10**5,
+    }
+    with GatewayProcess(door.settings, tmp_path / "log", gate_timeout_ms="500") as gateway:
+        async with calling(gateway.port) as hasty:
+            got = await hasty.post("/v1/offers", {"offer": offer, "terms": terms}, "open-large")
+            assert got.status in (201, 504)
+    again = await caller.post("/v1/offers", {"offer": offer, "terms": terms}, "open-large")
+    assert (again.status, again.body["left"]) == (201, 10**5)
+    assert again.body.get("repeated") or got.status == 504
+    assert (await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"})).status == 201
+
+
+async def test_offer_without_id_gets_one(caller: Caller) -> None:
+    terms = {"kind": "coupon", "issuer": "shop", "total": 1}
+    drawn = await caller.send("POST", "/v1/offers", {"terms": terms})
+    assert drawn.status == 201
+    assert UUID(drawn.body["offer"]).version == 7
+    assert abs((UUID(drawn.body["offer"]).int >> 80) - time.time() * 1000) < 60_000
+    assert drawn.headers["location"] == f"/v1/offers/{drawn.body['offer']}"
+    # A repeat with the key that the answer names opens nothing new.
+    key = drawn.headers["idempotency-key"]
+    again = await caller.send("POST", "/v1/offers", {"terms": terms}, key)
+    assert again.body == {**drawn.body, "repeated": True}
+    named = await caller.send("POST", "/v1/offers", {"terms": terms}, new := new_key())
+    assert named.body["offer"] == new
+
+
+async def test_decided_answers_come_as_accepted(caller: Caller, offer: str) -> None:
+    await caller.open(offer, total=5)
+    grabs = f"/v1/offers/{offer}/grabs"
+    by_query = await caller.post(f"{grabs}?promise=decided", {"user": "ann"})
+    assert by_query.status == 202
+    assert "preference-applied" not in by_query.headers
+    by_header = await caller.post(grabs, {"user": "bob"}, Prefer="wait=5, respond-async")
+    assert (by_header.status, by_header.headers["preference-applied"]) == (202, "respond-async")
+    both = await caller.post(f"{grabs}?promise=journaled", {"user": "carl"}, Prefer="respond-async")
+    assert both.status == 201
+
+
+@pytest.mark.parametrize("quoted", [False, True])
+async def test_key_is_the_id_of_the_command(caller: Caller, offer: str, quoted: bool) -> None:
+    await caller.open(offer, total=5)
+    key = f"k:{offer}"
+    sent = f'"{key}"' if quoted else key
+    first = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, sent)
+    assert (first.body["id"], first.body["grab"]) == (key, key)
+    again = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, sent)
+    assert (again.status, again.body) == (201, {**first.body, "repeated": True})
+    words = refused(
+        await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "wait": True}, sent), Outcome.conflict
+    )
+    assert key in words
+
+
+async def test_same_grab_sent_at_once_is_one(caller: Caller, offer: str) -> None:
+    await caller.open(offer, total=50)
+    got = await asyncio.gather(
+        *(caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, "one") for _ in range(40))
+    )
+    assert {answer.status for answer in got} == {201}
+    assert {answer.body["seq"] for answer in got} == {got[0].body["seq"]}
+    assert sum("repeated" not in answer.body for answer in got) == 1
+
+
+async def test_crowd_gets_what_there_is_and_no_more(caller: Caller, offer: str) -> None:
+    await caller.open(
+        offer, kind="envelope", issuer="alice", funding="pay", asset="CNY", total=10_000, parts=60
+    )
+    got = await asyncio.gather(
+        *(caller.post(f"/v1/offers/{offer}/grabs", {"user": f"u{number}"}) for number in range(100))
+    )
+    assert sum(answer.status == 201 for answer in got) == 60
+    assert sum(answer.body["amount"] for answer in got if answer.status == 201) == 10_000
+    for answer in got:
+        if answer.status != 201:
+            refused(answer, Outcome.sold_out)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+async def test_every_refusal_says_what_and_until_when(caller: Caller, offer: str) -> None:
+    """The refusals that no other test of this file gets; the last line checks that none is left out."""
+    grabs = f"/v1/offers/{offer}/grabs"
+    assert offer in refused(await caller.post(grabs, {"user": "ann"}), Outcome.no_such_offer)
+    day_ms = 86_400_000
+    opens_at = time.time_ns() // 1_000_000 + day_ms
+    await caller.open(f"{offer}:later", opens_at=opens_at)
+    got = await caller.post(f"/v1/offers/{offer}:later/grabs", {"user": "ann"})
+    assert re.search(r"from \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z on", refused(got, Outcome.not_open_yet))
+    assert 86_000 < int(got.headers["retry-after"]) <= 86_400
+    await caller.open(f"{offer}:codes", codes=True)
+    got = await caller.post(f"/v1/offers/{offer}:codes/grabs", {"user": "ann"})
+    assert "not loaded" in refused(got, Outcome.not_open_yet)
+    assert "retry-after" not in got.headers
+    await caller.open(f"{offer}:tickets", audience="ticket")
+    got = await caller.post(f"/v1/offers/{offer}:tickets/grabs", {"user": "ann"})
+    assert "User ann may not grab" in refused(got, Outcome.not_eligible)
+    got = await caller.post(f"/v1/offers/{offer}:tickets/grabs", {"user": "ann", "ticket": "a.b.c"})
+    assert "Another ticket may do" in refused(got, Outcome.not_eligible)
+    await caller.open(f"{offer}:limited", total=5, limits=[{"by": "user", "per": "day", "max": 1}])
+    await caller.post(f"/v1/offers/{offer}:limited/grabs", {"user": "ann"}, "first")
+    got = await caller.post(f"/v1/offers/{offer}:limited/grabs", {"user": "ann"}, "second")
+    assert "User ann may get 1 units" in refused(got, Outcome.limit_reached)
+    assert got.body["limit"]["left"] == 0
+    assert 0 < int(got.headers["retry-after"]) <= 86_400
+    await caller.open(f"{offer}:one", total=1)
+    words = refused(
+        await caller.post(f"/v1/offers/{offer}:one/grabs", {"user": "a", "quantity": 2}), Outcome.invalid
+    )
+    assert "quantity" in words
+    await caller.post(f"/v1/offers/{offer}:one/grabs", {"user": "a"}, "only")
+    refused(await caller.post(f"/v1/offers/{offer}:one/grabs", {"user": "b"}), Outcome.sold_out)
+    words = refused(
+        await caller.post(f"/v1/offers/{offer}:one/grabs", {"user": "b"}, "only"), Outcome.conflict
+    )
+    assert "another user" in words
+    confirm = f"/v1/offers/{offer}:one/grabs/only/confirm"
+    assert "units on hold" in refused(await caller.post(confirm, {"user": "a"}), Outcome.not_held)
+    assert "of user b" in refused(await caller.post(confirm, {"user": "b"}), Outcome.no_such_grab)
+    await caller.open(f"{offer}:few", total=3, max_per_grab=3)
+    await caller.post(f"/v1/offers/{offer}:few/grabs", {"user": "a", "quantity": 2})
+    got = await caller.post(f"/v1/offers/{offer}:few/grabs", {"user": "b", "quantity": 2})
+    assert "2 units" in refused(got, Outcome.not_enough_left)
+    assert "only 1 are left" in got.body["detail"]
+    await caller.open(f"{offer}:lunch", kind="envelope", funding="p", asset="CNY", total=100, parts=2)
+    first = await caller.post(f"/v1/offers/{offer}:lunch/grabs", {"user": "ann"})
+    got = await caller.post(f"/v1/offers/{offer}:lunch/grabs", {"user": "ann"})
+    words = refused(got, Outcome.already_taken)
+    assert f"{first.body['amount']}, at place 1" in words
+    assert (got.body["amount"], got.body["place"]) == (first.body["amount"], 1)
+    await caller.open(f"{offer}:short", **{**SALE, "hold_ms": 1})
+    await caller.post(f"/v1/offers/{offer}:short/grabs", {"user": "ann"}, "g")
+
+    async def is_expired() -> bool:
+        got = await caller.post(f"/v1/offers/{offer}:short/grabs/g/extend", {"user": "ann"})
+        return got.body["outcome"] == "expired" and bool(refused(got, Outcome.expired))
+
+    await until(is_expired, 20, "the end of a hold")
+
+
+async def test_shard_without_a_relay_is_fenced(system: Settings, tmp_path: Path) -> None:
+    with GatewayProcess(system, tmp_path / "log") as gateway:
+        async with calling(gateway.port) as caller:
+            got = await caller.post("/v1/offers/x/grabs", {"user": "ann"})
+            words = refused(got, Outcome.fenced)
+            assert "Nothing was decided: send the same request again after" in words
+            assert int(got.headers["retry-after"]) >= 1
+
+
+# -- what is checked before the gate -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "word"),
+    [
+        (b'{"user": "ann", "amount": 5}', "amount", "unknown field `amount`"),
+        (b'{"user": "ann", "id": "x"}', "id", "Idempotency-Key gives it"),
+        (b'{"offer": "x", "user": "ann"}', "offer", "the path gives it"),
+        (b'{"user": "ann", "type": "open"}', "type", "Invalid value 'open'"),
+        (b'{"user": "ann", "basket": "b"}', "basket", "/v1/baskets"),
+        (b'{"user": "ann", "user": "bob"}', None, "named twice"),
+        (b'{"user": "ann", "us\\u0065r": "bob"}', None, "named twice"),
+        (b"{}", "user", "missing required field `user`"),
+        (b"", "user", "missing required field `user`"),
+        (b"[]", "body", "JSON object"),
+        (b'"x"', "body", "JSON object"),
+        (b"null", "body", "JSON object"),
+        (b'{"user": "ann"', None, "truncated"),
+        (b'{"user": "ann"} {}', None, "malformed"),
+        (b'{"user": "ann",}', None, "malformed"),
+        (b'{"user": 5}', "user", "Expected `str`"),
+        (b'{"user": "a b"}', "user", "must match"),
+        (b'{"user": "\xff"}', None, "utf-8"),
+        (b'{"user": "ann", "quantity": 1.5}', "quantity", "Expected `int`"),
+        (b'{"user": "ann", "quantity": 0}', "quantity", "1"),
+        (b'{"user": "ann", "quantity": ' + b"9" * 5000 + b"}", None, ""),
+        (b'{"user": "ann", "attributes": {"a": "b c"}}', "attributes", "must match"),
+        (b'{"user": "ann", "attributes": ' + b"[" * 5000 + b"}", None, ""),
+        (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", None, ""),
+    ],
+)
+async def test_wrong_body_is_refused_with_its_field(
+    caller: Caller, offer: str, body: bytes, field: str | None, word: str
+) -> None:
+    got = await caller.send("POST", f"/v1/offers/{offer}/grabs", body, new_key())
+    words = refused(got, Outcome.invalid)
+    assert word in words
+    if field is not None:
+        assert got.body["field"] == field
+
+
+@pytest.mark.parametrize("key", [None, "", "a b", "x" * 65, "sweep", '"', "ключ"])
+async def test_command_needs_a_key_that_is_an_id(caller: Caller, offer: str, key: str | None) -> None:
+    got = await caller.send("POST", f"/v1/offers/{offer}/grabs", {"user": "ann"}, key)
+    refused(got, Outcome.invalid)
+    assert got.body["field"] in ("Idempotency-Key", "id")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/offers/a%2Fb/grabs", "/v1/offers/%2e%2e/grabs", "/v1/offers/./grabs", "/v1/offers/a%00/grabs",
+     "/v1/offers/%C3%A9/grabs", "/v1/offers/a%20b/grabs", f"/v1/offers/{'a' * 65}/grabs",
+     "/v1/offers/%D0%B0bc/grabs", "/v1/offers/a%25b/grabs", "/v1/offers/a%zz/grabs", "/v1/offers/a;b/grabs"],
+)  # fmt: skip
+async def test_path_with_a_part_that_is_no_id_is_refused(caller: Caller, path: str) -> None:
+    got = await caller.post(path, {"user": "ann"})
+    refused(got, Outcome.invalid)
+    assert got.body["field"] == "path"
+
+
+async def test_percent_encoded_id_is_the_same_id(caller: Caller, offer: str) -> None:
+    await caller.open(f"{offer}:a")
+    got = await caller.post(f"/v1/offers/{offer}%3Aa/grabs", {"user": "ann"})
+    assert (got.status, got.body["offer"]) == (201, f"{offer}:a")
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/offers/", "/v1//offers", "/v1/offers/x/grabs/", "/v2/offers"]
+)
+async def test_unknown_path_is_not_found(caller: Caller, path: str) -> None:
+    assert is_problem(await caller.post(path, {}), "not_found", 404)
+
+
+async def test_methods_of_a_path(caller: Caller) -> None:
+    got = await caller.send("DELETE", "/v1/offers/x/pause")
+    assert is_problem(got, "method_not_allowed", 405)
+    assert got.headers["allow"] == "OPTIONS, POST"
+    options = await caller.send("OPTIONS", "/v1/offers/x/pause")
+    assert (options.status, options.raw, options.headers["allow"]) == (204, b"", "OPTIONS, POST")
+    assert "access-control-allow-origin" not in options.headers
+    head = await caller.send("HEAD", "/openapi.json")
+    document = await caller.send("GET", "/openapi.json")
+    assert (head.status, head.raw) == (200, b"")
+    assert head.headers["content-length"] == str(len(document.raw))
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/xml", "application/json; charset=utf-16", "", "json"]
+)
+async def test_body_must_be_json(caller: Caller, offer: str, kind: str) -> None:
+    got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, Content_Type=kind)
+    assert is_problem(got, "unsupported_media_type", 415)
+    coded = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, Content_Encoding="gzip")
+    assert is_problem(coded, "unsupported_media_type", 415)
+    good = await caller.post(
+        f"/v1/offers/{offer}/grabs", {"user": "ann"}, Content_Type='Application/JSON; charset="UTF-8"'
+    )
+    refused(good, Outcome.no_such_offer)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["x=1", "promise=", "promise=now", "promise=decided&promise=decided", "promise", "%ff=1", "promise=%ff"],
+)
+async def test_unknown_query_is_refused(caller: Caller, offer: str, query: str) -> None:
+    got = await caller.post(f"/v1/offers/{offer}/grabs?{query}", {"user": "ann"})
+    refused(got, Outcome.invalid)
+    assert got.body["field"] in ("query", "promise")
+
+
+async def test_settling_needs_the_user(caller: Caller, offer: str) -> None:
+    got = await caller.post(f"/v1/offers/{offer}/grabs/g/release", {})
+    refused(got, Outcome.invalid)
+    assert got.body["field"] == "user"
+
+
+async def test_wrong_baskets(caller: Caller, offer: str) -> None:
+    grab = {"offer": offer, "user": "ann"}
+    for body, field in (
+        ({"grabs": []}, "grabs"), ({"grabs": [grab] * 11}, "grabs"), ({}, "grabs"),
+        ({"grabs": [5]}, "grabs[0].body"),
+        ({"grabs": [grab], "x": 1}, "x"), ({"grabs": [grab, {**grab, "id": "x"}]}, "grabs[1].id"),
+        ({"grabs": [{"user": "ann"}]}, "grabs[0].offer"),
+        (b'{"grabs": [], "grabs": []}', "grabs"), (b'{"gr\\u0061bs": [], "grabs": []}', "grabs"),
+    ):  # fmt: skip
+        got = await caller.post("/v1/baskets", body)
+        refused(got, Outcome.invalid)
+        assert got.body.get("field") == field, (body, got)
+    long = await caller.post("/v1/baskets", {"grabs": [grab]}, "k" * 62)
+    refused(long, Outcome.invalid)
+
+
+async def test_request_for_another_host_is_refused(caller: Caller) -> None:
+    for host in ("example.com", "127.0.0.1.example.com", "localhost.example.com:80", ""):
+        got = await caller.post("/v1/offers/x/grabs", {"user": "ann"}, Host=host)
+        assert is_problem(got, "misdirected_request", 421), host
+    for host in ("LOCALHOST:99", "[::1]:8", "127.0.0.1"):
+        refused(await caller.post("/v1/offers/x/grabs", {"user": "a"}, Host=host), Outcome.no_such_offer)
+
+
+async def test_types_of_problems_are_explained(caller: Caller) -> None:
+    names = {*DOOR_PROBLEMS, *(outcome.name for outcome in REFUSALS)}
+    for name in names:
+        got = await caller.send("GET", f"/problems/{name}")
+        assert got.status == 200
+        assert got.body["title"]
+    assert is_problem(await caller.send("GET", "/problems/granted"), "not_found", 404)

@@ -1,0 +1,350 @@
+"""Connections of hostile and unlucky clients, byte by byte: what is not HTTP, too much of it, or too slow."""
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from grabstream.gateway.bounds import GRAB_BODY_BYTES_MAX, HEAD_BYTES_MAX, MESSAGE_BYTES_MAX, READ_SECONDS_MAX
+from grabstream.ops.settings import Settings
+from tests.conftest import Worker, until
+from tests.gateway.conftest import Door, until_all_decide
+from tests.support.gateways import Caller, GatewayProcess, calling
+
+GRAB = b"POST /v1/offers/%s/grabs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+class Answered(NamedTuple):
+    """An answer as bytes came: status, headers in small letters, document."""
+
+    status: int
+    headers: dict[str, str]
+    body: dict[str, object]
+
+
+class Connection:
+    """A connection on which a test writes what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self, seconds: float = 30.0) -> Answered:
+        """The next answer."""
+        async with asyncio.timeout(seconds):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+            status, *lines = head.split("\r\n")[:-2]
+            headers = {line.partition(":")[0].lower(): line.partition(":")[2].strip() for line in lines}
+            raw = await self.reader.readexactly(int(headers.get("content-length", "0")))
+        return Answered(int(status.split()[1]), headers, json.loads(raw) if raw else {})
+
+    async def is_closed(self, seconds: float = 30.0) -> bool:
+        """Whether nothing more comes, and the connection is closed, within a time."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.reader.read(1) == b""
+        except ConnectionError:
+            return True
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Connection]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield Connection(reader, writer)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello\r\n\r\n",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /he alth HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n folded: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b\x00c\r\n\r\n",
+        GRAB % b"x" + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+        GRAB % b"x" + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        GRAB % b"x" + b"Content-Length: -5\r\n\r\n",
+        GRAB % b"x" + b"Content-Length: 99999999999999999999999\r\n\r\n",
+        GRAB % b"x" + b"Content-Length: 5 \x0b\r\n\r\nabcde",
+        GRAB % b"x" + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        GRAB % b"x" + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+        GRAB % b"x" + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        GRAB % b"x" + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+        GRAB % b"x" + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+    ],
+)
+async def test_what_is_no_safe_request_is_refused(door: Door, data: bytes) -> None:
+    async with connected(door.gateway.port) as one:
+        await one.send(data)
+        got = await one.answer()
+        assert (got.status, got.body["type"]) == (400, "/problems/malformed_request")
+        assert got.headers["content-type"] == "application/problem+json"
+        assert await one.is_closed()
+
+
+async def test_headers_above_their_bound_are_refused(door: Door) -> None:
+    room = HEAD_BYTES_MAX - 200
+    for head, status in (
+        (b"X: " + b"a" * room + b"\r\n", 200), (b"X: " + b"a" * HEAD_BYTES_MAX + b"\r\n", 431),
+        (b"X: a\r\n" * (HEAD_BYTES_MAX // 6), 431), (b"X" * HEAD_BYTES_MAX + b": a\r\n", 431),
+    ):  # fmt: skip
+        async with connected(door.gateway.port) as one:
+            await one.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n")
+            got = await one.answer()
+            assert got.status == status, head[:20]
+            if status == 431:
+                assert got.body["type"] == "/problems/head_too_large"
+                assert await one.is_closed()
+    async with connected(door.gateway.port) as one:
+        await one.send(b"GET /" + b"a" * HEAD_BYTES_MAX + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await one.answer()).status == 431
+
+
+async def test_header_without_end_is_not_collected(door: Door) -> None:
+    async with connected(door.gateway.port) as one:
+        await one.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
+        sent = 0
+        with pytest.raises(ConnectionError):
+            while sent < 64 * 1024 * 1024:
+                await one.send(b"a" * 65_536)
+                sent += 65_536
+        assert sent < 8 * 1024 * 1024
+
+
+async def test_body_above_its_bound_is_refused_before_it_is_read(door: Door) -> None:
+    async with connected(door.gateway.port) as one:
+        await one.send(GRAB % b"x" + b"Content-Length: %d\r\n\r\n" % (GRAB_BODY_BYTES_MAX + 1))
+        got = await one.answer()
+        assert (got.status, got.body["type"]) == (413, "/problems/content_too_large")
+    async with connected(door.gateway.port) as one:  # without its length, as soon as it is above the bound
+        await one.send(GRAB % b"x" + b"Idempotency-Key: k\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(GRAB_BODY_BYTES_MAX // 1_000 + 1):
+            await one.send(b"3e8\r\n" + b" " * 1_000 + b"\r\n")
+        assert (await one.answer()).status == 413
+        # What follows is read and dropped up to a bound; then the connection ends.
+        with pytest.raises(ConnectionError):
+            for _ in range(200 * MESSAGE_BYTES_MAX // 1_000):
+                await one.send(b"3e8\r\n" + b" " * 1_000 + b"\r\n")
+
+
+async def test_connection_serves_the_next_request_after_a_refused_body(door: Door) -> None:
+    async with connected(door.gateway.port) as one:
+        size = GRAB_BODY_BYTES_MAX + 1
+        await one.send(GRAB % b"x" + b"Content-Length: %d\r\n\r\n" % size)
+        assert (await one.answer()).status == 413
+        await one.send(b" " * size + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await one.answer()).status == 200
+
+
+async def test_tiny_chunks_with_long_extensions_are_bounded(door: Door) -> None:
+    async with connected(door.gateway.port) as one:
+        await one.send(GRAB % b"x" + b"Idempotency-Key: k\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            for _ in range(64 * 1024):
+                await one.send(b"1;" + b"x" * 1_000 + b"\r\n \r\n")
+    async with connected(door.gateway.port) as one:
+        await one.send(GRAB % b"x" + b"Idempotency-Key: k\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n")
+        await one.send(b" \r\n0\r\n" + b"X: y\r\n" * 200)
+        with pytest.raises(ConnectionError):
+            for _ in range(64 * 1024):
+                await one.send(b"X: y\r\n" * 200)
+
+
+async def test_trailer_is_no_header(caller: Caller, door: Door, offer: str) -> None:
+    body = b'{"user": "ann"}'
+    async with connected(door.gateway.port) as one:
+        await one.send(
+            GRAB % offer.encode() + b"Transfer-Encoding: chunked\r\nTrailer: Idempotency-Key\r\n\r\n"
+            b"%x\r\n%s\r\n0\r\nIdempotency-Key: smuggled\r\n\r\n" % (len(body), body)
+        )
+        got = await one.answer()
+        assert (got.status, got.body["field"]) == (400, "Idempotency-Key")
+
+
+async def test_header_that_is_there_twice_is_refused(door: Door) -> None:
+    for name in (b"Idempotency-Key", b"Content-Type"):
+        async with connected(door.gateway.port) as one:
+            await one.send(
+                GRAB % b"x"
+                + b"Idempotency-Key: a\r\n"
+                + name
+                + b": application/json\r\nContent-Length: 2\r\n\r\n{}"
+            )
+            got = await one.answer()
+            assert (got.status, got.body["outcome"]) == (400, "invalid")
+    async with connected(door.gateway.port) as one:
+        await one.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n")
+        assert (await one.answer()).status in (400, 421)
+
+
+async def test_pipelined_requests_are_answered_in_order(caller: Caller, door: Door, offer: str) -> None:
+    await caller.open(offer, total=50)
+    requests = b""
+    for number in range(50):
+        body = b'{"user": "u%d"}' % number
+        requests += GRAB % offer.encode() + b"Idempotency-Key: k%d\r\nContent-Length: %d\r\n\r\n" % (
+            number,
+            len(body),
+        )
+        requests += body
+    async with connected(door.gateway.port) as one:
+        await one.send(requests)
+        assert [(await one.answer()).body["id"] for _ in range(50)] == [f"k{number}" for number in range(50)]
+
+
+async def test_garbage_after_a_request_does_not_take_its_answer(
+    caller: Caller, door: Door, offer: str
+) -> None:
+    await caller.open(offer, total=5)
+    whole = GRAB % offer.encode() + b'Idempotency-Key: k%d\r\nContent-Length: 14\r\n\r\n{"user": "a%d"}'
+    for number, garbage in enumerate(
+        (b"garbage\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"a" * 2 * HEAD_BYTES_MAX,
+         GRAB % b"x" + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"), 1,
+    ):  # fmt: skip
+        async with connected(door.gateway.port) as one:
+            await one.send(whole % (number, number) + garbage)
+            got = await one.answer()
+            assert (got.status, got.body["user"]) == (201, f"a{number}")
+            assert await one.is_closed()
+
+
+async def test_request_that_asks_for_another_protocol_is_answered(door: Door) -> None:
+    async with connected(door.gateway.port) as one:
+        await one.send(
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        )
+        assert (await one.answer()).status == 200
+
+
+async def test_expected_continue_comes(caller: Caller, door: Door, offer: str) -> None:
+    await caller.open(offer)
+    async with connected(door.gateway.port) as one:
+        await one.send(
+            GRAB % offer.encode()
+            + b"Idempotency-Key: k\r\nExpect: 100-continue\r\nContent-Length: 15\r\n\r\n"
+        )
+        assert (await one.answer()).status == 100
+        await one.send(b'{"user": "ann"}')
+        assert (await one.answer()).status == 201
+
+
+async def test_slow_clients_are_sent_away_and_others_served(caller: Caller, door: Door) -> None:
+    """A request that comes byte by byte, a body that never ends, and a connection without a request."""
+    async with (
+        connected(door.gateway.port) as slow_head,
+        connected(door.gateway.port) as slow_body,
+        connected(door.gateway.port) as silent,
+        connected(door.gateway.port) as empty_lines,
+    ):
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await slow_head.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
+        await slow_body.send(GRAB % b"x" + b"Idempotency-Key: k\r\nContent-Length: 100\r\n\r\n")
+
+        async def drip(one: Connection, data: bytes) -> None:
+            while True:
+                await one.send(data)
+                await asyncio.sleep(0.2)
+
+        drips = [
+            asyncio.create_task(drip(slow_head, b"A")),
+            asyncio.create_task(drip(slow_body, b" ")),
+            asyncio.create_task(drip(empty_lines, b"\r\n")),
+        ]
+        try:
+            assert (await caller.send("GET", "/health")).status == 200
+            for one in (silent, slow_head, slow_body, empty_lines):
+                got = await one.answer(READ_SECONDS_MAX + 20)
+                assert (got.status, got.body["type"]) == (408, "/problems/request_timeout")
+                assert await one.is_closed()
+            assert loop.time() - began > READ_SECONDS_MAX - 1
+        finally:
+            for task in drips:
+                task.cancel()
+            await asyncio.gather(*drips, return_exceptions=True)
+
+
+async def test_client_that_does_not_take_its_answers_is_sent_away(door: Door) -> None:
+    """Answers that nobody reads fill the buffers of both machines; then the connection is aborted."""
+    plain = socket.socket()
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    plain.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(plain, ("127.0.0.1", door.gateway.port))
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    try:
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(60):
+                while True:
+                    # The gateway stops reading while answers wait, so this stops too, until it aborts.
+                    await loop.sock_sendall(plain, request * 100)
+    finally:
+        plain.close()
+
+
+async def test_connections_above_the_bound_are_refused(system: Settings, tmp_path: Path) -> None:
+    with GatewayProcess(system, tmp_path / "log", gateway_connections_max="5") as gateway:
+        held = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(5)]
+        async with connected(gateway.port) as one:
+            got = await one.answer()
+            assert (got.status, got.body["type"]) == (503, "/problems/busy")
+            assert got.headers["retry-after"] == "1"
+            assert await one.is_closed()
+        for _, writer in held:
+            writer.close()
+
+        async def is_served() -> bool:
+            async with calling(gateway.port) as caller:
+                return (await caller.send("GET", "/health")).status == 200
+
+        await until(is_served, 20, "room again")
+
+
+async def test_requests_above_the_bound_are_busy_at_once(
+    system: Settings, tmp_path: Path, worker: Callable[..., Worker]
+) -> None:
+    """A relay that stands still journals nothing, so requests stay in work until it continues."""
+    running = worker(system)
+    with GatewayProcess(
+        system, tmp_path / "log", gateway_requests_max="10", gate_timeout_ms="60000"
+    ) as gateway:
+        await until_all_decide(gateway.port, system.shards)
+        async with calling(gateway.port) as caller, connected(gateway.port) as slow:
+            await caller.open("x", total=50)
+            running.signal(signal.SIGSTOP)
+            grabs = "/v1/offers/x/grabs"
+            # A body that does not come takes no room.
+            await slow.send(GRAB % b"x" + b"Idempotency-Key: slow\r\nContent-Length: 15\r\n\r\n")
+            held = [asyncio.create_task(caller.post(grabs, {"user": f"u{n}"})) for n in range(10)]
+
+            async def is_full() -> bool:
+                got = await caller.send("GET", "/health")
+                return got.status == 503
+
+            await until(is_full, 20, "ten requests in work")
+            assert not any(task.done() for task in held)
+            for _ in range(50):
+                got = await caller.post(grabs, {"user": "late"})
+                assert (got.status, got.body["type"], got.body["outcome"]) == (503, "/problems/busy", "busy")
+                assert got.headers["retry-after"] == "1"
+            await slow.send(b'{"user": "ann"}')
+            assert (await slow.answer()).status == 503
+            running.signal(signal.SIGCONT)
+            assert {task.status for task in await asyncio.gather(*held)} == {201}
+            got = await caller.post(grabs, {"user": "late"})
+            assert (got.status, got.body["place"]) == (201, 11)

@@ -1,0 +1,126 @@
+"""Executes the commands of docs/http.md and of the README's section about HTTP, and compares the tables of
+docs/http.md with the code.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grabstream.gateway.operations import OPERATIONS
+from grabstream.gateway.problems import DOOR_PROBLEMS, REFUSALS
+from grabstream.ops.services.servers import PROJECT
+from tests.conftest import wait_until
+from tests.gateway.conftest import Door
+from tests.support.gateways import Caller
+
+PAGE = (PROJECT / "docs" / "http.md").read_text()
+README = (PROJECT / "README.md").read_text()
+
+
+def blocks_of(page: str) -> list[str]:
+    """The blocks of a page that a shell executes, without the one that starts the gateway."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return [block for block in blocks if "127.0.0.1:18080/" in block or block.startswith("api")]
+
+
+def run(script: str, port: int, folder: Path) -> str:
+    """What a script prints."""
+    there = script.replace("127.0.0.1:18080", f"127.0.0.1:{port}")
+    done = subprocess.run(["bash", "-euc", there], capture_output=True, text=True, cwd=folder, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def documents(text: str) -> list[dict[str, object]]:
+    """JSON documents that follow each other."""
+    found, decoder, at = [], json.JSONDecoder(), 0
+    while at < len(text.rstrip()):
+        document, at = decoder.raw_decode(text, at)
+        found.append(document)
+        at += len(text[at:]) - len(text[at:].lstrip())
+    return found
+
+
+def wait_until_books_have(door: Door, offer: str) -> None:
+    """Returns when the read models have an offer."""
+    asked = f"curl -s http://127.0.0.1:18080/v1/offers/{offer}/grabs"
+    wait_until(lambda: "grab-carol" in run(asked, door.gateway.port, Path()), 30, "the read models")
+
+
+def test_page_of_http_works(door: Door, tmp_path: Path) -> None:
+    blocks = blocks_of(PAGE)
+    functions = re.search(r"^api\(\) .*$", PAGE, re.MULTILINE)
+    assert functions
+    outcomes: list[object] = []
+    questions: list[list[str]] = []
+    for block in blocks:
+        script = block if "api()" in block else f"{functions[0]}\n{block}"
+        if "/users/" in block:
+            # Read models lag a moment.
+            wait_until_books_have(door, "dinner")
+        for document in documents(run(script, door.gateway.port, tmp_path)):
+            if "outcome" not in document and "answers" not in document:
+                questions.append(
+                    sorted(document.keys() & {"offers", "offer", "grabs", "balances", "transfers"})
+                )
+                continue
+            answers = document.get("answers", [document])
+            assert isinstance(answers, list)
+            outcomes += [answer["outcome"] for answer in answers]
+    assert outcomes == [
+        "opened", "granted", "granted",
+        "opened", "amended", "paused", "resumed", "held", "extended", "confirmed", "returned", "held",
+        "released", "closed",
+        "opened", "opened", "granted", "granted", "redeemed", "unredeemed",
+        "granted", "already_taken",
+    ]  # fmt: skip
+    assert questions == [
+        ["offers"], ["grabs", "offer"], ["grabs"], ["balances"], ["grabs"], ["transfers"],
+    ]  # fmt: skip
+
+
+async def test_readme_example_works(caller: Caller, door: Door, tmp_path: Path) -> None:
+    await caller.open(
+        "lunch", kind="envelope", issuer="alice", funding="pay-1", asset="CNY", total=1000, parts=5
+    )
+    [block] = [
+        block
+        for block in re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+        if "18080" in block
+    ]
+    start, _, request = block.partition("\n")
+    assert start.startswith("grabstream gateway &")
+    [answer] = documents(run(request, door.gateway.port, tmp_path))
+    assert (answer["outcome"], answer["user"]) == ("granted", "frank")
+
+
+def test_statuses_of_the_page_are_those_of_the_code() -> None:
+    [tables] = re.findall(r"<!-- statuses -->(.*)<!-- /statuses -->", PAGE, re.DOTALL)
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", tables, re.MULTILINE)
+    written = sorted((int(status), name) for status, names in rows for name in re.findall(r"`(\w+)`", names))
+    known = [(int(refusal.status), outcome.name) for outcome, refusal in REFUSALS.items()]
+    known += [(int(status), name) for name, (status, _) in DOOR_PROBLEMS.items()]
+    assert written == sorted(known)
+
+
+def test_page_has_every_route() -> None:
+    tables = "".join(re.findall(r"^\| route \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL))
+    routes = set()
+    for line in re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE):
+        method, path = re.findall(r"`(\w+) (\S+?)`", line)[0]
+        routes.add((method, path))
+        routes |= {(method, path.rpartition("/")[0] + other) for other in re.findall(r"`(/\w+)`", line)}
+    assert routes == {
+        (operation.method, operation.path) for operation in OPERATIONS if operation.kind != "document"
+    }
+
+
+@pytest.mark.parametrize(
+    "operation", [one for one in OPERATIONS if one.kind != "document"], ids=lambda one: one.name
+)
+def test_page_has_an_example_of_every_route(operation: object) -> None:
+    pattern = re.sub(r"\\\{\w+\\\}", r"[\\w.:-]+", re.escape(operation.path))  # type: ignore[attr-defined]
+    assert re.search(rf"[ 0]{pattern}[ ?']", "\n".join(blocks_of(PAGE)))

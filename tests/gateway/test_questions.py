@@ -1,0 +1,288 @@
+"""Questions over HTTP: what the read models say, page by page, and when they cannot answer."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grabstream.gateway.documents import DOCUMENTS
+from grabstream.models.outcomes import Outcome
+from grabstream.ops.services import free_ports
+from tests.conftest import until
+from tests.gateway.conftest import Door
+from tests.gateway.test_commands import SALE, is_problem, refused
+from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
+from tests.support.projecting import rows
+
+
+def position(got: Got) -> str:
+    """The `after` of an answer."""
+    return f"after={got.body['shard']}-{got.body['seq']}"
+
+
+async def ask(caller: Caller, path: str, name: str) -> Any:
+    """A document, which must be one of its kind."""
+    got = await caller.send("GET", path)
+    assert got.status == 200, got
+    DOCUMENTS[name].model_validate_json(got.raw, strict=False)
+    assert b"null" not in got.raw
+    return got.body
+
+
+async def all_pages(caller: Caller, path: str, name: str, of: str) -> list[dict[str, Any]]:
+    """The rows of all pages of a list."""
+    found: list[dict[str, Any]] = []
+    sign, cursor = "&" if "?" in path else "?", ""
+    for _ in range(100):
+        page = await ask(caller, path + cursor, name)
+        found += page[of]
+        if "next" not in page:
+            return found
+        cursor = f"{sign}cursor={page['next']}"
+    raise AssertionError("the list has no end")
+
+
+async def test_own_grab_is_seen_after_its_position(caller: Caller, offer: str) -> None:
+    """Each question asks at once, and always sees what its answer names."""
+    await caller.open(offer, **{**SALE, "total": 50})
+    for number in range(10):
+        got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, f"k{number}")
+        after = position(got)
+        grabs = await ask(caller, f"/v1/users/ann-{offer}/grabs?{after}", "user_grabs")
+        assert grabs == {"grabs": []}
+        taken = await ask(caller, f"/v1/offers/{offer}/grabs?limit=100&{after}", "offer_grabs")
+        assert [row["grab"] for row in taken["grabs"]] == [f"k{n}" for n in range(number + 1)]
+        assert taken["grabs"][-1] | {"at": 0} == {
+            "place": number + 1, "user": "ann", "grab": f"k{number}", "state": "held", "quantity": 1,
+            "amount": 1, "asset": f"sku:{offer}", "held": 1, "taken": 0, "redeemed": 0, "at": 0,
+        }  # fmt: skip
+        detail = await ask(caller, f"/v1/offers/{offer}?{after}", "offer")
+        assert (detail["held"], detail["units_left"], detail["state"]) == (number + 1, 49 - number, "open")
+    assert detail["terms"]["price"] == 100
+    assert "closes_at" not in detail
+
+
+async def test_offers_by_filters_and_pages(caller: Caller, offer: str) -> None:
+    shop, opened = f"shop-{offer}", []
+    for number in range(7):
+        kind = {"kind": "coupon"} if number % 2 else SALE
+        opened.append(await caller.open(f"{offer}:{number}", **{**kind, "issuer": shop}))
+    await caller.post(f"/v1/offers/{offer}:3/pause")
+    last = await caller.post(f"/v1/offers/{offer}:5/close")
+    await ask(caller, f"/v1/offers?{position(last)}", "offers")
+    found = await all_pages(caller, f"/v1/offers?issuer={shop}&limit=2", "offers", "offers")
+    assert [row["offer"] for row in found] == [f"{offer}:{number}" for number in range(6, -1, -1)]
+    for query, numbers in (
+        ("kind=coupon", [5, 3, 1]), ("state=paused", [3]), ("state=closed", [5]),
+        ("state=open&kind=coupon", [1]), ("kind=envelope", []),
+    ):  # fmt: skip
+        found = await all_pages(caller, f"/v1/offers?issuer={shop}&{query}", "offers", "offers")
+        assert [row["offer"] for row in found] == [f"{offer}:{number}" for number in numbers], query
+    assert (found or [{"terms": 0}])[0].keys() & {"terms", "funding"} <= {"terms"}
+
+
+async def test_page_stays_right_while_offers_are_opened(caller: Caller, offer: str) -> None:
+    shop = f"shop-{offer}"
+    for number in range(4):
+        last = await caller.open(f"{offer}:{number}", issuer=shop)
+    first = await ask(caller, f"/v1/offers?issuer={shop}&limit=2&{position(last)}", "offers")
+    new = await caller.open(f"{offer}:9", issuer=shop)
+    second = await ask(caller, f"/v1/offers?issuer={shop}&cursor={first['next']}&{position(new)}", "offers")
+    names = [row["offer"] for row in (*first["offers"], *second["offers"])]
+    assert names == [f"{offer}:{number}" for number in (3, 2, 1, 0)]
+
+
+@pytest.mark.requirement("E6")
+async def test_random_order_is_stable_for_a_visitor(caller: Caller, offer: str) -> None:
+    shop = f"shop-{offer}"
+    for number in range(12):
+        last = await caller.open(f"{offer}:{number}", issuer=shop)
+    await ask(caller, f"/v1/offers?{position(last)}", "offers")
+    orders = {}
+    for visitor in ("ann", "bob", "carl"):
+        path = f"/v1/offers?issuer={shop}&order=random&visitor={visitor}"
+        pages = await all_pages(caller, f"{path}&limit=5", "offers", "offers")
+        orders[visitor] = [row["offer"] for row in pages]
+        assert sorted(orders[visitor]) == sorted(f"{offer}:{number}" for number in range(12))
+        assert [
+            row["offer"] for row in (await ask(caller, f"{path}&limit=100", "offers"))["offers"]
+        ] == orders[visitor]
+    assert len({tuple(order) for order in orders.values()}) == 3
+    # An offer that is added moves no other.
+    new = await caller.open(f"{offer}:new", issuer=shop)
+    path = f"/v1/offers?issuer={shop}&order=random&visitor=ann&limit=100&{position(new)}"
+    with_new = [row["offer"] for row in (await ask(caller, path, "offers"))["offers"]]
+    assert [name for name in with_new if name != f"{offer}:new"] == orders["ann"]
+
+
+async def test_who_got_what_and_the_luckiest(caller: Caller, offer: str, door: Door) -> None:
+    await caller.open(
+        offer, kind="envelope", issuer="alice", funding="pay", asset="CNY", total=5_000, parts=25
+    )
+    got = await asyncio.gather(
+        *(caller.post(f"/v1/offers/{offer}/grabs", {"user": f"{offer}-{n}"}) for n in range(25))
+    )
+    last = max(got, key=lambda answer: answer.body["seq"])
+    await ask(caller, f"/v1/offers/{offer}?after={last.body['shard']}-{last.body['seq'] + 1}", "offer")
+    by_place = await all_pages(caller, f"/v1/offers/{offer}/grabs?limit=10", "offer_grabs", "grabs")
+    assert [(row["place"], row["user"], row["amount"]) for row in by_place] == sorted(
+        (answer.body["place"], answer.body["user"], answer.body["amount"]) for answer in got
+    )
+    lucky = await all_pages(
+        caller, f"/v1/offers/{offer}/grabs?limit=10&order=luckiest", "offer_grabs", "grabs"
+    )
+    assert [(row["amount"], row["place"]) for row in lucky] == sorted(
+        ((answer.body["amount"], answer.body["place"]) for answer in got), key=lambda one: (-one[0], one[1])
+    )
+    detail = await ask(caller, f"/v1/offers/{offer}", "offer")
+    assert (detail["state"], detail["reason"], detail["given"], len(detail["seed"]) >= 32) == (
+        "closed", "drained", 5_000, True,
+    )  # fmt: skip
+    assert (await rows(door.settings, f"SELECT seed FROM offers WHERE offer = '{offer}'"))[0][0] == detail[
+        "seed"
+    ]
+
+
+async def test_what_a_user_has_and_how_it_came(caller: Caller, offer: str) -> None:
+    user, issuer = f"u-{offer}", f"i-{offer}"
+    await caller.open(
+        f"{offer}:e", kind="envelope", issuer=issuer, funding=f"pay-{offer}", asset="CNY", total=900, parts=3
+    )
+    part = await caller.post(f"/v1/offers/{offer}:e/grabs", {"user": user}, "part")
+    await caller.open(offer, **SALE)
+    await caller.post(f"/v1/offers/{offer}/grabs", {"user": user, "quantity": 3}, "g")
+    paid = {"user": user, "payment": f"p-{offer}", "paid": 300, "currency": "CNY"}
+    await caller.post(f"/v1/offers/{offer}/grabs/g/confirm", paid)
+    await caller.post(f"/v1/offers/{offer}/grabs", {"user": user}, "held")
+    last = await caller.post(f"/v1/offers/{offer}/grabs/g/return", {"user": user, "quantity": 1})
+    closed = await caller.post(f"/v1/offers/{offer}:e/close")
+    await ask(caller, f"/v1/users/{user}/transfers?{position(closed)}", "user_transfers")
+    balances = await ask(caller, f"/v1/users/{user}/balances?{position(last)}", "user_balances")
+    assert balances["balances"] == [
+        {"asset": "CNY", "available": part.body["amount"], "held": 0},
+        {"asset": f"sku:{offer}", "available": 2, "held": 1},
+    ]
+    grabs = await all_pages(caller, f"/v1/users/{user}/grabs?limit=2", "user_grabs", "grabs")
+    assert [(row["offer"], row["grab"], row["state"], row["back"]) for row in grabs] == [
+        (offer, "held", "held", 0), (offer, "g", "confirmed", 1), (f"{offer}:e", "part", "granted", 0),
+    ]  # fmt: skip
+    flow = await all_pages(
+        caller, f"/v1/users/{user}/transfers?limit=2&{position(last)}", "user_transfers", "transfers"
+    )
+    told = [(row["direction"], row["account"], row["amount"], row["asset"]) for row in flow]
+    assert told == [
+        ("out", "wallet", 1, f"sku:{offer}"),  # returned
+        ("in", "hold", 1, f"sku:{offer}"),
+        ("out", "hold", 3, f"sku:{offer}"),  # confirmed
+        ("in", "wallet", 3, f"sku:{offer}"),
+        ("in", "hold", 3, f"sku:{offer}"),
+        ("in", "wallet", part.body["amount"], "CNY"),
+    ]
+    sums: dict[tuple[str, str], int] = {}
+    for row in flow:
+        key = row["account"], row["asset"]
+        sums[key] = sums.get(key, 0) + (row["amount"] if row["direction"] == "in" else -row["amount"])
+    assert sums == {
+        ("wallet", "CNY"): part.body["amount"],
+        ("wallet", f"sku:{offer}"): 2,
+        ("hold", f"sku:{offer}"): 1,
+    }
+    # What is left of an envelope goes to its issuer, who grabbed nothing.
+    of_issuer = await ask(caller, f"/v1/users/{issuer}/transfers", "user_transfers")
+    assert [(row["direction"], row["amount"], row["other"]) for row in of_issuer["transfers"]] == [
+        ("in", 900 - part.body["amount"], f"offer:{offer}:e")
+    ]
+    nobody = await ask(caller, "/v1/users/nobody/balances", "user_balances")
+    assert nobody == {"balances": []}
+
+
+async def test_retired_offer_is_answered_from_sql(caller: Caller, offer: str) -> None:
+    await caller.open(offer, retire_after_ms=0)
+    await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, "g")
+    await caller.post(f"/v1/offers/{offer}/close")
+
+    async def is_retired() -> bool:
+        got = await caller.send("GET", f"/v1/offers/{offer}")
+        return got.status == 200 and got.body["state"] == "retired"
+
+    await until(is_retired, 60, "retirement")
+    words = refused(await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}), Outcome.no_such_offer)
+    assert f"GET /v1/offers/{offer}" in words
+    taken = await ask(caller, f"/v1/offers/{offer}/grabs", "offer_grabs")
+    assert [row["user"] for row in taken["grabs"]] == ["ann"]
+
+
+async def test_document_has_a_tag(caller: Caller, offer: str) -> None:
+    opened = await caller.open(offer, total=5)
+    path = f"/v1/offers/{offer}"
+    first = await caller.send("GET", f"{path}?{position(opened)}")
+    tag = first.headers["etag"]
+    for known in (tag, f"W/{tag}", f'"x", {tag}', "*"):
+        again = await caller.send("GET", path, If_None_Match=known)
+        assert (again.status, again.raw, again.headers["etag"]) == (304, b"", tag)
+    got = await caller.post(f"{path}/grabs", {"user": "ann"})
+    changed = await caller.send("GET", f"{path}?{position(got)}", If_None_Match=tag)
+    assert (changed.status, changed.body["given"]) == (200, 1)
+    assert changed.headers["etag"] != tag
+    head = await caller.send("HEAD", path)
+    assert (head.status, head.raw, head.headers["etag"]) == (200, b"", changed.headers["etag"])
+
+
+@pytest.mark.parametrize(
+    ("field", "queries"),
+    [
+        ("limit", ["limit=0", "limit=101", "limit=x", "limit=-1", "limit=1e1", "limit=%C2%B2"]),
+        (
+            "cursor",
+            ["cursor=x", "cursor=W10", "cursor=WyJhIiwxXQ", "cursor=WzFlMywiYSJd", "cursor=" + "a" * 500],
+        ),
+        ("after", ["after=1", "after=99-1", "after=1--1", "after=" + "1" * 50]),
+        ("order", ["order=x"]),
+        ("visitor", ["order=random", "visitor=ann", "order=random&visitor=a%20b"]),
+        ("state", ["state=x", "state="]),
+        ("kind", ["kind=x"]),
+        ("issuer", ["issuer=%00", "issuer="]),
+        ("query", ["x=1"]),
+    ],
+)
+async def test_wrong_question_is_refused_with_its_field(
+    caller: Caller, field: str, queries: list[str]
+) -> None:
+    for query in queries:
+        got = await caller.send("GET", f"/v1/offers?{query}")
+        refused(got, Outcome.invalid)
+        assert got.body["field"] == field, query
+
+
+async def test_unknown_offer_and_event_that_never_comes(caller: Caller, offer: str) -> None:
+    for path in (f"/v1/offers/{offer}", f"/v1/offers/{offer}/grabs"):
+        got = await caller.send("GET", path)
+        assert is_problem(got, "no_such_offer", 404)
+        assert got.body["outcome"] == "no_such_offer"
+    began = time.monotonic()
+    got = await caller.send("GET", "/v1/offers?after=0-9999999999999999")
+    assert is_problem(got, "read_model_behind", 503)
+    assert got.headers["retry-after"] == "1"
+    assert 4 < time.monotonic() - began < 30
+
+
+async def test_commands_go_on_without_postgresql(
+    door: Door, caller: Caller, offer: str, tmp_path: Path
+) -> None:
+    """Questions are refused with a time to retry, and nothing of the server's address is told."""
+    [port] = free_ports(1)
+    away = door.settings.model_copy(update={"postgres": f"postgresql://joe:secret@127.0.0.1:{port}/books"})
+    await caller.open(offer, total=5)
+    with GatewayProcess(away, tmp_path / "log", gate_timeout_ms="20000") as gateway:
+        async with calling(gateway.port) as alone:
+            got = await alone.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, new_key())
+            assert got.status == 201
+            got = await alone.send("GET", f"/v1/offers/{offer}")
+            assert is_problem(got, "unavailable", 503)
+            assert got.headers["retry-after"] == "1"
+            assert not {str(port), "joe", "secret"} & set(json.dumps(got.body).replace(":", " ").split())
+        assert gateway.stop() == 0
+        assert "secret" not in gateway.text()

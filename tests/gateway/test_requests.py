@@ -1,0 +1,110 @@
+"""Requests become the same commands as their JSON in a topic; ids and paths."""
+
+import json
+import time
+from contextlib import suppress
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grabstream.gateway.problems import Problem
+from grabstream.gateway.requests import Request, command_of, new_id, prefers_async, query_of, segments_of
+from grabstream.models.commands import Undecodable, decode_command
+from grabstream.models.identifiers import ID_PATTERN
+
+ids = st.from_regex(ID_PATTERN[:-1] + r"\Z").filter(lambda text: text != "sweep")
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | ids
+values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=5), scalars, max_size=2)
+names = st.sampled_from(
+    ["user", "quantity", "attributes", "ticket", "basket", "wait", "id", "offer", "type", "x"]
+)
+bodies = st.dictionaries(names, values | st.just("ann"), max_size=4)
+
+
+@given(ids, ids, bodies)
+def test_body_joined_with_path_is_the_command_of_a_topic(key: str, offer: str, body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    try:
+        found: Any = command_of("grab", {"id": key, "offer": offer}, raw)
+    except Problem:
+        found = None
+    try:
+        expected: Any = decode_command(
+            json.dumps({**body, "type": "grab", "id": key, "offer": offer}).encode()
+        )
+    except Undecodable:
+        expected = None
+    if body.keys() & {"id", "offer", "type"}:
+        expected = None
+    assert found == expected
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_command_or_a_problem(raw: bytes) -> None:
+    with suppress(Problem):
+        command = command_of("grab", {"id": "k", "offer": "o"}, raw)
+        assert (command.id, command.offer) == ("k", "o")
+
+
+def test_ids_are_in_the_order_of_time_and_never_the_same() -> None:
+    before = time.time_ns() // 1_000_000
+    made = [new_id() for _ in range(2_000)]
+    after = time.time_ns() // 1_000_000
+    assert len(set(made)) == len(made)
+    for text in made:
+        one = UUID(text)
+        assert str(one) == text
+        assert (one.version, one.variant) == (7, "specified in RFC 4122")
+        assert before <= one.int >> 80 <= after
+
+
+def test_segments_of_a_path() -> None:
+    assert segments_of(b"/v1/offers/a%3Ab/grabs") == ["v1", "offers", "a:b", "grabs"]
+    assert segments_of(b"/") == [""]
+    assert segments_of(b"/a//b/") == ["a", "", "b", ""]
+    for path in (b"", b"*", b"a/b", b"http://x/", b"/" * 17):
+        with pytest.raises(Problem) as raised:
+            segments_of(path)
+        assert raised.value.name == "not_found"
+
+
+@given(st.binary(max_size=40))
+def test_any_path_has_ids_as_parts_or_is_refused(path: bytes) -> None:
+    try:
+        parts = segments_of(b"/" + path)
+    except Problem:
+        return
+    assert all(part not in (".", "..") for part in parts)
+    assert "/".join(parts).replace("/", "") == "".join(parts)
+
+
+def request(query: bytes = b"", **headers: bytes) -> Request:
+    scope = {"query_string": query, "headers": [(name.encode(), value) for name, value in headers.items()]}
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    return Request(scope, receive, {})
+
+
+@given(st.binary(max_size=40))
+def test_any_query_is_read_or_refused(query: bytes) -> None:
+    try:
+        found = query_of(request(query), ("a", "b"))
+    except Problem:
+        return
+    assert found.keys() <= {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "is_async"),
+    [
+        (b"respond-async", True), (b"Respond-Async", True), (b"wait=10, respond-async", True),
+        (b"respond-async; wait=10", True), (b"respond-asynchronously", False), (b"", False), (b"\xff", False),
+    ],
+)  # fmt: skip
+def test_preference(value: bytes, is_async: bool) -> None:
+    assert prefers_async(request(prefer=value)) is is_async

@@ -1,0 +1,134 @@
+"""A `grabstream gateway` process, and a client that sends it requests."""
+
+import contextlib
+import json
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+from yarl import URL
+
+from grabstream.ops.settings import Settings, child_environment
+from tests.conftest import wait_until
+from tests.support.command_line import env_of
+
+_ready = re.compile(r"listening on http://(\S+):(\d+);")
+
+
+class GatewayProcess:
+    """A gateway of a test, on a free port. `start` waits until it listens."""
+
+    def __init__(self, settings: Settings, log: Path, *words: str, **overrides: str) -> None:
+        self.log = log
+        self._output = log.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "grabstream.ops.cli", "gateway", "--port", "0", *words],
+            env=child_environment(**{**env_of(settings), "shards": str(settings.shards)}, **overrides),
+            stdout=self._output,
+            stderr=self._output,
+        )
+        self.port = 0
+
+    def start(self) -> Self:
+        """Waits until it listens."""
+        wait_until(lambda: _ready.search(self.text()) or self.process.poll() is not None, 60, "a gateway")
+        found = _ready.search(self.text())
+        assert found, self.text()
+        self.port = int(found[2])
+        return self
+
+    def text(self) -> str:
+        """The log."""
+        return self.log.read_text()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Sends a signal; returns the exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(25)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """kill -9, if it runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._output.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+class Got(NamedTuple):
+    """An answer: status, headers, bytes, and the document if it is JSON."""
+
+    status: int
+    headers: Any
+    raw: bytes
+    body: Any
+
+
+class Caller:
+    """Sends requests to a gateway."""
+
+    def __init__(self, port: int, session: aiohttp.ClientSession) -> None:
+        self.port = port
+        self._session = session
+
+    async def send(
+        self, method: str, path: str, body: Any = None, key: str | None = None, **headers: str
+    ) -> Got:
+        """Sends a request; `path` is sent as it is. A body that is not bytes is sent as JSON."""
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            sent.setdefault("Content-Type", "application/json")
+        if key is not None:
+            sent["Idempotency-Key"] = key
+        url = URL(f"http://127.0.0.1:{self.port}{path}", encoded=True)
+        async with self._session.request(
+            method, url, data=body, headers=sent, skip_auto_headers=["Content-Type"], allow_redirects=False
+        ) as answer:
+            raw = await answer.read()
+            is_json = "json" in answer.headers.get("content-type", "")
+            return Got(answer.status, answer.headers, raw, json.loads(raw) if is_json and raw else None)
+
+    async def post(self, path: str, body: Any = None, key: str | None = None, **headers: str) -> Got:
+        """POST, with a new key unless one is given."""
+        return await self.send("POST", path, {} if body is None else body, key or new_key(), **headers)
+
+    async def open(self, offer: str, **terms: Any) -> Got:
+        """Opens an offer; by default, of one coupon."""
+        given = {"kind": "coupon", "issuer": "shop", "total": 1, **terms}
+        got = await self.post("/v1/offers", {"offer": offer, "terms": given})
+        assert got.status == 201, got
+        return got
+
+
+def new_key() -> str:
+    """A key that no other request has."""
+    return secrets.token_hex(8)
+
+
+@contextlib.asynccontextmanager
+async def calling(port: int) -> AsyncIterator[Caller]:
+    """A client with many connections."""
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(60)
+    ) as session:
+        yield Caller(port, session)
