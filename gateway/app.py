@@ -137,8 +137,9 @@ class Application:
     def _no_room(self) -> Problem:
         return Problem(
             "busy",
-            f"The gateway has {self._bounds.requests_max} requests in work, as many as it takes. Nothing was "
-            f"decided: send the same request again after {SHED_RETRY_SECONDS} s.",
+            f"The gateway has {self._bounds.requests_max} requests in work, as many as it takes. This one "
+            f"decided nothing: send the same again after {SHED_RETRY_SECONDS} s, with the same "
+            "Idempotency-Key.",
             headers=[retry_after(SHED_RETRY_SECONDS)],
         )
 

@@ -15,6 +15,7 @@ import msgspec
 from grabstream.gateway.books import Books, Row
 from grabstream.gateway.bounds import (
     AFTER_SECONDS_MAX,
+    AFTER_WAITERS_MAX,
     CURSOR_LENGTH_MAX,
     PAGE_ROWS,
     PAGE_ROWS_MAX,
@@ -29,6 +30,7 @@ from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.models.offers import TIME_MS_MAX
 
 _position = re.compile(r"([0-9]{1,4})-([0-9]{1,16})\Z").match
+_is_limit = re.compile(r"[0-9]{1,4}").fullmatch
 _encode = msgspec.json.Encoder().encode
 #: How long clients and proxies may keep what a crowd asks for, and show it while they ask again.
 _FOR_ALL: Final = (b"cache-control", b"max-age=2, stale-while-revalidate=8")
@@ -78,6 +80,8 @@ class Questions:
     def __init__(self, books: Books, cache: Cache) -> None:
         self._books = books
         self._cache = cache
+        #: Questions that wait until the read model has an event.
+        self._waiting = 0
 
     async def offers(self, request: Request, body: bytes) -> Reply:
         """GET /v1/offers"""
@@ -212,10 +216,19 @@ class Questions:
         if position is None:
             raise invalid(f"after: must be <shard>-<seq>, such as 3-17, got {quoted(asked['after'])}")
         shard, seq = map(int, position.groups())
+        if self._waiting >= AFTER_WAITERS_MAX:
+            raise Problem(
+                "busy",
+                f"{AFTER_WAITERS_MAX} questions wait for events (`after`), as many as the gateway takes.",
+                headers=[retry_after(SHED_RETRY_SECONDS)],
+            )
+        self._waiting += 1
         try:
             is_there = await self._books.has(projections, shard, seq, AFTER_SECONDS_MAX)
         except KeyError:
             raise invalid(f"after: there is no shard {shard}") from None
+        finally:
+            self._waiting -= 1
         if not is_there:
             raise Problem(
                 "read_model_behind",
@@ -239,7 +252,7 @@ class Page:
 
     def __init__(self, asked: Mapping[str, str], kinds: tuple[type, ...]) -> None:
         text = asked.get("limit", str(PAGE_ROWS))
-        if not (text.isascii() and text.isdigit() and 1 <= int(text[:6]) <= PAGE_ROWS_MAX):
+        if not (_is_limit(text) and 1 <= int(text) <= PAGE_ROWS_MAX):
             raise invalid(f"limit: must be 1 to {PAGE_ROWS_MAX}, got {quoted(text)}")
         self.rows = int(text)
         self.last = _read_cursor(asked["cursor"], kinds) if "cursor" in asked else []

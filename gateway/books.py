@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from decimal import Decimal
 from typing import Any, Final
@@ -25,6 +25,9 @@ from grabstream.projections.database.sessions import open_pool
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.025
+#: How long a question waits for a session and its rows. PostgreSQL itself ends a statement earlier, unless it
+#: hangs.
+ANSWER_SECONDS_MAX: Final = SESSION_WAIT_SECONDS_MAX + QUESTION_MS_MAX / 1000 + 1
 
 Row = dict[str, Any]
 
@@ -39,12 +42,7 @@ class Books:
     async def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[Row]:
         """The rows of a query. Values that are absent are left out; sums are integers."""
         try:
-            async with (
-                self._pool.connection() as connection,
-                connection.cursor(row_factory=dict_row) as cursor,
-            ):
-                await cursor.execute(query.encode(), parameters)
-                return [_plain(row) for row in await cursor.fetchall()]
+            return await _within(ANSWER_SECONDS_MAX, self._read(query, parameters))
         except TooManyRequests:
             raise Problem(
                 "busy", "Too many questions wait for PostgreSQL.", headers=[retry_after(SHED_RETRY_SECONDS)]
@@ -53,9 +51,23 @@ class Books:
             raise _unavailable(
                 f"PostgreSQL did not answer within {QUESTION_MS_MAX} ms; ask for less, or later."
             ) from None
-        except (PoolTimeout, OperationalError, LockNotAvailable, UndefinedTable) as error:
+        except UndefinedTable as error:
+            log.error("a view is missing: %s", str(error).strip())
+            raise _unavailable(
+                "A view is missing in PostgreSQL: `grabstream init` and `grabstream rebuild` create them. "
+                "Commands work without it."
+            ) from None
+        except (PoolTimeout, TimeoutError, OperationalError, LockNotAvailable) as error:
             log.info("PostgreSQL cannot answer: %s", str(error).strip())
             raise _unavailable("PostgreSQL cannot be reached now. Commands work without it.") from None
+
+    async def _read(self, query: str, parameters: Sequence[Any]) -> list[Row]:
+        async with (
+            self._pool.connection() as connection,
+            connection.cursor(row_factory=dict_row) as cursor,
+        ):
+            await cursor.execute(query.encode(), parameters)
+            return [_plain(row) for row in await cursor.fetchall()]
 
     async def has(self, projections: Sequence[str], shard: int, seq: int, seconds: float) -> bool:
         """Waits until read models have an event; returns False when they do not within a time. Raises
@@ -107,6 +119,21 @@ async def open_books(
         yield Books(pool)
     finally:
         await pool.close()
+
+
+async def _within(seconds: float, reading: Coroutine[Any, Any, list[Row]]) -> list[Row]:
+    """What a question reads; raises TimeoutError after a time, without the end of a statement that hangs."""
+    task = asyncio.create_task(reading)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not done:
+        task.cancel()
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        raise TimeoutError("PostgreSQL hangs")
+    return task.result()
 
 
 def _unavailable(detail: str) -> Problem:

@@ -20,6 +20,8 @@ READ_SECONDS_MAX: Final = 10.0
 WRITE_SECONDS_MAX: Final = 10.0
 #: How long a connection may stay open between two requests.
 IDLE_SECONDS_MAX: Final = 30
+#: Requests of a connection that wait until the one before them is answered.
+PIPELINE_MAX: Final = 64
 #: How long the gateway waits for requests in work when it is stopped.
 DRAIN_SECONDS_MAX: Final = 12
 #: Connections that wait until the gateway accepts them.
@@ -36,6 +38,8 @@ SESSION_WAIT_SECONDS_MAX: Final = 2.0
 QUESTION_MS_MAX: Final = 2_000
 #: How long a question waits until the read model has an event (`after`).
 AFTER_SECONDS_MAX: Final = 5.0
+#: Questions that wait so, of the questions in work.
+AFTER_WAITERS_MAX: Final = 100
 #: Rows of a page.
 PAGE_ROWS_MAX: Final = 100
 PAGE_ROWS: Final = 20

@@ -5,6 +5,7 @@ What could not be made is not kept.
 """
 
 import asyncio
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -75,9 +76,8 @@ class Cache:
 
 
 def digest_of(name: str, asked: Mapping[str, str]) -> bytes:
-    """A short digest of a question: its name, and its arguments in a fixed order. Neither has a NUL."""
-    words = [name, *(f"{argument}\0{asked[argument]}" for argument in sorted(asked))]
-    return sha256("\0\0".join(words).encode()).digest()[:16]
+    """A short digest of a question: its name, and its arguments in a fixed order, whatever they contain."""
+    return sha256(json.dumps([name, sorted(asked.items())]).encode()).digest()[:16]
 
 
 def tag_of(body: bytes) -> bytes:

@@ -34,7 +34,7 @@ from grabstream.gateway.requests import (
 from grabstream.lua.gate.gate import Gate, Promise
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.models.answers import Answer, encode_answer
-from grabstream.models.commands import AnyCommand, Open
+from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome
 
@@ -112,8 +112,10 @@ class Commands:
         if all(answer.positive for answer in answers):
             status = max(status_of(answer, promise) for answer in answers)
             return Reply(status, _basket(answers), _headers(request, promise))
-        # As a rule, each answer names the grab that was refused first.
-        index, answer = 0, answers[0]
+        # As a rule, each answer names the grab that was refused first. A basket that another one shares its
+        # key with may have first answers of that one, too.
+        index = next(index for index, one in enumerate(answers) if not one.positive)
+        answer = answers[index]
         if answer.message and answer.message.startswith(_WITH_ANOTHER):
             named = answer.message.removeprefix(_WITH_ANOTHER)
             index = next((index for index, command in enumerate(commands) if command.id == named), 0)
@@ -144,11 +146,13 @@ class Commands:
         try:
             return await self._gate.decide(commands, promise, timeout_ms=timeout_ms)
         except OutcomeUnknown as error:
+            key = commands[0].basket if isinstance(commands[0], Grab) else None
+            key = key or commands[0].id
             raise Problem(
                 "outcome_unknown",
-                f"The command may be carried out or not: {error}. Send the same request again with the same "
-                "Idempotency-Key, until it has an answer.",
-                headers=[retry_after(SOON_SECONDS)],
+                f"The command may be carried out or not: {error}. Send the same request again with "
+                f"{IDEMPOTENCY_KEY}: {key} (offer {commands[0].offer}), until it has an answer.",
+                headers=[retry_after(SOON_SECONDS), (IDEMPOTENCY_KEY.lower().encode(), key.encode())],
             ) from None
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from grabstream.gateway.bounds import PAGE_ROWS, PAGE_ROWS_MAX
 from grabstream.gateway.documents import DOCUMENTS
 from grabstream.gateway.operations import OPERATIONS, Operation, Parameter
 from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
@@ -107,7 +108,8 @@ def _parameters(operation: Operation) -> list[Node]:
                 "in": "header",
                 "required": operation.key == "required",
                 "description": "The id of the command; quotes around it are dropped. A repeat with the same "
-                "key and body gets the first answer; with another body, it is a `conflict`."
+                "key and body gets the first answer. Keys of grabs belong to an offer and a user, all others "
+                "to a campaign: there, another body under a known key is a `conflict`."
                 + ("" if operation.key == "required" else " Absent: the id of the offer, or a new UUID."),
                 "schema": {"type": "string", "pattern": f'^("?){ID_PATTERN[1:-1]}\\1$'},
             }
@@ -134,10 +136,18 @@ _FORMS: Final[Mapping[str, Node]] = {
 }
 
 
+#: Parameters whose first choice is taken when they are absent; without the others, nothing is left out.
+_WITH_DEFAULT: Final = frozenset({"order", "promise"})
+
+
 def _query_parameter(parameter: Parameter) -> Node:
     schema: Node = dict(_FORMS[parameter.form])
     if parameter.choices:
-        schema = {"type": "string", "enum": list(parameter.choices), "default": parameter.choices[0]}
+        schema = {"type": "string", "enum": list(parameter.choices)}
+        if parameter.name in _WITH_DEFAULT:
+            schema["default"] = parameter.choices[0]
+    if parameter.name == "limit":
+        schema |= {"maximum": PAGE_ROWS_MAX, "default": PAGE_ROWS}
     return {
         "name": parameter.name,
         "in": "query",

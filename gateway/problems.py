@@ -136,7 +136,7 @@ def when(time_ms: int) -> str:
 
 def _again(answer: Answer) -> str:
     at = f" after {when(answer.retry_at)}" if answer.retry_at else ""
-    return f"Nothing was decided: send the same request again{at}, with the same Idempotency-Key."
+    return f"This request decided nothing: send the same again{at}, with the same Idempotency-Key."
 
 
 def _because(answer: Answer) -> str:

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from grabstream.gateway.bounds import (
     HEAD_BYTES_MAX,
     MESSAGE_BYTES_MAX,
+    PIPELINE_MAX,
     READ_SECONDS_MAX,
     SHED_RETRY_SECONDS,
     WRITE_SECONDS_MAX,
@@ -40,6 +41,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._bytes = 0
         self._head_bytes = 0
         self._is_head = True
+        #: Why the request is not a safe one, by its headers.
+        self._unsafe = ""
         #: Whether a request began in the data that is being parsed, and its head is not complete.
         self._began = False
         #: Nothing is parsed any more: the connection ends after the answers that are still to be sent.
@@ -81,6 +84,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._is_head = self._began = True
         self._head_bytes = 0
+        self._unsafe = ""
         self._reading_since = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
@@ -92,6 +96,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """A header; a trailer field, after the body, is dropped."""
         if self._is_head:
             self._head_bytes += len(name) + len(value) + 4
+            if name.lower() == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                self._unsafe = "Transfer-Encoding must be chunked, if it is there."
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -103,11 +109,44 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_bytes > HEAD_BYTES_MAX:
             self._end(_too_much(is_head=True))
             return
+        if problem := self._why_unsafe():
+            self._end(Problem("malformed_request", problem))
+            return
+        if len(self.pipeline) >= PIPELINE_MAX:
+            self._end(
+                Problem(
+                    "busy",
+                    f"At most {PIPELINE_MAX} requests of a connection wait for their turn. The requests from "
+                    "this one on decided nothing.",
+                    headers=[retry_after(SHED_RETRY_SECONDS)],
+                )
+            )
+            return
         super().on_headers_complete()
         self._receiving = self.cycle
         if self.expect_100_continue:
             # The answer may come before the body, and then nobody knows whether the body comes.
             self.cycle.keep_alive = False
+
+    def _why_unsafe(self) -> str:
+        """Why a request may be read in another way by somebody before this server, in words; '' if not."""
+        if self.parser.should_upgrade():
+            # The parser takes what follows for another protocol, also the body.
+            return "The gateway speaks HTTP/1.1 only: send the request without Upgrade (and not as h2c)."
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            return "The version must be HTTP/1.1 or HTTP/1.0."
+        if not self.url.startswith(b"/"):
+            return "The target of a request must be a path, which begins with /."
+        return self._unsafe
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends nothing more: requests that are complete get their answers."""
+        last = self.pipeline[0][0] if self.pipeline else self._working
+        if self._is_ending or self._receiving is not None or last is None or last.response_complete:
+            return None
+        self._is_ending = True
+        last.keep_alive = False
+        return True
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._working = cycle
@@ -143,7 +182,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end(Problem("malformed_request", "This is not an HTTP/1.1 request, or not a safe one."))
 
     def _unsupported_upgrade_warning(self) -> None:
-        log.debug("a request asks for another protocol; it is answered by HTTP/1.1")
+        log.debug("a request asked for another protocol, and was refused")
 
     def check(self, now: float) -> None:
         """Ends the connection when its client has been too slow. Called every second."""

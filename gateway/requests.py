@@ -23,7 +23,14 @@ from grabstream.gateway.bounds import (
 from grabstream.gateway.problems import Problem, invalid
 from grabstream.lua.gate.gate import Promise
 from grabstream.models.bounds import BASKET_GRABS_MAX, quoted
-from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Undecodable, decode_command
+from grabstream.models.commands import (
+    AnyCommand,
+    Grab,
+    GrabCommand,
+    Undecodable,
+    decode_command,
+    encode_command,
+)
 from grabstream.models.identifiers import ID_PATTERN, is_id
 
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
@@ -231,6 +238,12 @@ def key_of(request: Request) -> str | None:
         text = text[1:-1]
     if not is_id(text):
         raise invalid(f"{IDEMPOTENCY_KEY}: {_ID_WORDS}, got {quoted(text)}", IDEMPOTENCY_KEY)
+    if text in _NOT_IN_PATHS:
+        # It would be the id of a grab that no path can name.
+        raise invalid(
+            f"{IDEMPOTENCY_KEY}: clients and proxies change a path with {text}; choose another",
+            IDEMPOTENCY_KEY,
+        )
     return text
 
 
@@ -278,7 +291,14 @@ def grab_of(request: Request, body: bytes) -> Grab:
     assert isinstance(command, Grab)
     if command.basket is not None:
         raise invalid("basket: POST /v1/baskets takes baskets")
+    _check_user(command)
     return command
+
+
+def _check_user(command: AnyCommand) -> None:
+    """Raises Problem for a user whom no path can name."""
+    if getattr(command, "user", None) in _NOT_IN_PATHS:
+        raise invalid("user: clients and proxies change a path with . and ..; choose another id")
 
 
 def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
@@ -325,7 +345,10 @@ _decode_basket = msgspec.json.Decoder(_Basket).decode
 
 
 def basket_of(request: Request, body: bytes) -> list[AnyCommand]:
-    """The grabs of a basket. The Idempotency-Key names it; its grabs have the ids `<key>.1`, `<key>.2` …"""
+    """The grabs of a basket, in the order of the request. The Idempotency-Key names it. Its grabs have ids
+    `<key>.1`, `<key>.2` … in the order of offers, users and bodies, so the same grabs in another order are
+    the same basket.
+    """
     key = required_key_of(request)
     if len(key) > BASKET_KEY_LENGTH_MAX:
         raise invalid(
@@ -343,15 +366,22 @@ def basket_of(request: Request, body: bytes) -> list[AnyCommand]:
         raise invalid(str(error)) from None
     if not 1 <= len(raws) <= BASKET_GRABS_MAX:
         raise invalid(f"grabs: a basket has 1 to {BASKET_GRABS_MAX} grabs, got {len(raws)}")
-    commands = []
+    grabs = []
     for number, raw in enumerate(raws, 1):
         try:
-            commands.append(command_of("grab", {"id": f"{key}.{number}", "basket": key}, bytes(raw)))
+            grab = command_of("grab", {"id": f"{key}.{number}", "basket": key}, bytes(raw))
+            assert isinstance(grab, Grab)
+            _check_user(grab)
         except Problem as problem:
             raise invalid(
                 f"grab {number}: {problem.detail}", f"grabs[{number - 1}].{problem.field or ''}".rstrip(".")
             ) from None
-    return commands
+        grabs.append(msgspec.structs.replace(grab, id=key))
+    places = sorted(
+        range(len(grabs)), key=lambda i: (grabs[i].offer, grabs[i].user, encode_command(grabs[i]))
+    )
+    ids = {place: f"{key}.{number}" for number, place in enumerate(places, 1)}
+    return [msgspec.structs.replace(grab, id=ids[place]) for place, grab in enumerate(grabs)]
 
 
 def _check_names(body: bytes) -> None:

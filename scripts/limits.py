@@ -474,6 +474,12 @@ def of_requests() -> list[Row]:
             "as above",
             "the connection ends",
         ),
+        Row(
+            "requests of a connection that wait for their turn",
+            f"{http.PIPELINE_MAX}",
+            "memory of a gateway",
+            f"{busy}; the connection ends",
+        ),
         Row("requests in work", "`GRAB_GATEWAY_REQUESTS_MAX`", "answers stay fast under overload", busy),
         Row("… of these, questions", f"{http.QUESTIONS_MAX}", "commands keep their room", busy),
         Row(
@@ -490,9 +496,9 @@ def of_requests() -> list[Row]:
         ),
         Row(
             "the time that a question waits for the read model (`after`)",
-            f"{http.AFTER_SECONDS_MAX:.0f} s",
+            f"{http.AFTER_SECONDS_MAX:.0f} s, {http.AFTER_WAITERS_MAX} questions at a time",
             "as above",
-            "503 `read_model_behind`",
+            "503 `read_model_behind`, `busy`",
         ),
         Row(
             "the age of an answer about offers, an offer, or who got what",

@@ -102,6 +102,7 @@ def test_digest_is_of_the_arguments_in_any_order(one: dict[str, str], other: dic
     assert (digest_of("x", one) == digest_of("x", other)) is (one == other)
     assert digest_of("x", dict(reversed(one.items()))) == digest_of("x", one)
     assert digest_of("y", one) != digest_of("x", one)
+    assert digest_of("x", {"cursor": "C\0\0limit\x005"}) != digest_of("x", {"cursor": "C", "limit": "5"})
 
 
 async def test_gateway_keeps_what_a_crowd_asks_and_answers_after_anew(caller: Caller, offer: str) -> None:

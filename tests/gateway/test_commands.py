@@ -105,6 +105,19 @@ async def test_coupon_is_redeemed_and_back(caller: Caller, offer: str) -> None:
     assert "never used for order order-2" in refused(never, Outcome.not_redeemable)
 
 
+@pytest.mark.parametrize("id", [".", ".."])
+async def test_ids_that_no_path_can_name_are_refused(caller: Caller, offer: str, id: str) -> None:
+    await caller.open(offer)
+    grabs = f"/v1/offers/{offer}/grabs"
+    for got in (
+        await caller.post(grabs, {"user": "ann"}, id),
+        await caller.post(grabs, {"user": id}, "k"),
+        await caller.post("/v1/baskets", {"grabs": [{"offer": offer, "user": id}]}, "k"),
+    ):
+        assert (got.status, got.body["type"]) == (400, "/problems/invalid")
+        assert "change a path" in got.body["detail"]
+
+
 async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
     await caller.open(f"{offer}:a", total=2)
     await caller.open(f"{offer}:b", total=1)
@@ -116,6 +129,13 @@ async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
     again = await caller.post("/v1/baskets", {"grabs": grabs}, "basket")
     assert again.status == 201
     assert all(answer["repeated"] for answer in again.body["answers"])
+    # The same grabs in another order are the same basket; one more grab is refused, with a reason.
+    turned = await caller.post("/v1/baskets", {"grabs": grabs[::-1]}, "basket")
+    assert [(answer["id"], answer["repeated"]) for answer in turned.body["answers"]] == [
+        ("basket.2", True), ("basket.1", True)
+    ]  # fmt: skip
+    more = await caller.post("/v1/baskets", {"grabs": [*grabs, {**grabs[1], "user": "zoe"}]}, "basket")
+    assert more.status == 409
     other = await caller.post(
         "/v1/baskets", {"grabs": [{**grab, "user": "bob"} for grab in grabs]}, "basket-2"
     )
@@ -283,7 +303,7 @@ async def test_shard_without_a_relay_is_fenced(system: Settings, tmp_path: Path)
         async with calling(gateway.port) as caller:
             got = await caller.post("/v1/offers/x/grabs", {"user": "ann"})
             words = refused(got, Outcome.fenced)
-            assert "Nothing was decided: send the same request again after" in words
+            assert "This request decided nothing: send the same again after" in words
             assert int(got.headers["retry-after"]) >= 1
 
 

@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 import pytest
 
-from grabstream.gateway.bounds import GRAB_BODY_BYTES_MAX, HEAD_BYTES_MAX, MESSAGE_BYTES_MAX, READ_SECONDS_MAX
+from grabstream.gateway.bounds import (
+    GRAB_BODY_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    MESSAGE_BYTES_MAX,
+    PIPELINE_MAX,
+    READ_SECONDS_MAX,
+)
 from grabstream.ops.settings import Settings
 from tests.conftest import Worker, until
 from tests.gateway.conftest import Door, until_all_decide
@@ -223,12 +229,52 @@ async def test_garbage_after_a_request_does_not_take_its_answer(
             assert await one.is_closed()
 
 
-async def test_request_that_asks_for_another_protocol_is_answered(door: Door) -> None:
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/offers/%s/grabs HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: x",
+        b"POST /v1/offers/%s/grabs HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c",
+        b"POST /v1/offers/%s/grabs HTTP/2.0",
+        b"POST http://127.0.0.1/v1/offers/%s/grabs HTTP/1.1",
+        b"POST /v1/offers/%s/grabs HTTP/1.1\r\nTransfer-Encoding: gzip, chunked",
+    ],
+)
+async def test_what_others_may_read_in_another_way_is_refused(
+    caller: Caller, door: Door, offer: str, head: bytes
+) -> None:
+    """Above all, the body of such a request is not read as a request of its own."""
+    await caller.open(offer, total=5)
+    smuggled = (
+        GRAB % offer.encode()
+        + b"Idempotency-Key: smuggled\r\nContent-Length: 18\r\n\r\n"
+        + b'{"user": "victim"}'
+    )
+    length = b"" if b"Transfer-Encoding" in head else b"\r\nContent-Length: %d" % len(smuggled)
     async with connected(door.gateway.port) as one:
         await one.send(
-            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+            head % offer.encode()
+            + b"\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nIdempotency-Key: front"
+            + length
+            + b"\r\n\r\n"
         )
-        assert (await one.answer()).status == 200
+        await one.send(smuggled)
+        got = await one.answer()
+        assert (got.status, got.body["type"]) == (400, "/problems/malformed_request")
+        assert await one.is_closed()
+    left = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"})
+    assert left.body["left"] == 4, "nothing was granted to the victim"
+
+
+async def test_requests_that_wait_for_their_turn_are_bounded(caller: Caller, door: Door, offer: str) -> None:
+    await caller.open(offer)
+    count = 3 * PIPELINE_MAX
+    whole = GRAB + b"Idempotency-Key: k%d\r\nContent-Length: 15\r\n\r\n" + b'{"user": "ann"}'
+    async with connected(door.gateway.port) as one:
+        await one.send(b"".join(whole % (offer.encode(), number) for number in range(count)))
+        async with asyncio.timeout(30):
+            answers = await one.reader.read()
+    # Some are answered while the others arrive.
+    assert 1 <= answers.count(b"HTTP/1.1 201") < count
 
 
 async def test_expected_continue_comes(caller: Caller, door: Door, offer: str) -> None:

@@ -234,7 +234,10 @@ async def test_document_has_a_tag(caller: Caller, offer: str) -> None:
 @pytest.mark.parametrize(
     ("field", "queries"),
     [
-        ("limit", ["limit=0", "limit=101", "limit=x", "limit=-1", "limit=1e1", "limit=%C2%B2"]),
+        (
+            "limit",
+            ["limit=0", "limit=101", "limit=x", "limit=-1", "limit=1e1", "limit=%C2%B2", "limit=00005099999"],
+        ),
         (
             "cursor",
             ["cursor=x", "cursor=W10", "cursor=WyJhIiwxXQ", "cursor=WzFlMywiYSJd", "cursor=" + "a" * 500],
