@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from psycopg import AsyncConnection, OperationalError, sql
-from psycopg.errors import LockNotAvailable, QueryCanceled, UndefinedTable
+from psycopg.errors import LockNotAvailable, QueryCanceled, UndefinedFunction, UndefinedTable
 from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, PoolTimeout, TooManyRequests
 
@@ -51,7 +51,7 @@ class Books:
             raise _unavailable(
                 f"PostgreSQL did not answer within {QUESTION_MS_MAX} ms; ask for less, or later."
             ) from None
-        except UndefinedTable as error:
+        except (UndefinedTable, UndefinedFunction) as error:
             log.error("a view is missing: %s", str(error).strip())
             raise _unavailable(
                 "A view is missing in PostgreSQL: `grabstream init` and `grabstream rebuild` create them. "

@@ -364,6 +364,8 @@ async def _stop(app: faust.App) -> bool:
     # read models would stop without a message.
     stopping = asyncio.create_task(app.stop())
     await asyncio.wait({stopping}, timeout=STOP_SECONDS)
+    # `wait_until_stopped`, when it is cancelled, leaves a task that waits for this.
+    app._crashed.set()
     if not stopping.done():
         stopping.cancel()
         _end_heartbeats(app)
