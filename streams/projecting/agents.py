@@ -351,7 +351,8 @@ def _is_servers_fault(app: faust.App, running: "asyncio.Task[None]") -> bool:
 
 async def _run(app: faust.App) -> None:
     await app.start()
-    await app.wait_until_stopped()
+    # Unlike `wait_until_stopped`, it leaves no tasks when it is cancelled.
+    await app.wait_first()
 
 
 async def _stop(app: faust.App) -> bool:
@@ -364,8 +365,6 @@ async def _stop(app: faust.App) -> bool:
     # read models would stop without a message.
     stopping = asyncio.create_task(app.stop())
     await asyncio.wait({stopping}, timeout=STOP_SECONDS)
-    # `wait_until_stopped`, when it is cancelled, leaves a task that waits for this.
-    app._crashed.set()
     if not stopping.done():
         stopping.cancel()
         _end_heartbeats(app)

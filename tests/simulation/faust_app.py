@@ -111,11 +111,13 @@ class App:
             self._running.append(asyncio.create_task(agent(Stream(queue))))
         self._running.append(asyncio.create_task(self._read()))
 
-    async def wait_until_stopped(self) -> None:
+    async def wait_first(self) -> None:
         """Waits until it has stopped, or an agent has failed."""
-        await asyncio.wait(
-            {*self._running, asyncio.create_task(self._stopped.wait())}, return_when=asyncio.FIRST_COMPLETED
-        )
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait({*self._running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
         for task in self._running:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 self.crash_reason = task.exception()

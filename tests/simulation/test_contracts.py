@@ -299,6 +299,8 @@ async def agents_get_what_is_in_the_journal(kafka: str, prefix: str, producer: A
         running.cancel()
         await asyncio.wait({running})
         await producer.stop()
+    # Ended by the stop, or cancelled; not by an error.
+    assert running.cancelled() or running.exception() is None
     found = [list(dict.fromkeys(map(repr, collector.items))) for collector in collectors]
     # Kafka does not say in which order partitions come.
     return [[one for one in items if f"shard={shard}" in one] for items in found for shard in (0, 1)]
