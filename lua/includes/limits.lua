@@ -109,14 +109,14 @@ do
     end
     local by_period, by, _, value = {}, parts_of(name)
     for i = 1, #PERIODS do
-      by_period[PERIODS[i]] = counters.values[by .. '/' .. PERIODS[i] .. '/' .. value]
+      local counter = counters.values[by .. '/' .. PERIODS[i] .. '/' .. value]
+      if counter ~= NONE then by_period[PERIODS[i]] = counter end
     end
     return counters_text(by_period)
   end
 
-  -- Notes that a counter is to be read.
-  local function want_counter(counters, name)
-    local field = field_of(name)
+  -- Notes that a field is to be read.
+  local function want_field(counters, field)
     if counters.is_wanted[field] then return end
     counters.is_wanted[field] = true
     counters.wanted[#counters.wanted + 1] = field
@@ -131,7 +131,7 @@ do
       local name = limit.by .. '/' .. limit.per .. '/' .. value
       spend(COST.counter_byte * #name)
       counted[i] = {name, windows[i][1], limit.scope == 'campaign' and 1 or 0}
-      want_counter(counters_of(offer, counted[i]), name)
+      want_field(counters_of(offer, counted[i]), key_layout < 5 and name or limit.by .. '/' .. value)
     end
     return counted
   end
@@ -153,9 +153,10 @@ do
     local counters = counters_of(offer, counter)
     local value = counters.values[counter[1]]
     if not value then
-      want_counter(counters, counter[1])
+      want_field(counters, field_of(counter[1]))
       read_wanted(counters)
       value = counters.values[counter[1]] or NONE
+      counters.values[counter[1]] = value
     end
     return value, counters
   end

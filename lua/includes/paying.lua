@@ -135,21 +135,6 @@ do
     return texts
   end
 
-  -- A text as it is packed. What MessagePack has before it, by its length, is kept.
-  local packed_text
-  do
-    local HEADS = {}
-
-    function packed_text(text)
-      local head = HEADS[#text]
-      if not head then
-        head = string.sub(cmsgpack.pack(text), 1, -#text - 1)
-        HEADS[#text] = head
-      end
-      return head .. text
-    end
-  end
-
   -- Confirms what was read ahead, from one confirmation on; returns the index of the first that it left. All
   -- that the confirmations share is in locals: Lua takes as long for a field as for a step of the rest.
   local function confirm_ahead(call, commands, ahead, first, rows)
@@ -202,8 +187,9 @@ do
       if payment == '' then
         record = pack_confirmed(record, from, to, units_packed, seq_packed, at)
       else
-        record = pack_confirmed(record, from, to, units_packed, seq_packed, at, packed_text(payment))
-        local kept = payment_head .. packed_text(name) .. '\2' .. seq_packed .. payment_end
+        record = pack_confirmed(record, from, to, units_packed, seq_packed, at,
+          packed_head(#payment) .. payment)
+        local kept = payment_head .. packed_head(#name) .. name .. '\2' .. seq_packed .. payment_end
         paid_made[paid_pair + 1], paid_made[paid_pair + 2], paid_now[payment] = payment, kept, kept
         paid_pair = paid_pair + 2
       end

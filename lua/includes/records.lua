@@ -237,6 +237,21 @@ do
   end
 end
 
+-- What MessagePack has before a text of so many bytes; kept by length, since it is made from such a text.
+local packed_head
+do
+  local HEADS = {}
+
+  function packed_head(length)
+    local head = HEADS[length]
+    if not head then
+      head = string.sub(cmsgpack.pack(string.rep('x', length)), 1, -length - 1)
+      HEADS[length] = head
+    end
+    return head
+  end
+end
+
 -- The values in an argument that has '","' between them, as in an event. `width` is the length of all or, if
 -- they differ, the format of the text.
 local function values_of(text, width, count)

@@ -23,37 +23,20 @@ do
     -- Notes the records of the grabs; returns their packed rows.
     local keep_all
     do
-      -- What MessagePack has before a text of so many bytes.
-      local HEADS = {}
-
-      local function head_of(length)
-        local head = HEADS[length]
-        if not head then
-          head = string.sub(cmsgpack.pack(string.rep('x', length)), 1, -length - 1)
-          HEADS[length] = head
-        end
-        return head
-      end
-
-      -- The texts of a record in which few places differ; a function that adds a text that all have, and one
-      -- that adds a place for a text, and returns its index.
-      local function new_template()
+      -- The texts that make the row of an answer, and where those are that differ: seq, place, left, the
+      -- units left of each limit, the number of a coupon.
+      local function row_template(call, offer)
         local texts, ends_with_place = {''}, false
+        -- Adds a text that all rows have.
         local function add(text)
           if ends_with_place then texts[#texts + 1], ends_with_place = '', false end
           texts[#texts] = texts[#texts] .. text
         end
+        -- Adds a place for a text; returns its index.
         local function add_place()
           texts[#texts + 1], ends_with_place = '', true
           return #texts
         end
-        return texts, add, add_place
-      end
-
-      -- The texts that make the row of an answer, and where those are that differ: seq, place, left, the
-      -- units left of each limit, the number of a coupon.
-      local function row_template(call, offer)
-        local texts, add, add_place = new_template()
         local at, limits = {limits = {}}, offer.rules.limits
         local is_hold, details = offer.rules.hold_ms ~= nil, {}
         -- Made as take_pieces makes it: the order of its fields is that of the table.
@@ -92,9 +75,9 @@ do
         return texts, at
       end
 
-      -- The texts that make the record of a grab whose user's id has this length, and where those are that
-      -- differ: its user and its place. (The names of its counters end before the user.)
-      local function grab_template(call, offer, length)
+      -- What all records have before the user, and after the place. (The names of its counters end before the
+      -- user.)
+      local function around_grab(call, offer)
         local under = {}
         for n, limit in ipairs(offer.rules.limits) do
           under[n] = {'user/' .. limit.per .. '/', windows_at(offer, call.now)[n][1],
@@ -107,14 +90,9 @@ do
         else
           grab.taken = 1
         end
-        -- Its user and its place take a byte each: what is before and after them is the same in all records.
+        -- Here, its user and its place take a byte each.
         local packed = pack_grab(grab)
-        local texts, add, add_place = new_template()
-        local at = {texts = texts}
-        add(string.sub(packed, 1, 3) .. head_of(length))
-        at.user, at.place = add_place(), add_place()
-        add(string.sub(packed, 6))
-        return at
+        return string.sub(packed, 1, 3), string.sub(packed, 6)
       end
 
       -- Counts a grab in each limit: notes what its counters have then, and enters what they leave in the
@@ -131,7 +109,8 @@ do
 
       function keep_all(call, offer, ids, users, fields, campaign, counted, grabs)
         local row, row_at = row_template(call, offer)
-        local concat, rows, templates = table.concat, {}, {}
+        local before, after = around_grab(call, offer)
+        local concat, rows = table.concat, {}
         local made, made_grabs = campaign.made, offer.grabs_made
         local hold_ms, deadline = offer.rules.hold_ms, nil
         local next_seq_packed = packer_of('numbers', call.seq + 1, 1)
@@ -142,19 +121,13 @@ do
         if hold_ms then deadline = string.format('%d', call.now + hold_ms + offer.rules.grace_ms) end
         for i = 1, grabs do
           local user, place = users[i], next_place()
-          local record_at = templates[#user]
-          if not record_at then
-            record_at = grab_template(call, offer, #user)
-            templates[#user] = record_at
-          end
-          local record = record_at.texts
           row[row_at.seq], row[row_at.place], row[row_at.left] = next_seq_packed(), place, next_left()
           if row_at.number then row[row_at.number] = place end
-          record[record_at.user], record[record_at.place] = user, place
           enter_counters(counted, i, row, row_at.limits)
           rows[i] = concat(row)
           made[2 * i - 1], made[2 * i] = fields[i], pack_next(rows[i])
-          made_grabs[2 * i - 1], made_grabs[2 * i] = ids[i], concat(record)
+          made_grabs[2 * i - 1] = ids[i]
+          made_grabs[2 * i] = before .. packed_head(#user) .. user .. place .. after
           if deadline then
             offer.holds_made[2 * i - 1], offer.holds_made[2 * i] = deadline, offer.name .. '/' .. ids[i]
           end

@@ -297,8 +297,9 @@ class Recovery:
                 await self._apply_past(ownership, snapshot.past[start : start + RETIRED_A_STEP], ())
             async for payments in snapshot.payments:
                 await self._apply_past(ownership, (), payments)
+            layout = await self._layout_here()
             async for events in snapshot.events:
-                await self._apply_all(ownership, events, None)
+                await self._apply_all(ownership, events, None, layout)
             await self._apply(ownership, [], "", snapshot.cursor.seq, snapshot.at)
             await self._shard.trim(ownership, snapshot.cursor)
             return snapshot.cursor
@@ -308,24 +309,25 @@ class Recovery:
         waiting: list[bytes] = []
         cursor: Cursor | None = None
         read = seq
+        layout = await self._layout_here()
         try:
             async with aclosing(journal) as reading:
                 async for cursor, accepted in reading:
                     waiting += [line.line for line in accepted if line.seq > read]
                     read = max(read, accepted[-1].seq) if accepted else read
                     if read - seq >= APPLY_EVENTS_MAX:
-                        seq = await self._apply_lines(ownership, seq, waiting, cursor)
+                        seq = await self._apply_lines(ownership, seq, waiting, cursor, layout)
                         waiting = []
         except (Corrupt, Gap) as error:
             raise Impossible(str(error)) from None
         return (
-            await self._apply_lines(ownership, seq, waiting, cursor)
+            await self._apply_lines(ownership, seq, waiting, cursor, layout)
             if waiting and cursor is not None
             else seq
         )
 
     async def _apply_lines(
-        self, ownership: Ownership, seq: int, lines: Sequence[bytes], cursor: Cursor
+        self, ownership: Ownership, seq: int, lines: Sequence[bytes], cursor: Cursor, layout: int
     ) -> int:
         """Applies lines up to a cursor, which becomes the checkpoint: a recovery that is interrupted resumes
         there.
@@ -334,7 +336,7 @@ class Recovery:
             decoded = self._decoded(lines)
         except Impossible as error:
             raise Impossible(f"after seq {seq}: {error}") from None
-        seq = await self._apply_all(ownership, decoded, seq)
+        seq = await self._apply_all(ownership, decoded, seq, layout)
         await self._shard.trim(ownership, cursor)
         return seq
 
@@ -346,12 +348,17 @@ class Recovery:
 
     # -- applying --------------------------------------------------------------------------------------------
 
-    async def _apply_all(self, ownership: Ownership, lines: Sequence[AnyLine], seq: int | None) -> int:
+    async def _layout_here(self) -> int:
+        """The key layout of the shard. It does not change while events are applied."""
+        return int(await self._shard.redis.hget(self._shard.keys.state, "layout") or LAYOUT_MIN)
+
+    async def _apply_all(
+        self, ownership: Ownership, lines: Sequence[AnyLine], seq: int | None, layout: int
+    ) -> int:
         """Applies events in calls of bounded size. `seq` is that of the event before them, and those up to it
         are left out: a recovery that was interrupted may have applied a part of a run. None if they are the
         events of some offers only. Returns the seq of the last.
         """
-        layout = int(await self._shard.redis.hget(self._shard.keys.state, "layout") or LAYOUT_MIN)
         at = seq or 0
         for part in _parts(in_columns(lines, at, layout)):
             done = 0

@@ -91,6 +91,16 @@ class Machine(Twins, RuleBasedStateMachine):
                 self._decide(data.draw(whole_lists(command.offer, command.terms.total, "codes")))
         self.now += 1
 
+    def _holds(self) -> list[Any]:
+        """Offer, name and state of each grab that has units on hold."""
+        return [
+            (offer, name, grab)
+            for state in self.states
+            for offer in state.offers.values()
+            for name, grab in offer.grabs.items()
+            if grab.held
+        ]
+
     def _named(self, commands: list[Any], data: Any) -> list[Any]:
         """The commands, most of them under new ids."""
         self.fresh += len(commands)
@@ -176,13 +186,7 @@ class Machine(Twins, RuleBasedStateMachine):
         """Confirmations of all holds of some offers in one list, most of them right; between them others
         about the same grabs, and some of the list a second time, some with another id or payment.
         """
-        holds = [
-            (offer, name, grab)
-            for state in self.states
-            for offer in state.offers.values()
-            for name, grab in offer.grabs.items()
-            if grab.held
-        ]
+        holds = self._holds()
         if not holds:
             return
         if late_ms is not None:
@@ -238,13 +242,7 @@ class Machine(Twins, RuleBasedStateMachine):
     @rule(number=st.integers(0, 50), late_ms=st.sampled_from((-1, 0, 1)), data=st.data())
     def at_a_deadline(self, number: int, late_ms: int, data: Any) -> None:
         """Two commands about a hold, in the millisecond of its end or the one before or after."""
-        holds = [
-            (offer, name, grab)
-            for state in self.states
-            for offer in state.offers.values()
-            for name, grab in offer.grabs.items()
-            if grab.held
-        ]
+        holds = self._holds()
         if holds:
             offer, name, grab = holds[number % len(holds)]
             self.now = max(self.now, grab.lapses_at + late_ms)
