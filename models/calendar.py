@@ -8,7 +8,7 @@ times are milliseconds since 1970 UTC.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Final, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -34,6 +34,12 @@ HORIZON_MS: Final = 10 * 366 * DAY_MS
 #: Pairs (time, offset), sorted by time: from `time` on, the local clock is `offset` ms ahead of UTC. The
 #: first offset also applies before its time.
 Offsets = Sequence[tuple[int, int]]
+
+
+def utc_text(at_ms: int, separator: str = "T") -> str:
+    """A time as text: UTC with milliseconds, as RFC 3339 has it."""
+    text = datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(separator, "milliseconds")
+    return text.replace("+00:00", "Z")
 
 
 def check_timezone(name: str) -> None:

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 #: A process ends within this time after a signal, even if something in it hangs.
 END_SECONDS_MAX: Final = 19.0
+#: The exit code of a process that ran until Ctrl-C.
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def end_within(seconds: float, code: int) -> None:
@@ -35,6 +37,23 @@ def _leave(code: int) -> None:
     faulthandler.dump_traceback(sys.stderr)
     logging.shutdown()
     os._exit(code)
+
+
+def stop_on_signals(exit_code: int) -> tuple[asyncio.Event, list[int]]:
+    """Returns an event that Ctrl-C and SIGTERM set, and the signals that came so far. After the first one, a
+    process that hangs ends with `exit_code`. Called in the event loop of the process.
+    """
+    stop = asyncio.Event()
+    signals: list[int] = []
+
+    def end(number: int) -> None:
+        end_within(END_SECONDS_MAX, exit_code)
+        signals.append(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    return stop, signals
 
 
 def run_until_stopped(work: Coroutine[Any, Any, T], word: str = "") -> T:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from grabstream.models.calendar import utc_text
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.streams.history.chunks import Point
@@ -83,8 +84,4 @@ def parse_points(
 
 def show_time(at_ms: int) -> str:
     """A time for people: UTC, with milliseconds."""
-    return (
-        datetime.fromtimestamp(at_ms / 1000, UTC)
-        .isoformat(sep=" ", timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    return utc_text(at_ms, " ")

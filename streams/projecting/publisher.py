@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, Final
@@ -17,6 +16,7 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.calendar import utc_text
 from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
 from grabstream.projections.cursors import Fact, single_facts
 from grabstream.projections.records import set_aside
@@ -350,12 +350,7 @@ def _cursor_of(headers: Mapping[str, bytes], shard: int, source: str) -> Cursor 
 
 @lru_cache(maxsize=1024)
 def _rfc3339(at_ms: int) -> bytes:
-    return (
-        datetime.fromtimestamp(at_ms / 1000, UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-        .encode()
-    )
+    return utc_text(at_ms).encode()
 
 
 async def _no_rows(connection: AsyncConnection[Any], facts: Any) -> None:

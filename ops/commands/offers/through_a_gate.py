@@ -8,7 +8,6 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -30,6 +29,7 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import FILE_BYTES_MAX
+from grabstream.models.calendar import utc_text
 from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import EnvelopeTerms
@@ -169,11 +169,7 @@ def exit_code(answers: Sequence[Answer]) -> int:
 def _shown(name: str, value: Any) -> str:
     """A field of an answer for people: times as times, limits in words."""
     if name in ("at", "retry_at", "deadline_at", "resets_at"):
-        return (
-            datetime.fromtimestamp(value / 1000, UTC)
-            .isoformat(timespec="milliseconds")
-            .replace("+00:00", "Z")
-        )
+        return utc_text(value)
     if name == "limits":
         return "; ".join(_shown("limit", limit) for limit in value)
     if name == "limit":

@@ -1,6 +1,5 @@
 """`gateway`: serves commands and questions over HTTP until a signal stops it."""
 
-import asyncio
 import functools
 import gc
 import ipaddress
@@ -26,12 +25,11 @@ from grabstream.ops.connections.identity import require_schema
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
-from grabstream.ops.console.stopping import END_SECONDS_MAX, end_within
+from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
 from grabstream.ops.settings import GATEWAY_PORT, Settings, load_settings
 
 log = logging.getLogger(__name__)
 
-EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 #: The process ends with this code when something in it hangs after a signal.
 EXIT_HANGS: Final = 1
 
@@ -91,16 +89,7 @@ def _hosts(host: str) -> frozenset[str]:
 
 async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[int]:
     """Serves; returns the signals that stopped it."""
-    stop = asyncio.Event()
-    signals: list[int] = []
-
-    def end(number: int) -> None:
-        end_within(END_SECONDS_MAX, EXIT_HANGS)
-        signals.append(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    stop, signals = stop_on_signals(EXIT_HANGS)
     connections_max = connections_possible(settings.gateway_connections_max)
     async with (
         open_gate(settings) as gate,
@@ -133,5 +122,5 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             )
 
         await serve(application, bound, connections_max, stop, ready)
-        log.info("stopped: every request in work has its answer")
+        log.info("stopped")
     return signals

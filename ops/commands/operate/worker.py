@@ -38,7 +38,12 @@ from grabstream.ops.connections.opening import (
 from grabstream.ops.connections.watching import Readiness, watch_servers
 from grabstream.ops.connections.watching import log as worker_log
 from grabstream.ops.console.output import counted
-from grabstream.ops.console.stopping import END_SECONDS_MAX, end_within
+from grabstream.ops.console.stopping import (
+    END_SECONDS_MAX,
+    EXIT_INTERRUPTED,
+    end_within,
+    stop_on_signals,
+)
 from grabstream.ops.initialization import refuse_replay
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.redis_keys import compares_keys
@@ -57,7 +62,6 @@ log = logging.getLogger(__name__)
 #: How long a starting worker waits for Kafka and Redis.
 START_SECONDS: Final = 30.0
 RETRY_SECONDS: Final = 0.5
-EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 @click.command()
@@ -86,16 +90,7 @@ def worker(roles: str) -> None:
 
 async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
     """Plays the roles; returns the signals that stopped them."""
-    stop = asyncio.Event()
-    signals: list[int] = []
-
-    def end(number: int) -> None:
-        end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
-        signals.append(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    stop, signals = stop_on_signals(EXIT_UNKNOWN_ERROR)
     relayed: list[int] = []
     parts = {"relay" if role == "sweep" else role for role in chosen}
     ready = Readiness(parts, lambda: _ready_words(settings, chosen, relayed))

@@ -22,6 +22,7 @@ from grabstream.ops.console.output import console, counted, json_option, print_j
 from grabstream.ops.diagnosis.counters import Counted
 from grabstream.ops.diagnosis.evidence import Evidence, is_about, read_books, read_redis
 from grabstream.ops.diagnosis.story import Moment, tell
+from grabstream.ops.formats.moments import show_time
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import cursors
 from grabstream.projections.records import set_aside
@@ -174,10 +175,10 @@ def _lines(
         f"  {offer['title']}  ",
         (f"{offer['kind']} by {offer['issuer']}", "dim"),
     )
-    closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {_clock(offer['closes_at'])}"
+    closes = "" if offer["closes_at"] == TIME_MS_MAX else f", closes {show_time(offer['closes_at'])}"
     yield Text(
         f"{counted(offer['units'], 'parts' if offer['kind'] == 'envelope' else 'units')}, opens "
-        f"{_clock(offer['opens_at'])}{closes}"
+        f"{show_time(offer['opens_at'])}{closes}"
     )
     yield Text()
     for moment in story:
@@ -327,11 +328,3 @@ def _apart(late_ms: int) -> str:
 
 def _time(at: datetime) -> str:
     return f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z"
-
-
-def _clock(at_ms: int) -> str:
-    return (
-        datetime.fromtimestamp(at_ms / 1000, UTC)
-        .isoformat(sep=" ", timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
