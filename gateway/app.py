@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from grabstream.gateway import requests
 from grabstream.gateway.asking import Questions
-from grabstream.gateway.bounds import QUESTIONS_MAX, SHED_RETRY_SECONDS
+from grabstream.gateway.bounds import QUESTIONS_MAX, RETRY_SOON_SECONDS
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.gateway.problems import (
@@ -25,7 +25,7 @@ from grabstream.gateway.problems import (
     Problem,
     Reply,
     explanation,
-    retry_after,
+    retry_soon,
 )
 from grabstream.gateway.requests import Gone, Request, body_of, offer_of_grab, query_of, segments_of
 
@@ -120,11 +120,10 @@ class Application:
                 raise self._no_room()
         is_question = operation.kind == "read"
         if is_question and self._questions_in_work >= QUESTIONS_MAX:
-            raise Problem(
+            raise retry_soon(
                 "busy",
                 f"The gateway has {QUESTIONS_MAX} questions in work, as many as it takes; ask again after "
-                f"{SHED_RETRY_SECONDS} s.",
-                headers=[retry_after(SHED_RETRY_SECONDS)],
+                f"{RETRY_SOON_SECONDS} s.",
             )
         self.in_work += 1
         self._questions_in_work += is_question
@@ -135,12 +134,11 @@ class Application:
             self._questions_in_work -= is_question
 
     def _no_room(self) -> Problem:
-        return Problem(
+        return retry_soon(
             "busy",
             f"The gateway has {self._bounds.requests_max} requests in work, as many as it takes. This one "
-            f"decided nothing: send the same again after {SHED_RETRY_SECONDS} s, with the same "
+            f"decided nothing: send the same again after {RETRY_SOON_SECONDS} s, with the same "
             "Idempotency-Key.",
-            headers=[retry_after(SHED_RETRY_SECONDS)],
         )
 
     # -- documents -------------------------------------------------------------------------------------------

@@ -19,11 +19,10 @@ from grabstream.gateway.bounds import (
     CURSOR_LENGTH_MAX,
     PAGE_ROWS,
     PAGE_ROWS_MAX,
-    SHED_RETRY_SECONDS,
 )
 from grabstream.gateway.caching import Cache, tag_of
 from grabstream.gateway.operations import KINDS, OFFER_ORDERS, OFFER_STATES, OPERATIONS, TAKEN_ORDERS
-from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_after
+from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
 from grabstream.gateway.requests import Request, chosen, query_of
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
@@ -217,10 +216,9 @@ class Questions:
             raise invalid(f"after: must be <shard>-<seq>, such as 3-17, got {quoted(asked['after'])}")
         shard, seq = map(int, position.groups())
         if self._waiting >= AFTER_WAITERS_MAX:
-            raise Problem(
+            raise retry_soon(
                 "busy",
                 f"{AFTER_WAITERS_MAX} questions wait for events (`after`), as many as the gateway takes.",
-                headers=[retry_after(SHED_RETRY_SECONDS)],
             )
         self._waiting += 1
         try:
@@ -230,12 +228,11 @@ class Questions:
         finally:
             self._waiting -= 1
         if not is_there:
-            raise Problem(
+            raise retry_soon(
                 "read_model_behind",
                 f"The read model does not have event {seq} of shard {shard} after {AFTER_SECONDS_MAX:.0f} s. "
                 "Ask again.",
                 "after",
-                [retry_after(SHED_RETRY_SECONDS)],
             )
         return asked
 

@@ -16,9 +16,8 @@ from grabstream.gateway.bounds import (
     QUESTION_MS_MAX,
     SESSION_WAIT_SECONDS_MAX,
     SESSION_WAITERS_MAX,
-    SHED_RETRY_SECONDS,
 )
-from grabstream.gateway.problems import Problem, retry_after
+from grabstream.gateway.problems import Problem, retry_soon
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import open_pool
 
@@ -44,9 +43,7 @@ class Books:
         try:
             return await _within(ANSWER_SECONDS_MAX, self._read(query, parameters))
         except TooManyRequests:
-            raise Problem(
-                "busy", "Too many questions wait for PostgreSQL.", headers=[retry_after(SHED_RETRY_SECONDS)]
-            ) from None
+            raise retry_soon("busy", "Too many questions wait for PostgreSQL.") from None
         except QueryCanceled:
             raise _unavailable(
                 f"PostgreSQL did not answer within {QUESTION_MS_MAX} ms; ask for less, or later."
@@ -137,7 +134,7 @@ async def _within(seconds: float, reading: Coroutine[Any, Any, list[Row]]) -> li
 
 
 def _unavailable(detail: str) -> Problem:
-    return Problem("unavailable", detail, headers=[retry_after(SHED_RETRY_SECONDS)])
+    return retry_soon("unavailable", detail)
 
 
 def _plain(row: Row) -> Row:

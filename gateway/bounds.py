@@ -28,8 +28,8 @@ DRAIN_SECONDS_MAX: Final = 12
 BACKLOG: Final = 2_048
 #: The key of a basket: the ids of its grabs are the key, a dot, and their number.
 BASKET_KEY_LENGTH_MAX: Final = ID_LENGTH_MAX - 1 - len(str(BASKET_GRABS_MAX))
-#: When to try again after the gateway itself had no room.
-SHED_RETRY_SECONDS: Final = 1
+#: When to try again after the gateway itself had no room, or after what may be over in a moment.
+RETRY_SOON_SECONDS: Final = 1
 #: Questions in work, of the requests in work; and those that wait for a session of PostgreSQL.
 QUESTIONS_MAX: Final = 200
 SESSION_WAITERS_MAX: Final = 100

@@ -13,11 +13,9 @@ from grabstream.gateway.problems import (
     NOT_KEPT,
     POSITIVE,
     SECURE_HEADERS,
-    SOON_SECONDS,
-    Problem,
     Reply,
     refusal_reply,
-    retry_after,
+    retry_soon,
 )
 from grabstream.gateway.requests import (
     IDEMPOTENCY_KEY,
@@ -148,11 +146,12 @@ class Commands:
         except OutcomeUnknown as error:
             key = commands[0].basket if isinstance(commands[0], Grab) else None
             key = key or commands[0].id
-            raise Problem(
+            raise retry_soon(
                 "outcome_unknown",
                 f"The command may be carried out or not: {error}. Send the same request again with "
                 f"{IDEMPOTENCY_KEY}: {key} (offer {commands[0].offer}), until it has an answer.",
-                headers=[retry_after(SOON_SECONDS), (IDEMPOTENCY_KEY.lower().encode(), key.encode())],
+                None,
+                (IDEMPOTENCY_KEY.lower().encode(), key.encode()),
             ) from None
 
 

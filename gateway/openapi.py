@@ -11,7 +11,6 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from grabstream.gateway.bounds import PAGE_ROWS, PAGE_ROWS_MAX
 from grabstream.gateway.documents import DOCUMENTS
 from grabstream.gateway.operations import OPERATIONS, Operation, Parameter
 from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
@@ -136,18 +135,14 @@ _FORMS: Final[Mapping[str, Node]] = {
 }
 
 
-#: Parameters whose first choice is taken when they are absent; without the others, nothing is left out.
-_WITH_DEFAULT: Final = frozenset({"order", "promise"})
-
-
 def _query_parameter(parameter: Parameter) -> Node:
     schema: Node = dict(_FORMS[parameter.form])
     if parameter.choices:
         schema = {"type": "string", "enum": list(parameter.choices)}
-        if parameter.name in _WITH_DEFAULT:
-            schema["default"] = parameter.choices[0]
-    if parameter.name == "limit":
-        schema |= {"maximum": PAGE_ROWS_MAX, "default": PAGE_ROWS}
+    if parameter.maximum is not None:
+        schema["maximum"] = parameter.maximum
+    if parameter.default is not None:
+        schema["default"] = parameter.default
     return {
         "name": parameter.name,
         "in": "query",

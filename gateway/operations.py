@@ -22,6 +22,8 @@ class Parameter(NamedTuple):
     meaning: str
     choices: tuple[str, ...] = ()
     form: Literal["text", "id", "integer", "position"] = "text"
+    default: str | int | None = None
+    maximum: int | None = None
 
 
 class Operation(NamedTuple):
@@ -46,6 +48,7 @@ PROMISE: Final = Parameter(
     "`journaled`: the answer comes when Kafka has its event. `decided`: it comes when Redis has decided, "
     "with status 202, and can be lost together with Redis.",
     ("journaled", "decided"),
+    default="journaled",
 )
 OFFER_STATES: Final = ("open", "paused", "closed", "retired")
 KINDS: Final = ("envelope", "coupon", "stock")
@@ -58,7 +61,13 @@ _AFTER: Final = Parameter(
     form="position",
 )
 _PAGE: Final = (
-    Parameter("limit", f"Rows of a page, 1 to {PAGE_ROWS_MAX}; absent: {PAGE_ROWS}.", form="integer"),
+    Parameter(
+        "limit",
+        f"Rows of a page, 1 to {PAGE_ROWS_MAX}; absent: {PAGE_ROWS}.",
+        form="integer",
+        default=PAGE_ROWS,
+        maximum=PAGE_ROWS_MAX,
+    ),
     Parameter("cursor", "The `next` of the page before."),
     _AFTER,
 )
@@ -110,14 +119,18 @@ OPERATIONS: Final = (
         Parameter("state", "Offers in this state only.", OFFER_STATES),
         Parameter("kind", "Offers of this kind only.", KINDS),
         Parameter("issuer", "Offers of this issuer only.", form="id"),
-        Parameter("order", "`newest` first, or `random`: always the same for one `visitor`.", OFFER_ORDERS),
+        Parameter(
+            "order", "`newest` first, or `random`: always the same for one `visitor`.", OFFER_ORDERS,
+            default="newest",
+        ),
         Parameter("visitor", "Whose random order it is; required with `order=random`.", form="id"),
         *_PAGE,
     ),
     _asking(_OFFER, "offer", "An offer, with its terms", _AFTER),
     _asking(
         f"{_OFFER}/grabs", "offer_grabs", "Who got what",
-        Parameter("order", "By `place`, or the `luckiest` first, by amount.", TAKEN_ORDERS), *_PAGE,
+        Parameter("order", "By `place`, or the `luckiest` first, by amount.", TAKEN_ORDERS, default="place"),
+        *_PAGE,
     ),
     _asking(f"{_USER}/balances", "user_balances", "What a user has", *_PAGE),
     _asking(f"{_USER}/grabs", "user_grabs", "The grabs of a user, the newest first", *_PAGE),

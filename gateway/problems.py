@@ -7,14 +7,15 @@ so only refusals that a repeat can help have these statuses: 503 for `fenced` an
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from grabstream.gateway.bounds import RETRY_SOON_SECONDS
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import shortened
+from grabstream.models.calendar import utc_text
 from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Redeem, Return, Unredeem
 from grabstream.models.outcomes import Outcome
 
@@ -128,14 +129,8 @@ def problem_reply(
 # -- refusals of the gate ------------------------------------------------------------------------------------
 
 
-def when(time_ms: int) -> str:
-    """A time in ms since 1970 UTC, as RFC 3339."""
-    text = datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    return text.replace("+00:00", "Z")
-
-
 def _again(answer: Answer) -> str:
-    at = f" after {when(answer.retry_at)}" if answer.retry_at else ""
+    at = f" after {utc_text(answer.retry_at)}" if answer.retry_at else ""
     return f"This request decided nothing: send the same again{at}, with the same Idempotency-Key."
 
 
@@ -189,7 +184,8 @@ def _already_taken(answer: Answer, command: AnyCommand) -> str:
 
 def _not_open_yet(answer: Answer, command: AnyCommand) -> str:
     if answer.retry_at:
-        return f"Offer {command.offer} takes no grabs now; it takes grabs from {when(answer.retry_at)} on."
+        from_then = utc_text(answer.retry_at)
+        return f"Offer {command.offer} takes no grabs now; it takes grabs from {from_then} on."
     return (
         f"Offer {command.offer} takes no grabs yet: a list that it needs (codes, audience) is not loaded "
         "completely. It is not known when it will be."
@@ -226,7 +222,7 @@ def _limit_reached(answer: Answer, command: AnyCommand) -> str:
             f"The hold of grab {_grab_of(command)} was extended {limit.max} times, as often as offer "
             f"{command.offer} allows. This does not change with time."
         )
-    until = f" until {when(limit.resets_at)}" if limit.resets_at else ", for as long as it is open"
+    until = f" until {utc_text(limit.resets_at)}" if limit.resets_at else ", for as long as it is open"
     whole = "in the whole offer" if limit.per == "offer" else f"in each {limit.per}"
     of = "the campaign of " if limit.scope == "campaign" else ""
     whose = _user_of(command) if limit.by == "user" else f"this {limit.by}"
@@ -337,16 +333,18 @@ def retry_after_seconds(answer: Answer, now_ms: int) -> int | None:
     """Seconds until the command may succeed, at least 1; None when no time is known."""
     at = answer.retry_at or (answer.limit.resets_at if answer.limit else None)
     if at is None:
-        return SOON_SECONDS if answer.code in (Outcome.fenced, Outcome.busy) else None
+        return RETRY_SOON_SECONDS if answer.code in (Outcome.fenced, Outcome.busy) else None
     return max(1, math.ceil((at - now_ms) / 1000))
-
-
-SOON_SECONDS: Final = 1
 
 
 def retry_after(seconds: int) -> Header:
     """The header that says when to try again."""
     return b"retry-after", b"%d" % seconds
+
+
+def retry_soon(name: str, detail: str, field: str | None = None, *headers: Header) -> Problem:
+    """A problem that may be over in a moment."""
+    return Problem(name, detail, field, (retry_after(RETRY_SOON_SECONDS), *headers))
 
 
 def refusal_reply(

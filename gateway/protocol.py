@@ -19,10 +19,9 @@ from grabstream.gateway.bounds import (
     MESSAGE_BYTES_MAX,
     PIPELINE_MAX,
     READ_SECONDS_MAX,
-    SHED_RETRY_SECONDS,
     WRITE_SECONDS_MAX,
 )
-from grabstream.gateway.problems import Problem, retry_after
+from grabstream.gateway.problems import Problem, retry_soon
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +56,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._writing_since: float | None = None
         if len(self.connections) > self.connections_max:
             self._end(
-                Problem(
-                    "busy",
-                    f"The gateway has {self.connections_max} connections, as many as it takes.",
-                    headers=[retry_after(SHED_RETRY_SECONDS)],
+                retry_soon(
+                    "busy", f"The gateway has {self.connections_max} connections, as many as it takes."
                 )
             )
 
@@ -114,11 +111,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if len(self.pipeline) >= PIPELINE_MAX:
             self._end(
-                Problem(
+                retry_soon(
                     "busy",
                     f"At most {PIPELINE_MAX} requests of a connection wait for their turn. The requests from "
                     "this one on decided nothing.",
-                    headers=[retry_after(SHED_RETRY_SECONDS)],
                 )
             )
             return

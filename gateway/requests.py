@@ -164,13 +164,8 @@ async def body_of(request: Request, bytes_max: int) -> bytes:
     """The body; raises Problem when it is no JSON by its headers, or above the bound, before it is read."""
     check_body_headers(request, bytes_max)
     event = await request.receive()
-    body = event.get("body", b"")
-    if event["type"] == "http.request" and not event.get("more_body") and len(body) <= bytes_max:
-        if body and request.header(b"content-type") is None:
-            raise _not_json(None)
-        return body  # type: ignore[no-any-return]
-    pieces = [body]
-    size = len(body)
+    pieces = [event.get("body", b"")]
+    size = len(pieces[0])
     while event["type"] == "http.request" and event.get("more_body") and size <= bytes_max:
         event = await request.receive()
         pieces.append(event.get("body", b""))
@@ -238,13 +233,14 @@ def key_of(request: Request) -> str | None:
         text = text[1:-1]
     if not is_id(text):
         raise invalid(f"{IDEMPOTENCY_KEY}: {_ID_WORDS}, got {quoted(text)}", IDEMPOTENCY_KEY)
-    if text in _NOT_IN_PATHS:
-        # It would be the id of a grab that no path can name.
-        raise invalid(
-            f"{IDEMPOTENCY_KEY}: clients and proxies change a path with {text}; choose another",
-            IDEMPOTENCY_KEY,
-        )
+    _check_in_paths(text, IDEMPOTENCY_KEY)
     return text
+
+
+def _check_in_paths(id_: str, field: str) -> None:
+    """Raises Problem for an id of a grab, user or offer that no path can name."""
+    if id_ in _NOT_IN_PATHS:
+        raise invalid(f"{field}: clients and proxies change a path with {id_}; choose another id", field)
 
 
 def required_key_of(request: Request) -> str:
@@ -291,14 +287,8 @@ def grab_of(request: Request, body: bytes) -> Grab:
     assert isinstance(command, Grab)
     if command.basket is not None:
         raise invalid("basket: POST /v1/baskets takes baskets")
-    _check_user(command)
+    _check_in_paths(command.user, "user")
     return command
-
-
-def _check_user(command: AnyCommand) -> None:
-    """Raises Problem for a user whom no path can name."""
-    if getattr(command, "user", None) in _NOT_IN_PATHS:
-        raise invalid("user: clients and proxies change a path with . and ..; choose another id")
 
 
 def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
@@ -332,8 +322,7 @@ def opening_of(request: Request, body: bytes) -> AnyCommand:
     key = key_of(request) or (offer if isinstance(offer, str) and is_id(offer) else new_id())
     given = {"id": key} if offer is not None else {"id": key, "offer": key}
     command = command_of("open", given, body)
-    if command.offer in _NOT_IN_PATHS:
-        raise invalid(f"offer: clients and proxies change a path with {command.offer}; choose another id")
+    _check_in_paths(command.offer, "offer")
     return command
 
 
@@ -369,14 +358,14 @@ def basket_of(request: Request, body: bytes) -> list[AnyCommand]:
     grabs = []
     for number, raw in enumerate(raws, 1):
         try:
-            grab = command_of("grab", {"id": f"{key}.{number}", "basket": key}, bytes(raw))
+            grab = command_of("grab", {"id": key, "basket": key}, bytes(raw))
             assert isinstance(grab, Grab)
-            _check_user(grab)
+            _check_in_paths(grab.user, "user")
         except Problem as problem:
             raise invalid(
                 f"grab {number}: {problem.detail}", f"grabs[{number - 1}].{problem.field or ''}".rstrip(".")
             ) from None
-        grabs.append(msgspec.structs.replace(grab, id=key))
+        grabs.append(grab)
     places = sorted(
         range(len(grabs)), key=lambda i: (grabs[i].offer, grabs[i].user, encode_command(grabs[i]))
     )

@@ -36,6 +36,17 @@ async def until_all_decide(port: int, shards: int) -> None:
         await until(all_decide, 60, "all shards decide")
 
 
+async def until_open(caller: Caller, offer: str, total: int) -> None:
+    """Opens an offer of so many coupons, as soon as its shard decides."""
+
+    async def is_open() -> bool:
+        terms = {"kind": "coupon", "issuer": "shop", "total": total}
+        got = await caller.post("/v1/offers", {"offer": offer, "terms": terms}, "open")
+        return got.status == 201
+
+    await until(is_open, 30, "an offer")
+
+
 @pytest.fixture(scope="session")
 def door(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     """A running gateway with all that it needs."""

@@ -15,7 +15,7 @@ from grabstream.ops.initialization import make_system
 from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
 from tests.conftest import Worker, until
-from tests.gateway.conftest import until_all_decide
+from tests.gateway.conftest import until_all_decide, until_open
 from tests.support.gateways import Caller, GatewayProcess, calling
 from tests.support.projecting import rows
 
@@ -75,12 +75,7 @@ async def test_what_is_answered_is_in_the_books_when_a_server_is_killed(
     with GatewayProcess(private, tmp_path / "log") as gateway:
         await until_all_decide(gateway.port, private.shards)
         async with calling(gateway.port) as caller:
-
-            async def is_open() -> bool:
-                terms = {"kind": "coupon", "issuer": "shop", "total": 10_000}
-                return (await caller.post("/v1/offers", {"offer": "x", "terms": terms}, "open")).status == 201
-
-            await until(is_open, 30, "an offer")
+            await until_open(caller, "x", 10_000)
             crowd = Crowd(caller)
             asking = asyncio.create_task(crowd.ask())
             grabbing = [asyncio.create_task(crowd.grab(f"u{number}")) for number in range(USERS)]

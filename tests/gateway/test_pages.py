@@ -5,16 +5,19 @@ docs/http.md with the code.
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.gateway.problems import DOOR_PROBLEMS, REFUSALS
+from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import PROJECT
+from grabstream.ops.settings import Settings
 from tests.conftest import wait_until
 from tests.gateway.conftest import Door
-from tests.support.gateways import Caller
+from tests.support.gateways import Caller, environment_of
 
 PAGE = (PROJECT / "docs" / "http.md").read_text()
 README = (PROJECT / "README.md").read_text()
@@ -26,10 +29,13 @@ def blocks_of(page: str) -> list[str]:
     return [block for block in blocks if "127.0.0.1:18080/" in block or block.startswith("api")]
 
 
-def run(script: str, port: int, folder: Path) -> str:
-    """What a script prints."""
+def run(script: str, port: int, folder: Path, settings: Settings | None = None) -> str:
+    """What a script prints; with the environment of a system, if one is given."""
     there = script.replace("127.0.0.1:18080", f"127.0.0.1:{port}")
-    done = subprocess.run(["bash", "-euc", there], capture_output=True, text=True, cwd=folder, timeout=100)
+    environment = settings and environment_of(settings)
+    done = subprocess.run(
+        ["bash", "-euc", there], capture_output=True, text=True, cwd=folder, timeout=100, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -91,9 +97,14 @@ async def test_readme_example_works(caller: Caller, door: Door, tmp_path: Path) 
         for block in re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
         if "18080" in block
     ]
-    start, _, request = block.partition("\n")
-    assert start.startswith("grabstream gateway &")
-    [answer] = documents(run(request, door.gateway.port, tmp_path))
+    assert block.startswith("grabstream gateway &")
+    [port] = free_ports(1)
+    started = block.replace(
+        "grabstream gateway", f"{sys.executable} -m grabstream.ops.cli gateway --port {port}"
+    )
+    # The whole block at once, as a reader pastes it.
+    script = f"trap 'kill $(jobs -p); wait' EXIT\n{started}"
+    [answer] = documents(run(script, port, tmp_path, door.settings))
     assert (answer["outcome"], answer["user"]) == ("granted", "frank")
 
 

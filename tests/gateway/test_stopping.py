@@ -15,7 +15,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
 from tests.conftest import Worker, until
-from tests.gateway.conftest import until_all_decide
+from tests.gateway.conftest import until_all_decide, until_open
 from tests.support.command_line import env_of, grabstream
 from tests.support.gateways import GatewayProcess, calling
 from tests.support.projecting import rows
@@ -117,12 +117,7 @@ async def test_answer_that_does_not_come_in_time_is_unknown_and_can_be_repeated(
     with GatewayProcess(system, tmp_path / "log", gate_timeout_ms="1500") as gateway:
         await until_all_decide(gateway.port, system.shards)
         async with calling(gateway.port) as caller:
-
-            async def is_open() -> bool:
-                terms = {"kind": "coupon", "issuer": "shop", "total": 5}
-                return (await caller.post("/v1/offers", {"offer": "x", "terms": terms}, "open")).status == 201
-
-            await until(is_open, 30, "an offer")
+            await until_open(caller, "x", 5)
             running.signal(signal.SIGSTOP)
             got = await caller.post("/v1/offers/x/grabs", {"user": "ann"}, "k")
             assert (got.status, got.body["type"]) == (504, "/problems/outcome_unknown")

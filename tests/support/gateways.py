@@ -22,6 +22,11 @@ from tests.support.command_line import env_of
 _ready = re.compile(r"listening on http://(\S+):(\d+);")
 
 
+def environment_of(settings: Settings, **overrides: str) -> dict[str, str]:
+    """The environment of a gateway of a system."""
+    return child_environment(**{**env_of(settings), "shards": str(settings.shards)}, **overrides)
+
+
 class GatewayProcess:
     """A gateway of a test, on a free port. `start` waits until it listens."""
 
@@ -30,7 +35,7 @@ class GatewayProcess:
         self._output = log.open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "grabstream.ops.cli", "gateway", "--port", "0", *words],
-            env=child_environment(**{**env_of(settings), "shards": str(settings.shards)}, **overrides),
+            env=environment_of(settings, **overrides),
             stdout=self._output,
             stderr=self._output,
         )
