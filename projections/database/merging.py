@@ -1,4 +1,6 @@
-"""MERGE that adds to rows of a table, and inserts those that it lacks."""
+"""Writing rows by their keys: MERGE that adds to rows of a table, and inserts those that it lacks; and the
+plans of such statements.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -8,6 +10,21 @@ from psycopg.errors import UniqueViolation
 
 #: How often rows of others may come first. Each time, all rows that they have committed are updated next.
 RACES_MAX: Final = 100
+_PLANS: Final = (
+    b"SELECT set_config(name, value, %s) FROM (VALUES ('plan_cache_mode', 'force_generic_plan'), "
+    b"('enable_seqscan', 'off'), ('enable_hashjoin', 'off'), ('enable_mergejoin', 'off'), ('jit', 'off')) "
+    b"AS settings (name, value)"
+)
+
+
+async def plan_by_keys(connection: AsyncConnection[Any], local: bool = False) -> None:
+    """Makes the statements of a session (with `local`, of its transaction) find rows by their keys.
+
+    The planner would rather read all of a table while it is empty, when most plans are made, and they are
+    kept while it grows; and for the lengths of certain arrays. Plans without a scan look expensive to it
+    where a table has no index, which must not make it compile them.
+    """
+    await connection.execute(_PLANS, (local,))
 
 
 def merge_of(table: str, keys: Sequence[str], sums: Sequence[str]) -> bytes:

@@ -23,6 +23,7 @@ from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
 from grabstream.models.runs import LINES, LineDecoder
 from grabstream.projections import cursors
 from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
+from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
 from grabstream.streams.clients import in_words
@@ -336,9 +337,7 @@ class Projector:
             # If PostgreSQL loses a commit in a crash, it loses the cursor as well, and the events are read
             # from the journal again.
             await self._connection.execute("SET synchronous_commit = off")
-            # Rows are changed by their keys, however many: for the lengths of certain arrays, the planner
-            # would rather read all of a table.
-            await self._connection.execute("SET plan_cache_mode = force_generic_plan")
+            await plan_by_keys(self._connection)
             # A process that hangs in a transaction would keep its row locks, and the process that takes its
             # partitions over would wait for them. PostgreSQL ends such a session between two statements; we
             # end it in the middle of one, such as a COPY.

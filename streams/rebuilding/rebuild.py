@@ -27,6 +27,7 @@ from grabstream.projections import cursors, versions
 from grabstream.projections.checking.difference import TableDifference, compare
 from grabstream.projections.cursors import CursorMoved
 from grabstream.projections.database.locks import Held, hold
+from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import definition_of
@@ -331,6 +332,8 @@ class Rebuild:
         shard, after = chunk.shard, chunk.after
         try:
             async with self._writer.transaction():
+                if apply is self._model.apply:
+                    await plan_by_keys(self._writer, local=True)
                 await cursors.advance(
                     self._writer, self._projection, {shard: (self._cursors[shard], after)}, frozen
                 )

@@ -20,6 +20,7 @@ from grabstream.models.journal import Cursor
 from grabstream.projections import audit, cursors, ledger
 from grabstream.projections.balances import users as balances
 from grabstream.projections.database.locks import Held, hold, release
+from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
@@ -152,6 +153,7 @@ async def open_schema(
         if not exists:
             await _make(connection, schema, shards, definition)
         await use_schema(connection, schema)
+        await plan_by_keys(connection)
         await connection.execute("UPDATE replay SET until = %s, at = now()", (_json(definition.bounds()),))
         # A schema of an older release has no such column, and is not temporary.
         if temporary or (exists and await _is_temporary(connection, schema)):

@@ -1,4 +1,5 @@
-"""What is asked for by its key is answered from indexes alone: no plan scans a table that grows with grabs.
+"""What is asked for by its key is answered from indexes alone, and what is written is found by them: no plan
+scans a table that grows with grabs.
 
 The tables have enough rows that the planner scans a table whose index is missing.
 """
@@ -10,7 +11,12 @@ import pytest
 from psycopg import AsyncConnection
 
 from grabstream.ops.settings import Settings
+from grabstream.projections.database.merging import plan_by_keys
+from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.versions import create_flat
+from tests.projections.test_columns import facts, in_groups
+from tests.support.random_history import random_history
+from tests.support.runs import as_runs
 
 GRABS = 60_000
 #: Grabs of one run, of one user, and offers.
@@ -134,3 +140,34 @@ def steps_of(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield plan
     for step in plan.get("Plans", ()):
         yield from steps_of(step)
+
+
+async def test_writers_find_rows_by_keys_also_when_tables_were_empty_at_first(settings: Settings) -> None:
+    """A plan is made while the tables are empty, and kept while they grow: it must not scan them even then."""
+    history = random_history(7, 300)
+    groups = in_groups(facts(as_runs(history.lines)), [3])
+    assert len(groups) > 50
+
+    async def scans(connection: AsyncConnection[Any]) -> dict[str, int]:
+        rows = await connection.execute(
+            "SELECT relname, seq_scan FROM pg_stat_xact_user_tables WHERE schemaname = %s",
+            (settings.schema_,),
+        )
+        return dict(await rows.fetchall())
+
+    async def scanned(by_keys: bool) -> set[str]:
+        async with await AsyncConnection.connect(settings.postgres) as connection:
+            await create_flat(connection, settings.schema_, 1)
+            before = await scans(connection)  # those of making the indexes
+            if by_keys:
+                await plan_by_keys(connection)
+            for group in groups:
+                for model in READ_MODELS.values():
+                    await model.apply(connection, group)
+            after = await scans(connection)
+            await connection.rollback()
+            return {table for table, count in after.items() if count > before[table]}
+
+    assert await scanned(by_keys=True) == set()
+    # Otherwise the planner scans: so a scan would be found.
+    assert await scanned(by_keys=False) >= {"accounts_1", "balances_1"}
