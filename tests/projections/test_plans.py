@@ -143,7 +143,7 @@ def steps_of(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 async def test_writers_find_rows_by_keys_also_when_tables_were_empty_at_first(settings: Settings) -> None:
-    """A plan is made while the tables are empty, and kept while they grow: it must not scan them even then."""
+    """A plan is made while tables are empty, and kept while they grow: it must not scan them even then."""
     history = random_history(7, 300)
     groups = in_groups(facts(as_runs(history.lines)), [3])
     assert len(groups) > 50
