@@ -30,11 +30,10 @@ from grabstream.gateway.requests import (
     settling_of,
 )
 from grabstream.lua.gate.gate import Gate, Promise
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.models.outcomes import Outcome
+from grabstream.models.outcomes import Outcome, OutcomeUnknown
 
 #: How many parts of an envelope a gate draws and writes per millisecond at least, beside other work.
 PARTS_A_MILLISECOND: Final = 50

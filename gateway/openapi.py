@@ -11,13 +11,13 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from grabstream.gateway.documents import DOCUMENTS
 from grabstream.gateway.operations import OPERATIONS, Operation, Parameter
 from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
 from grabstream.models.bounds import BASKET_GRABS_MAX
 from grabstream.models.identifiers import ID_PATTERN
 from grabstream.models.outcomes import Outcome
 from grabstream.models.vocabulary import Answer, AnyCommand
+from grabstream.models.vocabulary.documents import DOCUMENTS
 
 OPENAPI_VERSION: Final = "3.1.0"
 _REFERENCE: Final = "#/components/schemas/{model}"

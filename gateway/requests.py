@@ -29,7 +29,7 @@ from grabstream.models.commands import (
     GrabCommand,
     Undecodable,
     decode_command,
-    encode_command,
+    named_in_basket,
 )
 from grabstream.models.identifiers import ID_PATTERN, is_id
 
@@ -333,11 +333,8 @@ class _Basket(msgspec.Struct, forbid_unknown_fields=True):
 _decode_basket = msgspec.json.Decoder(_Basket).decode
 
 
-def basket_of(request: Request, body: bytes) -> list[AnyCommand]:
-    """The grabs of a basket, in the order of the request. The Idempotency-Key names it. Its grabs have ids
-    `<key>.1`, `<key>.2` … in the order of offers, users and bodies, so the same grabs in another order are
-    the same basket.
-    """
+def basket_of(request: Request, body: bytes) -> list[Grab]:
+    """The grabs of a basket, in the order of the request. The Idempotency-Key names it."""
     key = required_key_of(request)
     if len(key) > BASKET_KEY_LENGTH_MAX:
         raise invalid(
@@ -355,7 +352,7 @@ def basket_of(request: Request, body: bytes) -> list[AnyCommand]:
         raise invalid(str(error)) from None
     if not 1 <= len(raws) <= BASKET_GRABS_MAX:
         raise invalid(f"grabs: a basket has 1 to {BASKET_GRABS_MAX} grabs, got {len(raws)}")
-    grabs = []
+    grabs: list[Grab] = []
     for number, raw in enumerate(raws, 1):
         try:
             grab = command_of("grab", {"id": key, "basket": key}, bytes(raw))
@@ -366,11 +363,7 @@ def basket_of(request: Request, body: bytes) -> list[AnyCommand]:
                 f"grab {number}: {problem.detail}", f"grabs[{number - 1}].{problem.field or ''}".rstrip(".")
             ) from None
         grabs.append(grab)
-    places = sorted(
-        range(len(grabs)), key=lambda i: (grabs[i].offer, grabs[i].user, encode_command(grabs[i]))
-    )
-    ids = {place: f"{key}.{number}" for number, place in enumerate(places, 1)}
-    return [msgspec.structs.replace(grab, id=ids[place]) for place, grab in enumerate(grabs)]
+    return named_in_basket(grabs, key)
 
 
 def _check_names(body: bytes) -> None:

@@ -1,6 +1,8 @@
 """grabstream gives out limited things that a crowd grabs at once. This module is its public interface for
 Python.
 
+- `Client` and `AsyncClient` send commands and ask questions over HTTP, `KafkaClient` sends commands by Kafka.
+They return pydantic models of `grabstream.vocabulary`, and need only `pip install grabstream`.
 - Commands, terms, answers, outcomes and events are types. `encode_command`, `decode_answer` and
 `decode_event` convert them to and from records of Kafka; `decode_line` reads lines of the journal and of the
 audit trail, of which some are runs of grabs (`singles`). They need only `pip install grabstream`. -
@@ -20,8 +22,10 @@ from typing import TYPE_CHECKING, Any, Final
 from grabstream.extras import MissingExtra, server_needed_by
 
 if TYPE_CHECKING:
+    from grabstream.client.exchange import RequestProblem
+    from grabstream.client.over_http import AsyncClient, Client
+    from grabstream.client.over_kafka import KafkaClient
     from grabstream.lua.gate.gate import Gate
-    from grabstream.lua.gate.queue import OutcomeUnknown
     from grabstream.models.answers import Answer, LimitState, decode_answer
     from grabstream.models.commands import (
         Adjust,
@@ -75,7 +79,7 @@ if TYPE_CHECKING:
     from grabstream.models.journal import Corrupt, Gap
     from grabstream.models.money import Invalid
     from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
-    from grabstream.models.outcomes import Outcome
+    from grabstream.models.outcomes import Outcome, OutcomeUnknown
     from grabstream.models.runs import AnyLine, GrantedRun, HeldRun, decode_line, singles
     from grabstream.models.transfers import Transfer
     from grabstream.models.upcasting import NewerEvent
@@ -95,9 +99,11 @@ __all__ = [
     "AnyEvent",
     "AnyGrabEvent",
     "AnyLine",
+    "AsyncClient",
     "BadSettings",
     "CampaignZone",
     "Changes",
+    "Client",
     "Close",
     "Confirm",
     "Corrupt",
@@ -122,6 +128,7 @@ __all__ = [
     "HeldRun",
     "Hours",
     "Invalid",
+    "KafkaClient",
     "LedgerAdjusted",
     "Limit",
     "LimitState",
@@ -145,6 +152,7 @@ __all__ = [
     "Projection",
     "Redeem",
     "Release",
+    "RequestProblem",
     "Resume",
     "Return",
     "Settings",
@@ -169,8 +177,10 @@ __all__ = [
 
 #: The names of each module. A test compares them with the imports above, which type checkers read.
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "client.exchange": ("RequestProblem",),
+    "client.over_http": ("AsyncClient", "Client"),
+    "client.over_kafka": ("KafkaClient",),
     "lua.gate.gate": ("Gate",),
-    "lua.gate.queue": ("OutcomeUnknown",),
     "models.answers": ("Answer", "LimitState", "decode_answer"),
     "models.commands": (
         "Adjust", "Amend", "AnyCommand", "Close", "Confirm", "Extend", "Grab", "Load", "Open", "Pause",
@@ -190,7 +200,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "models.offers": (
         "Changes", "CouponTerms", "EnvelopeTerms", "Hours", "Limit", "StockTerms", "Terms",
     ),
-    "models.outcomes": ("Outcome",),
+    "models.outcomes": ("Outcome", "OutcomeUnknown"),
     "models.runs": ("AnyLine", "GrantedRun", "HeldRun", "decode_line", "singles"),
     "models.transfers": ("Transfer",),
     "models.upcasting": ("NewerEvent",),

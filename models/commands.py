@@ -721,6 +721,18 @@ def identity_of(command: Command) -> tuple[str, ...]:
     return campaign_of(command.offer), command.id
 
 
+def named_in_basket(grabs: Sequence[Grab], basket: str) -> list[Grab]:
+    """Grabs as those of a basket, in the same order. They have the ids `<basket>.1`, `<basket>.2` … in the
+    order of offers, users and bodies. So the same grabs in another order are the same basket.
+    """
+    alike = [msgspec.structs.replace(grab, id=basket, basket=basket) for grab in grabs]
+    places = sorted(
+        range(len(alike)), key=lambda i: (alike[i].offer, alike[i].user, encode_command(alike[i]))
+    )
+    ids = {place: f"{basket}.{number}" for number, place in enumerate(places, 1)}
+    return [msgspec.structs.replace(grab, id=ids[place]) for place, grab in enumerate(alike)]
+
+
 def basket_of(command: AnyCommand) -> str | None:
     """The basket of a grab; None for other commands and for a grab without a basket."""
     return command.basket if isinstance(command, Grab) else None

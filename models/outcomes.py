@@ -61,3 +61,9 @@ OutcomeName = Annotated[str, in_schema(enum=list(OUTCOME_NAMES.values()))]
 
 #: Refusals of a whole call: nothing was decided. The same command may be sent again at `retry_at`.
 NOT_DECIDED: Final = frozenset({Outcome.fenced, Outcome.busy})
+
+
+class OutcomeUnknown(Exception):
+    """The time ran out after the commands were sent: they may be decided or not. Send them again under the
+    same ids.
+    """

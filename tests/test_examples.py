@@ -36,6 +36,7 @@ from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import child_environment
 from tests.conftest import Worker, wait_until
 from tests.support.command_line import env_of
+from tests.support.nodejs import need_node
 
 EXAMPLES: Final = PROJECT / "examples"
 OPENS: Final[list[AnyCommand]] = [
@@ -158,10 +159,7 @@ def test_each_instance_of_a_service_finds_its_own_answers(stage: Stage) -> None:
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Node.js example, installed."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        if os.environ.get("CI"):
-            pytest.fail("no Node.js, which the example examples/service-node needs", pytrace=False)
-        pytest.skip("no Node.js")
+    need_node("the example examples/service-node")
     folder = tmp_path_factory.mktemp("node") / "service-node"
     shutil.copytree(EXAMPLES / "service-node", folder, ignore=shutil.ignore_patterns("node_modules"))
     done = subprocess.run(

@@ -46,7 +46,6 @@ from grabstream.lua.gate.queue import (
     OFFERS_IN_CALL_MAX,
     CallOrder,
     Lane,
-    OutcomeUnknown,
     QueueEntry,
     ShardQueue,
     all_decided,
@@ -73,7 +72,7 @@ from grabstream.models.commands import (
 )
 from grabstream.models.identifiers import RESERVED_IDS, are_ids
 from grabstream.models.money import Invalid
-from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
+from grabstream.models.outcomes import OUTCOME_NAMES, Outcome, OutcomeUnknown
 
 log = logging.getLogger(__name__)
 

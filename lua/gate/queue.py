@@ -13,18 +13,12 @@ from grabstream.lua.gate.sizes import PLAIN_BYTES, size_of_all
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import AnyCommand, basket_of, user_of
-from grabstream.models.outcomes import Outcome
+from grabstream.models.outcomes import Outcome, OutcomeUnknown
 
 #: Entries in one call, until one of them causes an error: in effect no bound apart from that on commands.
 ENTRIES_IN_CALL_MAX: Final = 1_000_000
 #: Offers that the commands of one call name: each is read and written.
 OFFERS_IN_CALL_MAX: Final = 64
-
-
-class OutcomeUnknown(Exception):
-    """The time ran out after the commands were sent: they may be decided or not. Send them again under the
-    same ids.
-    """
 
 
 class CallOrder:

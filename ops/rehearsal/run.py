@@ -19,10 +19,10 @@ from psycopg import AsyncConnection
 
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import AnyCommand, Close, Grab, Open, encode_command
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.rehearsal.crowd import Envelope, person_of
 from grabstream.ops.rehearsal.stage import CannotGoOn
 from grabstream.ops.settings import Settings

@@ -19,14 +19,13 @@ from typing import Any, Final
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.answers import Answer
 from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import NO_OFFER
 from grabstream.models.journal import Cursor, parse_block
-from grabstream.models.outcomes import Outcome
+from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.runs import decode_line, singles
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import console

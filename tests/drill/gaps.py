@@ -11,11 +11,11 @@ from collections.abc import Collection
 from typing import Final
 
 from grabstream.lua.gate.gate import Gate, Promise
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import CouponTerms
+from grabstream.models.outcomes import OutcomeUnknown
 from tests.conftest import until
 from tests.drill.traffic import a_campaign_of_each_shard
 

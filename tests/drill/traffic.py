@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
@@ -24,6 +23,7 @@ from grabstream.models.commands import (
     Return,
 )
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from grabstream.models.outcomes import OutcomeUnknown
 from tests.conftest import until
 
 CALLERS: Final = 8

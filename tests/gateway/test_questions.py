@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from grabstream.gateway.documents import DOCUMENTS
 from grabstream.models.outcomes import Outcome
+from grabstream.models.vocabulary.documents import DOCUMENTS
 from grabstream.ops.services import free_ports
 from tests.conftest import until
 from tests.gateway.conftest import Door

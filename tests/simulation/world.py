@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import (
@@ -34,6 +33,7 @@ from grabstream.models.commands import (
 )
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import PAYMENTS_KEPT_MS
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
 from grabstream.streams.topics import Topics
 from tests.lua.conftest import SEAL_KEYS, SEALER

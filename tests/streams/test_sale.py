@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Release, Return
 from grabstream.models.offers import Limit, StockTerms
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify

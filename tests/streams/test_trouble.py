@@ -22,11 +22,11 @@ from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.decided import DecidedAnswers
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.journaled import Journaled
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.refusals import RefusalLog
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings, is_cluster
 from grabstream.streams.deciding import decider, sweeper

@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.gate.tickets import sign
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import Load, check, in_chunks
@@ -23,6 +22,7 @@ from grabstream.models.digests import Digests
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.commands.offers.through_a_gate import (
     carry_out,
     complain,

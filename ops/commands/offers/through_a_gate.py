@@ -26,13 +26,13 @@ from rich.text import Text
 
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import FILE_BYTES_MAX
 from grabstream.models.calendar import utc_text
 from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import EnvelopeTerms
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.console.output import Output, counted, json_option, print_json, table
 from grabstream.ops.console.progress import bar

@@ -23,12 +23,12 @@ from redis.crc import key_slot
 
 from grabstream.lua.gate.calls import GateLimits, now_ms
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Grab, Open, Pause
 from grabstream.models.entries import BookedEntry, Entry
 from grabstream.models.offers import RETIRE_AFTER_MS, Changes, CouponTerms, Draw, EnvelopeTerms
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.splitting import LAWS, pack_parts
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.ops.connections.opening import open_gate

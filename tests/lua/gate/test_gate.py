@@ -13,9 +13,10 @@ import redis.asyncio
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown
+from grabstream.lua.gate.queue import CallOrder
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Close, Grab, Pause, Resume
+from grabstream.models.outcomes import OutcomeUnknown
 from tests.conftest import until
 from tests.lua.conftest import SEALER, event_lines, grabs, opening
 

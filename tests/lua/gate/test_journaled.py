@@ -11,9 +11,9 @@ from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.models.commands import Grab
+from grabstream.models.outcomes import OutcomeUnknown
 from tests.conftest import until
 from tests.lua.conftest import SEALER, grabs, opening
 

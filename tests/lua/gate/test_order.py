@@ -11,10 +11,10 @@ import redis.asyncio
 
 from grabstream.lua.gate.calls import CallRefused, GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown
+from grabstream.lua.gate.queue import CallOrder
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import decode_event
-from grabstream.models.outcomes import Outcome
+from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from tests.conftest import until
 from tests.lua.conftest import SEALER
 from tests.lua.costs.measured_shard import scripts

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import CallOrder, OutcomeUnknown, QueueEntry
+from grabstream.lua.gate.queue import CallOrder, QueueEntry
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import StockTerms
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
 from tests.lua.changed_scripts import bound_lines, inject, sell_at_any_price

@@ -20,13 +20,12 @@ import redis.asyncio
 from grabstream.lua.gate import encoding
 from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import assemble, load, script_names, script_path
 from grabstream.models.commands import AnyCommand, Close, Grab, Load, Open
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import PAYMENTS_KEPT_MS, CouponTerms, EnvelopeTerms
-from grabstream.models.outcomes import Outcome
+from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.ops.settings import Settings
 from grabstream.streams.relaying.leases import pass_lease, request_lease
 from grabstream.streams.relaying.ownership import OwnedShard

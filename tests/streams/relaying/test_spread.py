@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import OutcomeUnknown
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.settings import Settings
 from tests.conftest import Worker, until

@@ -1,0 +1,161 @@
+"""The commands of a client, as methods. How a command is sent is up to the client."""
+
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+from uuid import uuid4
+
+from grabstream.models.vocabulary.commands import (
+    Amend,
+    AnyCommand,
+    Close,
+    Confirm,
+    Extend,
+    Grab,
+    Open,
+    Pause,
+    Redeem,
+    Release,
+    Resume,
+    Return,
+    Unredeem,
+)
+from grabstream.models.vocabulary.offers import Changes, Terms
+
+#: What a client returns for a command, and for a basket: an answer, or something to await.
+One = TypeVar("One")
+Many = TypeVar("Many")
+
+
+class Commands(Generic[One, Many]):
+    """Commands that are made from their fields.
+
+    `id` is the id of the command; without one, a new one is made. Pass one (for example, that of the request
+    that causes the command) where the command may be repeated after your own process has ended: a repeat with
+    the same id gets the first answer. Every method raises pydantic's ValidationError for a value that breaks
+    a rule.
+    """
+
+    def decide(self, command: AnyCommand) -> One:
+        """Sends a command, and returns its answer."""
+        raise NotImplementedError
+
+    def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> Many:
+        """Sends grabs of offers of one campaign, of which all or none succeed, and returns their answers in
+        the same order. `id` is the id of the basket.
+        """
+        raise NotImplementedError
+
+    def open(
+        self, terms: Terms, offer: str | None = None, *, id: str | None = None, operator: str | None = None
+    ) -> One:
+        """Creates an offer. Without `offer`, the id of the offer is that of the command."""
+        command = id or new_id()
+        return self.decide(Open(id=command, offer=offer or command, terms=terms, operator=operator))
+
+    def amend(
+        self, offer: str, changes: Changes, *, id: str | None = None, operator: str | None = None
+    ) -> One:
+        """Changes terms of an offer."""
+        return self.decide(Amend(id=id or new_id(), offer=offer, changes=changes, operator=operator))
+
+    def pause(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
+        """Refuses grabs until the offer is resumed."""
+        return self.decide(Pause(id=id or new_id(), offer=offer, operator=operator))
+
+    def resume(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
+        """Accepts grabs again."""
+        return self.decide(Resume(id=id or new_id(), offer=offer, operator=operator))
+
+    def close(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
+        """Closes an offer for ever."""
+        return self.decide(Close(id=id or new_id(), offer=offer, operator=operator))
+
+    def grab(
+        self,
+        offer: str,
+        user: str,
+        *,
+        id: str | None = None,
+        quantity: int = 1,
+        attributes: Mapping[str, str] | None = None,
+        ticket: str | None = None,
+        wait: bool = False,
+    ) -> One:
+        """Grabs units of an offer for a user. `wait`: the user joins the waiting list when it is sold out."""
+        return self.decide(
+            Grab(
+                id=id or new_id(),
+                offer=offer,
+                user=user,
+                quantity=quantity,
+                attributes=dict(attributes or {}),
+                ticket=ticket,
+                wait=wait,
+            )
+        )
+
+    def confirm(
+        self,
+        offer: str,
+        grab: str,
+        user: str,
+        *,
+        id: str | None = None,
+        payment: str | None = None,
+        paid: int = 0,
+        currency: str | None = None,
+        quantity: int | None = None,
+    ) -> One:
+        """Reports that a hold was paid: `paid` minor units of `currency`."""
+        return self.decide(
+            Confirm(
+                id=id or new_id(),
+                offer=offer,
+                grab=grab,
+                user=user,
+                payment=payment,
+                paid=paid,
+                currency=currency,
+                quantity=quantity,
+            )
+        )
+
+    def release(self, offer: str, grab: str, user: str, *, id: str | None = None) -> One:
+        """Ends a hold, or leaves the waiting list."""
+        return self.decide(Release(id=id or new_id(), offer=offer, grab=grab, user=user))
+
+    def extend(self, offer: str, grab: str, user: str, *, id: str | None = None) -> One:
+        """Extends the deadline of a hold."""
+        return self.decide(Extend(id=id or new_id(), offer=offer, grab=grab, user=user))
+
+    def return_(
+        self,
+        offer: str,
+        grab: str,
+        user: str,
+        *,
+        id: str | None = None,
+        quantity: int | None = None,
+        reason: str = "",
+    ) -> One:
+        """Gives units back that were granted or confirmed (absent: all)."""
+        return self.decide(
+            Return(id=id or new_id(), offer=offer, grab=grab, user=user, quantity=quantity, reason=reason)
+        )
+
+    def redeem(
+        self, offer: str, grab: str, user: str, order: str, *, id: str | None = None, quantity: int = 1
+    ) -> One:
+        """Uses units of a coupon for an order, once."""
+        return self.decide(
+            Redeem(id=id or new_id(), offer=offer, grab=grab, user=user, order=order, quantity=quantity)
+        )
+
+    def unredeem(self, offer: str, grab: str, user: str, order: str, *, id: str | None = None) -> One:
+        """Undoes the use of a coupon for an order."""
+        return self.decide(Unredeem(id=id or new_id(), offer=offer, grab=grab, user=user, order=order))
+
+
+def new_id() -> str:
+    """An id that no other command has."""
+    return str(uuid4())

@@ -1,0 +1,263 @@
+"""Requests to a gateway, and what their replies mean, without input and output: both clients over HTTP share
+it.
+
+A request may be repeated, because a command has the same id each time. Waits between attempts grow, with full
+jitter (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), and are never shorter than
+`Retry-After`.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.models.vocabulary.answers import Answer
+from grabstream.models.vocabulary.commands import AnyCommand, Command, Grab, GrabCommand
+from grabstream.models.vocabulary.documents import Document
+
+#: The longest wait before an attempt, unless the gateway asks for more: it doubles from the first one.
+PAUSE_SECONDS_FIRST: Final = 0.1
+PAUSE_SECONDS_MAX: Final = 5.0
+#: The shortest time that an attempt gets.
+ATTEMPT_SECONDS_MIN: Final = 0.05
+USER_AGENT: Final = "grabstream-client"
+#: Statuses of requests that may succeed when they are repeated. Of these, `_UNDECIDED` decided nothing.
+_PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_UNDECIDED: Final = frozenset({408, 425, 429, 503})
+#: Commands whose path is that of the offer, with the method and what follows.
+_OF_OFFER: Final = {
+    "amend": ("PATCH", ""),
+    "pause": ("POST", "/pause"),
+    "resume": ("POST", "/resume"),
+    "close": ("POST", "/close"),
+    "grab": ("POST", "/grabs"),
+}
+_OF_GRAB: Final = frozenset({"confirm", "release", "extend", "return", "redeem", "unredeem"})
+_answers_of_basket: Final = TypeAdapter(tuple[Answer, ...])
+
+T = TypeVar("T")
+D = TypeVar("D", bound=Document)
+
+
+class RequestProblem(Exception):
+    """The gateway refused a request, or did not serve it within the time-out; no command was decided.
+
+    `status` is that of HTTP, 0 without a reply. `type` is the last part of the type of the problem details,
+    `detail` its words, and `field` the field, header or parameter to correct.
+    """
+
+    def __init__(self, status: int, type: str, detail: str, field: str | None = None) -> None:
+        super().__init__(f"{type}: {detail}")
+        self.status = status
+        self.type = type
+        self.detail = detail
+        self.field = field
+
+
+class Request(NamedTuple):
+    """A request: path and query, and for a command its body and id."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] = {}
+    body: bytes | None = None
+    key: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        """The headers beside those of the client."""
+        if self.key is None:
+            return {}
+        return {"Idempotency-Key": self.key, "Content-Type": "application/json"}
+
+
+class Exchange(Generic[T]):
+    """One question or command, over all attempts of it.
+
+    `after_reply` and `after_error` take the result of an attempt. They return the seconds to wait before the
+    next one, or None when `result` is there. They raise RequestProblem for a request that the gateway refuses
+    for good, and OutcomeUnknown if an attempt before may have been decided.
+    """
+
+    result: T
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._attempts = 0
+        #: Whether an attempt may have been decided without a reply.
+        self._is_unknown = False
+        self._last: RequestProblem | None = None
+
+    def after_reply(self, status: int, headers: Mapping[str, str], body: bytes) -> float | None:
+        """Reads a reply."""
+        if 200 <= status < 300:
+            try:
+                self.result = self._read(body)
+            except ValidationError as error:
+                raise _not_from_a_gateway(status, self.request, str(error)) from None
+            return None
+        problem, members = _problem_of(status, self.request, body)
+        if status in _PASSING:
+            self._is_unknown = self._is_unknown or status not in _UNDECIDED
+            self._last = problem
+            return self._pause_seconds(_retry_after_seconds(headers))
+        if not self._refused(problem, members):
+            raise self._unknown(str(problem)) or problem
+        return None
+
+    def after_error(self, error: Exception, was_sent: bool) -> float:
+        """After an attempt without a reply; `was_sent`: the gateway may have got the request."""
+        self._is_unknown = self._is_unknown or was_sent
+        self._last = RequestProblem(0, "no_reply", f"{type(error).__name__}: {error}")
+        return self._pause_seconds(0.0)
+
+    def given_up(self, seconds: float) -> Exception:
+        """The error after the last attempt."""
+        last = self._last or RequestProblem(0, "no_reply", "there was no time for an attempt")
+        words = f"no answer within {seconds:g} s, after {self._attempts} attempts; the last one: {last}"
+        return self._unknown(words) or RequestProblem(last.status, last.type, words, last.field)
+
+    def _unknown(self, words: str) -> OutcomeUnknown | None:
+        """The error when an attempt may have been decided; None if it is known that none was."""
+        if not self._is_unknown or self.request.key is None:
+            return None
+        return OutcomeUnknown(
+            f"{words}. The command may be decided or not: send it again with the id {self.request.key}"
+        )
+
+    def _read(self, body: bytes) -> T:
+        raise NotImplementedError
+
+    def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
+        """Takes a refusal as the result, if it is one."""
+        return False
+
+    def _pause_seconds(self, asked_seconds: float) -> float:
+        longest = min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2 ** min(self._attempts, 16))
+        self._attempts += 1
+        # The jitter is added to what the gateway asks for, so that its clients do not return together.
+        return asked_seconds + random.uniform(0, longest)
+
+
+class Asking(Exchange[D]):
+    """A question; its result is a document."""
+
+    def __init__(self, path: str, document: type[D], asked: Mapping[str, Any]) -> None:
+        super().__init__(Request("GET", path, {name: _text_of(value) for name, value in asked.items()}))
+        self._document = document
+
+    def _read(self, body: bytes) -> D:
+        # A newer gateway may have more fields.
+        return self._document.model_validate_json(body, extra="ignore")
+
+
+class Deciding(Exchange[Answer]):
+    """A command; its result is its answer, also when it is refused."""
+
+    def __init__(self, command: AnyCommand) -> None:
+        super().__init__(_request_of(command))
+        self._command = command
+
+    def _read(self, body: bytes) -> Answer:
+        return Answer.model_validate_json(body)
+
+    def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
+        if "outcome" not in members or "code" not in members:
+            return False
+        command = self._command
+        user = command.user if isinstance(command, Grab | GrabCommand) else None
+        ours = {"id": command.id, "offer": command.offer} | ({"user": user} if user else {})
+        try:
+            self.result = Answer.model_validate({**ours, **members, "message": problem.detail})
+        except ValidationError as error:
+            raise _not_from_a_gateway(problem.status, self.request, str(error)) from None
+        return True
+
+
+class TakingBasket(Exchange[tuple[Answer, ...]]):
+    """A basket; its result is the answers of its grabs, in their order, also when it is refused."""
+
+    def __init__(self, grabs: Sequence[Grab], key: str) -> None:
+        bodies = [
+            {name: value for name, value in _fields_of(grab).items() if name not in ("type", "id", "basket")}
+            for grab in grabs
+        ]
+        super().__init__(Request("POST", "/v1/baskets", {}, json.dumps({"grabs": bodies}).encode(), key))
+
+    def _read(self, body: bytes) -> tuple[Answer, ...]:
+        members = json.loads(body)
+        return _answers_of_basket.validate_python(members.get("answers") if isinstance(members, dict) else ())
+
+    def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
+        if "answers" not in members:
+            return False
+        try:
+            self.result = _answers_of_basket.validate_python(members["answers"])
+        except ValidationError as error:
+            raise _not_from_a_gateway(problem.status, self.request, str(error)) from None
+        return True
+
+
+def path_of(*parts: str) -> str:
+    """A path under /v1. Raises ValueError for an id that no path can name."""
+    for part in parts:
+        if part in ("", ".", ".."):
+            raise ValueError(f"{part!r} cannot be part of a path; choose another id")
+    return "/v1/" + "/".join(parts)
+
+
+def _request_of(command: AnyCommand) -> Request:
+    fields = _fields_of(command)
+    type_ = fields.pop("type")
+    if fields.get("basket") is not None:
+        raise ValueError("basket: use take_basket for grabs of a basket")
+    key = fields.pop("id")
+    if type_ == "open":
+        path_of(command.offer)
+        return Request("POST", "/v1/offers", {}, json.dumps(fields).encode(), key)
+    offer = fields.pop("offer")
+    if type_ in _OF_GRAB:
+        path = f"{path_of('offers', offer, 'grabs', fields.pop('grab'))}/{type_}"
+        return Request("POST", path, {}, json.dumps(fields).encode(), key)
+    if type_ not in _OF_OFFER:
+        raise ValueError(f"{type_}: a gateway does not take this command; send it by Kafka, or by a gate")
+    method, rest = _OF_OFFER[type_]
+    return Request(method, path_of("offers", offer) + rest, {}, json.dumps(fields).encode(), key)
+
+
+def _fields_of(command: Command) -> dict[str, Any]:
+    """The fields of a command in JSON, where those with their default are left out."""
+    fields: dict[str, Any] = json.loads(command.model_dump_json())
+    return fields
+
+
+def _text_of(value: Any) -> str:
+    """A parameter of a query; an answer stands for its event."""
+    return f"{value.shard}-{value.seq}" if isinstance(value, Answer) else str(value)
+
+
+def _problem_of(status: int, request: Request, body: bytes) -> tuple[RequestProblem, Mapping[str, Any]]:
+    """The problem of a reply, and its members. A proxy may have made the reply."""
+    try:
+        members = json.loads(body)
+    except ValueError:
+        members = None
+    if not isinstance(members, dict) or not isinstance(members.get("type"), str):
+        return _not_from_a_gateway(status, request, body[:200].decode(errors="replace")), {}
+    name = members["type"].rpartition("/")[2]
+    return RequestProblem(status, name, str(members.get("detail", "")), members.get("field")), members
+
+
+def _not_from_a_gateway(status: int, request: Request, text: str) -> RequestProblem:
+    return RequestProblem(
+        status,
+        "unexpected_reply",
+        f"{request.method} {request.path} got {status}, not from a gateway: {text}",
+    )
+
+
+def _retry_after_seconds(headers: Mapping[str, str]) -> float:
+    text = headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0

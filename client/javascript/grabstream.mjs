@@ -1,0 +1,248 @@
+// A client of the gateway for Node.js 20, Deno, Bun and browsers: one file, no dependencies.
+//
+//   import { Client } from './grabstream.mjs'
+//   const client = new Client('http://127.0.0.1:18080')
+//   const answer = await client.grab('dinner', 'bob')
+//
+// A refusal is an answer, not an error. A request that got no answer is sent again, under the same id, until
+// `timeoutMs` is over. Amounts are at most 10^13, so every number of an answer is exact.
+
+const PAUSE_MS_FIRST = 100
+const PAUSE_MS_MAX = 5_000
+// Statuses of requests that may succeed when they are repeated. The second set decided nothing.
+const PASSING = new Set([408, 425, 429, 500, 502, 503, 504])
+const UNDECIDED = new Set([408, 425, 429, 503])
+
+// The gateway refused a request, or did not serve it in time; no command was decided.
+export class RequestProblem extends Error {
+  name = 'RequestProblem'
+
+  constructor(status, type, detail, field) {
+    super(`${type}: ${detail}`)
+    this.status = status
+    this.type = type
+    this.detail = detail
+    this.field = field
+  }
+}
+
+// The time ran out after a command was sent: it may be decided or not. Send it again with the same id.
+export class OutcomeUnknown extends Error {
+  name = 'OutcomeUnknown'
+
+  constructor(id, words) {
+    super(`${words}. The command may be decided or not: send it again with the id ${id}`)
+    this.id = id
+  }
+}
+
+export class Client {
+  #url
+  #key
+  #timeoutMs
+
+  constructor(url, { key, timeoutMs = 30_000 } = {}) {
+    this.#url = String(url).replace(/\/+$/, '')
+    this.#key = key
+    this.#timeoutMs = timeoutMs
+  }
+
+  open(terms, offer, { id = newId(), ...more } = {}) {
+    return this.#decide('POST', '/v1/offers', id, { offer: offer ?? id, terms, ...more }, { offer: offer ?? id })
+  }
+
+  amend(offer, changes, { id = newId(), ...more } = {}) {
+    return this.#decide('PATCH', path('offers', offer), id, { changes, ...more }, { offer })
+  }
+
+  pause(offer, options) {
+    return this.#onOffer('pause', offer, options)
+  }
+
+  resume(offer, options) {
+    return this.#onOffer('resume', offer, options)
+  }
+
+  close(offer, options) {
+    return this.#onOffer('close', offer, options)
+  }
+
+  grab(offer, user, { id = newId(), ...more } = {}) {
+    return this.#decide('POST', path('offers', offer, 'grabs'), id, { user, ...more }, { offer, user })
+  }
+
+  // Grabs of offers of one campaign, of which all or none succeed; resolves to their answers.
+  async takeBasket(grabs, { id = newId() } = {}) {
+    const { body, problem } = await this.#send('POST', '/v1/baskets', { id, body: { grabs } })
+    if (Array.isArray(body?.answers)) return body.answers
+    throw problem
+  }
+
+  confirm(offer, grab, user, more) {
+    return this.#onGrab('confirm', offer, grab, user, more)
+  }
+
+  release(offer, grab, user, more) {
+    return this.#onGrab('release', offer, grab, user, more)
+  }
+
+  extend(offer, grab, user, more) {
+    return this.#onGrab('extend', offer, grab, user, more)
+  }
+
+  return(offer, grab, user, more) {
+    return this.#onGrab('return', offer, grab, user, more)
+  }
+
+  redeem(offer, grab, user, order, more) {
+    return this.#onGrab('redeem', offer, grab, user, { order, ...more })
+  }
+
+  unredeem(offer, grab, user, order, more) {
+    return this.#onGrab('unredeem', offer, grab, user, { order, ...more })
+  }
+
+  offers(asked) {
+    return this.#ask('/v1/offers', asked)
+  }
+
+  offer(offer, asked) {
+    return this.#ask(path('offers', offer), asked)
+  }
+
+  offerGrabs(offer, asked) {
+    return this.#ask(path('offers', offer, 'grabs'), asked)
+  }
+
+  userBalances(user, asked) {
+    return this.#ask(path('users', user, 'balances'), asked)
+  }
+
+  userGrabs(user, asked) {
+    return this.#ask(path('users', user, 'grabs'), asked)
+  }
+
+  userTransfers(user, asked) {
+    return this.#ask(path('users', user, 'transfers'), asked)
+  }
+
+  // All pages of a question: for await (const page of client.pages((asked) => client.offers(asked))) …
+  async *pages(ask, asked = {}) {
+    for (let cursor; ; ) {
+      const page = await ask(cursor === undefined ? asked : { ...asked, cursor })
+      yield page
+      if (page.next === undefined) return
+      cursor = page.next
+    }
+  }
+
+  #onOffer(type, offer, { id = newId(), ...more } = {}) {
+    return this.#decide('POST', `${path('offers', offer)}/${type}`, id, more, { offer })
+  }
+
+  #onGrab(type, offer, grab, user, { id = newId(), ...more } = {}) {
+    const where = `${path('offers', offer, 'grabs', grab)}/${type}`
+    return this.#decide('POST', where, id, { user, ...more }, { offer, user })
+  }
+
+  async #decide(method, where, id, fields, known) {
+    const { body, problem } = await this.#send(method, where, { id, body: fields })
+    if (problem === undefined) return body
+    if (body.outcome === undefined || body.code === undefined) throw problem
+    const { type, title, status, detail, field, ...members } = body
+    return { id, ...known, ...members, message: detail }
+  }
+
+  async #ask(where, asked = {}) {
+    const query = new URLSearchParams()
+    for (const [name, value] of Object.entries(asked)) {
+      // An answer stands for its event.
+      query.set(name, name === 'after' && typeof value === 'object' ? `${value.shard}-${value.seq}` : value)
+    }
+    const words = query.toString()
+    const { body, problem } = await this.#send('GET', words ? `${where}?${words}` : where, {})
+    if (problem !== undefined) throw problem
+    return body
+  }
+
+  // Resolves to the body of the reply, and its problem if it is one; rejects when there is none in time.
+  async #send(method, where, { id, body }) {
+    const until = performance.now() + this.#timeoutMs
+    const headers = {}
+    if (this.#key !== undefined) headers.Authorization = `Bearer ${this.#key}`
+    if (id !== undefined) {
+      headers['Idempotency-Key'] = id
+      headers['Content-Type'] = 'application/json'
+    }
+    let isUnknown = false
+    for (let attempt = 0; ; attempt++) {
+      let last
+      let askedMs = 0
+      try {
+        const reply = await fetch(this.#url + where, {
+          method,
+          headers,
+          body: body === undefined ? undefined : JSON.stringify(body),
+          redirect: 'manual',
+          signal: AbortSignal.timeout(Math.max(50, Math.ceil(until - performance.now()))),
+        })
+        const text = await reply.text()
+        const document = parsed(text)
+        if (reply.ok && document !== undefined) return { body: document }
+        last = problemOf(reply.status, method, where, document, text)
+        if (!PASSING.has(reply.status)) {
+          const isAnswer = document?.outcome !== undefined || document?.answers !== undefined
+          if (isUnknown && !isAnswer) throw new OutcomeUnknown(id, last.message)
+          return { body: document ?? {}, problem: last }
+        }
+        isUnknown ||= id !== undefined && !UNDECIDED.has(reply.status)
+        const asked = reply.headers.get('retry-after') ?? ''
+        if (/^[0-9]{1,5}$/.test(asked)) askedMs = Number(asked) * 1_000
+      } catch (error) {
+        if (error instanceof OutcomeUnknown) throw error
+        // A connection that was refused carried nothing.
+        isUnknown ||= id !== undefined && error.cause?.code !== 'ECONNREFUSED'
+        const cause = error.cause?.message ? `: ${error.cause.message}` : ''
+        last = new RequestProblem(0, 'no_reply', `${error.message}${cause}`)
+      }
+      const pauseMs = askedMs + Math.random() * Math.min(PAUSE_MS_MAX, PAUSE_MS_FIRST * 2 ** Math.min(attempt, 16))
+      if (performance.now() + pauseMs + 50 > until) {
+        const words = `no answer within ${this.#timeoutMs} ms, after ${attempt + 1} attempts; the last one: ${last.message}`
+        if (isUnknown) throw new OutcomeUnknown(id, words)
+        throw new RequestProblem(last.status, last.type, words, last.field)
+      }
+      await new Promise((resolve) => setTimeout(resolve, pauseMs))
+    }
+  }
+}
+
+function newId() {
+  return crypto.randomUUID()
+}
+
+function path(...parts) {
+  for (const part of parts) {
+    if (!/^[A-Za-z0-9._:-]{1,64}$/.test(part) || part === '.' || part === '..') {
+      throw new TypeError(`${JSON.stringify(part)} is not an id that a path can name`)
+    }
+  }
+  return `/v1/${parts.join('/')}`
+}
+
+function parsed(text) {
+  try {
+    const value = JSON.parse(text)
+    return typeof value === 'object' && value !== null ? value : undefined
+  } catch {
+    return undefined
+  }
+}
+
+function problemOf(status, method, where, document, text) {
+  if (typeof document?.type !== 'string') {
+    const words = `${method} ${where} got ${status}, not from a gateway: ${text.slice(0, 200)}`
+    return new RequestProblem(status, 'unexpected_reply', words)
+  }
+  const name = document.type.slice(document.type.lastIndexOf('/') + 1)
+  return new RequestProblem(status, name, document.detail ?? '', document.field)
+}

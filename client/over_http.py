@@ -1,0 +1,279 @@
+"""`Client` and `AsyncClient`: commands and questions over HTTP, through a gateway (docs/http.md).
+
+Both repeat a request that got no answer, under the same id, until their time-out. A refusal is an answer, not
+an error.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
+
+import httpx2
+
+from grabstream.client.commands import Commands, new_id
+from grabstream.client.exchange import (
+    ATTEMPT_SECONDS_MIN,
+    USER_AGENT,
+    Asking,
+    Deciding,
+    Exchange,
+    TakingBasket,
+    path_of,
+)
+from grabstream.models.vocabulary.answers import Answer
+from grabstream.models.vocabulary.commands import AnyCommand, Grab
+from grabstream.models.vocabulary.documents import (
+    BalancePage,
+    Document,
+    OfferDetail,
+    OfferPage,
+    Page,
+    TakenPage,
+    TransferPage,
+    UserGrabPage,
+)
+
+TIMEOUT_SECONDS: Final = 30.0
+CONNECTIONS_MAX: Final = 100
+#: Errors of a request that was not sent.
+_NOT_SENT: Final = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
+
+T = TypeVar("T")
+D = TypeVar("D", bound=Document)
+P = TypeVar("P", bound=Page)
+
+
+class AfterAsked(TypedDict, total=False):
+    """`after`: an answer of a command, whose event the read model must have."""
+
+    after: Answer
+
+
+class PageAsked(AfterAsked, total=False):
+    """`limit` rows of a page; `cursor` is the `next` of the page before."""
+
+    limit: int
+    cursor: str
+
+
+class OffersAsked(PageAsked, total=False):
+    """Which offers, in which order; `visitor` is needed with the order `random`."""
+
+    state: Literal["open", "paused", "closed", "retired"]
+    kind: Literal["envelope", "coupon", "stock"]
+    issuer: str
+    order: Literal["newest", "random"]
+    visitor: str
+
+
+class TakenAsked(PageAsked, total=False):
+    """In which order the grabs of an offer come."""
+
+    order: Literal["place", "luckiest"]
+
+
+def _options(url: str, key: str | None, connections_max: int, verify: Any) -> dict[str, Any]:
+    limits = httpx2.Limits(max_connections=connections_max, max_keepalive_connections=connections_max)
+    headers = {"User-Agent": USER_AGENT}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    return {"base_url": url, "headers": headers, "limits": limits, "verify": verify}
+
+
+class Client(Commands[Answer, tuple[Answer, ...]]):
+    """A client for threads. It may be used by several at once.
+
+        with Client("http://127.0.0.1:18080") as client:
+            answer = client.grab("dinner", "bob")
+
+    `key` is sent as bearer token. Each call ends within `timeout_seconds`, with all its attempts: it raises
+    OutcomeUnknown when a command may be decided or not, and RequestProblem when it was not decided, or when a
+    question got no answer. `verify` is an `ssl.SSLContext`, where the gateway has a certificate of your own
+    authority.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        connections_max: int = CONNECTIONS_MAX,
+        verify: Any = True,
+    ) -> None:
+        self._http = httpx2.Client(**_options(url, key, connections_max, verify))
+        self._timeout_seconds = timeout_seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def decide(self, command: AnyCommand) -> Answer:
+        """Sends a command, and returns its answer, when that is journaled."""
+        return self._run(Deciding(command))
+
+    def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[Answer, ...]:
+        """Sends the grabs of a basket. The gateway gives them the ids `<id>.1`, `<id>.2` …"""
+        return self._run(TakingBasket(grabs, id or new_id()))
+
+    def offers(self, **asked: Unpack[OffersAsked]) -> OfferPage:
+        """A page of offers."""
+        return self._run(Asking(path_of("offers"), OfferPage, asked))
+
+    def offer(self, offer: str, **asked: Unpack[AfterAsked]) -> OfferDetail:
+        """An offer with its terms."""
+        return self._run(Asking(path_of("offers", offer), OfferDetail, asked))
+
+    def offer_grabs(self, offer: str, **asked: Unpack[TakenAsked]) -> TakenPage:
+        """Who got what."""
+        return self._run(Asking(path_of("offers", offer, "grabs"), TakenPage, asked))
+
+    def user_balances(self, user: str, **asked: Unpack[PageAsked]) -> BalancePage:
+        """What a user has."""
+        return self._run(Asking(path_of("users", user, "balances"), BalancePage, asked))
+
+    def user_grabs(self, user: str, **asked: Unpack[PageAsked]) -> UserGrabPage:
+        """The grabs of a user, the newest first."""
+        return self._run(Asking(path_of("users", user, "grabs"), UserGrabPage, asked))
+
+    def user_transfers(self, user: str, **asked: Unpack[PageAsked]) -> TransferPage:
+        """The transfers of a user, the newest first."""
+        return self._run(Asking(path_of("users", user, "transfers"), TransferPage, asked))
+
+    def pages(self, ask: Callable[..., P], *words: str, **asked: Any) -> Iterator[P]:
+        """All pages of a question: `client.pages(client.offers, state="open")`."""
+        page = ask(*words, **asked)
+        while page.next is not None:
+            yield page
+            page = ask(*words, **{**asked, "cursor": page.next})
+        yield page
+
+    def _run(self, exchange: Exchange[T]) -> T:
+        until = time.monotonic() + self._timeout_seconds
+        while True:
+            pause = self._attempt(exchange, until - time.monotonic())
+            if pause is None:
+                return exchange.result
+            if time.monotonic() + pause + ATTEMPT_SECONDS_MIN > until:
+                raise exchange.given_up(self._timeout_seconds)
+            time.sleep(pause)
+
+    def _attempt(self, exchange: Exchange[T], seconds: float) -> float | None:
+        request = exchange.request
+        try:
+            reply = self._http.request(
+                request.method, request.path, params=dict(request.query), content=request.body,
+                headers=request.headers(), timeout=max(seconds, ATTEMPT_SECONDS_MIN),
+            )  # fmt: skip
+        except httpx2.TransportError as error:
+            return exchange.after_error(error, not isinstance(error, _NOT_SENT))
+        return exchange.after_reply(reply.status_code, reply.headers, reply.content)
+
+
+class AsyncClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tuple[Answer, ...]]]):
+    """A client for asyncio, with the methods of `Client` to be awaited.
+
+    async with AsyncClient("http://127.0.0.1:18080") as client:
+        answer = await client.grab("dinner", "bob")
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        connections_max: int = CONNECTIONS_MAX,
+        verify: Any = True,
+    ) -> None:
+        self._http = httpx2.AsyncClient(**_options(url, key, connections_max, verify))
+        self._timeout_seconds = timeout_seconds
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.end()
+
+    async def end(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    def decide(self, command: AnyCommand) -> Coroutine[Any, Any, Answer]:
+        """Sends a command, and returns its answer, when that is journaled."""
+        return self._run(Deciding(command))
+
+    def take_basket(
+        self, grabs: Sequence[Grab], id: str | None = None
+    ) -> Coroutine[Any, Any, tuple[Answer, ...]]:
+        """Sends the grabs of a basket. The gateway gives them the ids `<id>.1`, `<id>.2` …"""
+        return self._run(TakingBasket(grabs, id or new_id()))
+
+    async def offers(self, **asked: Unpack[OffersAsked]) -> OfferPage:
+        """A page of offers."""
+        return await self._run(Asking(path_of("offers"), OfferPage, asked))
+
+    async def offer(self, offer: str, **asked: Unpack[AfterAsked]) -> OfferDetail:
+        """An offer with its terms."""
+        return await self._run(Asking(path_of("offers", offer), OfferDetail, asked))
+
+    async def offer_grabs(self, offer: str, **asked: Unpack[TakenAsked]) -> TakenPage:
+        """Who got what."""
+        return await self._run(Asking(path_of("offers", offer, "grabs"), TakenPage, asked))
+
+    async def user_balances(self, user: str, **asked: Unpack[PageAsked]) -> BalancePage:
+        """What a user has."""
+        return await self._run(Asking(path_of("users", user, "balances"), BalancePage, asked))
+
+    async def user_grabs(self, user: str, **asked: Unpack[PageAsked]) -> UserGrabPage:
+        """The grabs of a user, the newest first."""
+        return await self._run(Asking(path_of("users", user, "grabs"), UserGrabPage, asked))
+
+    async def user_transfers(self, user: str, **asked: Unpack[PageAsked]) -> TransferPage:
+        """The transfers of a user, the newest first."""
+        return await self._run(Asking(path_of("users", user, "transfers"), TransferPage, asked))
+
+    async def pages(self, ask: Callable[..., Awaitable[P]], *words: str, **asked: Any) -> AsyncIterator[P]:
+        """All pages of a question: `async for page in client.pages(client.offers, state="open")`."""
+        page = await ask(*words, **asked)
+        while page.next is not None:
+            yield page
+            page = await ask(*words, **{**asked, "cursor": page.next})
+        yield page
+
+    async def _run(self, exchange: Exchange[T]) -> T:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._timeout_seconds
+        while True:
+            pause = await self._attempt(exchange, until - loop.time())
+            if pause is None:
+                return exchange.result
+            if loop.time() + pause + ATTEMPT_SECONDS_MIN > until:
+                raise exchange.given_up(self._timeout_seconds)
+            await asyncio.sleep(pause)
+
+    async def _attempt(self, exchange: Exchange[T], seconds: float) -> float | None:
+        request = exchange.request
+        seconds = max(seconds, ATTEMPT_SECONDS_MIN)
+        try:
+            # The time-out of httpx2 is that of each step; the other one is that of the whole attempt.
+            async with asyncio.timeout(seconds):
+                reply = await self._http.request(
+                    request.method, request.path, params=dict(request.query), content=request.body,
+                    headers=request.headers(), timeout=seconds,
+                )  # fmt: skip
+        except (httpx2.TransportError, TimeoutError) as error:
+            return exchange.after_error(error, not isinstance(error, _NOT_SENT))
+        return exchange.after_reply(reply.status_code, reply.headers, reply.content)

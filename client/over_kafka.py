@@ -1,0 +1,184 @@
+"""`KafkaClient`: commands by Kafka, for services that have it. Questions are asked over HTTP or in SQL.
+
+The rules of the results topic, which this follows (docs/commands.md, "Finding your answers"):
+
+- The key of an answer is the id of its command. A client reads all partitions, without a consumer group,
+  picks the answers to its own commands, and skips the rest.
+- An answer may arrive twice. The second one is skipped.
+- A missing answer says nothing about the decision. The same command, sent again with the same id, gets its
+  first answer.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.errors import KafkaError
+from pydantic import ValidationError
+
+from grabstream.client.commands import Commands, new_id
+from grabstream.client.exchange import RequestProblem
+from grabstream.models.commands import encode_command, named_in_basket
+from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.models.vocabulary.answers import Answer
+from grabstream.models.vocabulary.commands import AnyCommand, Grab, GrabCommand
+
+TIMEOUT_SECONDS: Final = 30.0
+#: After this time without an answer, a command is sent again.
+REPEAT_SECONDS: Final = 8.0
+
+
+class _Waiting(NamedTuple):
+    offer: str
+    user: str | None
+    answer: asyncio.Future[Answer]
+
+
+class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tuple[Answer, ...]]]):
+    """Sends commands to `<prefix>.commands`, and finds their answers in `<prefix>.results`. One object serves
+    all requests of a process.
+
+        async with KafkaClient("127.0.0.1:9092") as client:
+            answer = await client.grab("dinner", "bob")
+
+    `kafka` are the brokers to connect to first; `options` are those of aiokafka's clients, such as
+    `security_protocol`. Each call ends within `timeout_seconds`: it raises OutcomeUnknown when a command may
+    be decided or not, and RequestProblem when it cannot be decided now. Coupon codes are not in answers that
+    come by Kafka.
+    """
+
+    def __init__(
+        self, kafka: str, prefix: str = "grab", *, timeout_seconds: float = TIMEOUT_SECONDS, **options: Any
+    ) -> None:
+        self._topic = f"{prefix}.commands"
+        # Not idempotent: a repeat is harmless here, and an idempotent producer cannot send after some errors
+        # (aiokafka 1017).
+        self._producer = AIOKafkaProducer(bootstrap_servers=kafka, acks="all", **options)
+        self._consumer = AIOKafkaConsumer(
+            f"{prefix}.results",
+            bootstrap_servers=kafka,
+            auto_offset_reset="latest",
+            enable_auto_commit=False,
+            **options,
+        )
+        self._timeout_seconds = timeout_seconds
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._consumer.start()
+            await self._producer.start()
+            # Before the metadata is known, aiokafka may send in another order.
+            await self._producer.partitions_for(self._topic)
+            # Fixes the positions to read from before the first command is sent; otherwise its answer could be
+            # missed.
+            for partition in self._consumer.assignment():
+                await self._consumer.position(partition)
+        except BaseException:
+            await self._stop()
+            raise
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+        await self._stop()
+
+    async def decide(self, command: AnyCommand) -> Answer:
+        """Sends a command, and returns its answer."""
+        [answer] = await self._answers([command], encode_command(command.to_wire()))
+        return answer
+
+    async def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[Answer, ...]:
+        """Sends the grabs of a basket. They get the ids `<id>.1`, `<id>.2` …"""
+        wires = named_in_basket([grab.to_wire() for grab in grabs], id or new_id())
+        commands = [Grab.from_wire(wire) for wire in wires]
+        return await self._answers(commands, b"[" + b",".join(map(encode_command, wires)) + b"]")
+
+    async def _answers(self, commands: Sequence[AnyCommand], record: bytes) -> tuple[Answer, ...]:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._timeout_seconds
+        reading = self._reading
+        if reading is None:
+            raise RuntimeError("use the client in `async with`")
+        last = "no answer"
+        is_unknown = False
+        while True:
+            waiting = [_waiting_for(command, loop.create_future()) for command in commands]
+            for command, one in zip(commands, waiting, strict=True):
+                self._waiting.setdefault(command.id, []).append(one)
+            try:
+                seconds = max(0.0, until - loop.time())
+                async with asyncio.timeout(min(seconds, REPEAT_SECONDS)):
+                    # The offer is the key, which keeps the commands of an offer in order.
+                    await self._producer.send_and_wait(self._topic, record, key=commands[0].offer.encode())
+                    answers = await self._all_of(waiting, reading)
+                if all(answer.decided for answer in answers):
+                    return answers
+                [first, *_] = (answer for answer in answers if not answer.decided)
+                last = f"{first.outcome}: {first.message or 'nothing was decided'}"
+            except TimeoutError:
+                is_unknown = True
+            except KafkaError as error:
+                is_unknown = True
+                last = f"{type(error).__name__}: {error}"
+            finally:
+                for command, one in zip(commands, waiting, strict=True):
+                    self._forget(command.id, one)
+            if loop.time() + 0.1 >= until or reading.done():
+                words = f"{last} within {self._timeout_seconds:g} s"
+                if is_unknown:
+                    raise OutcomeUnknown(
+                        f"{words}. The command may be decided or not: send it again with the id "
+                        f"{commands[0].id}"
+                    )
+                raise RequestProblem(0, last.partition(":")[0], words)
+            await asyncio.sleep(0.1)
+
+    async def _all_of(self, waiting: Sequence[_Waiting], reading: "asyncio.Task[None]") -> tuple[Answer, ...]:
+        pending: set[asyncio.Future[Any]] = {one.answer for one in waiting}
+        while pending:
+            done, _ = await asyncio.wait({*pending, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if reading in done:
+                raise KafkaError(f"answers are no longer read: {reading.exception()!r}")
+            pending -= done
+        return tuple(one.answer.result() for one in waiting)
+
+    def _forget(self, id: str, one: _Waiting) -> None:
+        left = [other for other in self._waiting[id] if other is not one]
+        if left:
+            self._waiting[id] = left
+        else:
+            del self._waiting[id]
+
+    async def _read(self) -> None:
+        async for record in self._consumer:
+            for waiting in self._waiting.get((record.key or b"").decode(errors="replace"), ()):
+                # What is not an answer is another service's.
+                with suppress(ValidationError):
+                    answer = Answer.model_validate_json(record.value or b"")
+                    if not waiting.answer.done() and _is_to(answer, waiting):
+                        waiting.answer.set_result(answer)
+
+    async def _stop(self) -> None:
+        await self._producer.stop()
+        await self._consumer.stop()
+
+
+def _waiting_for(command: AnyCommand, answer: asyncio.Future[Answer]) -> _Waiting:
+    user = command.user if isinstance(command, Grab | GrabCommand) else None
+    return _Waiting(command.offer, user, answer)
+
+
+def _is_to(answer: Answer, waiting: _Waiting) -> bool:
+    """Whether an answer with the id of a command is that command's. An `invalid` one may name less."""
+    is_offers = answer.offer is None or answer.offer == waiting.offer
+    return is_offers and (answer.user is None or answer.user == waiting.user)

@@ -1,0 +1,103 @@
+"""The JavaScript client: every method against a real gateway, lost replies, and its types."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from grabstream import CouponTerms, Grab, Open, open_gate
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.servers import PROJECT
+from tests.client.scripted import DROP, HANG, losing_replies, reply, scripted
+from tests.client.test_over_http import BUSY, GRANTED, NO_KEY, SOLD_OUT
+from tests.gateway.conftest import Door
+from tests.support.nodejs import need_node
+
+FOLDER: Final = PROJECT / "client" / "javascript"
+HERE: Final = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _node() -> None:
+    need_node("the JavaScript client")
+
+
+async def run(*words: str) -> str:
+    """What a program of Node.js prints."""
+    done = await asyncio.to_thread(
+        subprocess.run, ["node", *words], cwd=HERE, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+async def test_every_command_and_question(door: Door, offer: str) -> None:
+    printed = await run("every_call.mjs", f"http://127.0.0.1:{door.gateway.port}", offer)
+    assert json.loads(printed) == [
+        "opened", "opened", "opened", "amended", "paused", "resumed", "held", "extended", "confirmed",
+        "returned", "held", "released", "granted", "granted", "redeemed", "unredeemed", "closed", "over",
+        "over", "over",
+    ]  # fmt: skip
+
+
+async def test_lost_replies_are_asked_for_again(door: Door, offer: str) -> None:
+    async with open_gate(door.settings) as gate:
+        await gate.decide([Open(id="o", offer=offer, terms=CouponTerms(issuer="s", total=9))])
+        async with losing_replies(door.gateway.port, 2) as url:
+            assert await run("one_call.mjs", url, offer, "ann", "g-1", "20000") == "granted true"
+        async with losing_replies(door.gateway.port, 10**6) as url:
+            assert await run("one_call.mjs", url, offer, "bob", "g-2", "1000") == "OutcomeUnknown"
+        [answer] = await gate.decide([Grab(id="g-2", offer=offer, user="bob")])
+    assert (answer.outcome, answer.repeated, answer.left) == ("granted", True, 7)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([BUSY, GRANTED], "granted false"),
+        ([SOLD_OUT], "sold_out false"),
+        ([BUSY], "RequestProblem busy"),
+        ([DROP], "OutcomeUnknown"),
+        ([HANG], "OutcomeUnknown"),
+        ([DROP, NO_KEY], "OutcomeUnknown"),
+        ([DROP, SOLD_OUT], "sold_out false"),
+        ([NO_KEY], "RequestProblem unauthorized"),
+        ([reply(502, "<h1>")], "OutcomeUnknown"),
+        ([reply(404, "<h1>")], "RequestProblem unexpected_reply"),
+        ([reply(200, "<h1>")], "RequestProblem unexpected_reply"),
+        ([reply(302, "", "location: http://127.0.0.1:1/")], "RequestProblem unexpected_reply"),
+    ],
+    ids=range(12),
+)
+async def test_replies(steps: list[bytes | str], expected: str) -> None:
+    async with scripted(steps) as (url, requests):
+        assert await run("one_call.mjs", url, "o", "u", "g", "700") == expected
+    assert all(b"idempotency-key: g\r\n" in request.lower() for request in requests)
+
+
+async def test_nothing_was_decided_when_nothing_listens() -> None:
+    [port] = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    assert await run("one_call.mjs", url, "o", "u", "g", "500") == "RequestProblem no_reply"
+
+
+def test_types(tmp_path: Path) -> None:
+    """A strict compiler takes what a service writes, and refuses what is wrong in it."""
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(FOLDER / name, tmp_path)
+    locked = json.loads((FOLDER / "package-lock.json").read_text())
+    assert all("resolved" not in one for one in locked["packages"].values())
+    words = ["npm", "ci", "--no-audit", "--no-fund"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    compiler = tmp_path / "node_modules" / ".bin" / "tsc"
+    words = [
+        str(compiler), "--noEmit", "--strict", "--target", "es2022", "--module", "nodenext", "--lib",
+        "es2023,dom", str(HERE / "types.mts"),
+    ]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "")

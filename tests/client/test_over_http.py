@@ -1,0 +1,305 @@
+"""`Client` and `AsyncClient`: every command and question through a real gateway, and what they do when
+replies are lost.
+"""
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
+
+import pytest
+from pydantic import ValidationError
+
+from grabstream import AsyncClient, Client, OutcomeUnknown, RequestProblem
+from grabstream.client.commands import Commands
+from grabstream.models.vocabulary import Changes, CouponTerms, EnvelopeTerms, Grab, Load, StockTerms
+from grabstream.ops.services import free_ports
+from tests.client.scripted import DROP, HANG, losing_replies, reply, scripted
+from tests.gateway.conftest import Door
+
+COUPON: Final = CouponTerms(issuer="shop", total=9)
+SALE: Final = StockTerms(
+    issuer="shop", total=9, price=100, currency="CNY", hold_ms=600_000, max_per_grab=3, extensions=1
+)
+GRANTED: Final = reply(201, '{"id":"g","outcome":"granted","code":0,"offer":"o","user":"u","grab":"g"}')
+BUSY: Final = reply(
+    503,
+    '{"type":"/problems/busy","title":"t","status":503,"detail":"no room","outcome":"busy","code":22}',
+    "retry-after: 0",
+)
+SOLD_OUT: Final = reply(
+    409,
+    '{"type":"/problems/sold_out","status":409,"detail":"Nothing is left","outcome":"sold_out","code":32}',
+)
+NO_KEY: Final = reply(401, '{"type":"/problems/unauthorized","status":401,"detail":"send a key"}')
+
+
+class Both:
+    """A client whose calls are awaited, whichever it is."""
+
+    def __init__(self, client: Client | AsyncClient) -> None:
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.client, name)
+
+        async def call(*words: Any, **fields: Any) -> Any:
+            if isinstance(self.client, Client):
+                return await asyncio.to_thread(method, *words, **fields)
+            return await method(*words, **fields)
+
+        return call
+
+    async def end(self) -> None:
+        ended = self.client.end()
+        if inspect.isawaitable(ended):
+            await ended
+
+
+@pytest.fixture(params=[Client, AsyncClient])
+def kind(request: pytest.FixtureRequest) -> type[Client | AsyncClient]:
+    kind: type[Client | AsyncClient] = request.param
+    return kind
+
+
+@pytest.fixture
+async def client(door: Door, kind: type[Client | AsyncClient]) -> AsyncIterator[Both]:
+    both = Both(kind(f"http://127.0.0.1:{door.gateway.port}"))
+    yield both
+    await both.end()
+
+
+async def test_every_command_has_its_answer(client: Both, offer: str) -> None:
+    sale, tea, cake = f"{offer}:sale", f"{offer}:tea", f"{offer}:cake"
+    opened = await client.open(SALE, sale, id="open-1", operator="olga")
+    assert (opened.outcome, opened.positive, opened.id, opened.left) == ("opened", True, "open-1", 9)
+    assert (await client.open(COUPON, tea)).outcome == (await client.open(COUPON, cake)).outcome == "opened"
+    assert (await client.amend(sale, Changes(max_per_grab=4))).outcome == "amended"
+    assert (await client.pause(sale)).outcome == "paused"
+    assert (await client.grab(sale, "ann")).outcome == "on_hold"
+    assert (await client.resume(sale, operator="olga")).outcome == "resumed"
+    held = await client.grab(sale, "ann", quantity=4, attributes={"device": "d1"})
+    assert (held.outcome, held.quantity, held.due, held.currency) == ("held", 4, 400, "CNY")
+    assert (await client.extend(sale, held.grab, "ann")).outcome == "extended"
+    paid = {"payment": "p", "paid": 400, "currency": "CNY"}
+    refused = await client.confirm(sale, held.grab, "bob", **{**paid, "payment": "q"})
+    assert refused.outcome == "no_such_grab"
+    assert (await client.confirm(sale, held.grab, "ann", **paid)).outcome == "confirmed"
+    assert (await client.return_(sale, held.grab, "ann", quantity=1, reason="broken")).outcome == "returned"
+    other = await client.grab(sale, "bob")
+    assert (await client.release(sale, other.grab, "bob")).outcome == "released"
+    grabs = [Grab(id="x", offer=tea, user="ann"), Grab(id="x", offer=cake, user="ann", quantity=1)]
+    basket = await client.take_basket(grabs, "both")
+    assert [answer.outcome for answer in basket] == ["granted", "granted"]
+    assert {answer.grab for answer in basket} == {"both.1", "both.2"}
+    again = await client.take_basket(grabs[::-1], "both")
+    assert [(one.grab, one.repeated) for one in again] == [(one.grab, True) for one in basket[::-1]]
+    assert (await client.redeem(tea, basket[0].grab, "ann", "order-1")).outcome == "redeemed"
+    assert (await client.unredeem(tea, basket[0].grab, "ann", "order-1")).outcome == "unredeemed"
+    closed = await client.close(sale)
+    assert closed.outcome == "closed"
+    full = await client.take_basket([Grab(id="x", offer=sale, user="c"), grabs[0]])
+    assert [answer.outcome for answer in full] == ["over", "over"]
+
+    # The questions, after the last answer.
+    assert (await client.offer(sale, after=closed)).state == "closed"
+    taken = await client.offer_grabs(sale, order="place", limit=1, after=closed)
+    assert (taken.grabs[0].user, taken.next is not None) == ("ann", True)
+    mine = await client.user_grabs("ann", limit=100, after=closed)
+    assert {row.grab for row in mine.grabs} >= {held.grab, "both.1", "both.2"}
+    balances = {row.asset: row.available for row in (await client.user_balances("ann", limit=100)).balances}
+    assert (balances[f"sku:{sale}"], balances[f"coupon:{tea}"]) == (3, 1)
+    assert len((await client.user_transfers("ann", limit=5)).transfers) == 5
+
+
+def test_every_command_of_a_gateway_has_its_method() -> None:
+    """Beside `load` and `adjust`, which a gateway does not take."""
+    methods = {name.rstrip("_") for name in vars(Commands) if not name.startswith("__")}
+    types = {
+        kind.model_fields["type"].default
+        for kind in vars(__import__("grabstream.models.vocabulary.commands", fromlist=["x"])).values()
+        if isinstance(kind, type) and "type" in getattr(kind, "model_fields", {})
+    } - {None}
+    types = {name for name in types if isinstance(name, str)}
+    assert methods - {"decide", "take_basket"} == types - {"load", "adjust"}
+    public = {name for name in vars(Client) if not name.startswith("_")}
+    assert {name for name in vars(AsyncClient) if not name.startswith("_")} == public
+
+
+async def test_refusals_are_answers_with_words(client: Both, offer: str) -> None:
+    await client.open(CouponTerms(issuer="shop", total=1), offer)
+    first = await client.grab(offer, "ann", id="g-1")
+    repeat = await client.grab(offer, "ann", id="g-1")
+    assert repeat == first.model_copy(update={"repeated": True})
+    refused = await client.grab(offer, "bob")
+    assert (refused.outcome, refused.positive, refused.decided) == ("sold_out", False, True)
+    assert "Nothing is left" in refused.message
+    assert (refused.offer, refused.user) == (offer, "bob")
+    # What only the gateway finds out.
+    away = await client.grab(offer, "bob", quantity=10**13)
+    assert (away.outcome, away.id != "") == ("invalid", True)
+    with pytest.raises(RequestProblem, match="not_found|no_such_offer") as error:
+        await client.offer(f"{offer}-x")
+    assert error.value.status == 404
+    with pytest.raises(RequestProblem) as error:
+        await client.offers(limit=0)
+    assert (error.value.type, error.value.field) == ("invalid", "limit")
+
+
+async def test_what_a_client_refuses_itself(client: Both) -> None:
+    with pytest.raises(ValidationError, match="quantity"):
+        await client.grab("o", "ann", quantity=0)
+    with pytest.raises(ValidationError, match="user"):
+        await client.grab("o", "a/b")
+    for offer in (".", ".."):
+        with pytest.raises(ValueError, match="cannot be part of a path"):
+            await client.grab(offer, "ann")
+        with pytest.raises(ValueError, match="cannot be part of a path"):
+            await client.open(COUPON, offer)
+    with pytest.raises(ValueError, match="does not take this command"):
+        await client.decide(Load(id="l", offer="o", what="codes", chunk=1, chunks=1, items=("a",)))
+    with pytest.raises(ValueError, match="use take_basket"):
+        await client.decide(Grab(id="l", offer="o", user="u", basket="b"))
+
+
+async def test_pages(door: Door, offer: str) -> None:
+    url = f"http://127.0.0.1:{door.gateway.port}"
+    async with AsyncClient(url) as client:
+        issuer = f"shop-{offer}"
+        last = [await client.open(CouponTerms(issuer=issuer, total=1), f"{offer}:{n}") for n in range(5)][-1]
+        await client.offers(after=last)
+        found = [
+            row.offer
+            async for page in client.pages(client.offers, issuer=issuer, limit=2)
+            for row in page.offers
+        ]
+        assert found == [f"{offer}:{n}" for n in range(4, -1, -1)]
+        taken = [page async for page in client.pages(client.offer_grabs, f"{offer}:0")]
+        assert [len(page.grabs) for page in taken] == [0]
+
+    def in_a_thread() -> Iterator[str]:
+        with Client(url) as one:
+            for page in one.pages(one.offers, issuer=issuer, limit=2):
+                yield from (row.offer for row in page.offers)
+
+    assert await asyncio.to_thread(lambda: list(in_a_thread())) == found
+
+
+async def test_one_client_serves_a_crowd(door: Door, offer: str) -> None:
+    """More callers than connections; each part is given once."""
+    url = f"http://127.0.0.1:{door.gateway.port}"
+    async with AsyncClient(url, connections_max=20) as client:
+        await client.open(
+            EnvelopeTerms(issuer="alice", funding="p", asset="CNY", total=10_000, parts=100), offer
+        )
+        answers = await asyncio.gather(*(client.grab(offer, f"u{n}") for n in range(150)))
+    outcomes = [answer.outcome for answer in answers]
+    assert (outcomes.count("granted"), outcomes.count("sold_out")) == (100, 50)
+    assert sum(answer.amount or 0 for answer in answers if answer.positive) == 10_000
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+async def test_lost_replies_are_asked_for_again(
+    door: Door, kind: type[Client | AsyncClient], offer: str, lost: int
+) -> None:
+    async with losing_replies(door.gateway.port, 0) as url:
+        both = Both(kind(url))
+        await both.open(COUPON, offer)
+        await both.end()
+    async with losing_replies(door.gateway.port, lost) as url:
+        both = Both(kind(url))
+        answer = await both.grab(offer, "ann")
+        assert (answer.outcome, answer.repeated, answer.left) == ("granted", True, 8)
+        await both.end()
+
+
+async def test_a_command_whose_replies_are_all_lost_is_unknown_and_may_be_repeated(
+    door: Door, kind: type[Client | AsyncClient], offer: str
+) -> None:
+    url = f"http://127.0.0.1:{door.gateway.port}"
+    direct = Both(kind(url))
+    await direct.open(COUPON, offer)
+    async with losing_replies(door.gateway.port, 10**6) as broken:
+        both = Both(kind(broken, timeout_seconds=1.5))
+        began = time.monotonic()
+        with pytest.raises(OutcomeUnknown, match="send it again with the id g-9"):
+            await both.grab(offer, "ann", id="g-9")
+        assert time.monotonic() - began < 2.5
+        await both.end()
+    answer = await direct.grab(offer, "ann", id="g-9")
+    assert (answer.outcome, answer.repeated, answer.left) == ("granted", True, 8)
+    await direct.end()
+
+
+CASES: Final[list[tuple[str, list[bytes | str], str]]] = [
+    ("busy, then an answer", [BUSY, BUSY, GRANTED], "granted after 3"),
+    ("dropped, then an answer", [DROP, GRANTED], "granted after 2"),
+    ("refused for good", [SOLD_OUT], "sold_out after 1"),
+    ("busy for ever", [BUSY], "RequestProblem busy"),
+    ("dropped for ever", [DROP], "OutcomeUnknown"),
+    ("no reply", [HANG], "OutcomeUnknown"),
+    ("a proxy that cannot reach it", [reply(502, "<h1>Bad gateway</h1>")], "OutcomeUnknown"),
+    ("unknown, then busy for ever", [reply(504, "{}"), BUSY], "OutcomeUnknown"),
+    ("unknown, then the key is revoked", [DROP, NO_KEY], "OutcomeUnknown"),
+    ("unknown, then refused", [DROP, SOLD_OUT], "sold_out after 2"),
+    ("without a key", [NO_KEY], "RequestProblem unauthorized"),
+    ("busy, then without a key", [BUSY, NO_KEY], "RequestProblem unauthorized"),
+    ("too many requests", [reply(429, "", "retry-after: 0"), GRANTED], "granted after 2"),
+    ("asked to wait for longer than it may", [reply(429, "", "retry-after: 60")], "RequestProblem"),
+    ("a page of another server", [reply(200, "<html>hello</html>")], "RequestProblem unexpected_reply"),
+    ("JSON of another server", [reply(200, '["granted"]')], "RequestProblem unexpected_reply"),
+    ("an error page", [reply(404, "nothing here")], "RequestProblem unexpected_reply"),
+    ("a redirect", [reply(302, "", "location: http://127.0.0.1:1/")], "RequestProblem unexpected_reply"),
+    ("strange Retry-After", [reply(503, "", "retry-after: -1e9"), GRANTED], "granted after 2"),
+    ("a refusal without its parts", [reply(409, '{"type":"/x","outcome":[],"code":0}')], "RequestProblem"),
+]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+async def test_replies(kind: type[Client | AsyncClient], steps: list[bytes | str], expected: str) -> None:
+    """One line is what a server does, and what a caller gets."""
+    async with scripted(steps) as (url, requests):
+        both = Both(kind(url, timeout_seconds=0.7))
+        try:
+            answer = await both.grab("o", "u", id="g")
+        except (RequestProblem, OutcomeUnknown) as error:
+            found = f"{type(error).__name__} {getattr(error, 'type', '')}".strip()
+        else:
+            found = f"{answer.outcome} after {len(requests)}"
+        assert found.startswith(expected), found
+        await both.end()
+    assert {line for request in requests for line in request.lower().split(b"\r\n") if b"idem" in line} == {
+        b"idempotency-key: g"
+    }
+    assert len(requests) < 20  # it waits between attempts
+
+
+async def test_a_slow_reply_ends_with_the_time_out(kind: type[Client | AsyncClient]) -> None:
+    async with scripted([HANG]) as (url, requests):
+        both = Both(kind(url, timeout_seconds=0.5))
+        began = time.monotonic()
+        with pytest.raises(RequestProblem, match="no answer within 0.5 s"):
+            await both.offers()
+        assert time.monotonic() - began < 1.5
+        await both.end()
+    assert len(requests) == 1
+
+
+async def test_nothing_was_decided_when_nothing_listens(kind: type[Client | AsyncClient]) -> None:
+    [port] = free_ports(1)
+    both = Both(kind(f"http://127.0.0.1:{port}", timeout_seconds=0.5))
+    with pytest.raises(RequestProblem, match="no_reply"):
+        await both.grab("o", "u")
+    await both.end()
+
+
+async def test_key_is_sent_as_bearer_token(kind: type[Client | AsyncClient]) -> None:
+    async with scripted([GRANTED]) as (url, requests):
+        both = Both(kind(url, key="secret-1"))
+        await both.grab("o", "u", id="g")
+        await both.end()
+    assert b"authorization: bearer secret-1" in requests[0].lower()
+    assert json.loads(requests[0].partition(b"\r\n\r\n")[2]) == {"user": "u"}
+    assert requests[0].startswith(b"POST /v1/offers/o/grabs HTTP/1.1\r\n")

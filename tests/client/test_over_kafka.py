@@ -1,0 +1,138 @@
+"""`KafkaClient`: commands by Kafka and their answers, beside other services on the same topics."""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
+from aiokafka.errors import KafkaConnectionError  # type: ignore[import-untyped]
+
+from grabstream import KafkaClient, OutcomeUnknown
+from grabstream.models.vocabulary import CouponTerms, EnvelopeTerms, Grab
+from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.services import free_ports
+from grabstream.ops.settings import Settings
+from tests.conftest import Worker, make_system
+
+COUPON: Final = CouponTerms(issuer="shop", total=9)
+
+
+@pytest.fixture(scope="module")
+def system(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """A system with a worker that decides."""
+    name = f"test{secrets.token_hex(5)}"
+    settings = servers.model_copy(update={"prefix": name, "schema_": name, "shards": 2})
+    asyncio.run(make_system(settings))
+    worker = Worker(settings, "decide,relay", tmp_path_factory.mktemp("kafka") / "worker.log")
+    try:
+        yield settings
+    finally:
+        worker.stop()
+        asyncio.run(take_down(settings))
+
+
+async def test_commands_have_their_answers(system: Settings) -> None:
+    async with KafkaClient(system.kafka, system.prefix) as client:
+        opened = await client.open(COUPON, "tea", id="open-tea")
+        assert (opened.outcome, opened.left) == ("opened", 9)
+        granted = await client.grab("tea", "ann", id="g-1")
+        assert (granted.outcome, granted.left, granted.user) == ("granted", 8, "ann")
+        again = await client.grab("tea", "ann", id="g-1")
+        assert again == granted.model_copy(update={"repeated": True})
+        assert (await client.grab("none", "ann")).outcome == "no_such_offer"
+        assert (await client.redeem("tea", "g-1", "ann", "order-1")).outcome == "redeemed"
+        await client.open(COUPON, "july:a")
+        await client.open(COUPON, "july:b")
+        basket = [Grab(id="x", offer=f"july:{name}", user="ann") for name in "ab"]
+        answers = await client.take_basket(basket, "both")
+        assert [(one.outcome, one.offer, one.grab) for one in answers] == [
+            ("granted", "july:a", "both.1"), ("granted", "july:b", "both.2"),
+        ]  # fmt: skip
+        again = await client.take_basket(basket[::-1], "both")
+        assert [(one.repeated, one.grab) for one in again] == [(True, "both.2"), (True, "both.1")]
+
+
+async def test_a_crowd_of_one_id_and_other_services(system: Settings) -> None:
+    """Users may have grabs with the same id. Records that are no answers are skipped."""
+    envelope = EnvelopeTerms(issuer="alice", funding="p", asset="CNY", total=900, parts=90)
+    producer = AIOKafkaProducer(bootstrap_servers=system.kafka)
+    await producer.start()
+    async with (
+        KafkaClient(system.kafka, system.prefix) as client,
+        KafkaClient(system.kafka, system.prefix) as other,
+    ):
+        await client.open(envelope, "crowd")
+        for value in (b"rubbish", b"[]", b'{"id":"same"}', b'{"id":"same","outcome":1,"code":"x"}', None):
+            await producer.send_and_wait(f"{system.prefix}.results", value, key=b"same", partition=0)
+        await producer.send_and_wait(f"{system.prefix}.results", b"x", key=b"\xff", partition=1)
+        answers = await asyncio.gather(
+            *(client.grab("crowd", f"u{n}", id="same") for n in range(50)),
+            *(other.grab("crowd", f"v{n}", id="same") for n in range(50)),
+        )
+    await producer.stop()
+    users = [f"u{n}" for n in range(50)] + [f"v{n}" for n in range(50)]
+    assert [answer.user for answer in answers] == users
+    outcomes = [answer.outcome for answer in answers]
+    assert (outcomes.count("granted"), outcomes.count("sold_out")) == (90, 10)
+    assert sum(one.amount or 0 for one in answers if one.positive) == 900
+
+
+async def test_an_answer_that_is_lost_is_asked_for_again(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grabstream.client.over_kafka.REPEAT_SECONDS", 0.5)
+    async with KafkaClient(system.kafka, system.prefix) as client:
+        await client.open(COUPON, "lost")
+        assert client._reading is not None
+        seen: list[bytes] = []
+        real = client._consumer.__class__.__anext__
+
+        async def losing(consumer: object) -> object:
+            record = await real(consumer)
+            while record.key == b"g-lost" and record.value not in seen:
+                seen.append(record.value)
+                record = await real(consumer)
+            return record
+
+        monkeypatch.setattr(client._consumer.__class__, "__anext__", losing)
+        # The read in progress began before the change: its record comes through.
+        assert (await client.grab("lost", "ann", id="g-1")).left == 8
+        answer = await client.grab("lost", "bob", id="g-lost")
+        assert (answer.outcome, answer.left, answer.repeated) == ("granted", 7, True)
+        assert len(seen) == 2  # the first answer, and the one that says `repeated`, once
+
+
+async def test_without_a_worker_the_outcome_is_unknown_and_a_repeat_is_safe(
+    servers: Settings, tmp_path: Path
+) -> None:
+    name = f"test{secrets.token_hex(5)}"
+    settings = servers.model_copy(update={"prefix": name, "schema_": name, "shards": 1})
+    await make_system(settings)
+    try:
+        async with KafkaClient(settings.kafka, settings.prefix, timeout_seconds=1.0) as client:
+            with pytest.raises(OutcomeUnknown, match="send it again with the id open-1"):
+                await client.open(COUPON, "later", id="open-1")
+        worker = await asyncio.to_thread(Worker, settings, "decide,relay", tmp_path / "log")
+        try:
+            async with KafkaClient(settings.kafka, settings.prefix) as client:
+                answer = await client.open(COUPON, "later", id="open-1")
+                assert (answer.outcome, answer.left) == ("opened", 9)
+                assert (await client.grab("later", "ann")).left == 8
+        finally:
+            await asyncio.to_thread(worker.stop)
+    finally:
+        await take_down(settings)
+
+
+async def test_a_client_that_cannot_start_says_so(servers: Settings) -> None:
+    [port] = free_ports(1)
+    with pytest.raises(KafkaConnectionError):
+        async with KafkaClient(f"127.0.0.1:{port}", "x"):
+            pass
+    client = KafkaClient(servers.kafka, "x")
+    with pytest.raises(RuntimeError, match="async with"):
+        await client.grab("o", "u")
+    await client.__aexit__(None, None, None)

@@ -1,0 +1,39 @@
+"""The programs of docs/clients.md do what the page says."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from grabstream.ops.services.servers import PROJECT
+from tests.gateway.conftest import Door
+from tests.support.gateways import environment_of
+from tests.support.nodejs import need_node
+
+PAGE: Final = (PROJECT / "docs" / "clients.md").read_text()
+
+
+async def test_programs_of_the_page(door: Door, tmp_path: Path) -> None:
+    need_node("docs/clients.md")
+    (tmp_path / "grabstream.mjs").symlink_to(PROJECT / "client" / "javascript" / "grabstream.mjs")
+    blocks = re.findall(
+        r"^```(python|js)\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", PAGE, re.MULTILINE | re.DOTALL
+    )
+    assert [language for language, *_ in blocks] == ["python", "python", "python", "js"]
+    printed = []
+    for number, (language, program, _) in enumerate(blocks):
+        name = f"program{number}" + {"python": ".py", "js": ".mjs"}[language]
+        (tmp_path / name).write_text(program.replace(":18080", f":{door.gateway.port}"))
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable if language == "python" else "node", name],
+            cwd=tmp_path, env=environment_of(door.settings), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[:2] == [block[2] for block in blocks[:2]]
+    assert printed[2].startswith("sold_out Nothing") or printed[2].startswith("sold_out None")
+    assert printed[3].startswith("sold_out Nothing is left of offer market:lamp")
+    assert printed[3].endswith("market:lamp confirmed\n")

@@ -1,0 +1,20 @@
+// What a service in TypeScript writes; compiled by a test, never run.
+import { Client, OutcomeUnknown, type Answer } from '../../client/javascript/grabstream.mjs'
+
+export async function buy(client: Client, user: string): Promise<number> {
+  const answer: Answer = await client.grab('fair:lamp', user, { quantity: 2, id: 'g-1' })
+  if (answer.outcome !== 'held') return 0
+  const paid = await client.confirm('fair:lamp', answer.grab!, user, { paid: answer.due!, currency: 'CNY' })
+  for await (const page of client.pages((asked) => client.offers(asked), { state: 'open' })) {
+    for (const offer of page.offers) console.log(offer.units_left.toFixed())
+  }
+  const mine = await client.userGrabs(user, { after: paid })
+  return mine.grabs.reduce((sum, row) => sum + row.quantity, 0)
+}
+
+export function wrong(client: Client): unknown {
+  // @ts-expect-error a state that offers do not have
+  client.offers({ state: 'broken' })
+  // @ts-expect-error a grab has a user
+  return client.grab('fair:lamp').catch((error: unknown) => error instanceof OutcomeUnknown && error.id)
+}
