@@ -14,10 +14,12 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from grabstream.gateway import requests
+from grabstream.gateway.admission import Admission
 from grabstream.gateway.asking import Questions
 from grabstream.gateway.bounds import QUESTIONS_MAX, RETRY_SOON_SECONDS
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.operations import OPERATIONS, Operation
+from grabstream.gateway.origins import Origins
 from grabstream.gateway.problems import (
     JSON,
     NOT_KEPT,
@@ -45,7 +47,8 @@ class Bounds(NamedTuple):
 class Application:
     """The ASGI application. `hosts` are the names that a request may be for (absent: any name): a gateway
     without authentication serves only this machine, also when a page makes a browser send its requests under
-    another name (DNS rebinding).
+    another name (DNS rebinding). Without `admission`, callers are not asked who they are; without `origins`,
+    pages of other origins cannot read answers.
     """
 
     def __init__(
@@ -55,11 +58,15 @@ class Application:
         document: Callable[[], Mapping[str, Any]],
         bounds: Bounds,
         hosts: frozenset[str] | None = None,
+        admission: Admission | None = None,
+        origins: Origins | None = None,
     ) -> None:
         self.in_work = 0
         self._questions_in_work = 0
         self._bounds = bounds
         self._hosts = hosts
+        self._admission = admission
+        self._origins = origins
         self._document = document
         self._text = b""
         self._handlers: dict[str, Handler] = {
@@ -93,7 +100,18 @@ class Application:
             return
         except Exception:
             reply = _internal_error(scope)
-        await send_reply(send, reply)
+        await send_reply(send, self._for_caches_and_pages(scope, reply))
+
+    def _for_caches_and_pages(self, scope: Scope, reply: Reply) -> Reply:
+        """The reply with the headers that tell a cache for whom it is, and a browser which pages may read
+        it.
+        """
+        headers = reply.headers
+        if self._admission is not None:
+            headers = (*headers, (b"vary", b"Authorization"))
+        if self._origins is not None:
+            headers = (*headers, *self._origins.headers(scope, reply))
+        return reply if headers is reply.headers else reply._replace(headers=headers)
 
     async def _reply(self, scope: Scope, receive: Receive) -> Reply:
         if self.in_work >= self._bounds.requests_max:
@@ -111,8 +129,10 @@ class Application:
 
     async def serve(self, operation: Operation, request: Request) -> Reply:
         """Reads the body, and has the handler of an operation answer. A request counts as in work when it is
-        complete, so slow clients take no room from others.
+        complete, so slow clients take no room from others. Who sends it is checked before its body is read.
         """
+        if self._admission is not None:
+            await self._admission.admit(operation, request)
         body = b""
         if operation.body_bytes_max:
             body = await body_of(request, operation.body_bytes_max)
@@ -234,7 +254,6 @@ def _check_host(scope: Scope, hosts: frozenset[str]) -> None:
     if host not in hosts:
         raise Problem(
             "misdirected_request",
-            "Without authentication, the gateway only serves this machine: the header Host must be "
-            f"{' or '.join(sorted(hosts))}.",
+            f"The header Host must be {' or '.join(sorted(hosts))}: the gateway serves no other name.",
             "Host",
         )

@@ -33,7 +33,7 @@ _is_limit = re.compile(r"[0-9]{1,4}").fullmatch
 _encode = msgspec.json.Encoder().encode
 #: How long clients and proxies may keep what a crowd asks for, and show it while they ask again.
 _FOR_ALL: Final = (b"cache-control", b"max-age=2, stale-while-revalidate=8")
-_FOR_ONE: Final = (b"cache-control", b"private, no-cache")
+_FOR_ONE: Final = (b"cache-control", b"private, no-store")
 _BALANCES: Final = ("balances",)
 _FLOW: Final = ("balances", "ledger")
 
@@ -287,7 +287,9 @@ def _read_cursor(text: str, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _new(request: Request, body: bytes) -> Reply:
-    """A document about one user, which only that user may keep, and asks about each time."""
+    """A document about one user, which browsers and proxies must not store. A program that has it in memory
+    may ask by its tag.
+    """
     return _reply(request, body, tag_of(body), _FOR_ONE)
 
 

@@ -47,3 +47,26 @@ CURSOR_LENGTH_MAX: Final = 400
 #: How long an answer about an offer, or a list of offers, is kept for others; and the memory for them.
 CACHE_SECONDS: Final = 2.0
 CACHE_BYTES_MAX: Final = 32 * 1024 * 1024
+#: How often the API keys are read again, and how long the last known ones are valid while they cannot be.
+KEYS_EVERY_SECONDS: Final = 2.0
+KEYS_STALE_SECONDS_MAX: Final = 3_600.0
+#: The longest time after which a revocation holds in every gateway, while PostgreSQL answers.
+REVOCATION_SECONDS_MAX: Final = 5.0
+#: A token of an end user, before it is decoded.
+TOKEN_BYTES_MAX: Final = 4 * 1024
+#: How far the clock of the issuer of tokens may be ahead of, or behind, that of the gateway.
+TOKEN_LEEWAY_SECONDS: Final = 5
+#: Tokens whose signature was verified, which need not be verified again.
+TOKENS_REMEMBERED_MAX: Final = 16_384
+#: The key set of the issuer of tokens (JWKS), its keys, and how long reading it takes.
+KEY_SET_BYTES_MAX: Final = 256 * 1024
+KEY_SET_KEYS_MAX: Final = 100
+KEY_SET_SECONDS_MAX: Final = 3.0
+#: How often the key set is read again: always, and for tokens that are signed by an unknown key.
+KEY_SET_EVERY_SECONDS: Final = 60.0
+KEY_SET_UNKNOWN_SECONDS_MIN: Final = 10.0
+#: Callers that one gateway counts in its memory, for each kind of rate.
+CALLERS_COUNTED_MAX: Final = 50_000
+#: How long the cache Redis may take for one answer, and its connections.
+CACHE_SERVER_SECONDS_MAX: Final = 0.25
+CACHE_SERVER_CONNECTIONS_MAX: Final = 64

@@ -23,6 +23,7 @@ from grabstream.gateway.requests import (
     basket_of,
     command_of,
     grab_of,
+    key_of,
     opening_of,
     prefers_async,
     promise_of,
@@ -31,7 +32,7 @@ from grabstream.gateway.requests import (
 )
 from grabstream.lua.gate.gate import Gate, Promise
 from grabstream.models.answers import Answer, encode_answer
-from grabstream.models.commands import AnyCommand, Grab, Open
+from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
 
@@ -105,7 +106,7 @@ class Commands:
         """POST /v1/baskets"""
         promise = promise_of(request)
         commands = basket_of(request, body)
-        answers = await self._answers(commands, promise)
+        answers = await self._answers(request, commands, promise)
         if all(answer.positive for answer in answers):
             status = max(status_of(answer, promise) for answer in answers)
             return Reply(status, _basket(answers), _headers(request, promise))
@@ -126,7 +127,7 @@ class Commands:
 
     async def _decide(self, request: Request, command: AnyCommand) -> Reply:
         promise = promise_of(request)
-        [answer] = await self._answers([command], promise)
+        [answer] = await self._answers(request, [command], promise)
         if not answer.positive:
             return refusal_reply(answer, command, _now_ms())
         headers = _headers(request, promise)
@@ -138,13 +139,14 @@ class Commands:
             )
         return Reply(status_of(answer, promise), encode_answer(answer), headers)
 
-    async def _answers(self, commands: Sequence[AnyCommand], promise: Promise) -> list[Answer]:
+    async def _answers(
+        self, request: Request, commands: Sequence[AnyCommand], promise: Promise
+    ) -> list[Answer]:
         timeout_ms = self._timeout_ms + sum(map(_parts_of, commands)) // PARTS_A_MILLISECOND
         try:
             return await self._gate.decide(commands, promise, timeout_ms=timeout_ms)
         except OutcomeUnknown as error:
-            key = commands[0].basket if isinstance(commands[0], Grab) else None
-            key = key or commands[0].id
+            key = key_of(request) or commands[0].id
             raise retry_soon(
                 "outcome_unknown",
                 f"The command may be carried out or not: {error}. Send the same request again with "

@@ -11,6 +11,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from grabstream.gateway.callers import OF_USERS, SCOPES, scopes_of
 from grabstream.gateway.operations import OPERATIONS, Operation, Parameter
 from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
 from grabstream.models.bounds import BASKET_GRABS_MAX
@@ -35,6 +36,7 @@ _ANY: Final = (
     "not_found", "method_not_allowed", "request_timeout", "head_too_large", "malformed_request",
     "misdirected_request", "uri_too_long", "internal_error", "busy",
 )  # fmt: skip
+_OF_CALLERS: Final = ("unauthenticated", "insufficient_scope", "too_many_requests")
 _OF_BODIES: Final = ("content_too_large", "unsupported_media_type")
 _OF_COMMANDS: Final = ("outcome_unknown",)
 _OF_READS: Final = ("unavailable", "read_model_behind")
@@ -56,8 +58,33 @@ def document(version: str) -> Node:
         },
         "servers": [{"url": "/"}],
         "paths": paths,
-        "components": {"schemas": _plain(dict(sorted(schemas.items())))},
+        "components": {"schemas": _plain(dict(sorted(schemas.items()))), "securitySchemes": _SECURITY},
     }
+
+
+#: How callers say who they are. Without authentication (GRAB_GATEWAY_AUTHENTICATION=none), nobody is asked.
+_SECURITY: Final[Mapping[str, Node]] = {
+    "apiKey": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "The secret of an API key of a service. Scopes: "
+        + "; ".join(f"`{name}`: {what}" for name, what in SCOPES.items())
+        + ".",
+    },
+    "userToken": {
+        "type": "http",
+        "scheme": "bearer",
+        "bearerFormat": "JWT",
+        "description": "A token of an end user (`sub`), who may act as themselves only. A `user` in a body "
+        "may be left out, and must be this user.",
+    },
+}
+
+
+def _security(operation: Operation) -> list[Node]:
+    """The alternatives of an operation: one of these scopes, or the token of an end user."""
+    found: list[Node] = [{"apiKey": [scope]} for scope in scopes_of(operation)]
+    return [*found, {"userToken": []}] if operation.name in OF_USERS else found
 
 
 def _plain(node: Any) -> Any:
@@ -84,6 +111,7 @@ def _operation(operation: Operation) -> Node:
         "tags": [operation.scope if operation.scope != "none" else "documents"],
         "parameters": _parameters(operation),
         "responses": _responses(operation),
+        "security": _security(operation),
     }
     if operation.body_bytes_max:
         schema = body_name(operation)
@@ -172,6 +200,8 @@ def _responses(operation: Operation) -> Node:
             problems[404] = ["`no_such_offer`"]
     for name in (
         *_ANY,
+        *(_OF_CALLERS if operation.scope != "none" else ()),
+        *(("other_user",) if operation.name in OF_USERS else ()),
         *(_OF_BODIES if operation.body_bytes_max else ()),
         *(_OF_COMMANDS if operation.kind == "command" else ()),
         *(_OF_READS if operation.kind == "read" else ()),
@@ -186,7 +216,9 @@ def _responses(operation: Operation) -> Node:
         }
         if status == HTTPStatus.METHOD_NOT_ALLOWED:
             found[status]["headers"] = {"Allow": {"schema": {"type": "string"}}}
-        if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.CONFLICT):
+        if status == HTTPStatus.UNAUTHORIZED:
+            found[status]["headers"] = {"WWW-Authenticate": {"schema": {"type": "string"}}}
+        if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS):
             found[status]["headers"] = {
                 "Retry-After": {
                     "description": "Seconds until it may succeed, where that is known.",

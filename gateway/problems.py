@@ -1,7 +1,8 @@
 """Refusals as HTTP: the status of each outcome, what a refusal says in words, and problem details (RFC 9457).
 
 Refusals that depend on the state of an offer are 409. Clients and proxies repeat 429 and 503 by themselves,
-so only refusals that a repeat can help have these statuses: 503 for `fenced` and `busy`.
+so only refusals that a repeat can help have these statuses: 503 for `fenced` and `busy`, 429 for a caller who
+asks too often.
 """
 
 import math
@@ -29,6 +30,7 @@ JSON: Final = b"application/json"
 SECURE_HEADERS: Final = (
     (b"x-content-type-options", b"nosniff"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
 )
 NOT_KEPT: Final = (b"cache-control", b"no-store")
 
@@ -312,6 +314,9 @@ POSITIVE: Final[Mapping[Outcome, HTTPStatus]] = {
 
 #: Problems of the door itself: name → status and title. `busy` here means that the gateway has no room.
 DOOR_PROBLEMS: Final[Mapping[str, tuple[HTTPStatus, str]]] = {
+    "unauthenticated": (HTTPStatus.UNAUTHORIZED, "Valid credentials are required"),
+    "insufficient_scope": (HTTPStatus.FORBIDDEN, "The caller may not do this"),
+    "other_user": (HTTPStatus.FORBIDDEN, "This belongs to another user"),
     "not_found": (HTTPStatus.NOT_FOUND, "There is nothing at this path"),
     "method_not_allowed": (HTTPStatus.METHOD_NOT_ALLOWED, "The path does not have this method"),
     "request_timeout": (HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive"),
@@ -319,6 +324,7 @@ DOOR_PROBLEMS: Final[Mapping[str, tuple[HTTPStatus, str]]] = {
     "uri_too_long": (HTTPStatus.REQUEST_URI_TOO_LONG, "The query is above its bound"),
     "unsupported_media_type": (HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "The body must be JSON"),
     "misdirected_request": (HTTPStatus.MISDIRECTED_REQUEST, "The gateway does not serve this host"),
+    "too_many_requests": (HTTPStatus.TOO_MANY_REQUESTS, "The caller asks too often"),
     "head_too_large": (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The headers are above their bound"),
     "malformed_request": (HTTPStatus.BAD_REQUEST, "This is not an HTTP request"),
     "internal_error": (HTTPStatus.INTERNAL_SERVER_ERROR, "The gateway met an unknown error"),

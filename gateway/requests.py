@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -46,18 +47,20 @@ _GIVEN: Final = {
     "offer": "the path gives it",
     "grab": "the path gives it",
     "basket": f"the header {IDEMPOTENCY_KEY} gives it; POST /v1/baskets takes baskets",
+    "user": "the token gives it",
 }
 _named_twice = re.compile(r"'(\w+)': is named twice").match
 
 
 class Request:
     """A request whose path was found: its scope, the function that receives its body, and the ids of its
-    path.
+    path. `user` is the end user who sends it; None for a service, and without authentication.
     """
 
-    __slots__ = ("_headers", "path", "receive", "scope")
+    __slots__ = ("_headers", "path", "receive", "scope", "user")
 
     def __init__(self, scope: Scope, receive: Receive, path: Mapping[str, str]) -> None:
+        self.user: str | None = None
         self.scope = scope
         self.receive = receive
         self.path = path
@@ -283,11 +286,13 @@ def command_of(type_: str, given: Mapping[str, str], body: bytes) -> AnyCommand:
 
 def grab_of(request: Request, body: bytes) -> Grab:
     """The grab of a request."""
-    command = command_of("grab", {"id": required_key_of(request), "offer": request.path["offer"]}, body)
+    given = {"id": required_key_of(request), "offer": request.path["offer"]}
+    command = command_of("grab", _with_user(request, given, body), body)
     assert isinstance(command, Grab)
     if command.basket is not None:
         raise invalid("basket: POST /v1/baskets takes baskets")
     _check_in_paths(command.user, "user")
+    _check_own(request, command)
     return command
 
 
@@ -295,11 +300,67 @@ def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
     """A command about one grab. It always names the user: nobody settles the grab of another user by guessing
     its id.
     """
-    given = {"id": required_key_of(request), "offer": request.path["offer"], "grab": request.path["grab"]}
-    command = command_of(type_, given, body)
-    if isinstance(command, GrabCommand) and command.user is None:
-        raise invalid("user: is required; it must be the user of the grab")
+    key = required_key_of(request)
+    if request.user is not None:
+        key = _own_id(request.user, key)
+    given = {"id": key, "offer": request.path["offer"], "grab": request.path["grab"]}
+    command = command_of(type_, _with_user(request, given, body), body)
+    if isinstance(command, GrabCommand):
+        if command.user is None:
+            raise invalid("user: is required; it must be the user of the grab")
+        check_user(request, command.user, "user")
     return command
+
+
+# -- end users -----------------------------------------------------------------------------------------------
+
+
+class _Named(msgspec.Struct):
+    user: Any = msgspec.UNSET
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+def _with_user(request: Request, given: Mapping[str, str], body: bytes) -> Mapping[str, str]:
+    """The fields that are given; for an end user whose body names no user, with this user."""
+    if request.user is None:
+        return given
+    try:
+        named = _decode_named(body or b"{}").user
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return given  # the body is refused as a whole, in words
+    return {**given, "user": request.user} if named is msgspec.UNSET else given
+
+
+def check_user(request: Request, user: str, field: str) -> None:
+    """Raises Problem when an end user names another one."""
+    if request.user is not None and user != request.user:
+        raise Problem(
+            "other_user",
+            f"{field}: must be {request.user}, the user of the token, got {quoted(user)}",
+            field,
+        )
+
+
+def _check_own(request: Request, grab: Grab) -> None:
+    """Raises Problem when an end user grabs for another one, or states attributes: limits count by them, so
+    only a service may state them.
+    """
+    check_user(request, grab.user, "user")
+    if request.user is not None and grab.attributes:
+        raise Problem(
+            "insufficient_scope",
+            "attributes: limits count by them, so only a service may state them, with the scope grab",
+            "attributes",
+        )
+
+
+def _own_id(user: str, key: str) -> str:
+    """The id of a command about a grab that an end user sends. The key alone would be one of the whole
+    campaign: a user who guesses the key of a service's command could send another command with it before.
+    """
+    return f"user:{sha256(f'{user}/{key}'.encode()).hexdigest()[:40]}"
 
 
 class _Addressed(msgspec.Struct):
@@ -355,12 +416,16 @@ def basket_of(request: Request, body: bytes) -> list[Grab]:
     grabs: list[Grab] = []
     for number, raw in enumerate(raws, 1):
         try:
-            grab = command_of("grab", {"id": key, "basket": key}, bytes(raw))
+            given = {"id": key, "basket": key}
+            grab = command_of("grab", _with_user(request, given, bytes(raw)), bytes(raw))
             assert isinstance(grab, Grab)
             _check_in_paths(grab.user, "user")
+            _check_own(request, grab)
         except Problem as problem:
-            raise invalid(
-                f"grab {number}: {problem.detail}", f"grabs[{number - 1}].{problem.field or ''}".rstrip(".")
+            raise Problem(
+                problem.name,
+                f"grab {number}: {problem.detail}",
+                f"grabs[{number - 1}].{problem.field or ''}".rstrip("."),
             ) from None
         grabs.append(grab)
     return named_in_basket(grabs, key)

@@ -12,12 +12,14 @@ INSTALL_SERVER: Final = "pip install 'grabstream[server]'"
 #: The modules that only the extra `server` installs.
 SERVER_MODULES: Final = frozenset(
     {
+        "aiohttp",
         "click",
         "cryptography",
         "faust",
         "hiredis",
         "httptools",
         "jwt",
+        "limits",
         "psycopg",
         "psycopg_pool",
         "redis",

@@ -54,6 +54,7 @@ GROUPS: Final = {
         "init": ("operate.init", "Create topics and tables."),
         "worker": ("operate.worker", "Run a worker with the given roles."),
         "gateway": ("operate.gateway", "Serve commands and questions over HTTP."),
+        "keys": ("operate.keys", "Create, list, rotate and revoke API keys of services."),
         "doctor": ("operate.doctor", "Show what is stuck, since when, and the command that mends it."),
         "verify": ("operate.verify", "Compare books, audit trail and Redis with the journal."),
         "dismiss": ("operate.doctor", "Dismiss a finding of the verifier, with its explanation."),

@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from dotenv import dotenv_values  # comes with pydantic-settings, which reads .env by it
@@ -176,6 +177,56 @@ class Settings(BaseSettings):
     gateway_sessions_max: Annotated[
         int, _setting("Sessions of PostgreSQL in which one gateway answers questions.", "sessions", ge=1)
     ] = 8
+    gateway_authentication: Annotated[
+        Literal["none", "required"],
+        _setting(
+            "Whether callers of a gateway must have an API key or a token; with `none`, a gateway serves its "
+            "own machine only."
+        ),
+    ] = "none"
+    gateway_hosts: Annotated[
+        str,
+        _setting(
+            "Names, beside those of its own machine, under which a gateway is called (the header Host, "
+            "without port), `name,name,…`; needs authentication."
+        ),
+    ] = ""
+    gateway_origins: Annotated[
+        str,
+        _setting(
+            "Origins whose pages may read the answers of a gateway (CORS), `https://host[:port],…`; absent: "
+            "none."
+        ),
+    ] = ""
+    gateway_proxies: Annotated[
+        str,
+        _setting(
+            "Addresses or networks of proxies before a gateway, `10.0.0.0/8,…`, which are believed when they "
+            "name the address of their client (X-Forwarded-For)."
+        ),
+    ] = ""
+    gateway_key_rate: Annotated[
+        str,
+        _setting("How often one API key may ask, `100/second; 2000/minute`; absent: without limit."),
+    ] = ""
+    gateway_user_rate: Annotated[
+        str, _setting("How often one end user may ask, as above; empty: without limit.")
+    ] = "100/second"
+    gateway_failures_rate: Annotated[
+        str,
+        _setting("How often one address may ask without valid credentials, as above; empty: without limit."),
+    ] = "60/minute"
+    jwt_issuer: Annotated[
+        str, _setting("Issuer of the tokens of end users (`iss`); absent: no tokens are accepted.")
+    ] = ""
+    jwt_audience: Annotated[str, _setting("Audience that the tokens of end users must name (`aud`).")] = ""
+    jwt_jwks: Annotated[
+        str,
+        _setting(
+            "Keys that tokens of end users are verified with, as a JWK set: a file, or an https URL (http to "
+            "this machine)."
+        ),
+    ] = ""
     verify_percent: Annotated[
         float, _setting("Share of the time that the verifier works.", "%", gt=0, le=100)
     ] = 5.0
@@ -236,6 +287,67 @@ class Settings(BaseSettings):
                 ) from None
         return value
 
+    @field_validator("cache_url")
+    @classmethod
+    def _is_one_server(cls, value: str | None) -> str | None:
+        if value is not None and is_cluster(value):
+            raise ValueError("must be one server, redis://[user:password@]host:port/0, not a Redis Cluster")
+        return value
+
+    @field_validator("gateway_hosts")
+    @classmethod
+    def _are_hosts(cls, value: str) -> str:
+        for host in listed(value):
+            if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]", host):
+                raise ValueError(
+                    "must be names or addresses without a port, such as api.example.com,10.0.0.5"
+                )
+        return value
+
+    @field_validator("gateway_origins")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        for origin in listed(value):
+            if not re.fullmatch(
+                r"https?://(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?", origin
+            ):
+                raise ValueError(
+                    "must be origins as browsers send them, such as https://shop.example.com (no path, no *)"
+                )
+        return value
+
+    @field_validator("gateway_proxies")
+    @classmethod
+    def _are_networks(cls, value: str) -> str:
+        try:
+            list(map(ip_network, listed(value)))
+        except ValueError as error:
+            raise ValueError(f"must be addresses or networks, such as 10.0.0.0/8,::1: {error}") from None
+        return value
+
+    @field_validator("gateway_key_rate", "gateway_user_rate", "gateway_failures_rate")
+    @classmethod
+    def _are_rates(cls, value: str) -> str:
+        if value and installed("limits"):
+            from grabstream.gateway.rates import read_rates
+
+            read_rates(value)
+        return value
+
+    @field_validator("jwt_jwks")
+    @classmethod
+    def _is_file_or_url(cls, value: str) -> str:
+        if "://" not in value:
+            return value
+        url = urlsplit(value)
+        if url.username is not None or url.password is not None:
+            raise ValueError("must be a URL without user and password")
+        if url.scheme == "https" and url.hostname:
+            return value
+        if url.scheme == "http" and url.hostname in ("localhost", "127.0.0.1", "::1"):
+            return value
+        raise ValueError("must be a file, an https URL, or an http URL of this machine (127.0.0.1)")
+
     @field_validator("kafka")
     @classmethod
     def _is_kafka(cls, value: str) -> str:
@@ -287,6 +399,11 @@ class Settings(BaseSettings):
                 "key to .env for local use; elsewhere make one with `grabstream config --new-seal-key` and "
                 "keep it in every backup"
             )
+
+
+def listed(text: str) -> list[str]:
+    """The members of `one,two,…`, without spaces around them; none of an empty text."""
+    return [part for part in map(str.strip, text.split(",")) if part]
 
 
 def _is_broker(text: str) -> bool:

@@ -17,6 +17,7 @@ from grabstream.models import bounds, calendar, commands, identifiers, money, of
 from grabstream.models.rules import grabbing, settling, state
 from grabstream.ops.formats import offer_files
 from grabstream.ops.settings import SECRETS, Settings
+from grabstream.projections.records import api_keys
 from grabstream.streams import topics
 from grabstream.streams.deciding import backlog, decider, understanding
 from grabstream.streams.relaying import blocks, ownership
@@ -512,6 +513,49 @@ def of_requests() -> list[Row]:
             "`GRAB_GATEWAY_CONNECTIONS_MAX`, and the open files of the process",
             "memory of a gateway",
             f"{busy}; the connection ends",
+        ),
+        Row(
+            "a token of an end user",
+            size(http.TOKEN_BYTES_MAX),
+            "it is checked before it is decoded",
+            "401 `unauthenticated`",
+        ),
+        Row(
+            "tokens whose signature a gateway remembers as right",
+            f"{http.TOKENS_REMEMBERED_MAX:,}",
+            "memory of a gateway",
+            "the oldest is forgotten, and verified again",
+        ),
+        Row(
+            "the keys of the issuer of tokens",
+            f"{size(http.KEY_SET_BYTES_MAX)}, {http.KEY_SET_KEYS_MAX} keys, read within "
+            f"{http.KEY_SET_SECONDS_MAX:.0f} s",
+            "a server that hangs or sends rubbish must not stop a gateway",
+            "the last known keys are valid",
+        ),
+        Row(
+            "the time between two readings of these keys for an unknown key",
+            f"at least {http.KEY_SET_UNKNOWN_SECONDS_MIN:.0f} s",
+            "forged tokens must not send requests to the issuer",
+            "401 `unauthenticated`",
+        ),
+        Row(
+            "API keys of a system",
+            f"{api_keys.API_KEYS_MAX:,}, also those that are revoked",
+            "memory of a gateway",
+            "`keys create` refuses",
+        ),
+        Row(
+            "the time for which a gateway uses the last known keys while it cannot read them",
+            f"{http.KEYS_STALE_SECONDS_MAX / 3600:.0f} h",
+            "a revocation must hold in the end",
+            "503 `unavailable`",
+        ),
+        Row(
+            "callers that one gateway counts in its memory",
+            f"{http.CALLERS_COUNTED_MAX:,}",
+            "memory of a gateway",
+            "the one who asked least recently is forgotten",
         ),
         Row(
             "the time for which a gateway that is stopped waits for requests in work",

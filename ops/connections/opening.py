@@ -95,17 +95,18 @@ def open_redis(settings: Settings) -> Any:
         "max_connections": 256,
     }
     if not is_cluster(settings.redis_url):
-        return _cancellable(ScriptClient.from_url(settings.redis_url, **options))
+        return cancellable(ScriptClient.from_url(settings.redis_url, **options))
     address = cluster_address(settings.redis_url)
     login = {"username": address.username, "password": address.password, "ssl": address.encrypted}
 
     def open_server(host: str, port: int) -> Any:
-        return _cancellable(ScriptClient(host=host, port=port, **login, **options))
+        return cancellable(ScriptClient(host=host, port=port, **login, **options))
 
     return ClusterClient(address.nodes, open_server)
 
 
-def _cancellable(client: Any) -> Any:
+def cancellable(client: Any) -> Any:
+    """The client, whose connections do not lose a cancellation."""
     pool = client.connection_pool
     if pool.connection_class is redis.asyncio.Connection:
         pool.connection_class = PlainConnection

@@ -9,11 +9,16 @@ from typing import NamedTuple
 
 import pytest
 
+from grabstream.gateway.api_keys import digest_of, new_secret
+from grabstream.gateway.callers import SCOPES
 from grabstream.models.identifiers import shard_of
+from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
+from grabstream.projections.records import api_keys
 from tests.conftest import Worker, make_system, until
 from tests.support.gateways import Caller, GatewayProcess, calling
+from tests.support.issuer import AUDIENCE, ISSUER, key_set
 
 
 class Door(NamedTuple):
@@ -23,8 +28,8 @@ class Door(NamedTuple):
     gateway: GatewayProcess
 
 
-async def until_all_decide(port: int, shards: int) -> None:
-    """Returns when every shard decides."""
+async def until_all_decide(port: int, shards: int, secret: str | None = None) -> None:
+    """Returns when every shard decides. `secret` is that of an API key, if the gateway asks for one."""
     names = {shard_of(f"x{number}", shards): f"x{number}" for number in range(64)}
     assert len(names) == shards
 
@@ -32,7 +37,8 @@ async def until_all_decide(port: int, shards: int) -> None:
         got = [await one.post(f"/v1/offers/{name}/grabs", {"user": "u"}) for name in names.values()]
         return {answer.body["outcome"] for answer in got} == {"no_such_offer"}
 
-    async with calling(port) as one:
+    async with calling(port) as anyone:
+        one = anyone.having(secret)
         await until(all_decide, 60, "all shards decide")
 
 
@@ -63,6 +69,40 @@ def door(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     finally:
         worker.stop()
         asyncio.run(take_down(settings))
+
+
+class Guarded(NamedTuple):
+    """A gateway of the same system that asks who is asking, and the secrets of keys: one for each scope, by
+    its name, and `all` with all of them.
+    """
+
+    settings: Settings
+    gateway: GatewayProcess
+    secrets: dict[str, str]
+
+
+@pytest.fixture(scope="session")
+def guarded(door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A gateway with authentication, on all addresses, behind a proxy on this machine."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "keys.json").write_bytes(key_set())
+    found = {name: new_secret() for name in (*SCOPES, "all")}
+    scopes = {name: sorted(SCOPES) if name == "all" else [name] for name in found}
+
+    async def create() -> None:
+        async with checked_books(door.settings) as connection:
+            for name, secret in found.items():
+                await api_keys.create(connection, name, scopes[name], digest_of(secret.encode()), None)
+
+    asyncio.run(create())
+    with GatewayProcess(
+        door.settings, folder / "gateway.log", "--host", "0.0.0.0", gate_timeout_ms="20000",
+        gateway_authentication="required", gateway_hosts="api.example.com", gateway_proxies="127.0.0.1",
+        gateway_origins="https://shop.example.com", gateway_failures_rate="40/hour",
+        jwt_issuer=ISSUER, jwt_audience=AUDIENCE, jwt_jwks=str(folder / "keys.json"),
+    ) as gateway:  # fmt: skip
+        yield Guarded(door.settings, gateway, found)
+        assert gateway.text().count("\n") == 1, f"only that it listens: {gateway.text()[-4000:]}"
 
 
 @pytest.fixture

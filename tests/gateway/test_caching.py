@@ -116,4 +116,4 @@ async def test_gateway_keeps_what_a_crowd_asks_and_answers_after_anew(caller: Ca
     kept = await caller.send("GET", path)
     assert kept.raw == anew.raw
     mine = await caller.send("GET", f"/v1/users/ann-{offer}/grabs")
-    assert mine.headers["cache-control"] == "private, no-cache"
+    assert mine.headers["cache-control"] == "private, no-store"

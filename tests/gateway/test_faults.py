@@ -10,10 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.models.outcomes import Outcome
+from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.initialization import make_system
 from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
+from grabstream.projections.records import api_keys
 from tests.conftest import Worker, until
 from tests.gateway.conftest import until_all_decide, until_open
 from tests.support.gateways import Caller, GatewayProcess, calling
@@ -71,10 +74,17 @@ async def test_what_is_answered_is_in_the_books_when_a_server_is_killed(
     tmp_path: Path,
     server: str,
 ) -> None:
+    """Callers have an API key, which the gateway knows while PostgreSQL is away."""
     running = worker(private, "decide,relay,sweep,project")
-    with GatewayProcess(private, tmp_path / "log") as gateway:
-        await until_all_decide(gateway.port, private.shards)
-        async with calling(gateway.port) as caller:
+    secret = new_secret()
+    async with checked_books(private) as connection:
+        await api_keys.create(
+            connection, server, ["grab", "operate", "read"], digest_of(secret.encode()), None
+        )
+    with GatewayProcess(private, tmp_path / "log", gateway_authentication="required") as gateway:
+        await until_all_decide(gateway.port, private.shards, secret)
+        async with calling(gateway.port) as anyone:
+            caller = anyone.having(secret)
             await until_open(caller, "x", 10_000)
             crowd = Crowd(caller)
             asking = asyncio.create_task(crowd.ask())

@@ -53,6 +53,22 @@ def test_document_has_every_route_once() -> None:
     assert len(set(names)) == len(names) == len(OPERATIONS)
 
 
+def test_document_says_who_may_ask() -> None:
+    assert DOCUMENT["components"]["securitySchemes"].keys() == {"apiKey", "userToken"}
+    for operation in OPERATIONS:
+        node = DOCUMENT["paths"][operation.path][operation.method.lower()]
+        if operation.kind == "document":
+            assert "security" not in node
+            continue
+        assert {"401", "403", "429"} <= node["responses"].keys(), operation.name
+        scopes = {scope for one in node["security"] for scope in one.get("apiKey", ())}
+        assert operation.scope in scopes
+    assert DOCUMENT["paths"]["/v1/offers/{offer}/grabs/{grab}/release"]["post"]["security"] == [
+        {"apiKey": ["grab"]}, {"apiKey": ["settle"]}, {"userToken": []},
+    ]  # fmt: skip
+    assert DOCUMENT["paths"]["/v1/offers"]["post"]["security"] == [{"apiKey": ["operate"]}]
+
+
 async def test_gateway_serves_it(caller: Caller) -> None:
     assert (await caller.send("GET", "/openapi.json")).body == DOCUMENT
 

@@ -11,9 +11,10 @@ from aiokafka.admin import AIOKafkaAdminClient
 from grabstream.models.commands import Grab, Open
 from grabstream.models.events import AnyEvent
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.connections.opening import open_gate, open_redis
+from grabstream.ops.connections.opening import checked_books, open_gate, open_redis
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
+from grabstream.projections.records import api_keys
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
 from tests.conftest import NIGHTLY, until
@@ -51,6 +52,8 @@ async def test_lost_postgresql_is_restored(
     await grab(system, *(f"a{number}" for number in range(50)), opening=True)
     await assert_verified(system)
     if how == "restore":
+        async with checked_books(system) as connection:
+            await api_keys.create(connection, "shop", ["grab"], bytes(32), None)
         await asyncio.to_thread(run_recipe, "backup", system, tmp_path)
     await grab(system, *(f"b{number}" for number in range(50)))
     await assert_verified(system)
@@ -59,6 +62,8 @@ async def test_lost_postgresql_is_restored(
     await asyncio.to_thread(run_recipe, how, system, tmp_path)
     before = await rows(system, "SELECT coalesce(max(seq), 0) FROM cursors WHERE projection = 'ledger'")
     assert before == [(51 if how == "restore" else 0,)]
+    kept = await rows(system, "SELECT name, sha256 FROM api_keys")
+    assert kept == ([("shop", bytes(32))] if how == "restore" else [])
     worker(system, PROJECTING)
     await assert_verified(system)
     assert await rows(system, "SELECT * FROM accounts ORDER BY account, asset") == books

@@ -88,11 +88,17 @@ class Got(NamedTuple):
 
 
 class Caller:
-    """Sends requests to a gateway."""
+    """Sends requests to a gateway. `always` are headers of every request, unless a request has its own."""
 
-    def __init__(self, port: int, session: aiohttp.ClientSession) -> None:
+    def __init__(self, port: int, session: aiohttp.ClientSession, **always: str) -> None:
         self.port = port
         self._session = session
+        self._always = always
+
+    def having(self, secret: str | None, **always: str) -> "Caller":
+        """A client with these credentials, and further headers of every request."""
+        given = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        return Caller(self.port, self._session, **{**given, **always})
 
     async def send(
         self, method: str, path: str, body: Any = None, key: str | None = None, **headers: str
@@ -100,7 +106,7 @@ class Caller:
         """Sends a request; `path` is sent as it is. A body that is not bytes is sent as JSON."""
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {name.replace("_", "-"): value for name, value in {**self._always, **headers}.items()}
         if body is not None:
             sent.setdefault("Content-Type", "application/json")
         if key is not None:

@@ -7,26 +7,36 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import metadata
 from typing import Final
 
 import click
 import uvloop
+from psycopg import OperationalError
 
+from grabstream.gateway.admission import Admission, CallerRates
+from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
 from grabstream.gateway.app import Application, Bounds
 from grabstream.gateway.asking import Questions
 from grabstream.gateway.books import open_books
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.deciding import Commands
+from grabstream.gateway.key_sets import KeySet, reader_of
 from grabstream.gateway.openapi import document
+from grabstream.gateway.origins import Origins
+from grabstream.gateway.rates import Counters, Rates, read_rates
 from grabstream.gateway.serving import bind, connections_possible, serve
+from grabstream.gateway.tokens import Tokens
+from grabstream.lua.ending import running
+from grabstream.ops.connections.cache_redis import open_cache
 from grabstream.ops.connections.identity import require_schema
-from grabstream.ops.connections.opening import open_gate
+from grabstream.ops.connections.opening import checked_books, open_gate
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
-from grabstream.ops.settings import GATEWAY_PORT, Settings, load_settings
+from grabstream.ops.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +62,9 @@ def gateway(host: str, port: int, as_json: bool) -> None:
         log_as_json()
     settings = load_settings()
     settings.require_seal_keys()
-    require_loopback(host, port)
+    _require_whole(settings)
+    if settings.gateway_authentication == "none":
+        require_loopback(host, port)
     log.setLevel(logging.INFO)
     gc.set_threshold(50_000, 20, 50)
     try:
@@ -75,16 +87,92 @@ def require_loopback(host: str, port: int) -> None:
     addresses = sorted({str(address[0]).partition("%")[0] for *_, address in found})
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise click.UsageError(
-            f"--host {host}: the gateway has no authentication yet, so whoever reaches it could open offers "
-            f"and settle grabs. It listens on addresses of this machine only (127.0.0.1, ::1), not on "
-            f"{', '.join(addresses)}. Let other machines reach it through a proxy that authenticates them"
+            f"--host {host}: without authentication, whoever reaches the gateway could open offers and "
+            f"settle grabs. So it listens on addresses of this machine only (127.0.0.1, ::1), not on "
+            f"{', '.join(addresses)}. GRAB_GATEWAY_AUTHENTICATION=required lets it listen on others"
         )
 
 
-def _hosts(host: str) -> frozenset[str]:
-    """The names under which a browser or a program on this machine reaches the gateway."""
+def _hosts(host: str, names: Sequence[str]) -> frozenset[str]:
+    """The names under which a browser or a program on this machine reaches the gateway, and further ones."""
     named = f"[{host}]" if ":" in host else host
-    return frozenset({"localhost", "127.0.0.1", "[::1]", named.lower()})
+    return frozenset({"localhost", "127.0.0.1", "[::1]", *(name.lower() for name in (named, *names))})
+
+
+def _require_whole(settings: Settings) -> None:
+    """Raises BadSettings when settings need others."""
+    given = {
+        "GRAB_JWT_ISSUER": settings.jwt_issuer, "GRAB_JWT_AUDIENCE": settings.jwt_audience,
+        "GRAB_JWT_JWKS": settings.jwt_jwks,
+    }  # fmt: skip
+    missing = [name for name, value in given.items() if not value]
+    if missing and len(missing) < len(given):
+        raise BadSettings(
+            f"{' and '.join(missing)}: is required for tokens of end users; set all three of them"
+        )
+    if settings.gateway_hosts and settings.gateway_authentication == "none":
+        raise BadSettings(
+            "GRAB_GATEWAY_HOSTS: needs GRAB_GATEWAY_AUTHENTICATION=required: without authentication, a "
+            "gateway serves its own machine only"
+        )
+
+
+@asynccontextmanager
+async def _open_admission(settings: Settings) -> AsyncIterator[Admission | None]:
+    """Checks of callers, which read keys again while they are open; None when nobody is checked."""
+    if settings.gateway_authentication == "none":
+        yield None
+        return
+    async with AsyncExitStack() as stack:
+        await _require_tables(settings)
+        cache = await stack.enter_async_context(open_cache(settings))
+        # A session of its own: a crowd of questions must not delay a revocation.
+        books = await stack.enter_async_context(
+            open_books(
+                settings.postgres,
+                settings.schema_,
+                1,
+                lambda connection: require_schema(connection, settings),
+            )
+        )
+        keys = KeyRing(lambda: books.rows(KEYS_QUERY))
+        await keys.refresh()
+        refreshing = [keys.keep_fresh()]
+        tokens = None
+        if settings.jwt_jwks:
+            key_set = KeySet(reader_of(settings.jwt_jwks))
+            await key_set.refresh()
+            if key_set.problem and "://" not in settings.jwt_jwks:
+                raise BadSettings(f"GRAB_JWT_JWKS: {key_set.problem}")
+            refreshing.append(key_set.keep_fresh())
+            tokens = Tokens(settings.jwt_issuer, settings.jwt_audience, key_set)
+        if cache is not None:
+            refreshing.append(cache.keep_checking())
+        await stack.enter_async_context(running(*refreshing))
+        yield Admission(
+            keys,
+            tokens,
+            Counters(cache, settings.prefix),
+            CallerRates(
+                _rates(settings.gateway_key_rate),
+                _rates(settings.gateway_user_rate),
+                _rates(settings.gateway_failures_rate),
+            ),
+            [ipaddress.ip_network(network) for network in listed(settings.gateway_proxies)],
+        )
+
+
+async def _require_tables(settings: Settings) -> None:
+    """Raises UndefinedTable when PostgreSQL answers, but has no table for keys."""
+    try:
+        async with checked_books(settings) as connection:
+            await connection.execute("SELECT FROM api_keys LIMIT 0")
+    except OperationalError:
+        return  # the gateway waits for it
+
+
+def _rates(text: str) -> Rates:
+    return read_rates(text) if text else ()
 
 
 async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[int]:
@@ -99,24 +187,29 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             settings.gateway_sessions_max,
             lambda connection: require_schema(connection, settings),
         ) as books,
+        _open_admission(settings) as admission,
     ):
         application = Application(
             Commands(gate, settings.gate_timeout_ms),
             Questions(books, Cache()),
             functools.partial(document, metadata.version("grabstream")),
             Bounds(settings.gateway_requests_max, connections_max),
-            _hosts(host),
+            _hosts(host, listed(settings.gateway_hosts)),
+            admission,
+            Origins(frozenset(listed(settings.gateway_origins))) if settings.gateway_origins else None,
         )
 
         def ready() -> None:
             address, port = bound.getsockname()[:2]
             shown = f"[{address}]" if ":" in address else address
             log.info(
-                "listening on http://%s:%d; prefix %s, schema %s; bounds: %d requests, %d connections",
+                "listening on http://%s:%d; prefix %s, schema %s; authentication %s; bounds: %d requests, "
+                "%d connections",
                 shown,
                 port,
                 settings.prefix,
                 settings.schema_,
+                settings.gateway_authentication,
                 settings.gateway_requests_max,
                 connections_max,
             )

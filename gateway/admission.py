@@ -1,0 +1,191 @@
+"""Who may come in: finds out who sends a request, by its credentials, what they may do, and how often.
+
+Requests whose credentials are missing or wrong are counted by the address of the client. An address with too
+many of them gets an answer without any work on its credentials, except for credentials that were valid a
+moment ago: whoever shares an address with an attacker can continue.
+"""
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Final, NamedTuple, TypeVar
+
+from starlette.types import Scope
+
+from grabstream.gateway.api_keys import KeyRing, is_secret
+from grabstream.gateway.bounds import CALLERS_COUNTED_MAX, TOKENS_REMEMBERED_MAX
+from grabstream.gateway.callers import Caller, authorize, unauthenticated
+from grabstream.gateway.operations import Operation
+from grabstream.gateway.problems import Problem, retry_after
+from grabstream.gateway.rates import Counters, Rates
+from grabstream.gateway.requests import Request
+from grabstream.gateway.tokens import BadToken, Tokens, is_token
+
+Network = IPv4Network | IPv6Network
+K = TypeVar("K")
+V = TypeVar("V")
+
+_bearer = re.compile(rb"bearer +([A-Za-z0-9._~+/-]+=*) *", re.IGNORECASE).fullmatch
+_MISSING: Final = "Send credentials in the header Authorization: Bearer, followed by an API key or a token."
+_WRONG: Final = "The credentials in the header Authorization are not valid."
+
+
+class CallerRates(NamedTuple):
+    """How often a service and an end user may ask, and how often an address without valid credentials."""
+
+    key: Rates = ()
+    user: Rates = ()
+    failures: Rates = ()
+
+
+class Admission:
+    """Checks the credentials of requests. `proxies` are the networks of proxies that are believed when they
+    name the address of their client (X-Forwarded-For).
+    """
+
+    def __init__(
+        self,
+        keys: KeyRing,
+        tokens: Tokens | None,
+        counters: Counters,
+        rates: CallerRates,
+        proxies: Sequence[Network] = (),
+    ) -> None:
+        self._keys = keys
+        self._tokens = tokens
+        self._counters = counters
+        self._rates = rates
+        self._proxies = tuple(proxies)
+        #: Addresses with too many failures, and until when (monotonic, s).
+        self._blocked: dict[str, float] = {}
+        #: Credentials that were valid a moment ago. They are checked like all others.
+        self._recent: dict[bytes, None] = {}
+
+    async def admit(self, operation: Operation, request: Request) -> None:
+        """Raises Problem unless the caller of a request is known, may do this, and does not ask too often."""
+        if operation.scope == "none":
+            return
+        credentials = _credentials_of(request)
+        if self._blocked and credentials not in self._recent:
+            self._check_blocked(self._address_of(request.scope))
+        try:
+            caller = await self._caller_of(credentials)
+        except BadToken as error:
+            await self._count_failure(credentials, self._address_of(request.scope))
+            raise unauthenticated(str(error), None if credentials is None else "invalid_token") from None
+        if credentials not in self._recent:
+            _add_bounded(self._recent, credentials or b"", None, TOKENS_REMEMBERED_MAX)
+        rates = self._rates.key if caller.user is None else self._rates.user
+        if rates and (seconds := await self._counters.hit(rates, _kind_of(caller), caller.name)):
+            whose = "This API key" if caller.user is None else "This user"
+            raise _too_many(f"{whose} may send {_in_words(rates)}.", seconds)
+        authorize(caller, operation, request)
+
+    async def _caller_of(self, credentials: bytes | None) -> Caller:
+        """The caller; raises BadToken, whose text tells nothing about keys."""
+        if credentials is None:
+            raise BadToken(_MISSING)
+        if is_secret(credentials):
+            caller = self._keys.caller_of(credentials)
+            if caller is not None:
+                return caller
+        elif self._tokens is not None and is_token(credentials):
+            return await self._tokens.caller_of(credentials)
+        raise BadToken(_WRONG)
+
+    # -- failures --------------------------------------------------------------------------------------------
+
+    async def _count_failure(self, credentials: bytes | None, address: str) -> None:
+        if credentials is not None:
+            self._recent.pop(credentials, None)
+        seconds = await self._counters.hit(self._rates.failures, "address", address)
+        if seconds:
+            _add_bounded(self._blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)
+            self._check_blocked(address)
+
+    def _check_blocked(self, address: str) -> None:
+        until = self._blocked.get(address)
+        if until is None:
+            return
+        seconds = until - time.monotonic()
+        if seconds <= 0:
+            del self._blocked[address]
+            return
+        raise _too_many(
+            f"This address may send {_in_words(self._rates.failures)} without valid credentials.",
+            math.ceil(seconds),
+        )
+
+    def _address_of(self, scope: Scope) -> str:
+        """The address of the client: that of the connection or, if it is a proxy that is believed, the last
+        one in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
+        """
+        address = scope["client"][0] if scope.get("client") else ""
+        if self._proxies and self._is_proxy(address):
+            forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
+            for one in reversed(forwarded.decode("latin-1").split(",")):
+                if not _is_address(one.strip()):
+                    break
+                address = one.strip()
+                if not self._is_proxy(address):
+                    break
+        return _network_of(address)
+
+    def _is_proxy(self, address: str) -> bool:
+        if not _is_address(address):
+            return False
+        found = ip_address(address)
+        return any(found in network for network in self._proxies)
+
+
+def _credentials_of(request: Request) -> bytes | None:
+    """What follows `Bearer`; None without it. Raises Problem when the header is there more than once."""
+    raw = request.header(b"authorization")
+    found = None if raw is None else _bearer(raw)
+    return None if found is None else found[1]
+
+
+def _kind_of(caller: Caller) -> str:
+    return "key" if caller.user is None else "user"
+
+
+def _in_words(rates: Rates) -> str:
+    return " and ".join(
+        f"{rate.amount} requests per {rate.multiples} {rate.GRANULARITY.name}" for rate in rates
+    )
+
+
+def _too_many(detail: str, seconds: int) -> Problem:
+    return Problem(
+        "too_many_requests", f"{detail} Try again after {seconds} s.", None, [retry_after(seconds)]
+    )
+
+
+def _add_bounded(known: dict[K, V], key: K, value: V, count_max: int) -> None:
+    """Adds an entry; the oldest ones are dropped if there are too many."""
+    known.pop(key, None)
+    while len(known) >= count_max:
+        del known[next(iter(known))]
+    known[key] = value
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _network_of(address: str) -> str:
+    """The address, or the /64 of an IPv6 address: a client has a whole network of them."""
+    if not _is_address(address):
+        return address
+    found = ip_address(address)
+    if found.version == 4:
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ip_network((found.packed, 64), strict=False))

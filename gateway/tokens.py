@@ -1,0 +1,120 @@
+"""Tokens of end users (JWT, RFC 7519): who their user is, if they are valid.
+
+What a token says about its own signature is not believed: the key with its id determines the algorithm, and
+keys inside of a token, or at an address that it names, are ignored.
+"""
+
+import re
+import time
+from hashlib import sha256
+from typing import Any, Final, NamedTuple
+
+import jwt
+
+from grabstream.gateway.bounds import TOKEN_BYTES_MAX, TOKEN_LEEWAY_SECONDS, TOKENS_REMEMBERED_MAX
+from grabstream.gateway.callers import Caller
+from grabstream.gateway.key_sets import KEY_ID_LENGTH_MAX, KeySet, VerifyingKey
+from grabstream.models.identifiers import is_id
+from grabstream.models.offers import TIME_MS_MAX
+
+is_token = re.compile(rb"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+").fullmatch
+#: Headers that change how a signature is made; the gateway knows none of them.
+_CRITICAL: Final = ("crit", "b64")
+#: Names that no path can have (requests.py).
+_NO_USERS: Final = frozenset({".", ".."})
+
+
+class BadToken(Exception):
+    """A token is not valid; the text, for its caller, says why. It tells nothing about keys."""
+
+
+class _Verified(NamedTuple):
+    """A token whose signature is right: its user, when it is valid (s since 1970 UTC), and the key."""
+
+    caller: Caller
+    from_seconds: float
+    until_seconds: float
+    key_id: str
+    key: VerifyingKey
+
+
+class Tokens:
+    """Verifies tokens of one issuer for one audience."""
+
+    def __init__(self, issuer: str, audience: str, keys: KeySet) -> None:
+        self._issuer = issuer
+        self._audience = audience
+        self._keys = keys
+        # A signature costs 30 to 150 µs, and a user sends the same token many times. Only good ones are
+        # remembered, so forged ones cannot push them out.
+        self._verified: dict[bytes, _Verified] = {}
+
+    async def caller_of(self, token: bytes) -> Caller:
+        """The user of a token; raises BadToken, or Problem when the keys cannot be read."""
+        if len(token) > TOKEN_BYTES_MAX:
+            raise BadToken(f"The token has more than {TOKEN_BYTES_MAX} bytes.")
+        digest = sha256(token).digest()
+        verified = self._verified.get(digest)
+        if verified is None or self._keys.known(verified.key_id) is not verified.key:
+            self._verified.pop(digest, None)
+            verified = await self._verify(token.decode("ascii"))
+            while len(self._verified) >= TOKENS_REMEMBERED_MAX:
+                del self._verified[next(iter(self._verified))]
+            self._verified[digest] = verified
+        now = time.time()
+        if now >= verified.until_seconds + TOKEN_LEEWAY_SECONDS:
+            raise BadToken("The token has expired.")
+        if now < verified.from_seconds - TOKEN_LEEWAY_SECONDS:
+            raise BadToken("The token is not valid yet.")
+        return verified.caller
+
+    async def _verify(self, token: str) -> _Verified:
+        try:
+            header = jwt.get_unverified_header(token)
+        except (jwt.PyJWTError, ValueError, RecursionError):
+            raise _invalid() from None
+        key_id = header.get("kid")
+        if not isinstance(key_id, str) or len(key_id) > KEY_ID_LENGTH_MAX:
+            raise _invalid()
+        if any(name in header for name in _CRITICAL):
+            raise _invalid()
+        key = await self._keys.key(key_id)
+        if key is None:
+            raise _invalid()
+        try:
+            claims = jwt.decode(
+                token,
+                key.key,
+                # The one of the key, never that of the token.
+                algorithms=[key.algorithm],
+                issuer=self._issuer,
+                audience=self._audience,
+                leeway=TOKEN_LEEWAY_SECONDS,
+                options={"require": ["exp", "iss", "aud", "sub"]},
+            )
+        except jwt.ExpiredSignatureError:
+            raise BadToken("The token has expired.") from None
+        except jwt.ImmatureSignatureError:
+            raise BadToken("The token is not valid yet.") from None
+        except (jwt.PyJWTError, ValueError, OverflowError, RecursionError):
+            raise _invalid() from None
+        user, until = claims["sub"], _seconds(claims["exp"])
+        if not is_id(user) or user in _NO_USERS or until is None:
+            raise _invalid()
+        begins = [claims[name] for name in ("nbf", "iat") if name in claims]
+        seconds = list(map(_seconds, begins))
+        if None in seconds:
+            raise _invalid()
+        from_seconds = max((one for one in seconds if one is not None), default=0.0)
+        return _Verified(Caller(user, user=user), from_seconds, until, key_id, key)
+
+
+def _seconds(value: Any) -> float | None:
+    """A time in seconds since 1970, until 2100; None for anything else, such as milliseconds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= TIME_MS_MAX / 1000 else None
+
+
+def _invalid() -> BadToken:
+    return BadToken("The token is not valid.")

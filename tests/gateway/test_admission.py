@@ -1,0 +1,313 @@
+"""API keys in the memory of a gateway, and addresses of clients, without servers."""
+
+import hmac
+import time
+from ipaddress import ip_network
+from typing import Any
+
+import pytest
+
+from grabstream.gateway import api_keys
+from grabstream.gateway.admission import Admission, CallerRates
+from grabstream.gateway.api_keys import KeyRing, digest_of, is_secret, new_secret
+from grabstream.gateway.callers import OF_USERS, SCOPES, scopes_of
+from grabstream.gateway.operations import OPERATIONS
+from grabstream.gateway.origins import Origins
+from grabstream.gateway.problems import Problem, Reply, retry_soon
+from grabstream.gateway.rates import Counters, MemoryCounters, read_rates
+from grabstream.gateway.requests import Request
+
+NOW_MS = time.time_ns() // 1_000_000
+
+
+def row(secret: str, **more: Any) -> dict[str, Any]:
+    return {"name": "shop", "scopes": ["read"], "sha256": digest_of(secret.encode()), **more}
+
+
+async def ring_of(*rows: dict[str, Any], **options: Any) -> KeyRing:
+    async def read() -> list[dict[str, Any]]:
+        return list(rows)
+
+    ring = KeyRing(read, **options)
+    await ring.refresh()
+    return ring
+
+
+def test_secret_has_256_random_bits_and_a_form_that_scanners_find() -> None:
+    found = {new_secret() for _ in range(100)}
+    assert len(found) == 100
+    assert all(is_secret(secret.encode()) and secret.startswith("grabkey_") for secret in found)
+    assert all(len(bytes.fromhex(secret.removeprefix("grabkey_"))) * 8 == 256 for secret in found)
+
+
+async def test_key_is_valid_by_its_secrets_and_times() -> None:
+    names = ("now", "before", "over", "ended", "ends")
+    now, before, over, ended, ends = (new_secret() for _ in names)
+    ring = await ring_of(
+        row(now, previous_sha256=digest_of(before.encode()), previous_until=NOW_MS + 3_600_000),
+        row(new_secret(), previous_sha256=digest_of(over.encode()), previous_until=NOW_MS - 1),
+        row(ended, expires_at=NOW_MS - 1),
+        row(ends, expires_at=NOW_MS + 3_600_000),
+    )
+    valid = {name: ring.caller_of(secret.encode()) is not None for name, secret in
+             zip(names, (now, before, over, ended, ends), strict=True)}  # fmt: skip
+    assert valid == {"now": True, "before": True, "over": False, "ended": False, "ends": True}
+    assert ring.caller_of(new_secret().encode()) is None
+    # A rotated secret ends with its key.
+    old = new_secret()
+    ring = await ring_of(
+        row(new_secret(), previous_sha256=digest_of(old.encode()), previous_until=NOW_MS + 3_600_000,
+            expires_at=NOW_MS - 1)
+    )  # fmt: skip
+    assert ring.caller_of(old.encode()) is None
+
+
+async def test_secrets_are_compared_in_constant_time_and_unknown_ones_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr(api_keys, "compare_digest", compare)
+    secret = new_secret()
+    ring = await ring_of(row(secret))
+    assert ring.caller_of(secret.encode()) is not None
+    assert ring.caller_of(new_secret().encode()) is None
+    assert compared == [(32, 32)] * 2
+
+
+async def test_secret_with_the_same_start_of_its_hash_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is a part of the hash; the whole decides."""
+    monkeypatch.setattr(api_keys, "_INDEX_BYTES", 0)
+    secret = new_secret()
+    ring = await ring_of(row(secret))
+    assert ring.caller_of(secret.encode()) is not None
+    assert ring.caller_of(new_secret().encode()) is None
+
+
+async def test_known_keys_are_valid_without_postgresql_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = new_secret()
+    is_away = False
+
+    async def read() -> list[dict[str, Any]]:
+        if is_away:
+            raise retry_soon("unavailable", "PostgreSQL cannot be reached now.")
+        return [row(secret)]
+
+    ring = KeyRing(read, 100)
+    with pytest.raises(Problem) as refused:
+        ring.caller_of(secret.encode())
+    assert refused.value.name == "unavailable"
+    assert await ring.refresh()
+    is_away = True
+    for _ in range(3):
+        assert not await ring.refresh()
+    assert ring.caller_of(secret.encode()) is not None
+    assert len(caplog.records) == 1
+    later = time.monotonic() + 101
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    with pytest.raises(Problem):
+        ring.caller_of(secret.encode())
+    is_away = False
+    assert await ring.refresh()
+    assert ring.caller_of(secret.encode()) is not None
+    assert len(caplog.records) == 2
+
+
+# -- scopes --------------------------------------------------------------------------------------------------
+
+
+def test_every_operation_is_open_or_has_scopes_that_exist() -> None:
+    for operation in OPERATIONS:
+        assert set(scopes_of(operation)) <= SCOPES.keys(), operation
+        assert (scopes_of(operation) == ()) == (operation.kind == "document"), operation
+    assert {operation.name for operation in OPERATIONS} >= OF_USERS
+
+
+# -- addresses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "address"),
+    [
+        ("192.0.2.7", [], "192.0.2.7"),
+        ("192.0.2.7", [b"198.51.100.1"], "192.0.2.7"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
+        ("10.0.0.1", [b"203.0.113.9, 198.51.100.1"], "198.51.100.1"),
+        ("10.0.0.1", [b"203.0.113.9", b"198.51.100.1 , 10.0.0.2"], "198.51.100.1"),
+        ("10.0.0.1", [b"10.0.0.3,10.0.0.2"], "10.0.0.3"),
+        ("10.0.0.1", [b"198.51.100.1, rubbish"], "10.0.0.1"),
+        ("10.0.0.1", [b"\xff\x00"], "10.0.0.1"),
+        ("10.0.0.1", [b"2001:db8:1:2:3:4:5:6"], "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::1", [], "2001:db8:1:2::/64"),
+        ("::ffff:192.0.2.7", [], "192.0.2.7"),
+        ("", [], ""),
+    ],
+)
+async def test_address_of_a_client(peer: str, forwarded: list[bytes], address: str) -> None:
+    admission = Admission(await ring_of(), None, Counters(), CallerRates(), [ip_network("10.0.0.0/8")])
+    scope = {
+        "client": (peer, 1) if peer else None,
+        "headers": [(b"x-forwarded-for", one) for one in forwarded],
+    }
+    assert admission._address_of(scope) == address
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+[OFFERS] = [operation for operation in OPERATIONS if operation.name == "offers"]
+
+
+def request(authorization: bytes | None, peer: str = "192.0.2.7") -> Request:
+    headers = [] if authorization is None else [(b"authorization", authorization)]
+
+    async def receive() -> Any:
+        raise AssertionError("the body is read")
+
+    return Request({"client": (peer, 1), "headers": headers, "query_string": b""}, receive, {})
+
+
+async def outcome(admission: Admission, authorization: bytes | None, peer: str = "192.0.2.7") -> str:
+    try:
+        await admission.admit(OFFERS, request(authorization, peer))
+    except Problem as problem:
+        return problem.name
+    return "admitted"
+
+
+async def test_address_with_too_many_failures_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret, other = new_secret(), new_secret()
+    ring = await ring_of(row(secret), row(other, name="other"))
+    admission = Admission(ring, None, Counters(), CallerRates(failures=read_rates("3/hour")))
+    good, new = (b"Bearer " + one.encode() for one in (secret, other))
+    assert await outcome(admission, good) == "admitted"
+    found = [await outcome(admission, b"Bearer " + new_secret().encode()) for _ in range(5)]
+    assert found == ["unauthenticated"] * 3 + ["too_many_requests"] * 2
+
+    hashed: list[bytes] = []
+    monkeypatch.setattr(api_keys, "sha256", lambda text: hashed.append(text) or pytest.fail("hashed"))
+    for wrong in (new, None, b"Bearer a.b.c", b"Basic eDp5"):
+        assert await outcome(admission, wrong) == "too_many_requests"
+    monkeypatch.undo()
+    # Who was in a moment ago stays in, and other addresses are not concerned.
+    assert await outcome(admission, good) == "admitted"
+    assert await outcome(admission, new, "192.0.2.8") == "admitted"
+    until = time.monotonic() + 8_000
+    monkeypatch.setattr(time, "monotonic", lambda: until)
+    assert await outcome(admission, b"Bearer nothing") in ("unauthenticated", "too_many_requests")
+
+
+async def test_memory_of_addresses_and_credentials_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grabstream.gateway.admission.CALLERS_COUNTED_MAX", 10)
+    monkeypatch.setattr("grabstream.gateway.admission.TOKENS_REMEMBERED_MAX", 10)
+    found = [new_secret() for _ in range(30)]
+    ring = await ring_of(*(row(secret, name=f"k{number}") for number, secret in enumerate(found)))
+    admission = Admission(ring, None, Counters(), CallerRates(failures=read_rates("1/minute")))
+    for number, secret in enumerate(found):
+        assert await outcome(admission, b"Bearer " + secret.encode(), "198.51.100.1") == "admitted"
+        for _ in range(2):
+            await outcome(admission, None, f"192.0.2.{number}")
+    assert len(admission._blocked) <= 10
+    assert len(admission._recent) <= 10
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"Basic %s",
+        b"%s",
+        b"Bearer %s x",
+        b"Bearer\t%s",
+        b"Bearer %s, Bearer %s",
+        b"Token %s",
+    ],
+)
+async def test_header_of_another_form_is_no_credential(authorization: bytes) -> None:
+    secret = new_secret()
+    admission = Admission(await ring_of(row(secret)), None, Counters(), CallerRates())
+    assert await outcome(admission, authorization.replace(b"%s", secret.encode())) == "unauthenticated"
+    for good in (b"Bearer %s", b"bearer  %s", b"BEARER %s "):
+        assert await outcome(admission, good.replace(b"%s", secret.encode())) == "admitted"
+
+
+# -- rates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["0/second", "10", "ten/second", "-1/second", "1/fortnight", "", "1/second " * 50]
+)
+def test_wrong_rates_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="100/second"):
+        read_rates(text)
+
+
+def test_rates_in_memory_count_a_sliding_window() -> None:
+    [rate] = read_rates("10/minute")
+    counters = MemoryCounters()
+    start = 6_000_000.0
+    assert [counters.hit(rate, "a", start + 50) for _ in range(10)] == [0] * 10
+    wait = counters.hit(rate, "a", start + 50)
+    assert wait == 11
+    assert counters.hit(rate, "b", start + 50) == 0
+    # In the next window, what was counted before fades away.
+    assert counters.hit(rate, "a", start + 60) > 0
+    assert [counters.hit(rate, "a", start + 67) for _ in range(2)] == [0, 0]
+    wait = counters.hit(rate, "a", start + 67)
+    assert wait > 0
+    assert counters.hit(rate, "a", start + 67 + wait) == 0
+    # After two windows nothing is left.
+    assert [counters.hit(rate, "a", start + 300) for _ in range(10)] == [0] * 10
+
+
+def test_callers_in_memory_are_bounded_and_the_least_recent_go_first() -> None:
+    [rate] = read_rates("1/minute")
+    counters = MemoryCounters(callers_max=100)
+    for number in range(1_000):
+        counters.hit(rate, f"c{number}", 6_000_000.0)
+        counters.hit(rate, "busy", 6_000_000.0)
+    assert len(counters) == 100
+    assert counters.hit(rate, "busy", 6_000_000.0) > 0
+    assert counters.hit(rate, "c1", 6_000_000.0) == 0
+
+
+# -- other origins -------------------------------------------------------------------------------------------
+
+ORIGINS = Origins(frozenset({"https://shop.example.com"}))
+
+
+def headers_for(*origins: bytes, method: str = "GET", **more: bytes) -> dict[bytes, bytes]:
+    given = [(b"origin", origin) for origin in origins]
+    given += [(name.replace("_", "-").encode(), value) for name, value in more.items()]
+    reply = Reply(204, b"", ((b"allow", b"GET, HEAD, OPTIONS"),))
+    return dict(ORIGINS.headers({"method": method, "headers": given}, reply))
+
+
+def test_only_exact_origins_may_read() -> None:
+    for wrong in (
+        b"https://shop.example.com.evil.example", b"http://shop.example.com", b"https://shop.example.com:444",
+        b"null", b"*", b"https://evil.example", b"https://SHOP.example.com",
+    ):  # fmt: skip
+        assert headers_for(wrong) == {b"vary": b"Origin"}
+    assert headers_for() == {b"vary": b"Origin"}
+    assert headers_for(b"https://shop.example.com", b"https://evil.example") == {b"vary": b"Origin"}
+    found = headers_for(b"https://shop.example.com")
+    assert found[b"access-control-allow-origin"] == b"https://shop.example.com"
+    assert b"access-control-allow-credentials" not in found
+
+
+def test_preflight_says_what_may_be_sent() -> None:
+    found = headers_for(b"https://shop.example.com", method="OPTIONS", access_control_request_method=b"POST")
+    assert found[b"access-control-allow-methods"] == b"GET, HEAD, OPTIONS"
+    assert b"Authorization" in found[b"access-control-allow-headers"]
+    assert b"access-control-allow-credentials" not in found
