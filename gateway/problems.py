@@ -312,6 +312,7 @@ POSITIVE: Final[Mapping[Outcome, HTTPStatus]] = {
 
 #: Problems of the door itself: name → status and title. `busy` here means that the gateway has no room.
 DOOR_PROBLEMS: Final[Mapping[str, tuple[HTTPStatus, str]]] = {
+    "not_signed": (HTTPStatus.UNAUTHORIZED, "The receipt is not signed as it must be"),
     "not_found": (HTTPStatus.NOT_FOUND, "There is nothing at this path"),
     "method_not_allowed": (HTTPStatus.METHOD_NOT_ALLOWED, "The path does not have this method"),
     "request_timeout": (HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive"),

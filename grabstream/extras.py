@@ -12,6 +12,7 @@ INSTALL_SERVER: Final = "pip install 'grabstream[server]'"
 #: The modules that only the extra `server` installs.
 SERVER_MODULES: Final = frozenset(
     {
+        "aiohttp",
         "click",
         "cryptography",
         "faust",

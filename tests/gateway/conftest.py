@@ -14,6 +14,7 @@ from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from tests.conftest import Worker, make_system, until
 from tests.support.gateways import Caller, GatewayProcess, calling
+from tests.support.receipts import CALLBACK, KEYS_TEXT
 
 
 class Door(NamedTuple):
@@ -56,7 +57,8 @@ def door(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     asyncio.run(make_system(settings))
     worker = Worker(settings, "decide,relay,sweep,project", folder / "worker.log")
     try:
-        with GatewayProcess(settings, folder / "gateway.log", gate_timeout_ms="20000") as gateway:
+        payments = {"payment_keys": KEYS_TEXT, "payment_callback_url": CALLBACK}
+        with GatewayProcess(settings, folder / "gateway.log", gate_timeout_ms="20000", **payments) as gateway:
             asyncio.run(until_all_decide(gateway.port, settings.shards))
             yield Door(settings, gateway)
             assert gateway.text().count("\n") == 1, f"only that it listens: {gateway.text()[-4000:]}"

@@ -20,9 +20,11 @@ from grabstream.gateway.books import open_books
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.openapi import document
+from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
+from grabstream.gateway.tokens import PaymentTokens
 from grabstream.ops.connections.identity import require_schema
-from grabstream.ops.connections.opening import open_gate
+from grabstream.ops.connections.opening import open_gate, payment_keys
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
@@ -100,9 +102,12 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             lambda connection: require_schema(connection, settings),
         ) as books,
     ):
+        keys = payment_keys(settings)
+        tokens = PaymentTokens(keys, settings.payment_callback_url)
         application = Application(
-            Commands(gate, settings.gate_timeout_ms),
-            Questions(books, Cache()),
+            Commands(gate, settings.gate_timeout_ms, tokens),
+            Questions(books, Cache(), tokens),
+            Receipts(gate, settings.gate_timeout_ms, keys),
             functools.partial(document, metadata.version("grabstream")),
             Bounds(settings.gateway_requests_max, connections_max),
             _hosts(host),
