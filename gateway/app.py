@@ -29,6 +29,7 @@ from grabstream.gateway.problems import (
     explanation,
     retry_soon,
 )
+from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.requests import Gone, Request, body_of, offer_of_grab, query_of, segments_of
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Application:
         self,
         commands: Commands,
         questions: Questions,
+        receipts: Receipts,
         document: Callable[[], Mapping[str, Any]],
         bounds: Bounds,
         hosts: frozenset[str] | None = None,
@@ -75,7 +77,7 @@ class Application:
             "health": self._health,
             **{
                 operation.name: getattr(of_kind, _method_of(operation))
-                for kind, of_kind in (("command", commands), ("read", questions))
+                for kind, of_kind in (("command", commands), ("read", questions), ("receipt", receipts))
                 for operation in OPERATIONS
                 if operation.kind == kind
             },

@@ -22,6 +22,7 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.caching import Cache, tag_of
 from grabstream.gateway.operations import KINDS, OFFER_ORDERS, OFFER_STATES, OPERATIONS, TAKEN_ORDERS
+from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
 from grabstream.gateway.requests import Request, chosen, query_of
 from grabstream.models.bounds import quoted
@@ -74,10 +75,11 @@ _TRANSFERS: Final = """
 
 
 class Questions:
-    """The handlers of questions."""
+    """The handlers of questions. `tokens` adds payment tokens to the holds of a user."""
 
-    def __init__(self, books: Books, cache: Cache) -> None:
+    def __init__(self, books: Books, cache: Cache, tokens: PaymentTokens | None = None) -> None:
         self._books = books
+        self._tokens = tokens or PaymentTokens()
         self._cache = cache
         #: Questions that wait until the read model has an event.
         self._waiting = 0
@@ -189,6 +191,8 @@ class Questions:
             + " ORDER BY at DESC, shard DESC, seq DESC LIMIT %s"
         )
         rows = await self._books.rows(query, [request.path["user"], *page.last, page.rows + 1])
+        for row in rows:
+            self._tokens.add_to(row, request.path["user"])
         return _new(request, page.document("grabs", rows, ("at", "shard", "seq")))
 
     async def user_transfers(self, request: Request, body: bytes) -> Reply:

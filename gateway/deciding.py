@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.problems import (
     JSON,
     NOT_KEPT,
@@ -31,7 +32,7 @@ from grabstream.gateway.requests import (
     settling_of,
 )
 from grabstream.lua.gate.gate import Gate, Promise
-from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
@@ -47,12 +48,13 @@ _APPLIED: Final = (b"preference-applied", b"respond-async")
 
 class Commands:
     """The handlers of commands: a request and its body in, a reply out. `timeout_ms` is how long a command
-    waits for its answer; an envelope waits longer, by its parts.
+    waits for its answer; an envelope waits longer, by its parts. `tokens` adds payment tokens to holds.
     """
 
-    def __init__(self, gate: Gate, timeout_ms: int) -> None:
+    def __init__(self, gate: Gate, timeout_ms: int, tokens: PaymentTokens | None = None) -> None:
         self._gate = gate
         self._timeout_ms = timeout_ms
+        self._encode = (tokens or PaymentTokens()).encode
 
     async def grab(self, request: Request, body: bytes) -> Reply:
         """POST /v1/offers/{offer}/grabs"""
@@ -109,7 +111,7 @@ class Commands:
         answers = await self._answers(request, commands, promise)
         if all(answer.positive for answer in answers):
             status = max(status_of(answer, promise) for answer in answers)
-            return Reply(status, _basket(answers), _headers(request, promise))
+            return Reply(status, self._basket(answers), _headers(request, promise))
         # As a rule, each answer names the grab that was refused first. A basket that another one shares its
         # key with may have first answers of that one, too.
         index = next(index for index, one in enumerate(answers) if not one.positive)
@@ -118,7 +120,7 @@ class Commands:
             named = answer.message.removeprefix(_WITH_ANOTHER)
             index = next((index for index, command in enumerate(commands) if command.id == named), 0)
             answer = msgspec.structs.replace(answers[index], message=_WHOLE)
-        members = {"answers": msgspec.json.decode(_basket(answers))["answers"]}
+        members = {"answers": msgspec.json.decode(self._basket(answers))["answers"]}
         return refusal_reply(answer, commands[index], _now_ms(), members)
 
     async def _operate(self, request: Request, type_: str, body: bytes) -> Reply:
@@ -137,7 +139,10 @@ class Commands:
                 (b"location", f"/v1/offers/{command.offer}".encode()),
                 (IDEMPOTENCY_KEY.lower().encode(), command.id.encode()),
             )
-        return Reply(status_of(answer, promise), encode_answer(answer), headers)
+        return Reply(status_of(answer, promise), self._encode(answer), headers)
+
+    def _basket(self, answers: Sequence[Answer]) -> bytes:
+        return b'{"answers":[' + b",".join(map(self._encode, answers)) + b"]}"
 
     async def _answers(
         self, request: Request, commands: Sequence[AnyCommand], promise: Promise
@@ -170,10 +175,6 @@ def _headers(request: Request, promise: Promise) -> tuple[tuple[bytes, bytes], .
     if promise == "decided" and prefers_async(request):
         return (*_HEADERS, _APPLIED)
     return _HEADERS
-
-
-def _basket(answers: Sequence[Answer]) -> bytes:
-    return b'{"answers":[' + b",".join(map(encode_answer, answers)) + b"]}"
 
 
 def _now_ms() -> int:

@@ -17,8 +17,9 @@ from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
 from grabstream.models.bounds import BASKET_GRABS_MAX
 from grabstream.models.identifiers import ID_PATTERN
 from grabstream.models.outcomes import Outcome
+from grabstream.models.payments import TOKEN_LENGTH_MAX
 from grabstream.models.vocabulary import Answer, AnyCommand
-from grabstream.models.vocabulary.documents import DOCUMENTS
+from grabstream.models.vocabulary.documents import DOCUMENTS, PaymentResult
 
 OPENAPI_VERSION: Final = "3.1.0"
 _REFERENCE: Final = "#/components/schemas/{model}"
@@ -40,6 +41,12 @@ _OF_CALLERS: Final = ("unauthenticated", "insufficient_scope", "too_many_request
 _OF_BODIES: Final = ("content_too_large", "unsupported_media_type")
 _OF_COMMANDS: Final = ("outcome_unknown",)
 _OF_READS: Final = ("unavailable", "read_model_behind")
+_OF_RECEIPTS: Final = ("not_signed", "outcome_unknown")
+#: Refusals after which nothing is booked for a receipt.
+_REFUSED_RECEIPTS: Final = (
+    Outcome.invalid, Outcome.fenced, Outcome.busy, Outcome.conflict, Outcome.no_such_offer,
+    Outcome.no_such_grab,
+)  # fmt: skip
 
 
 def document(version: str) -> Node:
@@ -108,7 +115,7 @@ def _operation(operation: Operation) -> Node:
     node: Node = {
         "operationId": operation.name,
         "summary": operation.summary,
-        "tags": [operation.scope if operation.scope != "none" else "documents"],
+        "tags": [operation.scope if operation.scope != "none" else f"{operation.kind}s"],
         "parameters": _parameters(operation),
         "responses": _responses(operation),
         "security": _security(operation),
@@ -191,9 +198,9 @@ def _responses(operation: Operation) -> Node:
         found[200]["headers"] = {"ETag": {"schema": {"type": "string"}}}
         found[304] = {"description": "The client has it already (If-None-Match)."}
     problems: dict[int, list[str]] = {}
-    if operation.kind == "command":
-        for outcome, refusal in REFUSALS.items():
-            problems.setdefault(int(refusal.status), []).append(f"`{outcome.name}`")
+    if operation.kind in ("command", "receipt"):
+        for outcome in REFUSALS if operation.kind == "command" else _REFUSED_RECEIPTS:
+            problems.setdefault(int(REFUSALS[outcome].status), []).append(f"`{outcome.name}`")
     else:
         problems[400] = ["`invalid`"]
         if "{offer}" in operation.path:
@@ -205,6 +212,7 @@ def _responses(operation: Operation) -> Node:
         *(_OF_BODIES if operation.body_bytes_max else ()),
         *(_OF_COMMANDS if operation.kind == "command" else ()),
         *(_OF_READS if operation.kind == "read" else ()),
+        *(_OF_RECEIPTS if operation.kind == "receipt" else ()),
     ):
         of_status = problems.setdefault(int(DOOR_PROBLEMS[name][0]), [])
         if f"`{name}`" not in of_status:
@@ -230,6 +238,8 @@ def _responses(operation: Operation) -> Node:
 
 def _positive(operation: Operation) -> dict[int, str]:
     """The statuses of success, with their meaning."""
+    if operation.kind == "receipt":
+        return {200: "It is in the journal what becomes of the money. Until this answer, send it again."}
     if operation.kind != "command":
         return {200: "The answer."}
     by_status: dict[int, list[str]] = {}
@@ -268,6 +278,8 @@ def body_name(operation: Operation) -> str:
     """The name of the schema of a body."""
     if operation.name == "take_basket":
         return "Basket"
+    if operation.kind == "receipt":
+        return "ReceiptBody"
     return f"{(operation.command or '').capitalize()}Body"
 
 
@@ -277,6 +289,8 @@ def answer_name(operation: Operation) -> str:
         return "BasketAnswer" if operation.name == "take_basket" else "Answer"
     if operation.kind == "read":
         return DOCUMENTS[operation.name].__name__
+    if operation.kind == "receipt":
+        return PaymentResult.__name__
     return {"openapi": "Document", "problem": "ProblemType", "health": "Health"}[operation.name]
 
 
@@ -287,7 +301,8 @@ def _reference(name: str) -> Node:
 def _schemas() -> dict[str, Node]:
     models: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in _COMMANDS.values()]
     models += [(model, "validation") for model in DOCUMENTS.values()]
-    _, made = models_json_schema([*models, (Answer, "serialization")], ref_template=_REFERENCE)
+    models += [(PaymentResult, "serialization"), (Answer, "serialization")]
+    _, made = models_json_schema(models, ref_template=_REFERENCE)
     known: dict[str, Node] = made["$defs"]
     commands = {model.__name__ for model in _COMMANDS.values()}
     # `adjust` and `load` have no route, and their parts no use.
@@ -319,6 +334,21 @@ def _schemas() -> dict[str, Node]:
     )
     schemas["Id"] = {"type": "string", "pattern": ID_PATTERN}
     schemas["Problem"] = _problem(answer)
+    answer["properties"]["payment_token"] = {
+        "type": "string",
+        "description": "Of a hold for which something is due, where the gateway has payment keys: a compact "
+        "JWS for the payment side.",
+    }
+    schemas["ReceiptBody"] = _object(
+        "A receipt of the payment side.",
+        {
+            "receipt": {
+                "type": "string", "minLength": 1, "maxLength": TOKEN_LENGTH_MAX,
+                "description": "A compact JWS, signed with a key of GRAB_PAYMENT_KEYS.",
+            }
+        },
+        ["receipt"],
+    )  # fmt: skip
     schemas["ProblemType"] = _object(
         "What a type of problems means.",
         {
@@ -357,6 +387,8 @@ def _required_of(operation: Operation) -> list[str]:
     """The fields that a body must have."""
     if operation.name == "take_basket":
         return ["grabs"]
+    if operation.kind == "receipt":
+        return ["receipt"]
     fields = _COMMANDS[operation.command or ""].model_fields
     required = [name for name, field in fields.items() if field.is_required()]
     optional = (*_given(operation), *(("offer",) if operation.name == "open" else ()))

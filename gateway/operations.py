@@ -10,7 +10,7 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.models.bounds import COMMAND_BYTES_MAX
 
-Kind = Literal["command", "read", "document"]
+Kind = Literal["command", "read", "document", "receipt"]
 Key = Literal["required", "optional", "none"]
 Scope = Literal["grab", "settle", "operate", "read", "none"]
 
@@ -114,6 +114,10 @@ OPERATIONS: Final = (
     _settling("return", "Give units back that were granted or confirmed"),
     _settling("redeem", "Use units of a coupon for an order"),
     _settling("unredeem", "Undo the use of a coupon for an order"),
+    Operation(
+        "POST", "/v1/payments/callback", "payment_callback", "receipt", "none",
+        "Report what became of a payment, with a signed receipt", body_bytes_max=GRAB_BODY_BYTES_MAX,
+    ),
     _asking(
         "/v1/offers", "offers", "List offers",
         Parameter("state", "Offers in this state only.", OFFER_STATES),

@@ -314,6 +314,7 @@ POSITIVE: Final[Mapping[Outcome, HTTPStatus]] = {
 
 #: Problems of the door itself: name → status and title. `busy` here means that the gateway has no room.
 DOOR_PROBLEMS: Final[Mapping[str, tuple[HTTPStatus, str]]] = {
+    "not_signed": (HTTPStatus.UNAUTHORIZED, "The receipt is not signed as it must be"),
     "unauthenticated": (HTTPStatus.UNAUTHORIZED, "Valid credentials are required"),
     "insufficient_scope": (HTTPStatus.FORBIDDEN, "The caller may not do this"),
     "other_user": (HTTPStatus.FORBIDDEN, "This belongs to another user"),

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from grabstream.gateway.app import Application
 from grabstream.gateway.bounds import BACKLOG, DRAIN_SECONDS_MAX, IDLE_SECONDS_MAX
 from grabstream.gateway.protocol import bounded, keep_checking
 from grabstream.lua.ending import first_to_end, running
@@ -66,7 +66,7 @@ def connections_possible(wanted: int) -> int:
 
 
 async def serve(
-    application: Application, bound: socket.socket, connections_max: int, stop: asyncio.Event,
+    application: ASGIApp, bound: socket.socket, connections_max: int, stop: asyncio.Event,
     ready: Callable[[], None],
 ) -> None:  # fmt: skip
     """Serves until `stop`; then accepts nothing more, and returns when the requests in work have their

@@ -32,6 +32,8 @@ from grabstream.models.identifiers import (
     campaign_of,
     in_schema,
     is_id,
+    is_reserved,
+    may_be_reserved,
 )
 from grabstream.models.money import AMOUNT_MAX, Currency, Invalid, Quantity, Sum, check_amount
 from grabstream.models.offers import (
@@ -264,12 +266,13 @@ class Undecodable(Exception):
         self.user = user
 
 
-def check(command: AnyCommand) -> None:
+def check(command: AnyCommand, of_system: bool = False) -> None:
     """Raises Invalid, naming the field and what is allowed, when the command must not reach a script. This
     includes a command made in Python with a value of a wrong type: no reader could decode its event.
+    `of_system`: the system itself sends it, and may use an id that is reserved for that.
     """
     try:
-        _check_rules(command)
+        _check_rules(command, of_system)
         # Of the most frequent commands, the rules check all fields one by one, which is faster.
         if not isinstance(command, Grab | Confirm):
             _check_types(command)
@@ -317,7 +320,7 @@ def _offers_of_plain(commands: Sequence[AnyCommand]) -> set[str]:
         # A command made in Python may have 1.0, or 0 in place of False.
         and set(map(type, quantities)) == {int}
         and set(map(type, waits)) == {bool}
-        and RESERVED_IDS.isdisjoint(ids)
+        and not may_be_reserved(ids)
         and are_ids((*ids, *names, *users))
     )
     return names if is_right else set()
@@ -334,7 +337,7 @@ def _is_right_and_plain(command: Grab) -> bool:
         and type(command.quantity) is int
         and command.wait is False
         and are_three_ids(command.id, command.offer, command.user)
-        and command.id not in RESERVED_IDS
+        and not is_reserved(command.id)
     )
 
 
@@ -355,7 +358,7 @@ def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
         return False
     asked = _given(quantities)
     return (
-        RESERVED_IDS.isdisjoint(ids)
+        not may_be_reserved(ids)
         # A command made in Python may have 1.0, or True.
         and {*map(type, paid), *map(type, asked)} == {int}
         and min(paid) >= 0
@@ -383,12 +386,12 @@ def _check_types(command: AnyCommand) -> None:
         raise Invalid(f"{type(command).__name__.lower()}: {error}") from None
 
 
-def _check_rules(command: AnyCommand) -> None:
+def _check_rules(command: AnyCommand, of_system: bool = False) -> None:
     if type(command) is Grab and _is_right_and_plain(command):
         return
     if not is_id(command.id):
         raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.id)}")
-    if command.id in RESERVED_IDS:
+    if is_reserved(command.id) and not (of_system and command.id not in RESERVED_IDS):
         raise Invalid(
             f"id: {command.id} is reserved for events that the system makes itself; choose another id"
         )

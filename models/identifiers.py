@@ -4,7 +4,7 @@ An id needs no escaping in JSON, Lua, COPY, Redis keys or hash tags, because its
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final
 from zlib import crc32
 
@@ -27,6 +27,9 @@ def in_schema(**words: Any) -> Meta:
 #: Command ids of events that the system makes by itself when a time is reached (`sweep`). Senders must not
 #: use them.
 RESERVED_IDS: Final = frozenset({"sweep"})
+#: The ids of commands that the system sends itself begin so (`models/payments.py`). Senders must not use
+#: them: a command under such an id would be taken for the one of the system.
+SYSTEM_IDS: Final = "grabstream:"
 
 # `is_id` and `are_ids` check it.
 Id = Annotated[str, in_schema(pattern=ID_PATTERN)]
@@ -42,6 +45,18 @@ _ID_BYTES: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456
 def is_id(text: str) -> bool:
     """Whether the text may name a command, offer, user, issuer, payment or attribute."""
     return _id_match(text) is not None
+
+
+def is_reserved(id: str) -> bool:
+    """Whether an id may only be used by the system itself."""
+    return id in RESERVED_IDS or id.startswith(SYSTEM_IDS)
+
+
+def may_be_reserved(ids: Sequence[str]) -> bool:
+    """Whether one of the ids may be reserved: fast, and True for a few lists without a reserved id. Raises
+    TypeError for what is no text.
+    """
+    return SYSTEM_IDS in "".join(ids) or not RESERVED_IDS.isdisjoint(ids)
 
 
 def are_three_ids(first: str, second: str, third: str) -> bool:

@@ -76,6 +76,7 @@ GROUPS: Final = {
         "up": ("local.services", "Start the local servers."),
         "down": ("local.services", "Stop the local servers that `up` started."),
         "rehearse": ("local.rehearse", "Let a made-up crowd grab, watch it live, and get a verdict."),
+        "fake-payments": ("local.fake_payments", "Run a payment provider that moves no money, for tests."),
     },
 }
 VERBS: Final = {name: verb for group in GROUPS.values() for name, verb in group.items()}

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
 
 from dotenv import dotenv_values  # comes with pydantic-settings, which reads .env by it
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (  # reads .env, names the variable that is wrong
     BaseSettings,
@@ -23,6 +23,7 @@ from pydantic_settings import (  # reads .env, names the variable that is wrong
 
 from grabstream.extras import installed
 from grabstream.models.bounds import quoted, shortened
+from grabstream.models.payments import CALLBACK_LENGTH_MAX
 
 # Below the range of ephemeral ports: otherwise an outgoing connection could occupy a server's port.
 REDIS_PORT = 16379
@@ -30,11 +31,12 @@ KAFKA_PORT = 19092
 CONTROLLER_PORT = 19093
 POSTGRES_PORT = 15432
 GATEWAY_PORT = 18080
+PAYMENTS_PORT = 18090
 
 #: Fields whose values are never shown. An empty value counts as not set.
-SECRETS = ("seal_keys", "ticket_keys")
+SECRETS = ("seal_keys", "ticket_keys", "payment_keys")
 #: Fields whose values may hold a password.
-ADDRESSES = ("redis_url", "cache_url", "postgres")
+ADDRESSES = ("redis_url", "cache_url", "postgres", "payment_callback_url", "payment_query_url")
 
 #: Names that only tests read.
 OF_TESTS: Final = ("GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
@@ -114,6 +116,30 @@ class Settings(BaseSettings):
             "every ticket is refused."
         ),
     ] = SecretStr("")
+    payment_keys: Annotated[
+        SecretStr,
+        _setting(
+            "Secrets shared with the payment side, `id:key,…`; the first one signs, all verify. Without any, "
+            "there are no payment tokens, and every receipt is refused."
+        ),
+    ] = SecretStr("")
+    payment_callback_url: Annotated[
+        str | None, _setting("Address for receipts, which payment tokens name: the gateway's callback.")
+    ] = None
+    payment_query_url: Annotated[
+        str | None,
+        _setting("Address at which workers ask the payment side before a hold ends; absent: they do not."),
+    ] = None
+    payment_query_timeout_ms: Annotated[
+        int,
+        _setting(
+            "How long a worker waits for the answer of the payment side. It asks twice this time and 1 s "
+            "before a hold ends.",
+            "ms",
+            ge=50,
+            le=30_000,
+        ),
+    ] = 2_000
     outbox_events_max: Annotated[
         int, _setting("Events that an outbox may hold before grabs are answered `busy`.", "events", ge=1)
     ] = 200_000
@@ -391,6 +417,32 @@ class Settings(BaseSettings):
             TicketKeys.from_text(value.get_secret_value())
         return value
 
+    @field_validator("payment_keys")
+    @classmethod
+    def _can_be_signed_with(cls, value: SecretStr) -> SecretStr:
+        if value.get_secret_value() and installed("jwt"):
+            from grabstream.lua.gate.signing import SigningKeys
+
+            SigningKeys.from_text("GRAB_PAYMENT_KEYS", value.get_secret_value())
+        return value
+
+    @field_validator("payment_callback_url", "payment_query_url")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None and not _is_http(value):
+            # A text that is no address may hold a password.
+            raise ValueError(
+                f"must be http://host:port/path or https://…, without a password, of at most "
+                f"{CALLBACK_LENGTH_MAX} characters"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _can_ask(self) -> Self:
+        if self.payment_query_url is not None and not self.payment_keys.get_secret_value():
+            raise ValueError("GRAB_PAYMENT_QUERY_URL needs GRAB_PAYMENT_KEYS: questions are signed")
+        return self
+
     def require_seal_keys(self) -> None:
         """Raises BadSettings with the way out when there are no seal keys."""
         if not self.seal_keys.get_secret_value():
@@ -413,6 +465,25 @@ def _is_broker(text: str) -> bool:
 
 def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65_536
+
+
+def _is_http(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        # An invalid port raises when it is read.
+        is_right = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return (
+        is_right
+        and parts.scheme in ("http", "https")
+        and "@" not in parts.netloc
+        and not parts.fragment
+        and len(text) <= CALLBACK_LENGTH_MAX
+        and text.isascii()
+        and text.isprintable()
+        and not re.search(r'[\s"\\]', text)
+    )
 
 
 class ClusterAddress(NamedTuple):
@@ -462,11 +533,16 @@ def load_settings(env_file: Path | None = None) -> Settings:
     except ValidationError as error:
         lines = []
         for problem in error.errors():
+            message = shortened(problem["msg"].removeprefix("Value error, "))
+            if not problem["loc"]:
+                # A rule about several settings, which its text names.
+                lines.append(message)
+                continue
             field = str(problem["loc"][0])
             name = field if field.startswith("GRAB_") else f"GRAB_{field.upper()}"
             value = without_password(problem["input"]) if field in ADDRESSES else problem["input"]
             got = "" if field in SECRETS else f" (got {quoted(value)})"
-            lines.append(f"{name}: {shortened(problem['msg'].removeprefix('Value error, '))}{got}")
+            lines.append(f"{name}: {message}{got}")
         raise BadSettings("; ".join(lines)) from None
 
 

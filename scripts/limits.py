@@ -13,13 +13,15 @@ from annotated_types import Ge, Gt, Le
 from grabstream.gateway import bounds as http
 from grabstream.lua import loader
 from grabstream.lua.gate import gate, queue, refusals, sizes, staging, tickets
-from grabstream.models import bounds, calendar, commands, identifiers, money, offers
+from grabstream.models import bounds, calendar, commands, identifiers, money, offers, payments
 from grabstream.models.rules import grabbing, settling, state
 from grabstream.ops.formats import offer_files
+from grabstream.ops.rehearsal import payment_provider
 from grabstream.ops.settings import SECRETS, Settings
 from grabstream.projections.records import api_keys
 from grabstream.streams import topics
-from grabstream.streams.deciding import backlog, decider, understanding
+from grabstream.streams.deciding import backlog, decider, payment_side, understanding
+from grabstream.streams.deciding import payments as hold_queries
 from grabstream.streams.relaying import blocks, ownership
 
 DAY_MS = 24 * 3600 * 1000
@@ -384,6 +386,31 @@ def of_processes() -> list[Row]:
             "the rest is only counted in `demand`",
         ),
         Row(
+            "holds in a question to the payment side",
+            f"{payments.QUERY_HOLDS_MAX}; {hold_queries.QUERIES_AT_ONCE_MAX} questions of a shard at a time",
+            "the payment side answers each within the time limit",
+            "the rest is in the next question",
+        ),
+        Row(
+            "a signed question to the payment side, and its answer",
+            size(payments.QUERY_LENGTH_MAX),
+            "memory of a worker",
+            "it is not read further; these holds end as without an answer",
+        ),
+        Row(
+            "the time of a question to the payment side",
+            "`GRAB_PAYMENT_QUERY_TIMEOUT_MS`; it is asked twice this time and 1 s before a hold ends",
+            "an answer after the end of the hold is of no use",
+            f"no answer; after {payment_side.FAILURES_MAX} in a row nothing is asked for "
+            f"{payment_side.OPEN_SECONDS:.0f} s",
+        ),
+        Row(
+            "payments that the fake payment provider keeps",
+            f"{payment_provider.PAYMENTS_MAX:,}",
+            "it keeps them in memory",
+            "503; start it again",
+        ),
+        Row(
             "tickets that a gate remembers as verified",
             f"{tickets.REMEMBERED_MAX:,}",
             "about 1 kB for each",
@@ -506,6 +533,18 @@ def of_requests() -> list[Row]:
             f"{http.CACHE_SECONDS:.0f} s, {size(http.CACHE_BYTES_MAX)} of such answers",
             "a crowd asks the same",
             "it is read again; the least recently used are dropped",
+        ),
+        Row(
+            "a payment token, and a receipt",
+            f"{payments.TOKEN_LENGTH_MAX:,} characters, checked before anything is decoded",
+            "memory of a gateway",
+            "400 `invalid`",
+        ),
+        Row(
+            "an address for receipts, or for questions to the payment side",
+            f"{payments.CALLBACK_LENGTH_MAX} characters",
+            "it is a part of every payment token",
+            "the process does not start, and names the setting",
         ),
         Row("rows of a page", f"{http.PAGE_ROWS_MAX}, {http.PAGE_ROWS} without `limit`", "", "400 `invalid`"),
         Row(

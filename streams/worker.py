@@ -26,9 +26,10 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.refusals import RefusalLog, writing
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.deciding.decider import Decider
+from grabstream.streams.deciding.payments import HoldQueries, PaymentSide
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
 from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.recovery import Recovered, Snapshots
@@ -79,11 +80,13 @@ def roles_of(
     report_recovery: Callable[[Recovered], Any] | None = None,
     ready: Callable[[str], None] = lambda role: None,
     relays: Callable[[Sequence[int]], None] = lambda shards: None,
+    payment_side: PaymentSide | None = None,
 ) -> dict[str, Role]:
     """The roles to play as functions of a stop event; raises ValueError for a role that does not exist.
 
     `ready` is called with each of the roles returned once it has started, also when it starts again; before
-    it, `relays` is called with the shards that this worker relays and sweeps then.
+    it, `relays` is called with the shards that this worker relays and sweeps then. `payment_side` is asked
+    about holds that end soon.
     """
     for role in roles:
         if role not in ROLES:
@@ -113,6 +116,7 @@ def roles_of(
         running["decide"] = decide
 
     if "relay" in roles:
+        queries_of: Callable[[ShardKeys], HoldQueries] | None = None
 
         def tasks_of(shard: int, duty: Duty) -> list[Any]:
             of_shard = keys.shard(shard)
@@ -126,7 +130,7 @@ def roles_of(
                 skew_ms_max = settings.gate.clock_skew_ms_max
                 sweeper = Sweeper(
                     redis, of_shard, settings.shards, skew_ms_max, record_demand, duty.decided,
-                    lambda: duty.is_waiting,
+                    lambda: duty.is_waiting, queries_of(of_shard) if queries_of else None,
                 )  # fmt: skip
                 tasks.append(sweeper.run())
             return tasks
@@ -135,7 +139,19 @@ def roles_of(
             relays(shards)
             ready("relay")
 
-        running["relay"] = Leases(redis, keys, settings.lease_ms, tasks_of, requested).run
+        async def relay(stop: asyncio.Event) -> None:
+            nonlocal queries_of
+            async with contextlib.AsyncExitStack() as stack:
+                if payment_side is not None and "sweep" in roles:
+                    # An HTTP client takes a while to import, and only this needs one.
+                    from grabstream.streams.deciding.payment_side import open_queries
+
+                    queries_of = await stack.enter_async_context(
+                        open_queries(payment_side, redis, keys, sealer, settings.gate)
+                    )
+                await Leases(redis, keys, settings.lease_ms, tasks_of, requested).run(stop)
+
+        running["relay"] = relay
 
     running.update(
         (role, restarting(role, of_books[role]))

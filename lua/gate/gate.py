@@ -70,7 +70,7 @@ from grabstream.models.commands import (
     torn_baskets,
     user_of,
 )
-from grabstream.models.identifiers import RESERVED_IDS, are_ids
+from grabstream.models.identifiers import are_ids, may_be_reserved
 from grabstream.models.money import Invalid
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome, OutcomeUnknown
 
@@ -156,6 +156,7 @@ class Gate:
         timeout_ms: int | None = None,
         reader: CallOrder | None = None,
         report_undecidable: ReportUndecidable = lambda index, reason: None,
+        of_system: bool = False,
     ) -> list[Answer]:
         """Returns answers in the order of the commands. Commands of one campaign are carried out in that
         order, also through a recovery.
@@ -169,17 +170,20 @@ class Gate:
         has in flight, and cannot return a command to the topic. So its calls are carried out in the order in
         which they were made, are queued even if the queue is full, and wait as long as their shard decides
         nothing; they never get `fenced` or `busy`. `report_undecidable` is called with the index and the
-        error of each command that no script can decide; the answer to it is `invalid`.
+        error of each command that no script can decide; the answer to it is `invalid`. `of_system` is for
+        commands that the system sends itself, whose ids are reserved (`models/payments.py`).
         """
         timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
         deadline = math.inf if reader else time.monotonic() + timeout_seconds
         if len(commands) == 1 and reader is None and basket_of(commands[0]) is None:
             return [
-                await self._decide_one(commands[0], promise, deadline, patience_ms / 1000, report_undecidable)
+                await self._decide_one(
+                    commands[0], promise, deadline, patience_ms / 1000, report_undecidable, of_system
+                )
             ]
         answers: list[Answer | None] = [None] * len(commands)
         plain = offer_of_plain(commands) if commands else None
-        valid = range(len(commands)) if plain is not None else self._check(commands, answers)
+        valid = range(len(commands)) if plain is not None else self._check(commands, answers, of_system)
         runs = list(self._split(valid, commands, plain))
         order = reader or CallOrder()
         waits: deque[tuple[int, Sequence[int], QueueEntry]] = deque()
@@ -230,10 +234,11 @@ class Gate:
         deadline: float,
         patience_seconds: float,
         report_undecidable: ReportUndecidable,
+        of_system: bool,
     ) -> Answer:
         """Decides a command that comes alone, as `decide` does: most of a crowd's do."""
         plain = offer_of_plain((command,))
-        if plain is None and (refused := _refused(command)) is not None:
+        if plain is None and (refused := _refused(command, of_system)) is not None:
             return refused
         number = self._shard(command.offer)
         script = "grab" if plain is not None else type(command).__name__.lower()
@@ -263,7 +268,9 @@ class Gate:
         """Decides one grab; see `decide`."""
         return (await self.decide([command], promise, patience_ms))[0]
 
-    def _check(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
+    def _check(
+        self, commands: Sequence[AnyCommand], answers: list[Answer | None], of_system: bool
+    ) -> Sequence[int]:
         """Returns the indexes of the valid commands; answers the others `invalid`."""
         if commands and type(commands[0]) is Confirm and are_right_confirmations(commands):
             return range(len(commands))
@@ -281,18 +288,20 @@ class Gate:
             # A name may be no text, in a command made in Python.
             with suppress(TypeError):
                 if (
-                    RESERVED_IDS.isdisjoint(ids)
+                    not may_be_reserved(ids)
                     and are_ids(names + ids)
                     and min(quantities, default=1) > 0  # type: ignore[type-var, operator]
                     and max(quantities, default=1) < 10**13  # type: ignore[type-var, operator]
                 ):
                     return range(len(commands))
-        return self._check_each(commands, answers)
+        return self._check_each(commands, answers, of_system)
 
-    def _check_each(self, commands: Sequence[AnyCommand], answers: list[Answer | None]) -> Sequence[int]:
+    def _check_each(
+        self, commands: Sequence[AnyCommand], answers: list[Answer | None], of_system: bool
+    ) -> Sequence[int]:
         valid = []
         for index, command in enumerate(commands):
-            if (refused := _refused(command)) is None:
+            if (refused := _refused(command, of_system)) is None:
                 valid.append(index)
             else:
                 answers[index] = refused
@@ -708,10 +717,10 @@ def _partial_answer(shard: int, command: AnyCommand, row: Sequence[Any], error: 
     )
 
 
-def _refused(command: AnyCommand) -> Answer | None:
+def _refused(command: AnyCommand, of_system: bool) -> Answer | None:
     """The answer `invalid` to a command that must not reach a script; None for others."""
     try:
-        check(command)
+        check(command, of_system)
     except Exception as error:
         # Any error: no other command of the list may be affected.
         if not isinstance(error, Invalid | TypeError):

@@ -4,19 +4,17 @@ The gate checks the signature, the user and the offer of a ticket. The scripts d
 expired or was used before.
 """
 
-from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-import jwt  # the usual library for these tokens; it signs and verifies with `cryptography`
+import jwt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from grabstream.lua.gate.signing import SECRET_BYTES_MIN, algorithm_of, has_another_purpose, read_keys
 from grabstream.models.identifiers import campaign_of, is_id
 from grabstream.models.offers import TIME_MS_MAX
 
-SECRET_BYTES_MIN: Final = 32
-PUBLIC_KEY_BYTES: Final = 32
 #: How far the signer's clock may be ahead of this machine's, for tickets with a time from which they are
 #: valid (`nbf`).
 NOT_BEFORE_LEEWAY_SECONDS: Final = 5
@@ -57,22 +55,7 @@ class TicketKeys:
         HS256 has a secret of at least 32 bytes, EdDSA an Ed25519 public key of 32 bytes; both in base64 or
         base64url.
         """
-        keys: dict[str, bytes | Ed25519PublicKey] = {}
-        for number, part in enumerate(filter(None, map(str.strip, text.split(","))), start=1):
-            # Errors name a key by its number: in a mistyped setting the secret may be in any field, and
-            # errors are logged.
-            key = f"GRAB_TICKET_KEYS: key {number}"
-            fields = part.split(":")
-            if len(fields) != 3:
-                raise ValueError(f"{key} has {len(fields)} fields; write it as id:algorithm:key")
-            key_id, algorithm, encoded = fields
-            if not is_id(key_id):
-                raise ValueError(f"{key}: the id before the first ':' must match [A-Za-z0-9._-]{{1,64}}")
-            # If two keys had one id, tickets signed by the first would be refused without an error.
-            if key_id in keys:
-                raise ValueError(f"{key} has the id of another key; give the new key a different id")
-            keys[key_id] = _read_key(key, algorithm, encoded)
-        return cls(keys)
+        return cls(read_keys("GRAB_TICKET_KEYS", text))
 
     def read(self, token: str, user: str, offer: str) -> Ticket | None:
         """Returns the ticket in a token (a compact JWT); None when none of the keys signed it, or when it is
@@ -92,7 +75,10 @@ class TicketKeys:
             return None
 
     def _verify(self, token: str, user: str, offer: str) -> Ticket:
-        key_id = jwt.get_unverified_header(token).get("kid")
+        header = jwt.get_unverified_header(token)
+        if has_another_purpose(header):
+            raise jwt.InvalidTokenError("signed for something else")
+        key_id = header.get("kid")
         key = self._keys.get(key_id) if isinstance(key_id, str) else None
         if key is None:
             raise jwt.InvalidTokenError("signed with a key that is not in GRAB_TICKET_KEYS")
@@ -101,7 +87,7 @@ class TicketKeys:
             key,
             # Never the algorithm of the token: else anyone could sign with HS256, with a public key as
             # secret.
-            algorithms=[_algorithm_of(key)],
+            algorithms=[algorithm_of(key)],
             # `iat` does not limit when a ticket is valid.
             options={"require": ["sub", "aud", "exp"], "verify_exp": False, "verify_iat": False},
             subject=user,
@@ -149,39 +135,4 @@ def sign(
         # Whole seconds as an integer: not every library accepts the fraction that the standard allows.
         "exp": expires_at_ms / 1000 if rest else seconds,
     }
-    return jwt.encode(
-        claims | ({"jti": once_id} if once_id else {}), key, _algorithm_of(key), {"kid": key_id}
-    )
-
-
-def _algorithm_of(key: bytes | Ed25519PublicKey | Ed25519PrivateKey) -> str:
-    return "HS256" if isinstance(key, bytes) else "EdDSA"
-
-
-def _read_key(name: str, algorithm: str, encoded: str) -> bytes | Ed25519PublicKey:
-    """Reads a key from its algorithm and base64; `name` begins the text of the ValueError."""
-    if algorithm not in ("HS256", "EdDSA"):
-        raise ValueError(f"{name}: the algorithm between the ':' must be HS256 or EdDSA")
-    # `openssl rand -base64` and a JWK use different alphabets, with and without padding.
-    encoded = encoded.rstrip("=").replace("-", "+").replace("_", "/")
-    try:
-        raw = b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
-    except ValueError:
-        raise ValueError(f"{name} is not base64") from None
-    if algorithm == "EdDSA":
-        if len(raw) != PUBLIC_KEY_BYTES:
-            raise ValueError(
-                f"{name}: an Ed25519 public key has {PUBLIC_KEY_BYTES} bytes, this has {len(raw)}; give it "
-                "without its frame"
-            )
-        return Ed25519PublicKey.from_public_bytes(raw)
-    if len(raw) < SECRET_BYTES_MIN:
-        raise ValueError(
-            f"{name}: an HS256 secret must have at least {SECRET_BYTES_MIN} bytes, it has {len(raw)}"
-        )
-    try:
-        jwt.get_algorithm_by_name("HS256").prepare_key(raw)
-    except jwt.InvalidKeyError:
-        # The library would refuse every ticket with such a key, since a public file must not be a secret.
-        raise ValueError(f"{name}: the HS256 secret is a PEM, SSH or JWK file; give random bytes") from None
-    return raw
+    return jwt.encode(claims | ({"jti": once_id} if once_id else {}), key, algorithm_of(key), {"kid": key_id})

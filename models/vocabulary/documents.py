@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from grabstream.models.vocabulary import Answer
+
 OfferState = Literal["open", "paused", "closed", "retired"]
-GrabState = Literal["held", "waiting", "confirmed", "granted", "released", "returned"]
+GrabState = Literal["held", "waiting", "confirmed", "granted", "released", "expired", "returned"]
 
 
 class Document(BaseModel, extra="forbid"):
@@ -86,6 +88,7 @@ class UserGrab(Document):
     paid: int
     refunded: int
     deadline_at: int | None = None
+    payment_token: str | None = Field(None, description="Of a hold for which something is due.")
     basket: str | None = None
     shard: int
     seq: int
@@ -151,6 +154,17 @@ class TransferPage(Page):
     """A page of transfers of a user, the newest first."""
 
     transfers: tuple[UserTransfer, ...]
+
+
+class PaymentResult(Document):
+    """What has become of a payment. `confirmed`: its units are the user's for good. `refund_due`: they are
+    not, and it is journaled that the money is to be paid back. `released`: the hold has ended. `unchanged`:
+    nothing was held. `answer` is the answer to the command that followed from the receipt.
+    """
+
+    payment: str
+    result: Literal["confirmed", "refund_due", "released", "unchanged"]
+    answer: Answer
 
 
 #: The document of each question, by the name of its operation.

@@ -23,6 +23,7 @@ from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, writing
 from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.signing import SigningKeys
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.script_client import ScriptClient
@@ -48,6 +49,7 @@ from grabstream.projections.database.system import Identity
 from grabstream.projections.records import refusals
 from grabstream.projections.records.recoveries import record_lost, record_recovery
 from grabstream.streams.clients import in_words
+from grabstream.streams.deciding.payments import PaymentSide
 from grabstream.streams.following.user_projection import System
 from grabstream.streams.relaying.recovery import Recovered, Snapshot, Snapshots
 from grabstream.streams.topics import Topics
@@ -240,6 +242,21 @@ def ticket_keys(settings: Settings) -> TicketKeys:
     read.
     """
     return TicketKeys.from_text(settings.ticket_keys.get_secret_value())
+
+
+def payment_keys(settings: Settings) -> SigningKeys | None:
+    """The keys shared with the payment side; None without any. Raises ValueError that names
+    GRAB_PAYMENT_KEYS when they cannot be read.
+    """
+    return SigningKeys.from_text("GRAB_PAYMENT_KEYS", settings.payment_keys.get_secret_value())
+
+
+def payment_side(settings: Settings) -> PaymentSide | None:
+    """What a worker needs to ask the payment side; None if it does not ask."""
+    keys = payment_keys(settings)
+    if settings.payment_query_url is None or keys is None:
+        return None
+    return PaymentSide(settings.payment_query_url, keys, settings.payment_query_timeout_ms / 1000)
 
 
 def worker_settings(settings: Settings) -> WorkerSettings:

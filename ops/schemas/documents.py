@@ -1,5 +1,5 @@
-"""JSON Schemas (2020-12) of every command, answer and event, generated from the models: one document each,
-with all its references included.
+"""JSON Schemas (2020-12) of every command, answer and event, and of the claims of signed texts about
+payments, generated from the models: one document each, with all its references included.
 
 A schema checks single fields. Rules about several fields (a basket cannot wait, a price needs a hold) are
 checked when a command is decoded, so a command that fits its schema can still be answered `invalid`.
@@ -13,6 +13,7 @@ import msgspec
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand
 from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
+from grabstream.models.payments import PaymentAnswer, PaymentQuery, PaymentToken, Receipt
 from grabstream.models.runs import RUN_VERSION, AnyRun
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
@@ -33,6 +34,13 @@ def documents() -> dict[str, Schema]:
     }
     # The values of a column may be null where a grab has none.
     schemas |= {run_name(tag_of(run)): schema_of(run, f"{tag_of(run)} (run)") for run in get_args(AnyRun)}
+    schemas |= {
+        f"payments/{name}": schema_of(claims, f"payment {name}", nulls=are_read)
+        for name, claims, are_read in (
+            ("token", PaymentToken, False), ("receipt", Receipt, True), ("query", PaymentQuery, False),
+            ("answer", PaymentAnswer, True),
+        )
+    }  # fmt: skip
     return {
         name: {"$schema": DIALECT, "$id": f"urn:grabstream:{name.replace('/', ':')}", **schemas[name]}
         for name in sorted(schemas)

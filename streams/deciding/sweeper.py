@@ -1,5 +1,6 @@
 """The sweeper: ends expired holds, closes and retires offers, deletes the records of retired offers, and
-copies the counts of refusals to SQL. Each shard has one, beside its relay.
+copies the counts of refusals to SQL. Each shard has one, beside its relay. It also has the payment side asked
+about holds that end soon (`payments.py`).
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.deciding.payments import HoldQueries
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +54,12 @@ class Due(NamedTuple):
     payments_ms: int | None
     has_records: bool
     has_demand: bool
+    queries_ms: int | None = None
 
     def seconds(self, seconds_max: float) -> float:
         """The seconds until the next hold or offer is due, at most `seconds_max`."""
-        times = [at for at in (self.holds_ms, self.offers_ms, self.payments_ms) if at is not None]
+        all_times = (self.holds_ms, self.offers_ms, self.payments_ms, self.queries_ms)
+        times = [at for at in all_times if at is not None]
         return max(0.0, min([(at - self.now_ms) / 1000 for at in times] + [seconds_max]))
 
 
@@ -67,6 +71,7 @@ class Sweeper:
 
     Whoever reads new events of the shard sets `decided`: they may be due sooner than what is known. While
     `is_watched` returns True, somebody waits for new events; when nobody does any more, `decided` is set too.
+    `queries` asks the payment side about holds that end soon; without it, nobody is asked.
     """
 
     def __init__(
@@ -78,8 +83,10 @@ class Sweeper:
         record_demand: RecordDemand | None = None,
         decided: asyncio.Event | None = None,
         is_watched: Callable[[], bool] = lambda: False,
+        queries: HoldQueries | None = None,
     ) -> None:
         self._redis = redis
+        self._queries = queries
         self._keys = keys
         self._shards = shards
         self._clock_skew_ms_max = clock_skew_ms_max
@@ -97,12 +104,14 @@ class Sweeper:
         """
         async with asyncio.TaskGroup() as tasks:
             # Concurrently: no task waits until another has finished its work.
-            holds, offers, records, demand = (asyncio.Event() for _ in range(4))
+            holds, offers, records, demand, queries = (asyncio.Event() for _ in range(5))
             tasks.create_task(self._repeat(self.expire_all, holds))
             tasks.create_task(self._repeat(self.handle_offers, offers))
             tasks.create_task(self._repeat(self.clean, records))
             tasks.create_task(self._repeat(self.flush_demand, demand))
-            tasks.create_task(self._poll(holds, offers, records, demand))
+            if self._queries is not None:
+                tasks.create_task(self._repeat(self._queries.ask_all, queries))
+            tasks.create_task(self._poll(holds, offers, records, demand, queries))
 
     async def _repeat(self, work: Callable[[], Awaitable[object]], wanted: asyncio.Event) -> None:
         trouble = Trouble(log, f"sweeping shard {self._keys.shard}")
@@ -119,7 +128,12 @@ class Sweeper:
             await asyncio.sleep(SWEEP_EVERY_SECONDS)
 
     async def _poll(
-        self, holds: asyncio.Event, offers: asyncio.Event, records: asyncio.Event, demand: asyncio.Event
+        self,
+        holds: asyncio.Event,
+        offers: asyncio.Event,
+        records: asyncio.Event,
+        demand: asyncio.Event,
+        queries: asyncio.Event,
     ) -> None:
         """Reads what is due in one call, and wakes the tasks that do it. An idle shard costs a call every
         WATCHED_POLL_SECONDS_MAX, and one a second while its relay waits for something else than new events.
@@ -135,7 +149,8 @@ class Sweeper:
                 seconds_max = WATCHED_POLL_SECONDS_MAX if self._is_watched() else POLL_SECONDS_MAX
                 seconds = due.seconds(seconds_to_tick(seconds_max))
                 for at_ms, event in (
-                    (due.holds_ms, holds), (due.offers_ms, offers), (due.payments_ms, records)
+                    (due.holds_ms, holds), (due.offers_ms, offers), (due.payments_ms, records),
+                    (due.queries_ms, queries),
                 ):  # fmt: skip
                     if at_ms is not None and at_ms <= due.now_ms:
                         event.set()
@@ -158,7 +173,10 @@ class Sweeper:
         now_ms, *first, records, demand = await run_script(self._redis, "due", keys, [])
         holds_ms, offers_ms, retired_ms = (int(float(score)) if score else None for score in first)
         payments_ms = None if retired_ms is None else retired_ms + PAYMENTS_KEPT_MS
-        return Due(int(now_ms), holds_ms, offers_ms, payments_ms, bool(records), bool(demand))
+        queries_ms = None
+        if self._queries is not None and holds_ms is not None:
+            queries_ms = await self._queries.next_ms(int(now_ms))
+        return Due(int(now_ms), holds_ms, offers_ms, payments_ms, bool(records), bool(demand), queries_ms)
 
     async def sweep(self, at_ms: int | None = None) -> int:
         """Handles everything that is due by Redis' clock (or at the given time, for simulation); returns the

@@ -19,6 +19,7 @@ from grabstream.projections.records import api_keys
 from tests.conftest import Worker, make_system, until
 from tests.support.gateways import Caller, GatewayProcess, calling
 from tests.support.issuer import AUDIENCE, ISSUER, key_set
+from tests.support.receipts import CALLBACK, KEYS_TEXT
 
 
 class Door(NamedTuple):
@@ -62,7 +63,8 @@ def door(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     asyncio.run(make_system(settings))
     worker = Worker(settings, "decide,relay,sweep,project", folder / "worker.log")
     try:
-        with GatewayProcess(settings, folder / "gateway.log", gate_timeout_ms="20000") as gateway:
+        payments = {"payment_keys": KEYS_TEXT, "payment_callback_url": CALLBACK}
+        with GatewayProcess(settings, folder / "gateway.log", gate_timeout_ms="20000", **payments) as gateway:
             asyncio.run(until_all_decide(gateway.port, settings.shards))
             yield Door(settings, gateway)
             assert gateway.text().count("\n") == 1, f"only that it listens: {gateway.text()[-4000:]}"

@@ -10,6 +10,7 @@ from grabstream.gateway.app import Application, Bounds
 from grabstream.gateway.asking import Questions
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.deciding import Commands
+from grabstream.gateway.receipts import Receipts
 
 
 class Broken:
@@ -53,8 +54,9 @@ async def test_unknown_error_is_a_problem_with_an_id_that_the_log_has(
 ) -> None:
     broken = Broken()
     application = Application(
-        Commands(cast(Any, broken), 1_000), Questions(cast(Any, broken), Cache()), dict, Bounds()
-    )
+        Commands(cast(Any, broken), 1_000), Questions(cast(Any, broken), Cache()),
+        Receipts(cast(Any, broken), 1_000), dict, Bounds(),
+    )  # fmt: skip
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             status, document = await answer(application, method, path, body)

@@ -59,6 +59,8 @@ WITH_PASSWORDS = [
     ("POSTGRES", "host=127.0.0.1 password=hunter2 colour=red", False),
     ("POSTGRES", "postgresql://app@server:hunter2@127.0.0.1:1/x", False),
     ("POSTGRES", "postgresql://app/x:hunter2@127.0.0.1:1/x", True),
+    ("PAYMENT_CALLBACK_URL", "https://app:hunter2@pay.example/callback", False),
+    ("PAYMENT_QUERY_URL", "http://:hunter2@127.0.0.1:1/query", False),
 ]
 
 
@@ -133,6 +135,13 @@ def test_password_is_never_shown(
         ("POSTGRES", "foo", "postgresql://[user:password@]host:port/database"),
         ("POSTGRES", "postgresql://a:port/b", "postgresql://[user:password@]host:port/database"),
         ("POSTGRES", "", "postgresql://[user:password@]host:port/database"),
+        ("PAYMENT_QUERY_URL", "", "http://host:port/path"),
+        ("PAYMENT_QUERY_URL", "ftp://host/", "http://host:port/path"),
+        ("PAYMENT_QUERY_URL", "http://host:99999/", "http://host:port/path"),
+        ("PAYMENT_QUERY_URL", "http:///x", "http://host:port/path"),
+        ("PAYMENT_CALLBACK_URL", 'http://host/"', "http://host:port/path"),
+        ("PAYMENT_CALLBACK_URL", "http://host/#x", "http://host:port/path"),
+        ("PAYMENT_CALLBACK_URL", f"http://host/{'x' * 500}", "http://host:port/path"),
     ],
 )
 def test_error_for_a_wrong_address_is_one_line_with_the_right_form(
@@ -201,3 +210,25 @@ def test_config_shows_meaning_unit_and_origin_of_every_setting(
     }.items()
     said = CliRunner().invoke(grabstream, ["config"]).stdout
     assert all(word in said for word in ("environment", ".env", "default", "ms", "lease"))
+
+
+def test_payment_keys_are_shown_by_their_ids_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = new_seal_key(), new_seal_key()
+    monkeypatch.setenv("GRAB_PAYMENT_KEYS", f"{one},{other}")
+    monkeypatch.setenv("GRAB_PAYMENT_QUERY_URL", "https://pay.example/query?tenant=7")
+    shown = json.loads(CliRunner().invoke(grabstream, ["config", "--json"]).stdout)
+    ids = [key.partition(":")[0] for key in (one, other)]
+    assert shown["GRAB_PAYMENT_KEYS"]["value"] == f"{ids[0]}:…, {ids[1]}:…"
+    assert shown["GRAB_PAYMENT_QUERY_URL"]["value"] == "https://pay.example/query?tenant=7"
+    monkeypatch.setenv("GRAB_PAYMENT_KEYS", f"{one},x:{'a' * 20}")
+    with pytest.raises(BadSettings, match="GRAB_PAYMENT_KEYS: .*key 2: an HS256 secret must have") as raised:
+        load_settings()
+    assert one.partition(":")[2] not in str(raised.value)
+
+
+def test_payment_side_cannot_be_asked_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAB_PAYMENT_KEYS", "")
+    monkeypatch.setenv("GRAB_PAYMENT_QUERY_URL", "http://127.0.0.1:1/query")
+    with pytest.raises(BadSettings) as raised:
+        load_settings()
+    assert str(raised.value).startswith("GRAB_PAYMENT_QUERY_URL needs GRAB_PAYMENT_KEYS")

@@ -50,7 +50,7 @@ def config(wants_key: bool, as_json: bool) -> None:
 
 
 def _shown(name: str, value: Any) -> Any:
-    if name == "seal_keys":
+    if name in ("seal_keys", "payment_keys"):
         return ", ".join(
             f"{part.partition(':')[0]}:…" for part in value.get_secret_value().split(",") if part
         )

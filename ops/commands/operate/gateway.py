@@ -26,13 +26,15 @@ from grabstream.gateway.deciding import Commands
 from grabstream.gateway.key_sets import KeySet, reader_of
 from grabstream.gateway.openapi import document
 from grabstream.gateway.origins import Origins
+from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.rates import Counters, Rates, read_rates
+from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
 from grabstream.gateway.tokens import Tokens
 from grabstream.lua.ending import running
 from grabstream.ops.connections.cache_redis import open_cache
 from grabstream.ops.connections.identity import require_schema
-from grabstream.ops.connections.opening import checked_books, open_gate
+from grabstream.ops.connections.opening import checked_books, open_gate, payment_keys
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
@@ -189,9 +191,12 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
         ) as books,
         _open_admission(settings) as admission,
     ):
+        keys = payment_keys(settings)
+        tokens = PaymentTokens(keys, settings.payment_callback_url)
         application = Application(
-            Commands(gate, settings.gate_timeout_ms),
-            Questions(books, Cache()),
+            Commands(gate, settings.gate_timeout_ms, tokens),
+            Questions(books, Cache(), tokens),
+            Receipts(gate, settings.gate_timeout_ms, keys),
             functools.partial(document, metadata.version("grabstream")),
             Bounds(settings.gateway_requests_max, connections_max),
             _hosts(host, listed(settings.gateway_hosts)),

@@ -27,6 +27,7 @@ from grabstream.ops.connections.opening import (
     checked_books,
     key_space,
     open_redis,
+    payment_side,
     refusal_log,
     report_recovery,
     require_core,
@@ -115,7 +116,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
                 ).run),
             },
             step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
-            ready, relayed.extend,
+            ready, relayed.extend, payment_side(settings),
         )  # fmt: skip
         roles["identity"] = functools.partial(known.keep, redis)
         roles["servers"] = restarting("servers", functools.partial(watch_servers, settings, redis))

@@ -65,7 +65,7 @@ MORE_CALLS = (
     ("init", "--new-journal"), ("keys", "create", "k", "--scope", "read"), ("keys", "revoke", "k"),
 )  # fmt: skip
 #: Verbs about the servers of this machine, about this process, or about a system that they make themselves.
-OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse", "completion"}
+OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse", "fake-payments", "completion"}
 #: Verbs that read the schema only. They report a missing schema.
 OF_BOOKS_ONLY = {"show", "dismiss", "set-aside", "retry", "schemas", "why", "keys"}
 #: Verbs that report the mixed settings and continue, because their purpose is to find such faults.

@@ -1,0 +1,143 @@
+"""Receipts of payments over HTTP: the callback of the payment side.
+
+A receipt is signed, which is its authority: the route needs no other. It becomes the command `confirm` or
+`release`, under an id that follows from the payment, so it may come any number of times and in any order. The
+answer is 200 exactly when it is journaled what becomes of the money. The payment side repeats until then.
+"""
+
+import time
+from typing import Final
+
+import msgspec
+
+from grabstream.gateway.problems import (
+    JSON,
+    NOT_KEPT,
+    REFUSALS,
+    SECURE_HEADERS,
+    Problem,
+    Reply,
+    invalid,
+    problem_reply,
+    refusal_reply,
+    retry_soon,
+)
+from grabstream.gateway.requests import Request, query_of
+from grabstream.lua.gate.gate import Gate
+from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
+from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.commands import Confirm, Release
+from grabstream.models.money import Invalid
+from grabstream.models.outcomes import Outcome, OutcomeUnknown
+from grabstream.models.payments import TOKEN_LENGTH_MAX, Receipt, command_of, decode_receipt
+
+#: What has become of a payment.
+RESULTS: Final = ("confirmed", "refund_due", "released", "unchanged")
+#: Refusals of a release after which nothing is held, as the receipt of a failed payment wants it.
+_NOTHING_HELD: Final = frozenset(
+    {Outcome.no_such_offer, Outcome.no_such_grab, Outcome.expired, Outcome.not_held}
+)
+_encode = msgspec.json.Encoder().encode
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    receipt: str
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+
+
+class Receipts:
+    """The handler of receipts. Without keys, every receipt is refused. `timeout_ms` is how long a receipt
+    waits for its answer.
+    """
+
+    def __init__(self, gate: Gate, timeout_ms: int, keys: SigningKeys | None = None) -> None:
+        self._gate = gate
+        self._timeout_ms = timeout_ms
+        self._keys = keys
+
+    async def payment_callback(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/payments/callback"""
+        query_of(request, ())
+        receipt = self._receipt(body)
+        command = command_of(receipt)
+        answer = await self._answer(receipt, command)
+        if isinstance(command, Confirm) and answer.code == Outcome.no_such_offer and answer.seq is None:
+            # When an offer has retired, it is not known any more whose grab it was. Without a user, a known
+            # payment gets its recorded outcome. (Nothing can be confirmed any more.)
+            command = msgspec.structs.replace(command, user=None)
+            answer = await self._answer(receipt, command)
+        result = _result(command, answer)
+        if result is None:
+            return _refused(receipt, command, answer)
+        document = {
+            "payment": receipt.payment,
+            "result": result,
+            "answer": msgspec.Raw(encode_answer(answer)),
+        }
+        return Reply(200, _encode(document), ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS))
+
+    def _receipt(self, body: bytes) -> Receipt:
+        try:
+            text = _decode_body(body).receipt
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid(str(error), "receipt") from None
+        if len(text) > TOKEN_LENGTH_MAX:
+            raise invalid(f"receipt: has at most {TOKEN_LENGTH_MAX} characters, got {len(text)}")
+        try:
+            if self._keys is None:
+                raise NotSigned
+            payload = self._keys.read(Purpose.receipt, text, TOKEN_LENGTH_MAX)
+        except NotSigned:
+            raise Problem(
+                "not_signed",
+                "The receipt is not a receipt that a key of GRAB_PAYMENT_KEYS has signed.",
+                "receipt",
+                [(b"www-authenticate", b"JWS")],
+            ) from None
+        try:
+            return decode_receipt(payload)
+        except Invalid as error:
+            raise invalid(f"receipt: {error}", "receipt") from None
+
+    async def _answer(self, receipt: Receipt, command: Confirm | Release) -> Answer:
+        try:
+            [answer] = await self._gate.decide([command], timeout_ms=self._timeout_ms, of_system=True)
+        except OutcomeUnknown as error:
+            raise retry_soon(
+                "outcome_unknown",
+                f"Payment {receipt.payment} may be recorded or not: {error}. Send the same receipt again, "
+                "until it has an answer.",
+            ) from None
+        return answer
+
+
+def _result(command: Confirm | Release, answer: Answer) -> str | None:
+    """What has become of a payment, when that is journaled; None otherwise."""
+    if isinstance(command, Release):
+        if answer.positive:
+            return "released"
+        return "unchanged" if answer.code in _NOTHING_HELD else None
+    if answer.positive:
+        return "confirmed"
+    # The event of a refused payment says that it is to be paid back.
+    return "refund_due" if answer.seq is not None else None
+
+
+def _refused(receipt: Receipt, command: Confirm | Release, answer: Answer) -> Reply:
+    outcome = Outcome(answer.code)
+    now_ms = time.time_ns() // 1_000_000
+    if outcome in (Outcome.fenced, Outcome.busy):
+        return refusal_reply(answer, command, now_ms)
+    if outcome is Outcome.conflict:
+        words = (
+            f"Payment {receipt.payment} is recorded with other contents: another grab, user, amount or "
+            "currency. Nothing was changed. Another payment needs another id; this does not change with time."
+        )
+    else:
+        words = f"Nothing was booked for payment {receipt.payment}: {answer.message or outcome.name}"
+    known = msgspec.json.decode(encode_answer(answer))
+    known.pop("message", None)
+    refusal = REFUSALS[outcome]
+    return problem_reply(outcome.name, refusal.status, refusal.title, words, known)

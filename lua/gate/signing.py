@@ -1,0 +1,152 @@
+"""Signed texts: compact JWS (RFC 7515), as tickets, payment tokens and receipts are.
+
+A key determines its algorithm, never the text; so nobody can sign with a public key as a secret. Several keys
+verify, and the first of them signs: a new key is added behind the others everywhere, then put first, and the
+old one is removed when nothing that it signed counts any more. What a text is for is in its header `typ`, so
+a text that was signed for one purpose is refused for every other one, also where both have the same keys.
+"""
+
+from base64 import b64decode
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+import jwt  # the usual library for these texts; it signs and verifies with `cryptography`
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from grabstream.models.identifiers import is_id
+
+SECRET_BYTES_MIN: Final = 32
+PUBLIC_KEY_BYTES: Final = 32
+
+VerifyingKey = bytes | Ed25519PublicKey
+
+_jws: Final = jwt.PyJWS()
+
+
+class Purpose(StrEnum):
+    """What a text is signed for: the value of its header `typ`. Tickets have none, or `JWT`."""
+
+    payment_token = "grab-payment+jwt"  # noqa: S105 - no secret
+    receipt = "grab-receipt+jwt"
+    payment_query = "grab-payment-query+jwt"
+    payment_answer = "grab-payment-answer+jwt"
+
+
+_PURPOSES: Final = frozenset(Purpose)
+
+
+class NotSigned(Exception):
+    """A text is not signed by one of the keys, or not for this purpose. It does not say why: whoever forges
+    texts must not learn how far they came.
+    """
+
+
+class SigningKeys:
+    """Secrets by key id, shared with another party: the first one signs, all verify (HS256)."""
+
+    def __init__(self, keys: Mapping[str, bytes]) -> None:
+        """Takes the keys, at least one."""
+        self._keys = dict(keys)
+        self._first = next(iter(keys))
+
+    @classmethod
+    def from_text(cls, setting: str, text: str) -> "SigningKeys | None":
+        """Reads keys from `id:key,id:key`, secrets of at least 32 bytes in base64 or base64url; None without
+        any. Raises ValueError that names the setting when a key cannot be read.
+        """
+        keys = {
+            name: key for name, key in read_keys(setting, text, "HS256").items() if isinstance(key, bytes)
+        }
+        return cls(keys) if keys else None
+
+    def sign(self, purpose: Purpose, payload: bytes) -> str:
+        """Returns the payload, signed for a purpose with the first key."""
+        headers = {"typ": purpose.value, "kid": self._first}
+        return _jws.encode(payload, self._keys[self._first], "HS256", headers)
+
+    def read(self, purpose: Purpose, text: str, length_max: int) -> bytes:
+        """Returns the payload of a text that one of the keys signed for a purpose; raises NotSigned. Nothing
+        of a text longer than `length_max` characters is decoded.
+        """
+        # The library takes padding, with which one text would have several forms.
+        if len(text) > length_max or not text.isascii() or "=" in text:
+            raise NotSigned
+        try:
+            header = _jws.get_unverified_header(text)
+            key = self._keys.get(header["kid"]) if isinstance(header.get("kid"), str) else None
+            if key is None or header.get("typ") != purpose.value:
+                raise NotSigned
+            payload: bytes = _jws.decode_complete(text, key, algorithms=["HS256"])["payload"]
+        except jwt.InvalidTokenError:
+            raise NotSigned from None
+        return payload
+
+
+def has_another_purpose(header: Mapping[str, object]) -> bool:
+    """Whether the header of a ticket says that the text was signed for something else."""
+    kind = header.get("typ")
+    return isinstance(kind, str) and kind.lower().removeprefix("application/") in _PURPOSES
+
+
+# -- keys ----------------------------------------------------------------------------------------------------
+
+
+def algorithm_of(key: VerifyingKey | Ed25519PrivateKey) -> str:
+    """The algorithm of a key: HS256 for a secret, EdDSA for an Ed25519 key."""
+    return "HS256" if isinstance(key, bytes) else "EdDSA"
+
+
+def read_keys(setting: str, text: str, algorithm: str | None = None) -> dict[str, VerifyingKey]:
+    """Reads keys from `id:algorithm:key,…`, or, if all have one algorithm, from `id:key,…`; raises ValueError
+    that names the setting when a key cannot be read.
+
+    HS256 has a secret of at least 32 bytes, EdDSA an Ed25519 public key of 32 bytes; both in base64 or
+    base64url.
+    """
+    form = "id:key" if algorithm else "id:algorithm:key"
+    keys: dict[str, VerifyingKey] = {}
+    for number, part in enumerate(filter(None, map(str.strip, text.split(","))), start=1):
+        # Errors name a key by its number: in a mistyped setting the secret may be in any field, and errors
+        # are logged.
+        name = f"{setting}: key {number}"
+        fields = part.split(":")
+        if len(fields) != len(form.split(":")):
+            raise ValueError(f"{name} has {len(fields)} fields; write it as {form}")
+        key_id, encoded = fields[0], fields[-1]
+        if not is_id(key_id):
+            raise ValueError(f"{name}: the id before the first ':' must match [A-Za-z0-9._-]{{1,64}}")
+        # If two keys had one id, texts signed by the first would be refused without an error.
+        if key_id in keys:
+            raise ValueError(f"{name} has the id of another key; give the new key a different id")
+        keys[key_id] = _read_key(name, algorithm or fields[1], encoded)
+    return keys
+
+
+def _read_key(name: str, algorithm: str, encoded: str) -> VerifyingKey:
+    """Reads a key from its algorithm and base64; `name` begins the text of the ValueError."""
+    if algorithm not in ("HS256", "EdDSA"):
+        raise ValueError(f"{name}: the algorithm between the ':' must be HS256 or EdDSA")
+    # `openssl rand -base64` and a JWK use different alphabets, with and without padding.
+    encoded = encoded.rstrip("=").replace("-", "+").replace("_", "/")
+    try:
+        raw = b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
+    except ValueError:
+        raise ValueError(f"{name} is not base64") from None
+    if algorithm == "EdDSA":
+        if len(raw) != PUBLIC_KEY_BYTES:
+            raise ValueError(
+                f"{name}: an Ed25519 public key has {PUBLIC_KEY_BYTES} bytes, this has {len(raw)}; give it "
+                "without its frame"
+            )
+        return Ed25519PublicKey.from_public_bytes(raw)
+    if len(raw) < SECRET_BYTES_MIN:
+        raise ValueError(
+            f"{name}: an HS256 secret must have at least {SECRET_BYTES_MIN} bytes, it has {len(raw)}"
+        )
+    try:
+        jwt.get_algorithm_by_name("HS256").prepare_key(raw)
+    except jwt.InvalidKeyError:
+        # The library would refuse every text with such a key, since a public file must not be a secret.
+        raise ValueError(f"{name}: the HS256 secret is a PEM, SSH or JWK file; give random bytes") from None
+    return raw

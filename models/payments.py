@@ -1,0 +1,220 @@
+"""What the system and the payment side tell each other about a payment, as the claims of signed texts
+(`lua/gate/signing.py`), and the commands that follow from it.
+
+A payment token tells what is due for a hold, a receipt what became of a payment, a query which holds end
+soon, and its answer what is known about them. Names and units are those of answers: amounts in minor units,
+times in milliseconds since 1970 UTC.
+"""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from grabstream.models.bounds import quoted
+from grabstream.models.commands import Confirm, Release, check
+from grabstream.models.identifiers import ID_PATTERN, SYSTEM_IDS, Count, Id, in_schema, is_id
+from grabstream.models.money import Currency, Invalid, Sum, check_amount
+from grabstream.models.offers import TIME_MS_MAX
+
+#: The longest address that a payment token names, and the longest signed token and receipt.
+CALLBACK_LENGTH_MAX: Final = 500
+TOKEN_LENGTH_MAX: Final = 4_096
+#: Holds that one query names, and the longest signed query and answer.
+QUERY_HOLDS_MAX: Final = 100
+QUERY_LENGTH_MAX: Final = 64 * 1024
+#: Hexadecimal digits of a digest in a command id.
+_DIGITS: Final = 40
+
+
+class _Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    pass
+
+
+class PaymentToken(_Claims, frozen=True, kw_only=True):
+    """What a buyer takes to the payment side: `due` minor units of `currency` are to be paid for a grab
+    before `deadline_at`. The receipt goes to the address `callback`. `issued_at` is when the hold was
+    decided, so that a repeat has the same claims.
+    """
+
+    offer: Id
+    grab: Id
+    user: Id
+    due: Sum
+    currency: Currency
+    deadline_at: Count
+    issued_at: Count
+    callback: Annotated[str, in_schema(maxLength=CALLBACK_LENGTH_MAX)] | None = None
+
+
+class Receipt(_Claims, frozen=True, kw_only=True):
+    """What became of a payment: `paid` minor units of `currency` were paid, or it `failed`, and nothing was
+    paid. `payment` is the id that the payment side gave it; another payment has another id.
+    """
+
+    payment: Id
+    offer: Id
+    grab: Id
+    user: Id
+    status: Literal["paid", "failed"]
+    at: Count
+    paid: Sum = 0
+    currency: Currency | None = None
+
+
+class AskedHold(_Claims, frozen=True, kw_only=True):
+    """A hold that ends at `ends_at`."""
+
+    offer: Id
+    grab: Id
+    ends_at: Count
+
+
+class PaymentQuery(_Claims, frozen=True, kw_only=True):
+    """Asks which of some holds were paid. `id` is random; the answer names it."""
+
+    id: Id
+    at: Count
+    holds: tuple[AskedHold, ...]
+
+
+class PaymentState(_Claims, frozen=True, kw_only=True):
+    """What the payment side knows of a hold. `paid`: as a receipt says it. `unpaid`: nothing was paid, and
+    nothing will be, because the payment side takes no payment for this grab any more. `unknown`: neither.
+    """
+
+    offer: Id
+    grab: Id
+    status: Literal["paid", "unpaid", "unknown"]
+    user: Id | None = None
+    payment: Id | None = None
+    paid: Sum = 0
+    currency: Currency | None = None
+    at: Count | None = None
+
+
+class PaymentAnswer(_Claims, frozen=True, kw_only=True):
+    """The answer to the query with the id `query`. Holds that it does not name count as `unknown`."""
+
+    query: Id
+    payments: tuple[PaymentState, ...]
+
+
+encode_claims = msgspec.json.Encoder().encode
+_decode_token = msgspec.json.Decoder(PaymentToken).decode
+_decode_receipt = msgspec.json.Decoder(Receipt).decode
+_decode_query = msgspec.json.Decoder(PaymentQuery).decode
+_decode_answer = msgspec.json.Decoder(PaymentAnswer).decode
+
+
+def decode_token(payload: bytes) -> PaymentToken:
+    """The claims of a payment token; raises Invalid that names the claim."""
+    try:
+        token = _decode_token(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(str(error)) from None
+    _check_ids(token, ("offer", "grab", "user"))
+    check_amount("due", token.due, least=1)
+    for name in ("deadline_at", "issued_at"):
+        check_amount(name, getattr(token, name), most=TIME_MS_MAX)
+    return token
+
+
+def decode_receipt(payload: bytes) -> Receipt:
+    """The claims of a receipt; raises Invalid that names the claim."""
+    try:
+        receipt = _decode_receipt(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(str(error)) from None
+    check_receipt(receipt)
+    return receipt
+
+
+def check_receipt(receipt: Receipt) -> None:
+    """Raises Invalid, naming the claim, when no command can follow from a receipt."""
+    _check_ids(receipt, ("payment", "offer", "grab", "user"))
+    check_amount("at", receipt.at, most=TIME_MS_MAX)
+    if receipt.status == "failed":
+        if receipt.paid:
+            raise Invalid("paid: a payment that failed paid nothing; leave it out")
+        return
+    check_amount("paid", receipt.paid, least=1)
+    if receipt.currency is None:
+        raise Invalid("currency: is required where something was paid")
+    # The rules of the command, such as that of a currency.
+    check(command_of(receipt), of_system=True)
+
+
+def decode_query(payload: bytes) -> PaymentQuery:
+    """The claims of a query; raises Invalid that names the claim."""
+    try:
+        query = _decode_query(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(str(error)) from None
+    _check_ids(query, ("id",))
+    for hold in query.holds:
+        _check_ids(hold, ("offer", "grab"))
+    return query
+
+
+def decode_answer(payload: bytes, query: PaymentQuery) -> list[PaymentState]:
+    """What the answer to a query says about its holds. Raises Invalid for the answer to another query, and
+    for one that names a grab that was not asked for, or names one twice.
+    """
+    try:
+        answer = _decode_answer(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(str(error)) from None
+    if answer.query != query.id:
+        raise Invalid("query: this is the answer to another query")
+    asked = {(hold.offer, hold.grab) for hold in query.holds}
+    for state in answer.payments:
+        if (state.offer, state.grab) not in asked:
+            raise Invalid("payments: a grab is named that was not asked for, or is named twice")
+        asked.remove((state.offer, state.grab))
+        if state.status == "paid":
+            check_receipt(receipt_of(state))
+    return list(answer.payments)
+
+
+def receipt_of(state: PaymentState) -> Receipt:
+    """The receipt of a payment that the answer to a query reports; its claims are not checked."""
+    return Receipt(
+        payment=state.payment or "", offer=state.offer, grab=state.grab, user=state.user or "", status="paid",
+        at=state.at or 0, paid=state.paid, currency=state.currency,
+    )  # fmt: skip
+
+
+def _check_ids(claims: msgspec.Struct, names: Sequence[str]) -> None:
+    for name in names:
+        if not is_id(value := getattr(claims, name)):
+            raise Invalid(f"{name}: must match {ID_PATTERN.strip('^$')}, got {quoted(value)}")
+
+
+# -- commands ------------------------------------------------------------------------------------------------
+
+
+def command_of(receipt: Receipt) -> Confirm | Release:
+    """The command that follows from a receipt. All receipts of a payment with one status have one command id,
+    wherever they come from: so a repeat gets the first answer, and one with other contents is a `conflict`.
+    """
+    id_ = _id_of(receipt.status, receipt.payment)
+    if receipt.status == "failed":
+        return Release(id=id_, offer=receipt.offer, grab=receipt.grab, user=receipt.user)
+    return Confirm(
+        id=id_, offer=receipt.offer, grab=receipt.grab, user=receipt.user, payment=receipt.payment,
+        paid=receipt.paid, currency=receipt.currency,
+    )  # fmt: skip
+
+
+def command_of_unpaid(hold: AskedHold) -> Release:
+    """The command that ends a hold of which the payment side knows that nobody will pay it."""
+    id_ = _id_of("unpaid", hold.offer, hold.grab, str(hold.ends_at))
+    return Release(id=id_, offer=hold.offer, grab=hold.grab)
+
+
+def _id_of(what: str, *names: str) -> str:
+    """The id of a command of the system. A payment may have the longest id, so it is there as a digest."""
+    # No id contains '/'.
+    return f"{SYSTEM_IDS}{what}:{sha256('/'.join(names).encode()).hexdigest()[:_DIGITS]}"

@@ -1,0 +1,314 @@
+"""A fake payment provider, for demonstrations and tests: it takes payment tokens, "pays", and tells the
+gateway by signed receipts. No money moves, and it keeps everything in memory.
+
+What becomes of a payment is an instruction of the request (`HOW`): so everything that a payment side may do
+can be shown and tested. A receipt is repeated, with growing pauses, until the gateway answers 2xx, as a real
+payment side has to.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import AsyncIterator
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from grabstream.lua.ending import end
+from grabstream.lua.gate.calls import now_ms
+from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
+from grabstream.models.identifiers import is_id
+from grabstream.models.money import Invalid
+from grabstream.models.payments import (
+    QUERY_LENGTH_MAX,
+    TOKEN_LENGTH_MAX,
+    PaymentAnswer,
+    PaymentQuery,
+    PaymentState,
+    PaymentToken,
+    Receipt,
+    decode_query,
+    decode_token,
+    encode_claims,
+)
+
+log = logging.getLogger(__name__)
+
+#: What becomes of a payment.
+HOW: Final = {
+    "pays": "it is paid at once",
+    "fails": "it fails at once",
+    "late": "it is paid after the deadline of the hold",
+    "twice": "it is paid, and its receipt comes twice at the same time",
+    "altered": "it is paid; its receipt first comes with another amount, which somebody changed on the way",
+    "lost": "it is paid, and no receipt comes",
+}
+PAYMENTS_MAX: Final = 10_000
+PAY_BODY_BYTES_MAX: Final = 16 * 1024
+QUERY_BODY_BYTES_MAX: Final = QUERY_LENGTH_MAX + 1_024
+ATTEMPTS_MAX: Final = 12
+PAUSE_SECONDS: Final = 0.1
+PAUSE_SECONDS_MAX: Final = 5.0
+CALLBACK_SECONDS_MAX: Final = 10.0
+#: A late payment is made so long after the deadline.
+LATE_SECONDS: Final = 0.3
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class _Pay(msgspec.Struct, forbid_unknown_fields=True):
+    token: str
+    how: str = "pays"
+    payment: str | None = None
+    #: What is paid instead of what is due.
+    paid: int | None = None
+    currency: str | None = None
+
+
+class _Query(msgspec.Struct, forbid_unknown_fields=True):
+    query: str
+
+
+_decode_pay = msgspec.json.Decoder(_Pay).decode
+_decode_query = msgspec.json.Decoder(_Query).decode
+
+
+class Payment:
+    """A payment: its receipt once it is paid or has failed, and the answers to its receipts."""
+
+    def __init__(self, payment: str, token: PaymentToken) -> None:
+        self.payment = payment
+        self.token = token
+        self.receipt: Receipt | None = None
+        self.answers: list[dict[str, Any]] = []
+        self.is_done = False
+
+    def document(self) -> dict[str, Any]:
+        """What the provider says about the payment. `done`: its receipt is answered, or given up."""
+        return {
+            "payment": self.payment, "offer": self.token.offer, "grab": self.token.grab,
+            "user": self.token.user, "status": self.receipt.status if self.receipt else "pending",
+            "answers": self.answers, "done": self.is_done,
+        }  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that the provider refuses, with a status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class PaymentProvider:
+    """The provider. Use `open_provider`."""
+
+    def __init__(self, keys: SigningKeys, session: aiohttp.ClientSession) -> None:
+        self._keys = keys
+        self._session = session
+        self._payments: dict[str, Payment] = {}
+        self._of_grab: dict[tuple[str, str], list[Payment]] = {}
+        #: Grabs of which a worker was told that nobody will pay for them.
+        self._closed: set[tuple[str, str]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.application = Starlette(
+            routes=[
+                Route("/pay", _answering(self._pay), methods=["POST"]),
+                Route("/query", _answering(self._query), methods=["POST"]),
+                Route("/payments/{payment}", _answering(self._payment), methods=["GET"]),
+            ]
+        )
+
+    async def close(self) -> None:
+        """Ends payments that wait, and repeats of receipts."""
+        await end(self._tasks)
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    async def _pay(self, request: Request) -> tuple[int, dict[str, Any]]:
+        """Takes a payment token, and pays as the request says."""
+        try:
+            asked = _decode_pay(await _body_of(request, PAY_BODY_BYTES_MAX))
+            token = decode_token(self._keys.read(Purpose.payment_token, asked.token, TOKEN_LENGTH_MAX))
+        except NotSigned:
+            raise Refused(401, "token: is not a payment token that is signed with a known key") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, Invalid) as error:
+            raise Refused(400, str(error)) from None
+        payment = asked.payment or f"pay-{secrets.token_hex(8)}"
+        if asked.how not in HOW:
+            raise Refused(400, f"how: must be {', '.join(HOW)}")
+        if not is_id(payment):
+            raise Refused(400, "payment: must be an id")
+        if token.callback is None or urlsplit(token.callback).hostname not in _LOOPBACK:
+            raise Refused(400, "token: its callback must be an address of this machine")
+        if payment in self._payments:
+            raise Refused(409, "payment: the id is known; another payment needs another id")
+        grab = token.offer, token.grab
+        if grab in self._closed:
+            raise Refused(409, "token: it is too late to pay for this grab")
+        if len(self._payments) >= PAYMENTS_MAX or len(self._closed) >= PAYMENTS_MAX:
+            raise Refused(503, f"the provider keeps {PAYMENTS_MAX} payments; start it again")
+        made = self._payments[payment] = Payment(payment, token)
+        self._of_grab.setdefault(grab, []).append(made)
+        if asked.how != "late":
+            self._settle(made, asked)
+        task = asyncio.create_task(self._carry_out(made, asked))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return 202, made.document()
+
+    async def _query(self, request: Request) -> tuple[int, dict[str, Any]]:
+        """Answers which holds were paid. A grab for which nothing was paid is closed: nobody can pay for it
+        from then on, so the worker may end its hold.
+        """
+        try:
+            text = _decode_query(await _body_of(request, QUERY_BODY_BYTES_MAX)).query
+            query = decode_query(self._keys.read(Purpose.payment_query, text, QUERY_LENGTH_MAX))
+        except NotSigned:
+            raise Refused(401, "query: is not signed with a known key") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, Invalid) as error:
+            raise Refused(400, str(error)) from None
+        answer = PaymentAnswer(query=query.id, payments=tuple(self._states(query)))
+        return 200, {"answer": self._keys.sign(Purpose.payment_answer, encode_claims(answer))}
+
+    def _states(self, query: PaymentQuery) -> list[PaymentState]:
+        states = []
+        for hold in query.holds:
+            grab = hold.offer, hold.grab
+            receipts = [payment.receipt for payment in self._of_grab.get(grab, ())]
+            paid = next((receipt for receipt in receipts if receipt and receipt.status == "paid"), None)
+            if paid is not None:
+                states.append(
+                    PaymentState(
+                        offer=paid.offer,
+                        grab=paid.grab,
+                        status="paid",
+                        user=paid.user,
+                        payment=paid.payment,
+                        paid=paid.paid,
+                        currency=paid.currency,
+                        at=paid.at,
+                    )
+                )
+            elif None in receipts or len(self._closed) >= PAYMENTS_MAX:
+                states.append(PaymentState(offer=hold.offer, grab=hold.grab, status="unknown"))
+            else:
+                self._closed.add(grab)
+                states.append(PaymentState(offer=hold.offer, grab=hold.grab, status="unpaid"))
+        return states
+
+    async def _payment(self, request: Request) -> tuple[int, dict[str, Any]]:
+        """What is known about a payment."""
+        payment = self._payments.get(request.path_params["payment"])
+        if payment is None:
+            raise Refused(404, "there is no such payment")
+        return 200, payment.document()
+
+    # -- payments --------------------------------------------------------------------------------------------
+
+    def _settle(self, payment: Payment, asked: _Pay) -> None:
+        """Decides what became of a payment."""
+        token = payment.token
+        named: dict[str, Any] = {
+            "payment": payment.payment,
+            "offer": token.offer,
+            "grab": token.grab,
+            "user": token.user,
+        }
+        if asked.how == "fails":
+            payment.receipt = Receipt(**named, status="failed", at=now_ms())
+            return
+        paid = token.due if asked.paid is None else asked.paid
+        currency = token.currency if asked.currency is None else asked.currency
+        payment.receipt = Receipt(**named, status="paid", at=now_ms(), paid=paid, currency=currency)
+
+    async def _carry_out(self, payment: Payment, asked: _Pay) -> None:
+        if asked.how == "late":
+            seconds = max(0.0, (payment.token.deadline_at - now_ms()) / 1000) + LATE_SECONDS
+            await asyncio.sleep(seconds)
+            self._settle(payment, asked)
+        assert payment.receipt is not None
+        text = self._keys.sign(Purpose.receipt, encode_claims(payment.receipt))
+        if asked.how == "altered":
+            await self._send(payment, altered(text))
+        if asked.how == "twice":
+            await asyncio.gather(self._repeat(payment, text), self._repeat(payment, text))
+        elif asked.how != "lost":
+            await self._repeat(payment, text)
+        payment.is_done = True
+
+    async def _repeat(self, payment: Payment, text: str) -> None:
+        """Sends a receipt until it is answered with 2xx."""
+        pause_seconds = PAUSE_SECONDS
+        for _ in range(ATTEMPTS_MAX):
+            if 200 <= await self._send(payment, text) < 300:
+                return
+            await asyncio.sleep(pause_seconds)
+            pause_seconds = min(pause_seconds * 2, PAUSE_SECONDS_MAX)
+        log.error("payment %s: its receipt got no answer that counts", payment.payment)
+
+    async def _send(self, payment: Payment, text: str) -> int:
+        """Sends a receipt once; returns the status of the answer, 0 without one."""
+        answer: dict[str, Any] = {"status": 0}
+        try:
+            async with self._session.post(
+                str(payment.token.callback), json={"receipt": text}, allow_redirects=False
+            ) as response:
+                answer["status"] = response.status
+                document = json.loads(await response.read())
+                answer |= {name: document[name] for name in ("result", "type") if name in document}
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            answer["error"] = type(error).__name__
+        payment.answers.append(answer)
+        return int(answer["status"])
+
+
+def altered(text: str) -> str:
+    """A signed text whose amount was changed by somebody who has no key."""
+    header, payload, signature = text.split(".")
+    claims = json.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    claims["paid"] = claims.get("paid", 0) + 1
+    changed = urlsafe_b64encode(encode_claims(claims)).decode().rstrip("=")
+    return f"{header}.{changed}.{signature}"
+
+
+def _answering(handler: Any) -> Any:
+    """An endpoint that answers with what a handler returns, or with the reason why it refuses."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            status, document = await handler(request)
+        except Refused as refused:
+            status, document = refused.status, {"reason": str(refused)}
+        return JSONResponse(document, status)
+
+    return endpoint
+
+
+async def _body_of(request: Request, bytes_max: int) -> bytes:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > bytes_max:
+            raise Refused(413, f"a body has at most {bytes_max} bytes")
+    return body
+
+
+@contextlib.asynccontextmanager
+async def open_provider(keys: SigningKeys) -> AsyncIterator[PaymentProvider]:
+    """A provider; its ASGI application is `application`."""
+    timeout = aiohttp.ClientTimeout(total=CALLBACK_SECONDS_MAX)
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout) as session:
+        provider = PaymentProvider(keys, session)
+        try:
+            yield provider
+        finally:
+            await provider.close()

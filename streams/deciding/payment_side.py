@@ -1,0 +1,157 @@
+"""The HTTP client with which a worker asks the payment side about holds. Questions and answers are signed;
+the time to wait is bounded, and a payment side that does not answer is left alone for some time.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from grabstream.lua.gate.calls import GateLimits, now_ms
+from grabstream.lua.gate.gate import Gate
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.signing import NotSigned, Purpose
+from grabstream.lua.keys import KeySpace, ShardKeys
+from grabstream.models.money import Invalid
+from grabstream.models.payments import (
+    QUERY_LENGTH_MAX,
+    AskedHold,
+    PaymentQuery,
+    PaymentState,
+    decode_answer,
+    encode_claims,
+)
+from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, lead_ms
+
+log = logging.getLogger(__name__)
+
+#: After so many questions without an answer, one after the other, nothing is asked for some time; then one
+#: question is a probe.
+FAILURES_MAX: Final = 3
+OPEN_SECONDS: Final = 10.0
+#: The body of an answer: the signed text, as JSON.
+BODY_BYTES_MAX: Final = QUERY_LENGTH_MAX + 1_024
+
+
+class NoAnswer(Exception):
+    """The payment side gave no answer that counts."""
+
+
+class Breaker:
+    """Stops questions to a payment side that does not answer: so it is left alone for some time, and what is
+    asked for next does not wait behind questions in vain.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._closed_from = 0.0
+
+    def lets_through(self) -> bool:
+        """Whether to ask now. While it is open, one question in OPEN_SECONDS is let through, as a probe."""
+        if self._failures < FAILURES_MAX:
+            return True
+        if self._clock() < self._closed_from:
+            return False
+        self._closed_from = self._clock() + OPEN_SECONDS
+        return True
+
+    def succeeded(self) -> None:
+        """An answer came."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """No answer came."""
+        self._failures += 1
+        self._closed_from = self._clock() + OPEN_SECONDS
+
+
+class Questions:
+    """Asks the payment side, for all shards of a process."""
+
+    def __init__(self, side: PaymentSide, session: aiohttp.ClientSession) -> None:
+        self._side = side
+        self._session = session
+        self._trouble = Trouble(log, "asking the payment side about holds")
+        self.breaker = Breaker()
+
+    async def ask(self, holds: Sequence[AskedHold]) -> list[PaymentState]:
+        """What the payment side knows of some holds, at most QUERY_HOLDS_MAX; nothing when it gives no answer
+        that counts. Takes the time limit at most.
+        """
+        if not self.breaker.lets_through():
+            return []
+        try:
+            states = await self._answer(holds)
+        except NoAnswer as error:
+            self.breaker.failed()
+            self._trouble.say(str(error))
+            return []
+        self.breaker.succeeded()
+        self._trouble.over()
+        return states
+
+    async def _answer(self, holds: Sequence[AskedHold]) -> list[PaymentState]:
+        query = PaymentQuery(id=secrets.token_hex(16), at=now_ms(), holds=tuple(holds))
+        signed = self._side.keys.sign(Purpose.payment_query, encode_claims(query))
+        try:
+            async with (
+                asyncio.timeout(self._side.timeout_seconds),
+                self._session.post(self._side.url, json={"query": signed}, allow_redirects=False) as response,
+            ):
+                if response.status != 200:
+                    raise NoAnswer(f"status {response.status}")
+                body = await _body_of(response)
+        except TimeoutError:
+            raise NoAnswer(f"no answer within {self._side.timeout_seconds:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoAnswer(in_words(error)) from None
+        try:
+            text = _decode_body(body).answer
+            payload = self._side.keys.read(Purpose.payment_answer, text, QUERY_LENGTH_MAX)
+            return decode_answer(payload, query)
+        except NotSigned:
+            raise NoAnswer("the answer is not signed by a key of GRAB_PAYMENT_KEYS") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, Invalid) as error:
+            raise NoAnswer(f"the answer cannot be used: {error}") from None
+
+
+class _Body(msgspec.Struct):
+    answer: str
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+
+
+async def _body_of(response: aiohttp.ClientResponse) -> bytes:
+    body = b""
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > BODY_BYTES_MAX:
+            raise NoAnswer(f"the answer has more than {BODY_BYTES_MAX} bytes")
+    return body
+
+
+@contextlib.asynccontextmanager
+async def open_queries(
+    side: PaymentSide, redis: Any, keys: KeySpace, sealer: Sealer, limits: GateLimits
+) -> AsyncIterator[Callable[[ShardKeys], HoldQueries]]:
+    """What asks about the holds of a shard, for each shard of a process."""
+    # Nobody waits for these decisions: as those of the sweeper, they count when they are decided.
+    gate = Gate(redis, keys, sealer, limits)
+    session = aiohttp.ClientSession(
+        cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=side.timeout_seconds)
+    )
+    questions = Questions(side, session)
+    try:
+        yield lambda shard: HoldQueries(redis, shard, gate, questions.ask, lead_ms(side))
+    finally:
+        await gate.close()
+        await session.close()

@@ -1,0 +1,155 @@
+"""Asks the payment side, shortly before holds end, which of them were paid.
+
+A paid hold is confirmed, and one that nobody will pay is released at once, by the same commands that follow
+from receipts. What the payment side does not know, or does not answer in time, ends as it would otherwise.
+Asking is a task of its own beside the one that ends holds, which never waits for it: with a payment side that
+hangs, holds end at their time.
+
+A hold is asked for once, by the worker that sweeps its shard. Two workers that do so at the same time ask
+twice and send the same commands, of which the second gets the first answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from grabstream.lua.gate.gate import Gate
+from grabstream.lua.gate.signing import SigningKeys
+from grabstream.lua.keys import ShardKeys
+from grabstream.lua.server import time_ms_of
+from grabstream.models.commands import Confirm, Release
+from grabstream.models.payments import (
+    QUERY_HOLDS_MAX,
+    AskedHold,
+    PaymentState,
+    command_of,
+    command_of_unpaid,
+    receipt_of,
+)
+
+log = logging.getLogger(__name__)
+
+#: Questions of a shard that wait for their answers at the same time.
+QUERIES_AT_ONCE_MAX: Final = 8
+
+#: What the payment side knows of some holds, at most QUERY_HOLDS_MAX; nothing if it gives no answer in time.
+Ask = Callable[[Sequence[AskedHold]], Awaitable[list[PaymentState]]]
+Holds = dict[tuple[str, str], AskedHold]
+
+
+class PaymentSide(NamedTuple):
+    """Where to ask, the keys that sign questions and verify answers, and how long to wait for an answer."""
+
+    url: str
+    keys: SigningKeys
+    timeout_seconds: float
+
+
+def lead_ms(side: PaymentSide) -> int:
+    """How long before the end of a hold it is asked for: two time limits, and a second for deciding."""
+    return round(2_000 * side.timeout_seconds) + 1_000
+
+
+class HoldQueries:
+    """Asks about the holds of one shard that end soon, in the order of their ends, once for each end.
+
+    A hold that lasts less than `lead_ms` may not be asked for: others with a later end may have been before.
+    """
+
+    def __init__(self, redis: Any, keys: ShardKeys, gate: Gate, ask: Ask, lead_ms: int) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._gate = gate
+        self._ask = ask
+        self._lead_ms = lead_ms
+        #: The latest end that was asked for, and the holds (`<offer>/<grab>`) with this end that were.
+        self._asked_until = 0
+        self._asked_then: set[str] = set()
+
+    async def next_ms(self, now: int) -> int | None:
+        """From when on there is something to ask (ms since 1970 UTC), None if no hold is left."""
+        found = await self._after(now, "+inf", 1)
+        return found[0][1] - self._lead_ms if found else None
+
+    async def ask_all(self) -> int:
+        """Asks about all holds that end soon and were not asked for; returns their number."""
+        total = 0
+        while asked := await self.ask_some():
+            total += asked
+        return total
+
+    async def ask_some(self) -> int:
+        """Asks about holds that end soon, a bounded number, and sends the commands that follow; returns how
+        many holds were asked for.
+        """
+        questions: list[Holds] = []
+        while len(questions) < QUERIES_AT_ONCE_MAX and (holds := await self._next_holds()):
+            questions.append(holds)
+        answers = await asyncio.gather(*(self._ask(list(holds.values())) for holds in questions))
+        for holds, states in zip(questions, answers, strict=True):
+            await self._settle(holds, states)
+        return sum(map(len, questions))
+
+    async def _next_holds(self) -> Holds:
+        """The next holds to ask for. They are not asked for again, whatever comes of it."""
+        now = await time_ms_of(self._redis, self._keys.state)
+        found = await self._after(now, now + self._lead_ms, QUERY_HOLDS_MAX)
+        if found:
+            until = found[-1][1]
+            then = {member for member, end in found if end == until}
+            self._asked_then = self._asked_then | then if until == self._asked_until else then
+            self._asked_until = until
+        holds = {}
+        for member, ends_at in found:
+            offer, grab = member.split("/")
+            holds[offer, grab] = AskedHold(offer=offer, grab=grab, ends_at=ends_at)
+        return holds
+
+    async def _after(self, now: int, until: int | str, most: int) -> list[tuple[str, int]]:
+        """Holds that were not asked for, with their ends, in this order; without those that have ended."""
+        least = max(self._asked_until, now + 1)
+        known = self._asked_then if least == self._asked_until else set()
+        rows = await self._redis.zrangebyscore(
+            self._keys.holds, least, until, start=0, num=most + len(known), withscores=True
+        )
+        members = [(member.decode(), int(score)) for member, score in rows]
+        return [
+            (member, end) for member, end in members if not (end == self._asked_until and member in known)
+        ][:most]
+
+    async def _settle(self, holds: Holds, states: Sequence[PaymentState]) -> None:
+        commands: list[Confirm | Release] = []
+        unpaid = []
+        for state in states:
+            if state.status == "paid":
+                commands.append(command_of(receipt_of(state)))
+            elif state.status == "unpaid":
+                unpaid.append(holds[state.offer, state.grab])
+        if unpaid:
+            # A hold that was extended meanwhile is asked for again.
+            members = [f"{hold.offer}/{hold.grab}" for hold in unpaid]
+            ends = await self._redis.zmscore(self._keys.holds, members)
+            commands += [
+                command_of_unpaid(hold)
+                for hold, end in zip(unpaid, ends, strict=True)
+                if end is not None and int(end) == hold.ends_at
+            ]
+        if not commands:
+            return
+        try:
+            answers = await self._gate.decide(commands, "decided", of_system=True)
+        except OutcomeUnknown as error:
+            # A hold that is still there ends at its time, and receipts are repeated.
+            log.warning(
+                "shard %d: what the payment side said may be decided or not: %s", self._keys.shard, error
+            )
+            return
+        refused = [answer for answer in answers if not answer.positive]
+        if refused:
+            log.warning(
+                "shard %d: %d of %d commands that follow from answers of the payment side were refused, the "
+                "first: %s of %s: %s %s",
+                self._keys.shard, len(refused), len(commands), refused[0].id, refused[0].offer,
+                refused[0].outcome, refused[0].message or "",
+            )  # fmt: skip

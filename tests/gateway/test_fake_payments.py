@@ -1,0 +1,172 @@
+"""The fake payment provider: with a gateway, with what it refuses, and as docs/flash-sale.md shows it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grabstream.lua.gate.signing import Purpose
+from grabstream.ops.rehearsal.payment_provider import HOW
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.servers import PROJECT
+from grabstream.ops.settings import Settings, child_environment
+from tests.conftest import until
+from tests.gateway.conftest import Door
+from tests.support.command_line import env_of, grabstream
+from tests.support.gateways import Caller, GatewayProcess, calling
+from tests.support.projecting import rows
+from tests.support.providers import ProviderProcess
+from tests.support.receipts import FOREIGN_KEYS, KEYS_TEXT, claims_of, signed
+
+PAGE = (PROJECT / "docs" / "flash-sale.md").read_text()
+SALE = {"kind": "stock", "total": 50, "price": 100, "currency": "CNY", "hold_ms": 600_000}
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProviderProcess]:
+    """A running provider."""
+    with ProviderProcess(tmp_path_factory.mktemp("provider") / "log") as running:
+        yield running
+
+
+@pytest.fixture
+async def payer(provider: ProviderProcess) -> AsyncIterator[Caller]:
+    """A client of the provider."""
+    async with calling(provider.port) as one:
+        yield one
+
+
+async def token_for(caller: Caller, offer: str, door: Door, **changes: Any) -> str:
+    """The payment token of a new hold, with the callback of the gateway of this test."""
+    got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"})
+    assert got.body["outcome"] == "held"
+    callback = f"http://127.0.0.1:{door.gateway.port}/v1/payments/callback"
+    claims = claims_of(got.body["payment_token"]) | {"callback": callback} | changes
+    return signed(claims, purpose=Purpose.payment_token)
+
+
+async def done(payer: Caller, payment: str) -> dict[str, Any]:
+    """What the provider says of a payment whose receipt is answered."""
+
+    async def is_done() -> Any:
+        got = await payer.send("GET", f"/payments/{payment}")
+        return got.body if got.body["done"] else None
+
+    return await until(is_done, 30, "the answer to the receipt")  # type: ignore[return-value]
+
+
+async def test_every_way_to_pay_ends_as_it_should(
+    door: Door, caller: Caller, payer: Caller, offer: str
+) -> None:
+    await caller.open(offer, **{**SALE, "hold_ms": 1_500})
+    await caller.open(f"{offer}:long", **SALE)
+    expected = {
+        "pays": [(200, "confirmed")], "fails": [(200, "released")], "late": [(200, "refund_due")],
+        "twice": [(200, "confirmed")] * 2, "altered": [(401, None), (200, "confirmed")], "lost": [],
+    }  # fmt: skip
+    assert expected.keys() == HOW.keys()
+    for how in expected:
+        name = offer if how == "late" else f"{offer}:long"
+        token = await token_for(caller, name, door)
+        paid = await payer.send("POST", "/pay", {"token": token, "how": how, "payment": f"{offer}-{how}"})
+        assert paid.status == 202, paid
+        assert paid.body["status"] == {"fails": "failed", "late": "pending"}.get(how, "paid")
+    for how, answers in expected.items():
+        found = await done(payer, f"{offer}-{how}")
+        assert [(one["status"], one.get("result")) for one in found["answers"]] == answers, how
+
+    async def are_booked() -> bool:
+        query = f"SELECT payment, state FROM payments WHERE offer IN ('{offer}', '{offer}:long')"
+        states = {"confirmed": "served", "refund_due": "refund_due"}
+        return dict(await rows(door.settings, query)) == {
+            f"{offer}-{how}": states[answers[-1][1]]  # type: ignore[index]
+            for how, answers in expected.items()
+            if answers and answers[-1][1] != "released"
+        }
+
+    await until(are_booked, 30, "the payments")
+
+
+async def test_receipt_is_repeated_until_the_gateway_answers(
+    caller: Caller, payer: Caller, offer: str, door: Door, tmp_path: Path
+) -> None:
+    await caller.open(offer, **SALE)
+    [port] = free_ports(1)
+    token = await token_for(caller, offer, door, callback=f"http://127.0.0.1:{port}/v1/payments/callback")
+    await payer.send("POST", "/pay", {"token": token, "payment": f"{offer}-p"})
+
+    async def has_tried() -> Any:
+        return len((await payer.send("GET", f"/payments/{offer}-p")).body["answers"]) >= 2
+
+    await until(has_tried, 30, "attempts in vain")
+    words = ("--port", str(port))
+    with GatewayProcess(door.settings, tmp_path / "log", *words, payment_keys=KEYS_TEXT):
+        found = await done(payer, f"{offer}-p")
+    assert found["answers"][0] == {"status": 0, "error": "ClientConnectorError"}
+    assert found["answers"][-1] == {"status": 200, "result": "confirmed"}
+
+
+async def test_provider_refuses_what_is_wrong(caller: Caller, payer: Caller, offer: str, door: Door) -> None:
+    await caller.open(offer, **SALE)
+    token = await token_for(caller, offer, door)
+    forged = signed(claims_of(token), FOREIGN_KEYS, Purpose.payment_token)
+    elsewhere = await token_for(caller, offer, door, callback="http://example.com/")
+    for body, status, words in (
+        ({"token": forged}, 401, "not a payment token"),
+        ({"token": signed(claims_of(token))}, 401, "not a payment token"), ({}, 400, "token"),
+        ({"token": token, "how": "x"}, 400, "how: must be"), ({"token": token, "payment": "/"}, 400, "an id"),
+        ({"token": token, "x": 1}, 400, "unknown field"), (b"x" * 20_000, 413, "at most"),
+        ({"token": elsewhere}, 400, "of this machine"),
+    ):  # fmt: skip
+        got = await payer.send("POST", "/pay", body)
+        assert (got.status, words in got.body["reason"]) == (status, True), got
+    assert (await payer.send("POST", "/query", {"query": token})).status == 401
+    assert (await payer.send("GET", "/payments/none")).status == 404
+    pay = {"token": token, "payment": f"{offer}-x"}
+    assert [(await payer.send("POST", "/pay", pay)).status for _ in range(2)] == [202, 409]
+
+
+def test_provider_needs_the_keys() -> None:
+    done = grabstream("fake-payments", "--port", "0", payment_keys="")
+    assert done.returncode == 2
+    assert "GRAB_PAYMENT_KEYS is not set" in done.stderr
+
+
+def test_walk_through_of_the_page_works(system: Settings, tmp_path: Path) -> None:
+    blocks = re.findall(r"^<!-- payments -->\n```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    script = "\n".join(blocks)
+    for there, port in zip(("18080", "18090"), free_ports(2), strict=True):
+        assert f"127.0.0.1:{there}" in script
+        verb = "gateway" if there == "18080" else "fake-payments"
+        script = script.replace(f"127.0.0.1:{there}", f"127.0.0.1:{port}")
+        script = script.replace(f"grabstream {verb} &", f"grabstream {verb} --port {port} &")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = child_environment(**env_of(system), patience_ms="30000") | {"PATH": path}
+    # A session of its own, so that nothing of it is left when it takes too long.
+    started = subprocess.Popen(
+        ["bash", "-euc", f"trap 'kill $(jobs -p); wait' EXIT\n{script}"], env=environment, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        printed, said = started.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        printed, said = started.communicate()
+    assert started.returncode == 0, printed + said
+    answers = re.findall(r'"payment":"(pay-\d)".*"answers":(\[.*?\]),"done"', printed)
+    parsed = {name: re.findall(r'"status":(\d+)(?:,"result":"(\w+)")?', text) for name, text in answers}
+    assert parsed == {
+        "pay-1": [("200", "confirmed")], "pay-2": [("200", "released")], "pay-3": [("200", "confirmed")] * 2,
+        "pay-4": [("401", ""), ("200", "confirmed")], "pay-6": [("200", "refund_due")],
+    }  # fmt: skip
+    states = re.findall(r'^"state":"(\w+)"$', printed, re.MULTILINE)
+    assert states == ["confirmed", "released", "expired"]
+    [shown] = re.findall(r"^```\n(\{\"payment\":\"pay-1\".*)$", PAGE, re.MULTILINE)
+    assert shown in printed.splitlines()

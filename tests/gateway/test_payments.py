@@ -1,0 +1,473 @@
+"""Payments over HTTP: payment tokens; receipts that come altered, several times, late, and in any order."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grabstream.lua.gate import tickets
+from grabstream.lua.gate.signing import Purpose
+from tests.conftest import LONGER, until
+from tests.gateway.conftest import Door
+from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
+from tests.support.projecting import rows
+from tests.support.receipts import (
+    CALLBACK,
+    FOREIGN_KEYS,
+    KEYS,
+    KEYS_TEXT,
+    OLD_KEYS,
+    SECRET,
+    claims_of,
+    read_token,
+    receipt_for,
+    signed,
+)
+
+SALE = {"kind": "stock", "total": 50, "price": 100, "currency": "CNY", "hold_ms": 600_000, "max_per_grab": 5}
+PATH = "/v1/payments/callback"
+
+
+async def held_by(caller: Caller, offer: str, user: str = "ann", quantity: int = 1) -> dict[str, Any]:
+    """The answer to a grab that was held."""
+    got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": user, "quantity": quantity})
+    assert (got.status, got.body["outcome"]) == (201, "held"), got
+    body: dict[str, Any] = got.body
+    return body
+
+
+async def report(caller: Caller, claims: dict[str, Any], **options: Any) -> Got:
+    """Sends a signed receipt, without any other credential."""
+    return await caller.send("POST", PATH, {"receipt": signed(claims, **options)})
+
+
+async def result_of(caller: Caller, claims: dict[str, Any]) -> tuple[str, str]:
+    """Result and outcome of a receipt that must be taken."""
+    got = await report(caller, claims)
+    assert got.status == 200, got
+    assert got.body["payment"] == claims["payment"]
+    assert got.headers["cache-control"] == "no-store"
+    return got.body["result"], got.body["answer"]["outcome"]
+
+
+async def until_over(held: dict[str, Any]) -> None:
+    """Returns when a hold has ended, by the clock of this machine, which is that of Redis, too."""
+    await until(lambda: time.time() * 1000 > held["deadline_at"] + 5, 30, "the end of the hold")
+
+
+# -- tokens --------------------------------------------------------------------------------------------------
+
+
+async def test_answer_to_a_hold_has_a_token_with_what_is_due(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **SALE)
+    got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "quantity": 2}, "g")
+    token = read_token(got.body["payment_token"])
+    assert (token.offer, token.grab, token.user, token.due) == (offer, "g", "ann", 200)
+    assert (token.currency, token.deadline_at) == ("CNY", got.body["deadline_at"])
+    assert (token.issued_at, token.callback) == (got.body["at"], CALLBACK)
+    again = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "quantity": 2}, "g")
+    assert again.body == {**got.body, "repeated": True}, "a repeat has the same token"
+    decided = await caller.post(f"/v1/offers/{offer}/grabs?promise=decided", {"user": "bob"}, "g2")
+    assert read_token(decided.body["payment_token"]).grab == "g2"
+    confirm = {"user": "ann", "payment": "p", "paid": 200, "currency": "CNY"}
+    confirmed = await caller.post(f"/v1/offers/{offer}/grabs/g/confirm", confirm)
+    assert "payment_token" not in confirmed.body
+
+
+async def test_every_hold_of_a_basket_has_a_token(caller: Caller, offer: str) -> None:
+    names = [f"{offer}:a", f"{offer}:b"]
+    for name in names:
+        await caller.open(name, **SALE)
+    grabs = [{"offer": name, "user": "ann"} for name in names]
+    got = await caller.post("/v1/baskets", {"grabs": grabs})
+    assert [read_token(answer["payment_token"]).offer for answer in got.body["answers"]] == names
+
+
+async def test_where_nothing_is_due_there_is_no_token(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **{**SALE, "price": None, "currency": None} | {"hold_ms": 600_000})
+    assert "payment_token" not in await held_by(caller, offer)
+    await caller.open(f"{offer}:c", total=2)
+    got = await caller.post(f"/v1/offers/{offer}:c/grabs", {"user": "ann"})
+    assert (got.body["outcome"], "payment_token" in got.body) == ("granted", False)
+
+
+async def test_user_reads_the_token_of_a_hold_again(caller: Caller, offer: str) -> None:
+    """Also that of a hold that began on the waiting list, and with the deadline after an extension."""
+    await caller.open(offer, **{**SALE, "total": 1, "waiting_list": True, "extensions": 1})
+    user, first = f"u{offer}", await held_by(caller, offer)
+    waiting = await caller.post(f"/v1/offers/{offer}/grabs", {"user": user, "wait": True}, "w")
+    assert waiting.body["outcome"] == "waiting"
+    assert await result_of(caller, receipt_for(first, "p", "failed")) == ("released", "released")
+    extended = await caller.post(f"/v1/offers/{offer}/grabs/w/extend", {"user": user})
+    after = f"{extended.body['shard']}-{extended.body['seq']}"
+    got = await caller.send("GET", f"/v1/users/{user}/grabs?after={after}")
+    [grab] = got.body["grabs"]
+    token = read_token(grab["payment_token"])
+    assert (token.grab, token.user, token.due) == ("w", user, 100)
+    assert token.deadline_at == extended.body["deadline_at"]
+
+
+async def test_token_is_not_recorded_anywhere(caller: Caller, offer: str, door: Door) -> None:
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    after = f"{held['shard']}-{held['seq']}"
+    await caller.send("GET", f"/v1/users/ann/grabs?after={after}")
+    bodies = await rows(door.settings, f"SELECT body FROM audit WHERE offer = '{offer}'")
+    assert len(bodies) == 2
+    assert not any("payment_token" in body or held["payment_token"][-40:] in body for (body,) in bodies)
+
+
+# -- receipts ------------------------------------------------------------------------------------------------
+
+
+async def test_paid_hold_is_confirmed_once(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **SALE)
+    claims = receipt_for(await held_by(caller, offer, quantity=2), "p")
+    first = await report(caller, claims)
+    assert (first.status, first.body["result"]) == (200, "confirmed")
+    assert first.body["answer"]["quantity"] == 2
+    assert first.body["answer"]["id"].startswith("grabstream:paid:")
+    again = await report(caller, {**claims, "at": claims["at"] + 1})
+    assert again.body == {**first.body, "answer": {**first.body["answer"], "repeated": True}}
+    at_once = await asyncio.gather(*(report(caller, claims) for _ in range(20)))
+    assert {(got.status, got.body["answer"]["seq"]) for got in at_once} == {
+        (200, first.body["answer"]["seq"])
+    }
+
+
+async def test_failed_payment_ends_the_hold(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **{**SALE, "total": 1})
+    held = await held_by(caller, offer)
+    failed = receipt_for(held, "p", "failed")
+    assert [await result_of(caller, failed) for _ in range(2)] == [("released", "released")] * 2
+    assert (await held_by(caller, offer, "bob"))["left"] == 0, "the unit is there again"
+    # The other payment of the same hold comes too late.
+    assert await result_of(caller, receipt_for(held, "p2")) == ("refund_due", "not_held")
+
+
+async def test_failed_then_paid_is_to_be_paid_back(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    paid, failed = receipt_for(held, "p"), receipt_for(held, "p", "failed")
+    assert await result_of(caller, failed) == ("released", "released")
+    assert [await result_of(caller, paid) for _ in range(2)] == [("refund_due", "not_held")] * 2
+    assert await result_of(caller, failed) == ("released", "released")
+
+
+async def test_paid_then_failed_stays_confirmed(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
+    failed = receipt_for(held, "p", "failed")
+    assert [await result_of(caller, failed) for _ in range(2)] == [("unchanged", "not_held")] * 2
+    assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
+
+
+async def test_second_payment_of_a_grab_is_to_be_paid_back(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
+    assert await result_of(caller, receipt_for(held, "p2")) == ("refund_due", "not_held")
+
+
+@pytest.mark.parametrize("late", ["refuse", "retake"])
+async def test_payment_after_the_deadline_follows_the_terms(caller: Caller, offer: str, late: str) -> None:
+    await caller.open(offer, **{**SALE, "hold_ms": 200, "late": late})
+    held = await held_by(caller, offer)
+    await until_over(held)
+    expected = ("confirmed", "confirmed") if late == "retake" else ("refund_due", "expired")
+    assert [await result_of(caller, receipt_for(held, "p")) for _ in range(2)] == [expected] * 2
+    failed = await result_of(caller, receipt_for(held, "p2", "failed"))
+    assert failed == ("unchanged", "expired")
+
+
+async def test_hold_is_paid_after_the_close(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    assert (await caller.post(f"/v1/offers/{offer}/close")).body["outcome"] == "closed"
+    assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
+
+
+async def test_after_retirement_a_known_payment_has_its_result_and_another_is_paid_back(
+    caller: Caller, offer: str
+) -> None:
+    await caller.open(offer, **{**SALE, "retire_after_ms": 1})
+    held, released = await held_by(caller, offer), await held_by(caller, offer)
+    paid, failed = receipt_for(held, "p"), receipt_for(released, "p2", "failed")
+    assert await result_of(caller, paid) == ("confirmed", "confirmed")
+    assert await result_of(caller, receipt_for(held, "p3")) == ("refund_due", "not_held")
+    assert await result_of(caller, failed) == ("released", "released")
+    await caller.post(f"/v1/offers/{offer}/close")
+
+    async def has_retired() -> bool:
+        got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "zoe"})
+        return bool(got.body["outcome"] == "no_such_offer")
+
+    await until(has_retired, 30, "the retirement")
+    assert await result_of(caller, paid) == ("confirmed", "confirmed")
+    assert await result_of(caller, receipt_for(held, "p3")) == ("refund_due", "not_held")
+    assert await result_of(caller, failed) == ("unchanged", "no_such_offer")
+    late = receipt_for(released, "p4")
+    assert [await result_of(caller, late) for _ in range(2)] == [("refund_due", "no_such_offer")] * 2
+    other = await report(caller, {**late, "paid": 99})
+    assert (other.status, other.body["outcome"]) == (409, "conflict")
+
+
+@pytest.mark.parametrize(
+    "change", [{"paid": 99}, {"paid": 1_000}, {"currency": "USD"}, {"grab": "other"}, {"user": "bob"}]
+)
+async def test_altered_contents_confirm_nothing(caller: Caller, offer: str, change: dict[str, Any]) -> None:
+    """Also if they are signed: what was paid is then to be paid back, and is recorded once."""
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    right = receipt_for(held, "p")
+    wrong = {**right, **change}
+    # Before: the other contents are recorded, and then the right ones contradict them.
+    assert [(await result_of(caller, wrong))[0] for _ in range(2)] == ["refund_due"] * 2
+    got = await report(caller, right)
+    assert (got.status, got.body["outcome"]) == (409, "conflict")
+    assert "recorded with other contents" in got.body["detail"]
+    # The hold is still there for another payment; after that, other contents contradict it.
+    assert await result_of(caller, {**right, "payment": "p2"}) == ("confirmed", "confirmed")
+    got = await report(caller, {**wrong, "payment": "p2"})
+    assert (got.status, got.body["outcome"]) == (409, "conflict")
+    assert await result_of(caller, {**right, "payment": "p2"}) == ("confirmed", "confirmed")
+
+
+async def test_receipt_for_what_never_was_is_not_taken(caller: Caller, offer: str) -> None:
+    """No event can be made for an offer that never opened, so the payment side keeps it."""
+    claims = {
+        "payment": "p", "offer": offer, "grab": "g", "user": "ann", "status": "paid", "paid": 5,
+        "currency": "CNY", "at": 1,
+    }  # fmt: skip
+    got = await report(caller, claims)
+    assert (got.status, got.body["outcome"]) == (404, "no_such_offer")
+    assert "nothing was booked" in got.body["detail"]
+
+
+async def test_caller_cannot_use_the_ids_of_receipts(caller: Caller, offer: str) -> None:
+    """Otherwise a command under the id of a payment that is to come would make its receipt a conflict."""
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    first = await report(caller, receipt_for(held, "p"))
+    id_ = first.body["answer"]["id"]
+    for path, body in (
+        (f"/v1/offers/{offer}/grabs/{held['grab']}/release", {"user": "ann"}),
+        (f"/v1/offers/{offer}/grabs", {"user": "ann"}),
+        (f"/v1/offers/{offer}/close", {}),
+    ):
+        got = await caller.post(path, body, id_)
+        assert (got.status, got.body["type"]) == (400, "/problems/invalid")
+        assert "is reserved" in got.body["detail"]
+
+
+async def test_service_and_payment_side_may_both_confirm(caller: Caller, offer: str) -> None:
+    """A service that calls `confirm` itself, as before, and a receipt for the same payment."""
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    body = {"user": "ann", "payment": "p", "paid": 100, "currency": "CNY"}
+    confirmed = await caller.post(f"/v1/offers/{offer}/grabs/{held['grab']}/confirm", body)
+    assert confirmed.body["outcome"] == "confirmed"
+    got = await report(caller, receipt_for(held, "p"))
+    assert (got.status, got.body["result"]) == (200, "confirmed")
+    assert got.body["answer"]["seq"] == confirmed.body["seq"]
+
+
+# -- what is not taken ---------------------------------------------------------------------------------------
+
+
+async def test_only_receipts_of_a_known_key_are_taken(caller: Caller, offer: str, door: Door) -> None:
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    claims = receipt_for(held, "p")
+    good = signed(claims)
+    header, payload, signature = good.split(".")
+    cheaper = signed({**claims, "paid": 1}).split(".")[1]
+    ticket = tickets.sign("new", SECRET, user="ann", offer=offer, expires_at_ms=4_000_000_000_000)
+    for text in (
+        signed(claims, keys=FOREIGN_KEYS), signed(claims, purpose=Purpose.payment_token),
+        signed(claims, purpose=Purpose.payment_query), held["payment_token"], ticket,
+        f"{header}.{cheaper}.{signature}", f"{header}.{payload}.", f"{header}.{payload}", "", "x", "é",
+        good + "A", good[:-2],
+    ):  # fmt: skip
+        got = await caller.send("POST", PATH, {"receipt": text})
+        assert (got.status, got.body["type"]) == (401, "/problems/not_signed"), text
+        assert got.headers["www-authenticate"] == "JWS"
+        # The same words for all of them.
+        assert (
+            got.body["detail"] == "The receipt is not a receipt that a key of GRAB_PAYMENT_KEYS has signed."
+        )
+    seen = await rows(
+        door.settings, f"SELECT count(*) FROM audit WHERE offer = '{offer}' AND type LIKE '%conf%'"
+    )
+    assert seen == [(0,)]
+    assert await result_of(caller, claims) == ("confirmed", "confirmed"), "the hold was not touched"
+
+
+async def test_receipt_that_cannot_be_read_is_refused(caller: Caller) -> None:
+    for body, words in (
+        ({}, "receipt"),
+        ({"receipt": 1}, "receipt"),
+        ({"receipt": "x", "y": 1}, "unknown field"),
+        ([], "object"),
+        ({"receipt": "x" * 4_097}, "at most 4096 characters"),
+        ({"receipt": signed({"payment": "p"})}, "required field"),
+        ({"receipt": signed({**receipt_for(HELD, "p"), "paid": -1})}, "paid: must be"),
+        ({"receipt": KEYS.sign(Purpose.receipt, b"no JSON")}, "malformed"),
+    ):
+        got = await caller.send("POST", PATH, body)
+        assert (got.status, got.body["type"]) == (400, "/problems/invalid"), got
+        assert words in got.body["detail"]
+    got = await caller.send("POST", PATH, json.dumps({"receipt": "x" * 20_000}).encode())
+    assert got.status == 413
+
+
+HELD = {"offer": "o", "grab": "g", "user": "u", "due": 1, "currency": "CNY"}
+
+
+async def test_old_key_still_verifies_and_the_new_one_signs(caller: Caller, offer: str) -> None:
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    assert json.loads(_decoded(held["payment_token"].split(".")[0]))["kid"] == "new"
+    got = await report(caller, receipt_for(held, "p"), keys=OLD_KEYS)
+    assert (got.status, got.body["result"]) == (200, "confirmed")
+
+
+def _decoded(part: str) -> bytes:
+    return json.dumps(claims_of(f".{part}.")).encode()
+
+
+async def test_without_keys_there_are_no_tokens_and_no_receipts(
+    door: Door, caller: Caller, offer: str, tmp_path: Path
+) -> None:
+    await caller.open(offer, **SALE)
+    with GatewayProcess(door.settings, tmp_path / "log", gate_timeout_ms="20000") as gateway:
+        async with calling(gateway.port) as other:
+            held = await held_by(other, offer)
+            assert "payment_token" not in held
+            assert (await report(other, receipt_for(held, "p"))).status == 401
+    assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
+
+
+async def test_receipt_is_safe_when_the_gateway_dies_before_its_answer(
+    door: Door, caller: Caller, offer: str, tmp_path: Path
+) -> None:
+    """kill -9 while receipts are in work; the payment side sends each of them again, to another gateway."""
+    await caller.open(offer, **SALE)
+    holds = [await held_by(caller, offer, f"u{number}") for number in range(30)]
+    receipts = [receipt_for(held, f"p{number}") for number, held in enumerate(holds)]
+    payments = {"payment_keys": KEYS_TEXT, "gate_timeout_ms": "20000"}
+    with GatewayProcess(door.settings, tmp_path / "log", **payments) as gateway:
+        async with calling(gateway.port) as dying:
+            answered: list[int] = []
+            some = asyncio.Semaphore(4)
+
+            async def send(claims: dict[str, Any]) -> None:
+                async with some:
+                    answered.append((await report(dying, claims)).status)
+                    if len(answered) == 3:
+                        gateway.process.kill()
+
+            await asyncio.gather(*map(send, receipts), return_exceptions=True)
+    assert 3 <= len(answered) < len(receipts), "some were answered, and others not"
+    results = await asyncio.gather(*(result_of(caller, claims) for claims in receipts))
+    assert set(results) == {("confirmed", "confirmed")}
+    await until_booked(door, offer, {f"p{number}": "confirmed" for number in range(30)}, 0)
+
+
+# -- any order -----------------------------------------------------------------------------------------------
+
+
+async def until_booked(door: Door, offer: str, expected: dict[str, str], refunds: int) -> None:
+    """Returns when the books have each payment once, as expected, and the accounts add up."""
+    states = {"confirmed": "served", "refund_due": "refund_due"}
+    there = f"SELECT payment, state FROM payments WHERE offer = '{offer}' ORDER BY payment"
+
+    async def are_there() -> bool:
+        return dict(await rows(door.settings, there)) == {
+            payment: states[result] for payment, result in expected.items()
+        }
+
+    await until(are_there, 30, "the payments")
+    twice = (
+        "SELECT body::json->>'payment', count(*) FROM audit "
+        f"WHERE offer = '{offer}' AND body::json->>'payment' IS NOT NULL GROUP BY 1 HAVING count(*) <> 1"
+    )
+    assert await rows(door.settings, twice) == []
+    money = (
+        "SELECT split_part(debit, ':', 2), credit, amount FROM transfers "
+        f"WHERE offer = '{offer}' AND debit LIKE 'external:%' AND asset = 'CNY'"
+    )
+    booked = await rows(door.settings, money)
+    assert sorted(payment for payment, *_ in booked) == sorted(expected), "each payment moves money once"
+    for payment, credit, _ in booked:
+        target = "issuer:shop" if expected[payment] == "confirmed" else f"refund:{payment}"
+        assert credit == target
+    assert sum(1 for _, credit, _ in booked if credit.startswith("refund:")) == refunds
+
+
+sent_receipts = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b"]),  # the hold
+        st.sampled_from(["1", "2"]),  # the payment
+        st.sampled_from(["paid", "paid", "failed", "altered", "forged", "wait"]),
+        st.integers(1, 3),  # times
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=25 * LONGER)
+@given(sent_receipts, st.sampled_from(["refuse", "retake"]), st.booleans())
+def test_in_any_order_each_payment_is_confirmed_or_to_be_paid_back_once(
+    door: Door, sent: list[tuple[str, str, str, int]], late: str, at_once: bool
+) -> None:
+    async def play() -> None:
+        async with calling(door.gateway.port) as caller:
+            offer = f"o{new_key()}"
+            terms = {**SALE, "total": 2, "late": late, "hold_ms": 300}
+            await caller.open(offer, **terms)
+            holds = {name: await held_by(caller, offer, name) for name in ("a", "b")}
+            results: dict[str, set[str]] = {}
+
+            async def send(hold: str, payment: str, kind: str) -> None:
+                name = f"{hold}{payment}"
+                claims = receipt_for(holds[hold], name, "failed" if kind == "failed" else "paid")
+                if kind == "altered":
+                    claims["paid"] += 1
+                keys = FOREIGN_KEYS if kind == "forged" else KEYS
+                got = await report(caller, claims, keys=keys)
+                if kind == "forged":
+                    assert got.status == 401
+                elif kind == "failed":
+                    assert (got.status, got.body["result"]) in ((200, "released"), (200, "unchanged"))
+                elif got.status == 200:
+                    assert (kind, got.body["result"]) != ("altered", "confirmed")
+                    results.setdefault(name, set()).add(got.body["result"])
+                else:
+                    # The payment is known with another amount.
+                    assert (got.status, got.body["outcome"]) == (409, "conflict"), got
+
+            for hold, payment, kind, times in sent:
+                if kind == "wait":
+                    await until_over(holds[hold])
+                elif at_once:
+                    await asyncio.gather(*(send(hold, payment, kind) for _ in range(times)))
+                else:
+                    for _ in range(times):
+                        await send(hold, payment, kind)
+            assert all(len(found) == 1 for found in results.values()), results
+            expected = {payment: next(iter(found)) for payment, found in results.items()}
+            confirmed = [payment[0] for payment, result in expected.items() if result == "confirmed"]
+            assert len(set(confirmed)) == len(confirmed), "a hold is paid once"
+            await until_booked(
+                door, offer, expected, sum(result == "refund_due" for result in expected.values())
+            )
+
+    asyncio.run(play())

@@ -1,0 +1,165 @@
+"""The claims of receipts, queries and answers, and the commands that follow from them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from grabstream.models.commands import Confirm, Release, Undecodable, check, decode_command
+from grabstream.models.identifiers import SYSTEM_IDS, is_id, is_reserved, may_be_reserved
+from grabstream.models.money import Invalid
+from grabstream.models.payments import (
+    QUERY_HOLDS_MAX,
+    QUERY_LENGTH_MAX,
+    AskedHold,
+    PaymentAnswer,
+    PaymentQuery,
+    PaymentState,
+    Receipt,
+    command_of,
+    command_of_unpaid,
+    decode_answer,
+    decode_query,
+    decode_receipt,
+    encode_claims,
+)
+
+LONG = "x" * 64
+PAID = {
+    "payment": "p", "offer": "o", "grab": "g", "user": "u", "status": "paid", "paid": 100, "currency": "CNY",
+    "at": 1,
+}  # fmt: skip
+QUERY = PaymentQuery(
+    id="q", at=1, holds=tuple(AskedHold(offer="o", grab=grab, ends_at=9) for grab in ("a", "b"))
+)
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in PAID.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        (without("payment"), "payment"), (without("user"), "user"), (without("at"), "at"),
+        ({**PAID, "payment": "a/b"}, "payment: must match"), ({**PAID, "grab": ""}, "grab: must match"),
+        ({**PAID, "user": 1}, "user"), ({**PAID, "status": "refunded"}, "status"),
+        ({**PAID, "paid": 0}, "paid: must be from 1"), (without("paid"), "paid: must be from 1"),
+        ({**PAID, "paid": 10**13 + 1}, "paid: must be"), ({**PAID, "paid": 1.5}, "paid"),
+        ({**PAID, "paid": -1}, "paid: must be"), (without("currency"), "currency: is required"),
+        ({**PAID, "currency": "yuan"}, "currency: must be three capitals"),
+        ({**PAID, "at": -1}, "at: must be"), ({**PAID, "quantity": 1}, "unknown field `quantity`"),
+        ({**PAID, "status": "failed"}, "paid: a payment that failed paid nothing"),
+    ],
+)  # fmt: skip
+def test_wrong_receipt_is_refused_with_the_name_of_the_claim(claims: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Invalid) as raised:
+        decode_receipt(json.dumps(claims).encode())
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"[]", b"1", b"\xff", b"[" * 3_000, b'{"at":' + b"9" * 3_000 + b"}"]
+)
+def test_payload_that_is_no_receipt_is_refused(payload: bytes) -> None:
+    with pytest.raises(Invalid):
+        decode_receipt(payload)
+
+
+def test_receipts_of_a_payment_become_one_command() -> None:
+    paid = decode_receipt(json.dumps(PAID).encode())
+    command = command_of(paid)
+    assert command == Confirm(
+        id=command.id, offer="o", grab="g", user="u", payment="p", paid=100, currency="CNY"
+    )
+    # The time is not a part of the command, so a receipt that is made again is a repeat.
+    assert command_of(decode_receipt(json.dumps({**PAID, "at": 2}).encode())) == command
+    failed = command_of(Receipt(payment="p", offer="o", grab="g", user="u", status="failed", at=1))
+    assert failed == Release(id=failed.id, offer="o", grab="g", user="u")
+    assert failed.id != command.id
+    other = command_of(decode_receipt(json.dumps({**PAID, "payment": "p2"}).encode()))
+    assert other.id != command.id
+
+
+def test_ids_of_the_system_are_reserved() -> None:
+    commands = [
+        command_of(Receipt(payment=LONG, offer=LONG, grab=LONG, user=LONG, status="failed", at=1)),
+        command_of_unpaid(AskedHold(offer=LONG, grab=LONG, ends_at=4_102_444_800_000)),
+    ]
+    for command in commands:
+        assert is_id(command.id)
+        assert is_reserved(command.id)
+        with pytest.raises(Invalid, match="is reserved"):
+            check(command)
+        check(command, of_system=True)
+        for type_ in ("release", "grab"):
+            raw = {"type": type_, "id": command.id, "offer": "o", "user": "u"}
+            with pytest.raises(Undecodable, match="is reserved"):
+                decode_command(json.dumps(raw if type_ == "grab" else {**raw, "grab": "g"}).encode())
+    with pytest.raises(Invalid, match="is reserved"):
+        check(Release(id="sweep", offer="o", grab="g"), of_system=True)
+    assert commands[1].id != command_of_unpaid(AskedHold(offer=LONG, grab=LONG, ends_at=1)).id
+
+
+def test_no_reserved_id_is_overlooked_in_a_list() -> None:
+    assert may_be_reserved(["a", f"{SYSTEM_IDS}x", "b"])
+    assert may_be_reserved(["a", "sweep"])
+    assert not may_be_reserved(["a", "grab", "stream"])
+    # A list may be suspected wrongly; each id is checked then.
+    assert may_be_reserved(["grab", "stream:x"])
+    assert not any(map(is_reserved, ["grab", "stream:x"]))
+
+
+# -- queries -------------------------------------------------------------------------------------------------
+
+
+def state(grab: str, status: str = "unpaid", **fields: Any) -> dict[str, Any]:
+    return {"offer": "o", "grab": grab, "status": status, **fields}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"query": "other", "payments": []}, "another query"),
+        ({"query": "q", "payments": [state("c")]}, "was not asked for"),
+        ({"query": "q", "payments": [{**state("a"), "offer": "p"}]}, "was not asked for"),
+        ({"query": "q", "payments": [state("a"), state("a")]}, "named twice"),
+        ({"query": "q", "payments": [state("a", "maybe")]}, "status"),
+        ({"query": "q", "payments": [state("a", "paid")]}, "payment: must match"),
+        ({"query": "q", "payments": [state("a", "paid", payment="p", user="u", at=1)]}, "paid: must be"),
+        ({"query": "q"}, "payments"), ([], "Expected"),
+    ],
+)  # fmt: skip
+def test_answer_counts_only_for_what_was_asked(answer: Any, reason: str) -> None:
+    with pytest.raises(Invalid) as raised:
+        decode_answer(json.dumps(answer).encode(), QUERY)
+    assert reason in str(raised.value)
+
+
+def test_answer_may_leave_holds_out() -> None:
+    assert decode_answer(b'{"query":"q","payments":[]}', QUERY) == []
+    [known] = decode_answer(json.dumps({"query": "q", "payments": [state("b")]}).encode(), QUERY)
+    assert (known.grab, known.status) == ("b", "unpaid")
+
+
+def test_longest_question_and_answer_fit_their_bound() -> None:
+    most, ids = 10**13, [f"{number:064}" for number in range(QUERY_HOLDS_MAX)]
+    query = PaymentQuery(
+        id=LONG, at=4_102_444_800_000,
+        holds=tuple(AskedHold(offer=LONG, grab=grab, ends_at=4_102_444_800_000) for grab in ids),
+    )  # fmt: skip
+    answer = PaymentAnswer(
+        query=LONG,
+        payments=tuple(
+            PaymentState(
+                offer=LONG, grab=grab, status="paid", user=LONG, payment=LONG, paid=most, currency="CNY",
+                at=4_102_444_800_000,
+            )
+            for grab in ids
+        ),
+    )  # fmt: skip
+    assert decode_query(encode_claims(query)) == query
+    assert len(decode_answer(encode_claims(answer), query)) == QUERY_HOLDS_MAX
+    for claims in (query, answer):
+        # Base64, and a header and a signature, with the longest key id.
+        assert len(encode_claims(claims)) * 4 / 3 + 400 < QUERY_LENGTH_MAX

@@ -1,0 +1,416 @@
+"""The payment side is asked before holds end: what it knows is carried out, and what it does not answer holds
+up nothing.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import redis.asyncio
+from aiohttp import web
+
+from grabstream.lua.gate.gate import Gate
+from grabstream.lua.gate.signing import Purpose
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Confirm, Extend, Grab, Open, Release
+from grabstream.models.offers import StockTerms
+from grabstream.models.payments import (
+    AskedHold,
+    PaymentQuery,
+    PaymentState,
+    Receipt,
+    command_of,
+    decode_query,
+    encode_claims,
+)
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
+from grabstream.ops.settings import Settings
+from grabstream.streams.deciding import payment_side, payments
+from grabstream.streams.deciding.payment_side import FAILURES_MAX, OPEN_SECONDS, Breaker, Questions
+from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, lead_ms
+from grabstream.streams.deciding.sweeper import Sweeper
+from tests.conftest import Worker, until
+from tests.lua.conftest import SEALER, private_server, take_over
+from tests.support.providers import ProviderProcess, silent
+from tests.support.receipts import FOREIGN_KEYS, KEYS, KEYS_TEXT, signed
+from tests.support.receipts import OLD_KEYS as OTHER_KNOWN_KEYS
+
+__all__ = ["private_server"]
+
+HOLD_MS, LEAD_MS = 60_000, 100_000
+TERMS = StockTerms(
+    issuer="shop", total=500, price=100, currency="CNY", hold_ms=HOLD_MS, max_per_grab=5, extensions=2
+)
+
+
+class Shard:
+    """A shard with one offer, and a payment side that is a function."""
+
+    def __init__(self, client: Any, keys: KeySpace, gate: Gate) -> None:
+        self.client, self.keys, self.gate = client, keys.shard(0), gate
+        self.asked: list[str] = []
+        self.states: dict[str, dict[str, Any]] = {}
+        self.meanwhile: Callable[[], Awaitable[object]] | None = None
+
+    async def ask(self, holds: Sequence[AskedHold]) -> list[PaymentState]:
+        self.asked += [hold.grab for hold in holds]
+        if self.meanwhile:
+            await self.meanwhile()
+        known = [hold for hold in holds if hold.grab in self.states]
+        return [PaymentState(offer=hold.offer, grab=hold.grab, **self.states[hold.grab]) for hold in known]
+
+    def queries(self, lead: int = LEAD_MS) -> HoldQueries:
+        return HoldQueries(self.client, self.keys, self.gate, self.ask, lead)
+
+    async def hold(self, *grabs: str) -> list[Answer]:
+        commands = [Grab(id=grab, offer="s", user="ann") for grab in grabs]
+        answers = await self.gate.decide(commands, "decided")
+        assert {answer.outcome for answer in answers} == {"held"}
+        return answers
+
+    async def ended_as(self, grab: str) -> tuple[str, int | None]:
+        """What a release says about a grab: how its hold has ended, and with which event."""
+        answer = (await self.gate.decide([Release(id=f"r-{grab}", offer="s", grab=grab)], "decided"))[0]
+        return answer.outcome, answer.seq if answer.repeated else None
+
+
+@pytest.fixture
+async def shard(private_server: Any) -> AsyncIterator[Shard]:
+    client, keys = redis.asyncio.Redis(port=private_server[1]), KeySpace("own", 1)
+    await client.flushall()
+    await take_over(client, keys)
+    gate = Gate(client, keys, SEALER)
+    await gate.decide([Open(id="o", offer="s", terms=TERMS)], "decided")
+    yield Shard(client, keys, gate)
+    await gate.close()
+    await client.aclose()
+
+
+def paid(payment: str = "p", **changes: Any) -> dict[str, Any]:
+    return {
+        "status": "paid", "user": "ann", "payment": payment, "paid": 100, "currency": "CNY", "at": 1,
+        **changes,
+    }  # fmt: skip
+
+
+async def test_what_the_payment_side_knows_is_carried_out_before_the_end(shard: Shard) -> None:
+    await shard.hold("a", "b", "c", "d", "e")
+    shard.states = {
+        "a": paid("p-a"), "b": {"status": "unpaid"}, "c": {"status": "unknown"}, "e": paid("p-e", paid=1)
+    }  # fmt: skip
+    queries = shard.queries()
+    assert await queries.ask_all() == 5
+    assert sorted(shard.asked) == ["a", "b", "c", "d", "e"]
+    assert await queries.ask_all() == 0, "each is asked for once"
+    assert (await shard.ended_as("a"))[0] == "not_held"
+    # After the opening, five holds, a confirmation, and a payment that is to be paid back.
+    assert await shard.ended_as("b") == ("released", 9)
+    # Unknown, not answered, and paid with a wrong amount: their holds go on.
+    for grab in ("c", "d", "e"):
+        assert await shard.ended_as(grab) == ("released", None)
+    [again] = await shard.gate.decide(
+        [Confirm(id="x", offer="s", grab="e", user="ann", payment="p-e", paid=1, currency="CNY")], "decided"
+    )
+    assert (again.outcome, again.repeated) == ("invalid", True), "it is recorded as to be paid back"
+
+
+async def test_receipt_and_answer_about_a_payment_are_one_command(shard: Shard) -> None:
+    await shard.hold("a")
+    shard.states = {"a": paid()}
+    await shard.queries().ask_all()
+    receipt = Receipt(
+        payment="p", offer="s", grab="a", user="ann", status="paid", at=9, paid=100, currency="CNY"
+    )
+    command = command_of(receipt)
+    [answer] = await shard.gate.decide([command], "decided", of_system=True)
+    assert (answer.outcome, answer.repeated) == ("confirmed", True)
+
+
+async def test_two_workers_that_ask_at_the_same_time_do_what_one_does(shard: Shard) -> None:
+    await shard.hold("a", "b")
+    shard.states = {"a": paid(), "b": {"status": "unpaid"}}
+    # Each has asked before one of them gets an answer.
+    shard.meanwhile = asyncio.Barrier(4).wait
+    await asyncio.gather(*(shard.queries().ask_all() for _ in range(4)))
+    assert sorted(shard.asked) == sorted(["a", "b"] * 4)
+    # After the opening and two holds there are two more events.
+    assert (await shard.ended_as("b"))[1] in (4, 5)
+    last = (await shard.client.xinfo_stream(shard.keys.outbox))["last-generated-id"]
+    assert last == b"5-0"
+
+
+async def test_extended_hold_is_asked_for_again_and_not_released(shard: Shard) -> None:
+    """The payment side says `unpaid`, while its buyer extends the hold."""
+    await shard.hold("a", "b")
+    shard.states = {"a": {"status": "unpaid"}, "b": {"status": "unpaid"}}
+
+    async def extend() -> None:
+        shard.meanwhile = None
+        await shard.gate.decide([Extend(id="x", offer="s", grab="a")], "decided")
+
+    shard.meanwhile = extend
+    queries = shard.queries(HOLD_MS + 30_000)
+    assert await queries.ask_all() == 2
+    assert (await shard.ended_as("b"))[1] is not None
+    assert await shard.client.zscore(shard.keys.holds, "s/a") is not None
+    # Its end is another one now, so it is asked for again when that is near.
+    shard.asked = []
+    queries._lead_ms = 2 * HOLD_MS + 30_000
+    assert await queries.ask_all() == 1
+    assert shard.asked == ["a"]
+    assert (await shard.ended_as("a"))[1] is not None
+
+
+async def test_many_holds_with_one_end_are_each_asked_for_once(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payments, "QUERY_HOLDS_MAX", 10)
+    monkeypatch.setattr(payments, "QUERIES_AT_ONCE_MAX", 2)
+    names = [f"g{number}" for number in range(57)]
+    await shard.hold(*names)
+    queries = shard.queries()
+    # Some end meanwhile, and others come.
+    assert await queries.ask_some() == 20
+    gone = [name for name in names if name not in shard.asked][:3]
+    await shard.gate.decide([Release(id=f"x{name}", offer="s", grab=name) for name in gone], "decided")
+    await shard.hold("late")
+    assert await queries.ask_all() == 57 - 20 - 3 + 1
+    assert sorted(shard.asked) == sorted({*names, "late"} - set(gone))
+
+
+async def test_nothing_is_read_until_a_hold_is_near_its_end(shard: Shard) -> None:
+    """And no hold that has ended is asked for."""
+    queries = shard.queries(5_000)
+    now = int(time.time() * 1000)
+    assert await queries.next_ms(now) is None
+    [held] = await shard.hold("a")
+    assert held.deadline_at is not None
+    assert await queries.next_ms(now) == held.deadline_at - 5_000
+    assert await queries.ask_all() == 0
+    assert await queries.next_ms(held.deadline_at) is None
+    sweeper = Sweeper(shard.client, shard.keys, 1, 10**9, queries=queries)
+    due = await sweeper.read_due()
+    assert (due.holds_ms, due.queries_ms) == (held.deadline_at, held.deadline_at - 5_000)
+    assert (await Sweeper(shard.client, shard.keys, 1, 10**9).read_due()).queries_ms is None
+
+
+# -- the client ----------------------------------------------------------------------------------------------
+
+HOLDS = [AskedHold(offer="o", grab=grab, ends_at=9) for grab in ("a", "b")]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@contextlib.asynccontextmanager
+async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterator[Questions]:
+    """A client that asks a payment side which answers with a function."""
+    application = web.Application()
+    application.router.add_post("/query", handler)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    async with aiohttp.ClientSession() as session:
+        yield Questions(PaymentSide(f"http://127.0.0.1:{port}/query", KEYS, timeout_seconds), session)
+    await runner.cleanup()
+
+
+async def query_of(request: web.Request) -> PaymentQuery:
+    text = (await request.json())["query"]
+    return decode_query(KEYS.read(Purpose.payment_query, text, 65_536))
+
+
+def answering(query: PaymentQuery, **changes: Any) -> dict[str, Any]:
+    return {"query": query.id, "payments": [{"offer": "o", "grab": "b", "status": "unpaid"}], **changes}
+
+
+async def test_question_and_answer_are_signed() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        query = await query_of(request)
+        assert list(query.holds) == HOLDS
+        text = signed(answering(query), purpose=Purpose.payment_answer, keys=OTHER_KNOWN_KEYS)
+        return web.json_response({"answer": text})
+
+    async with asking(handler) as questions:
+        [state] = await questions.ask(HOLDS)
+    assert (state.grab, state.status) == ("b", "unpaid")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "status", "redirect", "no JSON", "no answer", "not signed", "foreign key", "another purpose",
+        "another query", "another grab", "too long",
+    ],
+)  # fmt: skip
+async def test_answer_that_does_not_count_is_none(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        query = await query_of(request)
+        claims = answering(query)
+        if wrong == "another query":
+            claims["query"] = "another"
+        if wrong == "another grab":
+            claims["payments"][0]["grab"] = "c"
+        keys = FOREIGN_KEYS if wrong == "foreign key" else KEYS
+        purpose = Purpose.receipt if wrong == "another purpose" else Purpose.payment_answer
+        text = signed(claims, purpose=purpose, keys=keys)
+        if wrong == "not signed":
+            text = text[:-3]
+        if wrong == "no JSON":
+            return web.Response(text="hello")
+        if wrong == "redirect":
+            raise web.HTTPTemporaryRedirect("/query")
+        document = {"answer": text, **({"x": "y" * 70_000} if wrong == "too long" else {})}
+        if wrong == "no answer":
+            document = {}
+        return web.json_response(document, status=500 if wrong == "status" else 200)
+
+    async with asking(handler) as questions:
+        assert await questions.ask(HOLDS) == []
+    [said] = [record for record in caplog.records if "asking the payment side" in record.getMessage()]
+    assert "trying again" in said.getMessage()
+
+
+async def test_payment_side_that_hangs_is_left_alone_and_tried_again() -> None:
+    now, times = 0.0, 0
+    hangs = True
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal times
+        times += 1
+        query = await query_of(request)
+        if hangs:
+            await asyncio.Event().wait()
+        return web.json_response({"answer": signed(answering(query), purpose=Purpose.payment_answer)})
+
+    async with asking(handler, 0.05) as questions:
+        questions.breaker = Breaker(lambda: now)
+        loop = asyncio.get_running_loop()
+        for _ in range(FAILURES_MAX):
+            began = loop.time()
+            assert await questions.ask(HOLDS) == []
+            assert loop.time() - began < 1
+        # The breaker is open.
+        for _ in range(5):
+            assert await questions.ask(HOLDS) == []
+        assert times == FAILURES_MAX
+        # One probe, which fails: it stays open.
+        now += OPEN_SECONDS
+        for _ in range(3):
+            assert await questions.ask(HOLDS) == []
+        assert times == FAILURES_MAX + 1
+        # The next probe is answered: it is closed.
+        now += OPEN_SECONDS
+        hangs = False
+        questions._side = questions._side._replace(timeout_seconds=5.0)
+        for _ in range(3):
+            assert len(await questions.ask(HOLDS)) == 1
+        assert times == FAILURES_MAX + 4
+
+
+async def test_payment_side_that_is_away_is_no_error() -> None:
+    async with aiohttp.ClientSession() as session:
+        questions = Questions(PaymentSide("http://127.0.0.1:1/query", KEYS, 1.0), session)
+        assert await questions.ask(HOLDS) == []
+
+
+def test_lead_leaves_time_for_two_questions_and_a_decision() -> None:
+    assert lead_ms(PaymentSide("http://x/", KEYS, 0.2)) == 1_400
+
+
+# -- a worker ------------------------------------------------------------------------------------------------
+
+TIMEOUT_MS, WORKER_HOLD_MS = 300, 3_000
+
+
+async def held(gate: Gate, offer: str, *grabs: str) -> list[Answer]:
+    terms = StockTerms(issuer="shop", total=50, price=100, currency="CNY", hold_ms=WORKER_HOLD_MS)
+    [opened] = await gate.decide([Open(id=f"o-{offer}", offer=offer, terms=terms)], patience_ms=30_000)
+    assert opened.outcome == "opened"
+    answers = await gate.decide([Grab(id=grab, offer=offer, user="ann") for grab in grabs], patience_ms=9_000)
+    assert {answer.outcome for answer in answers} == {"held"}
+    return answers
+
+
+async def until_ended(settings: Settings, offer: str) -> float:
+    """Returns the time (s since 1970) at which an offer has no hold any more."""
+    keys = key_space(settings)
+    client = open_redis(settings)
+
+    async def is_over() -> bool:
+        members = await client.zrange(keys.shard(keys.shard_of_offer(offer)).holds, 0, -1)
+        return not any(member.decode().startswith(f"{offer}/") for member in members)
+
+    try:
+        await until(is_over, 30, "the end of the holds")
+        return time.time()
+    finally:
+        await client.aclose()
+
+
+async def test_holds_end_in_time_while_the_payment_side_hangs(
+    system: Settings, worker: Callable[..., Worker]
+) -> None:
+    """In every shard, as without a payment side; and it is left alone after some questions."""
+    async with silent() as side, open_gate(system) as gate:
+        running = worker(
+            system, "decide,relay,sweep", payment_keys=KEYS_TEXT, payment_query_url=side.query_url,
+            payment_query_timeout_ms=str(TIMEOUT_MS),
+        )  # fmt: skip
+        offers = [f"x{number}" for number in range(6)]
+        answers = [await held(gate, offer, "a", "b") for offer in offers]
+        for offer, (first, _) in zip(offers, answers, strict=True):
+            assert first.deadline_at is not None
+            ended_at = await until_ended(system, offer)
+            assert ended_at * 1000 < first.deadline_at + 3_000
+            [asked] = await gate.decide([Release(id="r", offer=offer, grab="a")])
+            assert asked.outcome == "expired"
+        assert 0 < side.connections <= FAILURES_MAX * payments.QUERIES_AT_ONCE_MAX
+        assert running.log.read_text().count("no answer within 0.3 s") == 1
+        # What it does beside: a hold is released by its user.
+        await held(gate, "y", "a")
+        assert (await gate.decide([Release(id="r", offer="y", grab="a")]))[0].outcome == "released"
+    assert running.stop() == 0
+
+
+async def test_worker_confirms_what_was_paid_and_releases_what_was_not(
+    system: Settings, worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    with ProviderProcess(tmp_path / "provider.log") as provider:
+        running = worker(
+            system, "decide,relay,sweep", payment_keys=KEYS_TEXT, payment_query_url=provider.query_url,
+            payment_query_timeout_ms=str(TIMEOUT_MS),
+        )  # fmt: skip
+        async with open_gate(system) as gate, aiohttp.ClientSession() as session:
+            paid_for, _ = await held(gate, "x", "a", "b")
+            assert paid_for.deadline_at is not None
+            claims = {
+                "offer": "x", "grab": "a", "user": "ann", "due": 100, "currency": "CNY",
+                "deadline_at": paid_for.deadline_at, "issued_at": paid_for.at,
+                "callback": "http://127.0.0.1:1/",
+            }  # fmt: skip
+            token = signed(claims, purpose=Purpose.payment_token)
+            url = f"http://127.0.0.1:{provider.port}/pay"
+            async with session.post(url, json={"token": token, "how": "lost", "payment": "p"}) as response:
+                assert response.status == 202, await response.text()
+            assert await until_ended(system, "x") * 1000 < paid_for.deadline_at, "before the deadline"
+            answers = await gate.decide([Release(id=f"r{grab}", offer="x", grab=grab) for grab in ("a", "b")])
+            assert [answer.outcome for answer in answers] == ["not_held", "released"]
+            # Nobody can pay for it any more.
+            late = signed({**claims, "grab": "b"}, purpose=Purpose.payment_token)
+            async with session.post(url, json={"token": late}) as response:
+                assert (response.status, "too late" in await response.text()) == (409, True)
+        assert running.stop() == 0
+
+
+def test_client_of_the_payment_side_is_imported_only_if_it_is_asked() -> None:
+    assert "aiohttp" not in Path(payments.__file__).read_text()
+    assert "aiohttp" in Path(payment_side.__file__).read_text()
+    assert json.loads(encode_claims(HOLDS[0])) == {"offer": "o", "grab": "a", "ends_at": 9}
