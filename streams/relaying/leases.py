@@ -1,8 +1,9 @@
 """Leases of shards: a worker runs relay and sweeper of the shards whose leases it holds.
 
-Each lease is requested and renewed by a call of its own, with a timeout well below its length. The calls of
-all shards of a server are sent together, so a server that hangs costs only the leases of its own shards. The
-same call reports to the other workers that this one is present.
+Each lease is requested and renewed by a call of its own, with a timeout well below its length, so a server
+that hangs costs only the leases of its own shards. The calls of all shards begin at the same tick, and those
+of a server follow each other on one connection. The same call reports to the other workers that this one is
+present.
 
 Leases are spread evenly (`shares.py`). A worker takes every free lease, so that no shard waits. A worker with
 more than its share passes leases on, one after the other:
@@ -28,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.bundling import Bundled
 from grabstream.lua.ending import END_SECONDS_MAX, end
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace, ShardKeys
@@ -162,7 +162,6 @@ class Leases:
         self._redis = redis
         self._keys = keys
         self._lease_ms = lease_ms
-        self._bundled = Bundled(redis, self._renew_seconds)
         self._tasks_of = tasks_of
         #: Called once, with the shards held, when every lease has been requested.
         self._requested = requested
@@ -197,7 +196,6 @@ class Leases:
             await asyncio.wait(holding, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await end(holding, 2 * END_SECONDS_MAX)
-            await self._bundled.aclose()
         for task in holding:
             if task.done() and not task.cancelled():
                 task.result()
@@ -205,7 +203,7 @@ class Leases:
     async def _hold(self, shard: int, stop: asyncio.Event) -> None:
         try:
             while not stop.is_set():
-                # All shards at the same time, so that they share a request.
+                # All shards at the same time, so that they share a wake-up.
                 next_renewal = self._now() + seconds_to_tick(self._renew_seconds)
                 await self._renew(shard)
                 self._report_requested()
@@ -234,7 +232,7 @@ class Leases:
             async with asyncio.timeout(self._renew_seconds):
                 about = Worker(round(self._lag_ms), self._overload.shards_max)
                 lease = await request_lease(
-                    self._bundled,
+                    self._redis,
                     self._keys.shard(shard),
                     self.worker,
                     self._lease_ms,
