@@ -19,6 +19,7 @@ from grabstream.lua.gate.signing import SigningKeys
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.server import time_ms_of
 from grabstream.models.commands import Confirm, Release
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.payments import (
     QUERY_HOLDS_MAX,
     AskedHold,
