@@ -60,23 +60,26 @@ class Admission:
         self._proxies = tuple(proxies)
         #: Addresses with too many failures, and until when (monotonic, s).
         self._blocked: dict[str, float] = {}
-        #: Credentials that were valid a moment ago. They are checked like all others.
-        self._recent: dict[bytes, None] = {}
+        #: Credentials that were valid a moment ago, by the hash of a dict (seeded, not cryptographic): these
+        #: are let through to the check, which is that of all others.
+        self._recent: dict[int, None] = {}
 
     async def admit(self, operation: Operation, request: Request) -> None:
         """Raises Problem unless the caller of a request is known, may do this, and does not ask too often."""
         if operation.scope == "none":
             return
         credentials = _credentials_of(request)
-        if self._blocked and credentials not in self._recent:
+        mark = hash(credentials)
+        if self._blocked and mark not in self._recent:
             self._check_blocked(self._address_of(request.scope))
         try:
             caller = await self._caller_of(credentials)
         except BadToken as error:
-            await self._count_failure(credentials, self._address_of(request.scope))
+            self._recent.pop(mark, None)
+            await self._count_failure(self._address_of(request.scope))
             raise unauthenticated(str(error), None if credentials is None else "invalid_token") from None
-        if credentials not in self._recent:
-            _add_bounded(self._recent, credentials or b"", None, TOKENS_REMEMBERED_MAX)
+        if mark not in self._recent:
+            _add_bounded(self._recent, mark, None, TOKENS_REMEMBERED_MAX)
         rates = self._rates.key if caller.user is None else self._rates.user
         if rates and (seconds := await self._counters.hit(rates, _kind_of(caller), caller.name)):
             whose = "This API key" if caller.user is None else "This user"
@@ -97,9 +100,7 @@ class Admission:
 
     # -- failures --------------------------------------------------------------------------------------------
 
-    async def _count_failure(self, credentials: bytes | None, address: str) -> None:
-        if credentials is not None:
-            self._recent.pop(credentials, None)
+    async def _count_failure(self, address: str) -> None:
         seconds = await self._counters.hit(self._rates.failures, "address", address)
         if seconds:
             _add_bounded(self._blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)

@@ -76,6 +76,7 @@ _ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_its_lost_d
 IDENTITIES: Final = "tests/lua/commands/test_identities.py"
 LAYOUTS: Final = "tests/streams/relaying/test_layouts.py"
 COUNTERS: Final = "tests/lua/commands/test_counters.py"
+CALLERS: Final = "tests/gateway/test_authentication.py"
 
 MUTATIONS: Final = (
     Mutation(
@@ -636,6 +637,54 @@ MUTATIONS: Final = (
         "        if truth.cursor.seq < base.seq:\n",
         "        if False:\n",
         _in(RECOVERY, "test_a_shard_stays_fenced_when_the_journal_lost_events"),
+    ),
+    Mutation(
+        "callers: the key determines the algorithm of a token",
+        "gateway/tokens.py",
+        "algorithms=[key.algorithm],",
+        'algorithms=[header["alg"]],',
+        _in(
+            "tests/gateway/test_tokens.py",
+            "test_forged_token_is_refused[another algorithm of the same key]",
+        ),
+    ),
+    Mutation(
+        "callers: a withdrawn key ends the tokens that it signed",
+        "gateway/tokens.py",
+        " or self._keys.known(verified.key_id) is not verified.key:",
+        ":",
+        _in("tests/gateway/test_tokens.py", "test_new_key_is_known_when_it_is_first_used"),
+    ),
+    Mutation(
+        "callers: a secret ends at its time",
+        "gateway/api_keys.py",
+        "if is_same and time.time_ns() < kept.until_ms * 1_000_000 else",
+        "if is_same else",
+        _in("tests/gateway/test_admission.py", "test_key_is_valid_by_its_secrets_and_times"),
+    ),
+    Mutation(
+        "callers: an address with failures is refused before any work",
+        "gateway/admission.py",
+        "if self._blocked and mark not in self._recent:",
+        "if False:",
+        _in(
+            "tests/gateway/test_admission.py",
+            "test_address_with_too_many_failures_is_refused_before_any_work",
+        ),
+    ),
+    Mutation(
+        "callers: a key has scopes",
+        "gateway/callers.py",
+        "if caller.scopes.isdisjoint(needed):",
+        "if False:",
+        _in(CALLERS, "test_route_lets_in_who_may_and_nobody_else[grab]"),
+    ),
+    Mutation(
+        "callers: an end user names no other user",
+        "gateway/requests.py",
+        "if request.user is not None and user != request.user:",
+        "if False:",
+        _in(CALLERS, "test_end_user_grabs_as_themselves_only"),
     ),
 )
 

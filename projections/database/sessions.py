@@ -19,6 +19,7 @@ _NAME_BYTES_MAX: Final = 63
 _SYSTEM_BYTES_MAX: Final = 40
 _DIGEST_DIGITS: Final = 8
 CONNECT_SECONDS: Final = 5
+RECONNECT_SECONDS_MAX: Final = 2.0
 
 
 async def connect(postgres: str, schema: str, work: str = "", **options: Any) -> AsyncConnection[Any]:
@@ -58,6 +59,9 @@ def open_pool(
         max_size=sessions_max,
         max_waiting=waiting_max,
         timeout=wait_seconds,
+        # The pool pauses longer after each attempt that fails, and begins anew after this time: so a session
+        # is there soon after a long outage, too.
+        reconnect_timeout=RECONNECT_SECONDS_MAX,
         configure=prepare,
         name=work,
         open=False,

@@ -3,6 +3,7 @@ servers that are away.
 """
 
 import asyncio
+import contextlib
 import json
 import re
 import secrets
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import REVOCATION_SECONDS_MAX
@@ -456,6 +458,7 @@ async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
         await asyncio.to_thread(cache.kill)
 
 
+@pytest.mark.requirement("E11")
 async def test_server_that_decides_is_refused_as_cache(door: Door) -> None:
     """Under another name, and another number of the database."""
     same = door.settings.redis_url.replace("127.0.0.1", "localhost").replace("/0", "/5")
@@ -490,6 +493,83 @@ async def test_without_any_known_keys_services_wait_and_users_do_not(
             assert (await anyone.having("rubbish").send("GET", "/v1/offers")).status == 401
         assert gateway.text().count("API keys cannot be read") == 1
         assert "secret" not in gateway.text()
+
+
+class Forwarder:
+    """Forwards connections to a port, or refuses them."""
+
+    def __init__(self, port: int) -> None:
+        self.port = 0
+        self.refused = 0
+        self.is_open = True
+        self._there = port
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.is_open:
+            self.refused += 1
+            writer.close()
+            return
+        beyond, onward = await asyncio.open_connection("127.0.0.1", self._there)
+        self._writers |= {writer, onward}
+        await asyncio.gather(self._copy(reader, onward), self._copy(beyond, writer))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(65_536):
+                writer.write(piece)
+        writer.close()
+
+    def close(self) -> None:
+        """Ends all connections, and refuses further ones."""
+        self.is_open = False
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def start(self) -> asyncio.Server:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        return server
+
+
+async def test_without_postgresql_known_keys_are_valid_and_a_revocation_holds_soon_after_it_is_back(
+    door: Door, offer: str, tmp_path: Path
+) -> None:
+    secret, name = new_secret(), f"shop-{secrets.token_hex(4)}"
+    parts = conninfo_to_dict(door.settings.postgres)
+    forwarder = Forwarder(int(parts["port"] or 0))
+    async with checked_books(door.settings) as connection:
+        await api_keys.create(connection, name, ["grab", "operate"], digest_of(secret.encode()), None)
+        async with await forwarder.start():
+            there = make_conninfo(door.settings.postgres, host="127.0.0.1", port=str(forwarder.port))
+            settings = door.settings.model_copy(update={"postgres": there})
+            gateway = GatewayProcess(
+                settings, tmp_path / "log", gateway_authentication="required", gate_timeout_ms="20000"
+            )
+            try:
+                await asyncio.to_thread(gateway.start)
+                async with calling(gateway.port) as anyone:
+                    shop = anyone.having(secret)
+                    await shop.open(offer, total=100)
+                    forwarder.close()
+                    await api_keys.revoke(connection, name)
+                    # After so many attempts, a pool that pauses longer and longer would come much later.
+                    await until(lambda: forwarder.refused >= 8, 60, "attempts to connect")
+                    assert (await shop.post(f"/v1/offers/{offer}/grabs", {"user": "ann"})).status == 201
+                    forwarder.is_open = True
+                    loop = asyncio.get_running_loop()
+                    began = loop.time()
+
+                    async def is_revoked() -> bool:
+                        got = await shop.post(f"/v1/offers/{offer}/grabs", {"user": "ann"})
+                        return got.status == 401
+
+                    await until(is_revoked, 30, "the revocation")
+                    assert loop.time() - began < REVOCATION_SECONDS_MAX
+            finally:
+                gateway.kill()
+        forwarder.close()
 
 
 # -- starting ------------------------------------------------------------------------------------------------
