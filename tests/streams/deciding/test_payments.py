@@ -223,7 +223,8 @@ async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterato
     """A client that asks a payment side which answers with a function."""
     application = web.Application()
     application.router.add_post("/query", handler)
-    runner = web.AppRunner(application)
+    # A handler ends when its client has gone.
+    runner = web.AppRunner(application, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
