@@ -28,11 +28,15 @@ QUERY_LENGTH_MAX: Final = 64 * 1024
 _DIGITS: Final = 40
 
 
-class _Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    pass
+class _Written(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Claims that the system writes. Readers ignore claims that they do not know."""
 
 
-class PaymentToken(_Claims, frozen=True, kw_only=True):
+class _Read(_Written, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Claims that the system reads. A claim that it does not know could change the meaning of the others."""
+
+
+class PaymentToken(_Written, frozen=True, kw_only=True):
     """What a buyer takes to the payment side: `due` minor units of `currency` are to be paid for a grab
     before `deadline_at`. The receipt goes to the address `callback`. `issued_at` is when the hold was
     decided, so that a repeat has the same claims.
@@ -48,7 +52,7 @@ class PaymentToken(_Claims, frozen=True, kw_only=True):
     callback: Annotated[str, in_schema(maxLength=CALLBACK_LENGTH_MAX)] | None = None
 
 
-class Receipt(_Claims, frozen=True, kw_only=True):
+class Receipt(_Read, frozen=True, kw_only=True):
     """What became of a payment: `paid` minor units of `currency` were paid, or it `failed`, and nothing was
     paid. `payment` is the id that the payment side gave it; another payment has another id.
     """
@@ -63,7 +67,7 @@ class Receipt(_Claims, frozen=True, kw_only=True):
     currency: Currency | None = None
 
 
-class AskedHold(_Claims, frozen=True, kw_only=True):
+class AskedHold(_Written, frozen=True, kw_only=True):
     """A hold that ends at `ends_at`."""
 
     offer: Id
@@ -71,7 +75,7 @@ class AskedHold(_Claims, frozen=True, kw_only=True):
     ends_at: Count
 
 
-class PaymentQuery(_Claims, frozen=True, kw_only=True):
+class PaymentQuery(_Written, frozen=True, kw_only=True):
     """Asks which of some holds were paid. `id` is random; the answer names it."""
 
     id: Id
@@ -79,7 +83,7 @@ class PaymentQuery(_Claims, frozen=True, kw_only=True):
     holds: tuple[AskedHold, ...]
 
 
-class PaymentState(_Claims, frozen=True, kw_only=True):
+class PaymentState(_Read, frozen=True, kw_only=True):
     """What the payment side knows of a hold. `paid`: as a receipt says it. `unpaid`: nothing was paid, and
     nothing will be, because the payment side takes no payment for this grab any more. `unknown`: neither.
     """
@@ -94,7 +98,7 @@ class PaymentState(_Claims, frozen=True, kw_only=True):
     at: Count | None = None
 
 
-class PaymentAnswer(_Claims, frozen=True, kw_only=True):
+class PaymentAnswer(_Read, frozen=True, kw_only=True):
     """The answer to the query with the id `query`. Holds that it does not name count as `unknown`."""
 
     query: Id

@@ -21,7 +21,7 @@ from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.upcasters import UPCASTERS
 from grabstream.models.upcasting import FIRST_VERSION
 from grabstream.ops.schemas.asyncapi import document
-from grabstream.ops.schemas.documents import documents, event_name
+from grabstream.ops.schemas.documents import documents, event_name, payment_documents
 from grabstream.ops.schemas.releases import (
     Change,
     Contract,
@@ -71,7 +71,8 @@ def version_of_tree() -> str:
 
 def files_of(contract: Contract) -> dict[str, str]:
     """The text of every schema file, by its path in the folder."""
-    schema_files = {f"{name}.json": _json(schema) for name, schema in contract.schemas.items()}
+    schemas = {**contract.schemas, **payment_documents()}
+    schema_files = {f"{name}.json": _json(schema) for name, schema in schemas.items()}
     head = "# Made from the models by scripts/schemas.py.\n"
     return {
         **schema_files,

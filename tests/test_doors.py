@@ -21,6 +21,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.lua.gate.tickets import Ticket, TicketKeys
 from grabstream.models.answers import Answer, decode_answer, encode_answer
 from grabstream.models.bounds import REASON_BYTES_MAX, REJECTED_OF_ARRAY_MAX, quoted, shortened
@@ -36,6 +37,17 @@ from grabstream.models.commands import (
 from grabstream.models.events import AnyEvent, decode_event, decode_event_list
 from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
 from grabstream.models.money import Invalid
+from grabstream.models.payments import (
+    AskedHold,
+    PaymentQuery,
+    Receipt,
+    command_of,
+    decode_query,
+    decode_receipt,
+    decode_token,
+    encode_claims,
+)
+from grabstream.models.payments import decode_answer as decode_payments
 from grabstream.models.upcasting import UpcastFailed
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.ops.settings import BadSettings, Settings, load_settings
@@ -400,3 +412,51 @@ def test_ticket_is_valid_or_refused(text: str) -> None:
 def test_answer_is_decoded_or_refused(raw: bytes) -> None:
     found = attempted(lambda: decode_answer(raw), msgspec.DecodeError, UnicodeDecodeError)
     assert isinstance(found, Answer | msgspec.DecodeError | UnicodeDecodeError)
+
+
+# -- receipts, and answers about holds -----------------------------------------------------------------------
+
+PAYMENT_KEYS: Final = SigningKeys({"k": SECRET})
+RECEIPT_HEADER: Final = {"alg": "HS256", "kid": "k", "typ": "grab-receipt+jwt"}
+RECEIPT: Final = {
+    "payment": "p", "offer": "o", "grab": "g", "user": "u", "status": "paid", "paid": 1, "currency": "CNY",
+    "at": 1,
+}  # fmt: skip
+STATE: Final = {**RECEIPT, "grab": "a"}
+QUERY: Final = PaymentQuery(id="q", at=1, holds=(AskedHold(offer="o", grab="a", ends_at=9),))
+of_claims = st.one_of(
+    structured(RECEIPT).map(encoded),
+    structured({"query": "q", "payments": [STATE]}).map(encoded),
+    ODD_VALUES.map(encoded),
+    damaged(st.just(encoded(RECEIPT))),
+)
+
+
+@FUZZED
+@given(
+    text=st.one_of(
+        of_token,
+        st.builds(token, structured(RECEIPT_HEADER).map(encoded), of_claims),
+        damaged(st.just(PAYMENT_KEYS.sign(Purpose.receipt, encoded(RECEIPT)).encode())).map(
+            lambda raw: raw.decode("latin-1")
+        ),
+    )
+)
+def test_signed_text_is_read_or_refused(text: str) -> None:
+    found = bounded(
+        len(text), lambda: attempted(lambda: PAYMENT_KEYS.read(Purpose.receipt, text, 4_096), NotSigned)
+    )
+    assert isinstance(found, bytes | NotSigned)
+
+
+@FUZZED
+@given(payload=of_claims)
+def test_claims_are_read_or_refused(payload: bytes) -> None:
+    receipt = bounded(len(payload), lambda: attempted(lambda: decode_receipt(payload), Invalid))
+    if isinstance(receipt, Receipt):
+        command = command_of(receipt)
+        check(command, of_system=True)
+        assert command_of(decode_receipt(encode_claims(receipt))) == command
+    for decode in (decode_token, decode_query, lambda raw: decode_payments(raw, QUERY)):
+        found = bounded(len(payload), lambda decode=decode: attempted(lambda: decode(payload), Invalid))
+        assert not isinstance(found, list) or len(found) <= len(QUERY.holds)

@@ -34,13 +34,23 @@ def documents() -> dict[str, Schema]:
     }
     # The values of a column may be null where a grab has none.
     schemas |= {run_name(tag_of(run)): schema_of(run, f"{tag_of(run)} (run)") for run in get_args(AnyRun)}
-    schemas |= {
-        f"payments/{name}": schema_of(claims, f"payment {name}", nulls=are_read)
-        for name, claims, are_read in (
-            ("token", PaymentToken, False), ("receipt", Receipt, True), ("query", PaymentQuery, False),
-            ("answer", PaymentAnswer, True),
-        )
-    }  # fmt: skip
+    return _identified(schemas)
+
+
+def payment_documents() -> dict[str, Schema]:
+    """The schemas of the claims of signed texts about payments, by name: `payments/receipt` …"""
+    return _identified(
+        {
+            f"payments/{name}": schema_of(claims, f"payment {name}", nulls=are_read)
+            for name, claims, are_read in (
+                ("answer", PaymentAnswer, True), ("query", PaymentQuery, False), ("receipt", Receipt, True),
+                ("token", PaymentToken, False),
+            )
+        }
+    )  # fmt: skip
+
+
+def _identified(schemas: dict[str, Schema]) -> dict[str, Schema]:
     return {
         name: {"$schema": DIALECT, "$id": f"urn:grabstream:{name.replace('/', ':')}", **schemas[name]}
         for name in sorted(schemas)

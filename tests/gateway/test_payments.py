@@ -63,6 +63,7 @@ async def until_over(held: dict[str, Any]) -> None:
 # -- tokens --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("E9")
 async def test_answer_to_a_hold_has_a_token_with_what_is_due(caller: Caller, offer: str) -> None:
     await caller.open(offer, **SALE)
     got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "quantity": 2}, "g")
@@ -125,6 +126,7 @@ async def test_token_is_not_recorded_anywhere(caller: Caller, offer: str, door: 
 # -- receipts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("E3")
 async def test_paid_hold_is_confirmed_once(caller: Caller, offer: str) -> None:
     await caller.open(offer, **SALE)
     claims = receipt_for(await held_by(caller, offer, quantity=2), "p")
@@ -140,6 +142,7 @@ async def test_paid_hold_is_confirmed_once(caller: Caller, offer: str) -> None:
     }
 
 
+@pytest.mark.requirement("E3")
 async def test_failed_payment_ends_the_hold(caller: Caller, offer: str) -> None:
     await caller.open(offer, **{**SALE, "total": 1})
     held = await held_by(caller, offer)
@@ -150,6 +153,7 @@ async def test_failed_payment_ends_the_hold(caller: Caller, offer: str) -> None:
     assert await result_of(caller, receipt_for(held, "p2")) == ("refund_due", "not_held")
 
 
+@pytest.mark.requirement("E3")
 async def test_failed_then_paid_is_to_be_paid_back(caller: Caller, offer: str) -> None:
     await caller.open(offer, **SALE)
     held = await held_by(caller, offer)
@@ -354,6 +358,7 @@ async def test_without_keys_there_are_no_tokens_and_no_receipts(
     assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
 
 
+@pytest.mark.requirement("E3")
 async def test_receipt_is_safe_when_the_gateway_dies_before_its_answer(
     door: Door, caller: Caller, offer: str, tmp_path: Path
 ) -> None:
@@ -423,6 +428,7 @@ sent_receipts = st.lists(
 )
 
 
+@pytest.mark.requirement("E3")
 @settings(max_examples=25 * LONGER)
 @given(sent_receipts, st.sampled_from(["refuse", "retake"]), st.booleans())
 def test_in_any_order_each_payment_is_confirmed_or_to_be_paid_back_once(

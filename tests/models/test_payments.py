@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from grabstream.models.commands import Confirm, Release, Undecodable, check, decode_command
 from grabstream.models.identifiers import SYSTEM_IDS, is_id, is_reserved, may_be_reserved
@@ -23,6 +24,7 @@ from grabstream.models.payments import (
     decode_receipt,
     encode_claims,
 )
+from grabstream.ops.schemas.documents import payment_documents
 
 LONG = "x" * 64
 PAID = {
@@ -163,3 +165,26 @@ def test_longest_question_and_answer_fit_their_bound() -> None:
     for claims in (query, answer):
         # Base64, and a header and a signature, with the longest key id.
         assert len(encode_claims(claims)) * 4 / 3 + 400 < QUERY_LENGTH_MAX
+
+
+# -- schemas -------------------------------------------------------------------------------------------------
+
+
+def test_schemas_of_the_claims_agree_with_what_is_read_and_written() -> None:
+    schemas = payment_documents()
+    for schema in schemas.values():
+        Draft202012Validator.check_schema(schema)
+    receipt = Draft202012Validator(schemas["payments/receipt"])
+    assert receipt.is_valid(PAID)
+    for wrong in (without("payment"), {**PAID, "user": "a/b"}, {**PAID, "status": "x"}, {**PAID, "x": 1}):
+        assert not receipt.is_valid(wrong)
+    assert Draft202012Validator(schemas["payments/query"]).is_valid(json.loads(encode_claims(QUERY)))
+    answer = {"query": "q", "payments": [state("a"), state("b", "paid", user="u", payment="p", paid=1)]}
+    assert Draft202012Validator(schemas["payments/answer"]).is_valid(answer)
+    # What the system writes may have more claims in a later release.
+    assert Draft202012Validator(schemas["payments/token"]).is_valid(
+        {
+            "offer": "o", "grab": "g", "user": "u", "due": 1, "currency": "CNY", "deadline_at": 1,
+            "issued_at": 1, "more": 1,
+        }
+    )  # fmt: skip

@@ -37,6 +37,7 @@ class CountingClient(redis.asyncio.Redis):
         (Due(1_000, 1_500, 1_200, 1_300, False, False), 0.2),
         (Due(1_000, None, None, 1_250, False, False), 0.25),
         (Due(1_000, 900, None, 1_250, False, False), 0.0),
+        (Due(1_000, 1_900, None, None, False, False, 1_300), 0.3),
         (Due(1_000, 10**15, 10**15, None, False, False), POLL_SECONDS_MAX),
     ],
 )

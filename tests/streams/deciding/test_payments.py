@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import redis.asyncio
 from aiohttp import web
@@ -100,6 +101,7 @@ def paid(payment: str = "p", **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.requirement("E3")
 async def test_what_the_payment_side_knows_is_carried_out_before_the_end(shard: Shard) -> None:
     await shard.hold("a", "b", "c", "d", "e")
     shard.states = {
@@ -119,6 +121,15 @@ async def test_what_the_payment_side_knows_is_carried_out_before_the_end(shard: 
         [Confirm(id="x", offer="s", grab="e", user="ann", payment="p-e", paid=1, currency="CNY")], "decided"
     )
     assert (again.outcome, again.repeated) == ("invalid", True), "it is recorded as to be paid back"
+
+
+async def test_hold_with_grace_is_asked_for_before_its_grace_ends(shard: Shard) -> None:
+    terms = msgspec.structs.replace(TERMS, late="grace", grace_ms=30_000)
+    await shard.gate.decide([Open(id="o2", offer="s:grace", terms=terms)], "decided")
+    [held] = await shard.gate.decide([Grab(id="a", offer="s:grace", user="ann")], "decided")
+    assert held.deadline_at is not None
+    queries = shard.queries(1_000)
+    assert await queries.next_ms(held.deadline_at - HOLD_MS) == held.deadline_at + 30_000 - 1_000
 
 
 async def test_receipt_and_answer_about_a_payment_are_one_command(shard: Shard) -> None:
@@ -212,7 +223,8 @@ async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterato
     """A client that asks a payment side which answers with a function."""
     application = web.Application()
     application.router.add_post("/query", handler)
-    runner = web.AppRunner(application)
+    # A handler ends when its client has gone.
+    runner = web.AppRunner(application, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
