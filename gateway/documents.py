@@ -87,6 +87,7 @@ class UserGrab(Document):
     refunded: int
     deadline_at: int | None = None
     basket: str | None = None
+    metadata: dict[str, str] | None = Field(None, description="What the grab was sent with.")
     shard: int
     seq: int
     at: int

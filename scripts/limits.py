@@ -222,6 +222,13 @@ def of_commands() -> list[Row]:
             "the event contains them",
             INVALID,
         ),
+        Row(
+            "`metadata`",
+            f"{commands.METADATA_PAIRS_MAX} pairs, {size(commands.METADATA_BYTES_MAX)} as JSON without "
+            "spaces; names are ids, values one line",
+            "the answer and the events contain it; a queued grab keeps it in Redis",
+            INVALID,
+        ),
         Row("`ticket`", f"{commands.TICKET_LENGTH_MAX:,} characters", "", INVALID),
         Row("grabs in a basket", f"{bounds.BASKET_GRABS_MAX}", "one call decides them", INVALID),
         Row(
@@ -428,7 +435,7 @@ def of_requests() -> list[Row]:
         Row(
             "the body of a grab, and of a command about a grab",
             size(http.GRAB_BODY_BYTES_MAX),
-            "a ticket and all attributes fit",
+            "a ticket, all attributes and metadata fit",
             "413 `content_too_large`, before it is read if its length is known",
         ),
         Row("the body of other commands", size(bounds.COMMAND_BYTES_MAX), "that of a command", "as above"),
