@@ -12,6 +12,7 @@ INSTALL_SERVER: Final = "pip install 'grabstream[server]'"
 #: The modules that only the extra `server` installs.
 SERVER_MODULES: Final = frozenset(
     {
+        "aiohttp",
         "click",
         "cryptography",
         "faust",
@@ -22,6 +23,7 @@ SERVER_MODULES: Final = frozenset(
         "psycopg_pool",
         "redis",
         "rich",
+        "standardwebhooks",
         "starlette",
     }
     | {"uvicorn", "uvloop", "yaml"}
