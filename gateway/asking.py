@@ -58,7 +58,7 @@ _TAKEN: Final = (
 _OF_ASSETS: Final = "SELECT asset, available, held FROM balances WHERE user_id = %s"
 _OF_USER: Final = (
     "SELECT offer, grab, state, quantity, amount, asset, place, held, taken, redeemed, back, due, currency, "
-    "paid, refunded, deadline_at, basket, shard, seq, at FROM grabs WHERE user_id = %s"
+    "paid, refunded, deadline_at, basket, metadata, shard, seq, at FROM grabs WHERE user_id = %s"
 )
 #: A transfer between two accounts of the user is both out and in.
 _TRANSFERS: Final = """

@@ -7,7 +7,7 @@ from grabstream.models.identifiers import ID_LENGTH_MAX
 
 #: The request line and all headers of a request.
 HEAD_BYTES_MAX: Final = 16 * 1024
-#: The body of a grab: a ticket, attributes, and ids.
+#: The body of a grab: a ticket, attributes, metadata, and ids.
 GRAB_BODY_BYTES_MAX: Final = 16 * 1024
 #: What a request may have in all, beside its head: the largest body, and the frames of its chunks.
 MESSAGE_BYTES_MAX: Final = 512 * 1024

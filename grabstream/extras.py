@@ -24,6 +24,7 @@ SERVER_MODULES: Final = frozenset(
         "psycopg_pool",
         "redis",
         "rich",
+        "standardwebhooks",
         "starlette",
     }
     | {"uvicorn", "uvloop", "yaml"}

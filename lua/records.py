@@ -1,5 +1,6 @@
 """Reads the records that the scripts store in Redis; includes/records.lua writes them."""
 
+from itertools import zip_longest
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,8 @@ GRAB_FIELDS: Final = (
     "price", "status", "ended_seq",
     "ended_at", "confirmed_seq", "confirmed_at", "under", "counted", "payments", "codes",
 )  # fmt: skip
+#: A field that a grab has only while it waits, if it was sent with metadata: these as JSON text.
+METADATA_FIELD: Final = "metadata"
 _NUMBERS: Final = ("place", "quantity", "held", "taken", "redeemed", "lapsed", "status")
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 
@@ -71,9 +74,9 @@ def read_grab(record: bytes) -> dict[str, Any]:
     Raises Damaged.
     """
     fields = _unpack(record)
-    if not isinstance(fields, list) or len(fields) != len(GRAB_FIELDS):
+    if not _are_fields_of_grab(fields):
         raise Damaged(f"not a list of the {len(GRAB_FIELDS)} fields of a grab")
-    grab = dict(zip(GRAB_FIELDS, fields, strict=True))
+    grab = dict(zip((*GRAB_FIELDS, METADATA_FIELD), fields, strict=False))
     del grab["codes"]
     for name in _NUMBERS:
         if type(grab[name]) is not int:
@@ -81,6 +84,10 @@ def read_grab(record: bytes) -> dict[str, Any]:
     if grab["status"] not in range(len(GRAB_STATES)):
         raise Damaged(f"status {grab['status']!r}")
     return grab | {"status": GRAB_STATES[grab["status"]]}
+
+
+def _are_fields_of_grab(value: Any) -> bool:
+    return isinstance(value, list) and len(value) - len(GRAB_FIELDS) in (0, 1)
 
 
 def unpacked(record: bytes) -> Any:
@@ -134,6 +141,7 @@ def in_fields(one: bytes, other: bytes) -> list[tuple[str, Any, Any]]:
     records.
     """
     a, b = unpacked(one), unpacked(other)
-    if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == len(GRAB_FIELDS)):
+    if not (_are_fields_of_grab(a) and _are_fields_of_grab(b)):
         return []
-    return [(name, left, right) for name, left, right in zip(GRAB_FIELDS, a, b, strict=True) if left != right]
+    pairs = zip_longest((*GRAB_FIELDS, METADATA_FIELD), a, b)
+    return [(name, left, right) for name, left, right in pairs if left != right]

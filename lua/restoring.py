@@ -12,8 +12,9 @@ from grabstream.lua.gate.encoding import CallOffers, envelope_row, limit_rows, p
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.keys import ShardKeys
+from grabstream.models.commands import encode_metadata
 from grabstream.models.digests import adjustment_text
-from grabstream.models.events import AnyEvent, LedgerAdjusted, OfferAmended, OfferOpened
+from grabstream.models.events import AnyEvent, GrabQueued, LedgerAdjusted, OfferAmended, OfferOpened
 from grabstream.models.offers import EnvelopeTerms, changes_of, terms_of
 from grabstream.models.runs import AnyLine, GrantedRun, singles
 
@@ -89,8 +90,8 @@ def _are_plain_parts(run: GrantedRun) -> bool:
     envelopes have amounts.
     """
     return bool(run.amounts) and not (
-        run.command or run.quantities or run.asked or run.attributes or run.tickets or run.basket
-        or run.digests or run.codes
+        run.command or run.quantities or run.asked or run.attributes or run.metadata or run.tickets
+        or run.basket or run.digests or run.codes
     )  # fmt: skip
 
 
@@ -123,6 +124,8 @@ def build(
                 if isinstance(event, OfferAmended)
                 else _adjusted(event)
                 if isinstance(event, LedgerAdjusted)
+                else _queued(event)
+                if isinstance(event, GrabQueued) and event.metadata
                 else event
             )
     columns = (
@@ -169,6 +172,12 @@ def _amended(event: OfferAmended) -> dict[str, Any]:
 
 def _adjusted(event: LedgerAdjusted) -> dict[str, Any]:
     return _head(event) | {"whole": adjustment_text(event.transfers, event.reason, event.approved_by)}
+
+
+def _queued(event: GrabQueued) -> dict[str, Any]:
+    # The grab keeps them, as text, for the event that serves it.
+    metadata = encode_metadata(event.metadata or {}).decode()
+    return msgspec.to_builtins(event) | {"metadata": metadata}  # type: ignore[no-any-return]
 
 
 def _head(event: OfferOpened | OfferAmended | LedgerAdjusted) -> dict[str, Any]:

@@ -48,6 +48,9 @@ from grabstream.models.offers import (
 )
 
 ATTRIBUTES_MAX: Final = 8
+METADATA_PAIRS_MAX: Final = 16
+#: Metadata as canonical JSON (`encode_metadata`), in bytes of UTF-8.
+METADATA_BYTES_MAX: Final = 1_024
 ITEMS_MAX: Final = 1_000
 CHUNKS_MAX: Final = 100_000
 #: The items of a `load` as its event contains them. The rest of the event line, and the command, still fit
@@ -97,7 +100,8 @@ class Grab(Command, frozen=True, kw_only=True, gc=False):
 
     `attributes` are names and values that limits may count by, `ticket` is a signed token of the eligibility
     service. The grabs of one array that share a `basket` are all granted or all refused. With `wait`, the
-    user joins the waiting list when the offer is sold out.
+    user joins the waiting list when the offer is sold out. `metadata` are texts by name that the answer and
+    the events of the grab repeat; nothing is decided by them.
     """
 
     user: Id
@@ -109,6 +113,14 @@ class Grab(Command, frozen=True, kw_only=True, gc=False):
     ) = None
     basket: Id | None = None
     wait: bool = False
+    # None by default: a new map would cost every plain grab that is decoded.
+    metadata: (
+        Annotated[
+            dict[Id, Annotated[str, in_schema(pattern=LINE_PATTERN)]],
+            in_schema(maxProperties=METADATA_PAIRS_MAX),
+        ]
+        | None
+    ) = None
 
 
 class Pause(OfferCommand, frozen=True, kw_only=True):
@@ -286,7 +298,11 @@ def check(command: AnyCommand, of_system: bool = False) -> None:
 def is_plain(command: Grab) -> bool:
     """Whether a grab asks for one unit for one user of one offer, without further fields."""
     return command.quantity == 1 and not (
-        command.attributes or command.ticket is not None or command.basket is not None or command.wait
+        command.attributes
+        or command.ticket is not None
+        or command.basket is not None
+        or command.wait
+        or command.metadata
     )
 
 
@@ -312,10 +328,11 @@ def _offers_of_plain(commands: Sequence[AnyCommand]) -> set[str]:
     if set(map(type, commands)) != {Grab}:
         return set()
     columns = zip(*map(_fields_of_grab, commands), strict=True)
-    ids, offers, users, quantities, waits, attributes, tickets, baskets = columns
+    ids, offers, users, quantities, waits, attributes, *absent = columns
     names, count = set(offers), len(ids)
     is_right = (
-        quantities.count(1) == waits.count(False) == tickets.count(None) == baskets.count(None) == count
+        quantities.count(1) == waits.count(False) == count
+        and all(column.count(None) == count for column in absent)
         and not any(attributes)
         # A command made in Python may have 1.0, or 0 in place of False.
         and set(map(type, quantities)) == {int}
@@ -326,7 +343,9 @@ def _offers_of_plain(commands: Sequence[AnyCommand]) -> set[str]:
     return names if is_right else set()
 
 
-_fields_of_grab = attrgetter("id", "offer", "user", "quantity", "wait", "attributes", "ticket", "basket")
+_fields_of_grab = attrgetter(
+    "id", "offer", "user", "quantity", "wait", "attributes", "ticket", "basket", "metadata"
+)
 
 
 def _is_right_and_plain(command: Grab) -> bool:
@@ -428,6 +447,8 @@ def _check_grab(command: Grab) -> None:
         0 < len(command.ticket) <= TICKET_LENGTH_MAX and command.ticket.isascii()
     ):
         raise Invalid(f"ticket: must be a signed token of at most {TICKET_LENGTH_MAX} characters")
+    if command.metadata is not None:
+        _check_metadata(command.metadata)
     if not isinstance(command.wait, bool):
         raise Invalid(f"wait: must be true or false, got {quoted(command.wait)}")
     if command.basket is not None and command.wait:
@@ -545,6 +566,32 @@ def _check_attributes(attributes: dict[str, str]) -> None:
                 f"attributes: names and values must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(name)}: "
                 f"{quoted(value)}"
             )
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > METADATA_PAIRS_MAX:
+        raise Invalid(f"metadata: at most {METADATA_PAIRS_MAX} pairs, got {len(metadata)}")
+    for name, value in metadata.items():
+        if not is_id(name):
+            raise Invalid(f"metadata: names must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(name)}")
+        check_line(f"metadata: {name}", value, METADATA_BYTES_MAX)
+    if (size := len(encode_metadata(metadata))) > METADATA_BYTES_MAX:
+        raise Invalid(
+            f"metadata: has at most {METADATA_BYTES_MAX} bytes as JSON without spaces, this has {size}; "
+            "send a reference to longer data"
+        )
+
+
+def metadata_of(command: Command) -> dict[str, str] | None:
+    """The metadata of a grab in its canonical order, by name; None without any, and for other commands."""
+    if not isinstance(command, Grab) or not command.metadata:
+        return None
+    return dict(sorted(command.metadata.items()))
+
+
+def encode_metadata(metadata: dict[str, str]) -> bytes:
+    """Metadata as canonical JSON: by name, without spaces, in UTF-8. So events contain it."""
+    return _encode(metadata)
 
 
 _CHECKS: Final[dict[type, Callable[[Any], None]]] = {

@@ -145,6 +145,9 @@ def adjustment_text(transfers: Sequence[object], reason: str, approved_by: str) 
 def _body(command: AnyCommand) -> bytes:
     if isinstance(command, OfferCommand) and command.operator is not None:
         command = msgspec.structs.replace(command, operator=None)
+    if isinstance(command, Grab) and command.metadata is not None and not command.metadata:
+        # An empty map asks for the same as none.
+        command = msgspec.structs.replace(command, metadata=None)
     return encode_command(command)
 
 

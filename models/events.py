@@ -24,6 +24,8 @@ from grabstream.models.upcasting import Upcaster, Upcasters
 V = TypeVar("V", bound=int)
 V1 = Literal[1]
 Number = Annotated[int, in_schema(minimum=1)]
+#: What a grab was sent with (`models/commands.py`), by name.
+Metadata = dict[Id, str]
 JsonObject = Annotated[msgspec.Raw, in_schema(type="object")]
 KINDS: Final = [str(terms.__struct_config__.tag) for terms in get_args(Terms)]
 
@@ -177,6 +179,7 @@ class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True)
 
     asked: Quantity | None = None
     attributes: dict[Id, Id] = {}
+    metadata: Metadata | None = None
     ticket: Id | None = None
     ticket_ends_at: Count | None = None
     basket: Id | None = None
@@ -196,6 +199,7 @@ class GrabHeld(_GrabEvent[V1], tag="grab.held", frozen=True, kw_only=True):
     currency: Currency | None = None
     waited: bool = False
     attributes: dict[Id, Id] = {}
+    metadata: Metadata | None = None
     ticket: Id | None = None
     ticket_ends_at: Count | None = None
     basket: Id | None = None
@@ -203,9 +207,12 @@ class GrabHeld(_GrabEvent[V1], tag="grab.held", frozen=True, kw_only=True):
 
 
 class GrabQueued(_GrabEvent[V1], tag="grab.queued", frozen=True, kw_only=True):
-    """A user waits for `quantity` units; `place` is the number on the waiting list, `amount` is 0."""
+    """A user waits for `quantity` units; `place` is the number on the waiting list, `amount` is 0. The event
+    that serves the grab has its `metadata` again.
+    """
 
     attributes: dict[Id, Id] = {}
+    metadata: Metadata | None = None
     ticket: Id | None = None
     ticket_ends_at: Count | None = None
     digest: str

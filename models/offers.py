@@ -481,10 +481,10 @@ def check_changes(changes: Changes) -> None:
             check_amount(f"changes.{field}", value, most=MOST_OF.get(field, AMOUNT_MAX))
 
 
-def check_line(field: str, text: str) -> None:
+def check_line(field: str, text: str, characters_max: int = LINE_LENGTH_MAX) -> None:
     """Raises Invalid unless the text is one line that Redis, Kafka and PostgreSQL can store."""
-    if len(text) > LINE_LENGTH_MAX:
-        raise Invalid(f"{field}: at most {LINE_LENGTH_MAX} characters, got {len(text)}")
+    if len(text) > characters_max:
+        raise Invalid(f"{field}: at most {characters_max} characters, got {len(text)}")
     if forbidden := _find_forbidden(text):
         raise Invalid(
             f"{field}: must be one line of text, without control characters; got {quoted(forbidden.group())} "

@@ -14,7 +14,15 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from grabstream.models.events import EVENTS, AnyEvent, EventDecoder, GrabGranted, GrabHeld, Number
+from grabstream.models.events import (
+    EVENTS,
+    AnyEvent,
+    EventDecoder,
+    GrabGranted,
+    GrabHeld,
+    Metadata,
+    Number,
+)
 from grabstream.models.identifiers import Count, Id
 from grabstream.models.money import Asset, Currency, Quantity, Sum
 from grabstream.models.upcasting import NewerEvent
@@ -40,7 +48,7 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
 
     #: The names of the columns beside `grabs`.
     columns: ClassVar[tuple[str, ...]] = (
-        "users", "quantities", "amounts", "asked", "attributes", "tickets", "digests"
+        "users", "quantities", "amounts", "asked", "attributes", "metadata", "tickets", "digests"
     )  # fmt: skip
 
     v: V2
@@ -59,6 +67,7 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
     left: Sum
     asked: tuple[Quantity | None, ...] = ()
     attributes: tuple[dict[Id, Id] | None, ...] = ()
+    metadata: tuple[Metadata | None, ...] = ()
     tickets: tuple[Ticket | None, ...] = ()
     basket: Id | None = None
     digests: tuple[str, ...] = ()
@@ -229,5 +238,7 @@ def singles(event: AnyLine) -> Sequence[AnyEvent]:
             "ticket": ticket, "ticket_ends_at": ends_at, "basket": event.basket,
             "digest": event.digests[i] if event.digests else None if event.command else "plain",
         }  # fmt: skip
+        if event.metadata:
+            common["metadata"] = event.metadata[i]
         found.append(event.single(i, common))
     return found

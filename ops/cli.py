@@ -63,6 +63,7 @@ GROUPS: Final = {
             "Let a stopped read model continue after a record that it cannot apply.",
         ),
         "retry": ("operate.set_aside", "Let a stopped read model try again, once its cause is removed."),
+        "webhooks": ("operate.webhooks", "Send events to URLs; list what was not delivered; send it again."),
         "config": ("operate.config", "Show the settings in force, secrets masked."),
         "schemas": ("operate.schemas", "List the system's schemas in the database, for backups."),
         "completion": ("operate.completion", "Print the shell's completion script."),

@@ -275,6 +275,27 @@ class Settings(BaseSettings):
         int, _setting("Refusals that are kept; the oldest are deleted first.", "refusals", ge=0)
     ] = 1_000_000
     refusals_days: Annotated[int, _setting("How long refusals are kept.", "days", ge=1, le=3_650)] = 14
+    webhook_http: Annotated[
+        bool, _setting("Whether webhooks may be sent without TLS, to http://…; for tests.")
+    ] = False
+    webhook_private_addresses: Annotated[
+        bool,
+        _setting(
+            "Whether webhooks may be sent to addresses that are not public, such as those of a network."
+        ),
+    ] = False
+    webhook_timeout_ms: Annotated[
+        int, _setting("How long a receiver of a webhook may take to answer.", "ms", ge=100, le=300_000)
+    ] = 15_000
+    webhook_attempts_max: Annotated[
+        int,
+        _setting(
+            "Attempts to send an event, after ever longer pauses (18: up to 27 hours), until it is parked.",
+            "attempts",
+            ge=1,
+            le=100,
+        ),
+    ] = 18
     fail_at: Annotated[
         str,
         _setting(

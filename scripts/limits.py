@@ -18,11 +18,12 @@ from grabstream.models.rules import grabbing, settling, state
 from grabstream.ops.formats import offer_files
 from grabstream.ops.rehearsal import payment_provider
 from grabstream.ops.settings import SECRETS, Settings
-from grabstream.projections.records import api_keys
+from grabstream.projections.records import api_keys, webhooks
 from grabstream.streams import topics
 from grabstream.streams.deciding import backlog, decider, payment_side, understanding
 from grabstream.streams.deciding import payments as hold_queries
 from grabstream.streams.relaying import blocks, ownership
+from grabstream.streams.webhooks import addresses, sending
 
 DAY_MS = 24 * 3600 * 1000
 
@@ -223,6 +224,13 @@ def of_commands() -> list[Row]:
             "`attributes`",
             f"{commands.ATTRIBUTES_MAX}; names and values are ids",
             "the event contains them",
+            INVALID,
+        ),
+        Row(
+            "`metadata`",
+            f"{commands.METADATA_PAIRS_MAX} pairs, {size(commands.METADATA_BYTES_MAX)} as JSON without "
+            "spaces; names are ids, values one line",
+            "the answer and the events contain it; a queued grab keeps it in Redis",
             INVALID,
         ),
         Row("`ticket`", f"{commands.TICKET_LENGTH_MAX:,} characters", "", INVALID),
@@ -456,7 +464,7 @@ def of_requests() -> list[Row]:
         Row(
             "the body of a grab, and of a command about a grab",
             size(http.GRAB_BODY_BYTES_MAX),
-            "a ticket and all attributes fit",
+            "a ticket, all attributes and metadata fit",
             "413 `content_too_large`, before it is read if its length is known",
         ),
         Row("the body of other commands", size(bounds.COMMAND_BYTES_MAX), "that of a command", "as above"),
@@ -605,6 +613,46 @@ def of_requests() -> list[Row]:
     ]
 
 
+def of_webhooks() -> list[Row]:
+    """Bounds of webhooks."""
+    return [
+        Row("webhooks of a system", f"{webhooks.WEBHOOKS_MAX}", "each reads and sends", "`add` is refused"),
+        Row("the URL of a webhook", f"{addresses.URL_LENGTH_MAX:,} characters", "", "`add` is refused"),
+        Row(
+            "events that wait for one webhook",
+            f"{webhooks.WAITING_MAX:,}, plus one slice of the journal",
+            "room in PostgreSQL",
+            "it reads the journal no further until there are fewer",
+        ),
+        Row(
+            "events that are parked for one webhook",
+            f"{webhooks.PARKED_MAX:,}, plus one slice of the journal",
+            "as above",
+            "it is paused",
+        ),
+        Row(
+            "requests to one webhook at a time",
+            f"{sending.PARALLEL_MAX}, one for each offer; 1 after {sending.FAILURES_MAX} failures in a row",
+            "a receiver that fails gets time",
+            "the other offers wait",
+        ),
+        Row("the time of a request", "`GRAB_WEBHOOK_TIMEOUT_MS`", "as above", "the attempt has failed"),
+        Row("attempts to send an event", "`GRAB_WEBHOOK_ATTEMPTS_MAX`", "", "it is parked"),
+        Row(
+            "the pause that a receiver may ask for (Retry-After)",
+            f"{sending.RETRY_AFTER_SECONDS_MAX / 3600:.0f} h",
+            "",
+            "it is sent again then",
+        ),
+        Row(
+            "the part of a receiver's answer that is read",
+            size(sending.ANSWER_BYTES_MAX),
+            "it is not used",
+            "the connection is closed; the status counts",
+        ),
+    ]
+
+
 def of_settings() -> list[Row]:
     """Numeric settings, with their ranges and defaults."""
     rows = []
@@ -651,6 +699,7 @@ def document() -> str:
         ("Commands and terms", head, of_commands()),
         ("Processes and files", head, of_processes()),
         ("Requests over HTTP", head, of_requests()),
+        ("Webhooks", head, of_webhooks()),
         ("Settings", ("setting", "range", "default", "outside the range"), of_settings()),
     )
     for title, names, rows in tables:

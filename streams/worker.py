@@ -7,6 +7,7 @@
 - `project` builds the read models in PostgreSQL.
 - `publish` writes single events to `grab.events`.
 - `verify` compares the read models and Redis with the audit trail.
+- `webhooks` sends events to the URLs that subscribed to them.
 
 If one of the first three fails, all end: a process that plays half of its roles looks alive but is not. The
 others only concern the books: they are restarted, and deciding continues.
@@ -44,7 +45,7 @@ STOP_SECONDS: Final = 12.0
 RESTART_SECONDS_MIN: Final = 1.0
 RESTART_SECONDS_MAX: Final = 60.0
 
-ROLES: Final = ("decide", "relay", "sweep", "project", "publish", "verify")
+ROLES: Final = ("decide", "relay", "sweep", "project", "publish", "verify", "webhooks")
 #: A worker has the leases of its share of the shards; if it did not relay them, nobody would.
 SWEEPS_WITHOUT_RELAY: Final = (
     "role sweep: needs the role relay in the same worker, since a shard is swept where it is relayed"
@@ -155,7 +156,7 @@ def roles_of(
 
     running.update(
         (role, restarting(role, of_books[role]))
-        for role in ("project", "publish", "verify")
+        for role in ("project", "publish", "verify", "webhooks")
         if role in roles and role in of_books
     )
     return running

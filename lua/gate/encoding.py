@@ -34,6 +34,8 @@ from grabstream.models.commands import (
     Redeem,
     Return,
     Unredeem,
+    encode_metadata,
+    metadata_of,
     user_of,
 )
 from grabstream.models.digests import PLAIN, CannotCompare, whole_of
@@ -258,6 +260,9 @@ def _extra_of(command: Grab, tickets: TicketKeys) -> Any:
         extra["basket"] = command.basket
     if command.wait:
         extra["wait"] = True
+    if command.metadata:
+        # As the event contains them: the script decides nothing by them.
+        extra["metadata"] = encode_metadata(command.metadata).decode()
     if command.ticket is not None and (ticket := tickets.read(command.ticket, command.user, command.offer)):
         extra["ticket_expires_at"], extra["ticket_once"] = ticket.expires_at_ms, ticket.once_id
         if ticket.of_campaign:
@@ -519,6 +524,19 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
         at=row[2],
         **fields,
     )
+
+
+def with_metadata(commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> list[Answer]:
+    """Returns the answers to the first of these commands, with the metadata of the grabs that were granted,
+    held or queued. The scripts keep no metadata for answers: a repeat has those of the first command, or it
+    is a conflict.
+    """
+    return [
+        msgspec.structs.replace(answer, metadata=metadata)
+        if answer.positive and (metadata := metadata_of(command))
+        else answer
+        for command, answer in zip(commands, answers, strict=False)
+    ]
 
 
 def _compared(

@@ -281,6 +281,8 @@ class Gate:
                 break
             if command.basket is not None or command.ticket is not None or command.wait:
                 break
+            if command.metadata is not None:
+                break
             names += (command.offer, command.user)
             ids.append(command.id)
         else:
@@ -545,6 +547,8 @@ class Gate:
             answers = encoding.confirmed_answers(number, commands, rows)  # type: ignore[arg-type]
         else:
             answers += map(partial(self._answer_of, number), commands[len(answers) :], rows)
+            if entries[0].script == "grab" and any(entry.plain is None for entry in entries):
+                answers = encoding.with_metadata(commands, answers)
         index = 0
         rest: list[QueueEntry] = []
         for entry in entries:

@@ -19,6 +19,7 @@ from grabstream.models.commands import (
     Return,
     bytes_of_code,
     encode_command,
+    encode_metadata,
 )
 from grabstream.models.offers import EnvelopeTerms
 
@@ -34,10 +35,9 @@ _PART_BYTES: Final = 6
 def size_of(command: AnyCommand) -> int:
     """Returns an estimate of the bytes that a command takes of a call's arguments."""
     if isinstance(command, Grab):
-        if not command.attributes:
-            return PLAIN_BYTES
-        # They are sent twice: as text for the event, and as a map.
-        return PLAIN_BYTES + 2 * sum(len(name) + len(value) + 6 for name, value in command.attributes.items())
+        size = PLAIN_BYTES if not command.metadata else PLAIN_BYTES + len(encode_metadata(command.metadata))
+        # Attributes are sent twice: as text for the event, and as a map.
+        return size + 2 * sum(len(name) + len(value) + 6 for name, value in command.attributes.items())
     if isinstance(command, Load):
         of_item = bytes_of_code if command.what == "codes" else len
         return PLAIN_BYTES + sum(map(of_item, command.items))
@@ -60,7 +60,10 @@ def size_of_all(commands: Sequence[AnyCommand]) -> int:
         return size_of(commands[0])
     if type(commands[0]) is Confirm:
         return PLAIN_BYTES * len(commands)
-    if type(commands[0]) is Grab and not any(command.attributes for command in commands):  # type: ignore[union-attr]
+    if type(commands[0]) is Grab and not any(
+        command.attributes or command.metadata  # type: ignore[union-attr]
+        for command in commands
+    ):
         return PLAIN_BYTES * len(commands)
     return sum(map(size_of, commands))
 

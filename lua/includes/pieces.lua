@@ -50,6 +50,11 @@ local function hold_text(offer, grab)
     int(grab.price * grab.held), offer.rules.currency)
 end
 
+-- Metadata, JSON text or nil, as a field of an event.
+local function metadata_text(metadata)
+  return metadata and ',"metadata":' .. metadata or ''
+end
+
 -- Adds the details of a hold to those of an answer; returns them.
 local function hold_row(offer, grab, details)
   details.deadline_at = grab.deadline
@@ -164,10 +169,12 @@ local function available(offer)
   return offer.units_left < offer.least_wanted and offer.units_left or 0
 end
 
--- Adds a new grab to the end of the queue.
-local function join_queue(offer, name, grab)
+-- Adds a new grab to the end of the queue. It keeps its metadata, JSON text or nil, for the event that serves
+-- it.
+local function join_queue(offer, name, grab, metadata)
   put(offer, 'queued', offer.queued + 1)
-  grab.place, grab.status = offer.queued, WAITING
+  grab.place, grab.status, grab.metadata = offer.queued, WAITING, metadata
+  if metadata then spend(COST.record_byte * #metadata) end
   append(offer.queue_new, name)
   put(offer, 'queue_length', offer.queue_length + 1)
   if offer.least_wanted and offer.queue_length <= CONSIDERED_MAX then

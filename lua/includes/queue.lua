@@ -28,7 +28,7 @@ end
 local function end_wait(offer, name, grab, now)
   take_from_queue(offer, name)
   give_back(offer, grab, grab.quantity)
-  grab.status = RELEASED
+  grab.status, grab.metadata = RELEASED, nil
   if offer.closed then offer.due = due_when_closed(offer, now) end
   touch_grab(offer, name)
 end
@@ -48,6 +48,7 @@ local function serve_grab(offer, name, grab, quantity, now)
   give_back(offer, grab, grab.quantity - quantity)
   offer.places = offer.places + 1
   grab.place, grab.quantity, grab.price, grab.status = offer.places, quantity, offer.rules.price or 0, ACTIVE
+  grab.metadata = nil
   move_units(offer, -quantity)
   begin_hold(offer, grab, quantity, now)
   touch_grab(offer, name)
@@ -84,16 +85,16 @@ do
       else
         served = served + 1
         local grab = grab_of(offer, name)
-        local asked, quantity = grab.quantity, units_for(offer, grab)
+        local asked, quantity, metadata = grab.quantity, units_for(offer, grab), grab.metadata
         serve_grab(offer, name, grab, quantity, call.now)
         if call.has_runs then
           add_grab(call, 'grab.held', offer, name, grab.user, quantity, quantity, nil,
-            {asked = asked ~= quantity and int(asked) .. '' or nil}, command)
+            {asked = asked ~= quantity and int(asked) .. '' or nil, metadata = metadata}, command)
         else
           add_line(call, event_head(call, offer, 'grab.held', command)
             .. grab_text(offer, name, grab, quantity, quantity)
             .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab)
-            .. ',"waited":true}', true)
+            .. ',"waited":true' .. metadata_text(metadata) .. '}', true)
         end
       end
     end

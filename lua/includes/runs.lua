@@ -57,7 +57,7 @@ local end_run
 do
   local GRABS_MAX, BYTES_MAX = 1000, 131072
   -- In the order of models/runs.py, with the value of a grab that has none.
-  local RARE = {{'asked', 'null'}, {'attributes', 'null'}, {'tickets', 'null'}}
+  local RARE = {{'asked', 'null'}, {'attributes', 'null'}, {'metadata', 'null'}, {'tickets', 'null'}}
   local RARE_LAST = {{'digests', '"' .. PLAIN .. '"'}, {'codes', '[]'}}
 
   local function texts_of(columns, rare, count)

@@ -8,7 +8,7 @@ import msgspec
 from grabstream.models.answers import Answer
 from grabstream.models.bounds import BASKET_GRABS_MAX, CODES_PER_GRAB_MAX
 from grabstream.models.calendar import opens_next
-from grabstream.models.commands import Grab
+from grabstream.models.commands import Grab, metadata_of
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabReleased
 from grabstream.models.money import AMOUNT_MAX
 from grabstream.models.offers import WITH_CODES, CouponTerms, EnvelopeTerms
@@ -220,7 +220,7 @@ def draw_part(
     event = GrabGranted(
         **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=1,
         amount=amount, asset=terms.asset,
-        place=place, left=offer.units_left, attributes=command.attributes,
+        place=place, left=offer.units_left, attributes=command.attributes, metadata=metadata_of(command),
         **use_ticket(state, offer, now, drawn), digest=digest,
     )  # fmt: skip
     offer.users[command.user] = Part(place, amount, event.seq)
@@ -288,7 +288,8 @@ def take_pieces(
         "grab": command.id, "user": command.user, "quantity": quantity, "amount": quantity,
         "asset": offer.asset, "place": grab.place,
         "left": offer.units_left, "asked": command.quantity if command.quantity != quantity else None,
-        "attributes": command.attributes, **ticket, "basket": command.basket, "digest": digest,
+        "attributes": command.attributes, "metadata": metadata_of(command), **ticket,
+        "basket": command.basket, "digest": digest,
     }  # fmt: skip
     states = limits.states_of(offer, limits.counts_of(state, offer, counters), now)
     details = {
@@ -320,13 +321,13 @@ def _queue(
     ticket: dict[str, Any],
 ) -> Decided:
     offer.queued += 1
-    grab.place, grab.status = offer.queued, Status.waiting
+    grab.place, grab.status, grab.metadata = offer.queued, Status.waiting, metadata_of(command)
     offer.queue.append(command.id)
     event = GrabQueued(
         **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=grab.quantity,
         amount=0,
-        asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes, **ticket,
-        digest=digest,
+        asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes,
+        metadata=grab.metadata, **ticket, digest=digest,
     )  # fmt: skip
     states = limits.states_of(offer, limits.counts_of(state, offer, grab.under), now)
     return Decided(
@@ -398,7 +399,8 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
             break
         name = offer.queue.pop(index)
         limits.give_back(state, offer, grab, grab.quantity - quantity)
-        asked = grab.quantity
+        asked, metadata = grab.quantity, grab.metadata
+        grab.metadata = None
         offer.places += 1
         grab.place, grab.quantity, grab.price, grab.status = (
             offer.places,
@@ -420,6 +422,7 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
                 left=offer.units_left,
                 asked=asked if asked != quantity else None,
                 waited=True,
+                metadata=metadata,
                 **hold_of(offer, grab),
             )
         )
@@ -442,7 +445,7 @@ def leave_queue(
     grab = offer.grabs[name]
     offer.queue.remove(name)
     limits.give_back(state, offer, grab, grab.quantity)
-    grab.status = Status.released
+    grab.status, grab.metadata = Status.released, None
     if offer.closed_reason:
         offer.due = due_when_closed(offer, now)
     event = GrabReleased(

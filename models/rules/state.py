@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from grabstream.models.answers import Answer
 from grabstream.models.calendar import Offsets
-from grabstream.models.commands import Command, Grab, identity_of, user_of
+from grabstream.models.commands import Command, Grab, identity_of, metadata_of, user_of
 from grabstream.models.digests import Digests
 from grabstream.models.events import AnyEvent, CampaignZone
 from grabstream.models.identifiers import campaign_of
@@ -114,7 +114,8 @@ class PieceGrab:
 
     `under` are the counters under which it was first counted, `counted` the units that are counted now, and
     under which counters. `grace` is the time (ms) after the deadline in which a payment is still served;
-    `lapsed` units expired. `ended` and `confirmed` are (seq, at) of the last event of their kind.
+    `lapsed` units expired. `ended` and `confirmed` are (seq, at) of the last event of their kind. A queued
+    grab has its `metadata` until it is served or leaves the queue.
     """
 
     user: str
@@ -135,6 +136,7 @@ class PieceGrab:
     counted: list[CountedUnits] = field(default_factory=list)
     payments: list[tuple[str, int]] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)
+    metadata: dict[str, str] | None = None
 
     @property
     def lapses_at(self) -> int:
@@ -308,7 +310,7 @@ def refused(state: ShardState, command: Command, outcome: Outcome, now: int, **r
 
 def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
     """The answer to a command that was just carried out, with the seq of the newest event."""
-    return answer_to(state, command, outcome, now, seq=state.seq, **rest)
+    return answer_to(state, command, outcome, now, seq=state.seq, metadata=metadata_of(command), **rest)
 
 
 def as_remembered(answer: Answer) -> Answer:

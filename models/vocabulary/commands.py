@@ -72,7 +72,8 @@ class Grab(Command, Wired[wire.Grab], frozen=True):
 
     `attributes` are names and values that limits may count by, `ticket` is a signed token of the eligibility
     service. The grabs of one array that share a `basket` are all granted or all refused. With `wait`, the
-    user joins the waiting list when the offer is sold out.
+    user joins the waiting list when the offer is sold out. `metadata` are texts by name that the answer and
+    the events of the grab repeat; nothing is decided by them.
     """
 
     type: Literal["grab"] = "grab"
@@ -82,6 +83,7 @@ class Grab(Command, Wired[wire.Grab], frozen=True):
     ticket: Text | None = omitted(None)
     basket: Text | None = omitted(None)
     wait: Flag = omitted(False)
+    metadata: dict[Text, Text] | None = omitted(None)
 
 
 class Pause(OfferCommand, Wired[wire.Pause], frozen=True):

@@ -90,6 +90,7 @@ class UserGrab(Document):
     deadline_at: int | None = None
     payment_token: str | None = Field(None, description="Of a hold for which something is due.")
     basket: str | None = None
+    metadata: dict[str, str] | None = Field(None, description="What the grab was sent with.")
     shard: int
     seq: int
     at: int

@@ -191,6 +191,7 @@ class GrabGranted(GrabEvent, Wired[wire.GrabGranted], frozen=True):
     v: V1
     asked: Whole | None = omitted(None)
     attributes: dict[Text, Text] = omitted({})
+    metadata: dict[Text, Text] | None = omitted(None)
     ticket: Text | None = omitted(None)
     ticket_ends_at: Whole | None = omitted(None)
     basket: Text | None = omitted(None)
@@ -212,6 +213,7 @@ class GrabHeld(GrabEvent, Wired[wire.GrabHeld], frozen=True):
     currency: Text | None = omitted(None)
     waited: Flag = omitted(False)
     attributes: dict[Text, Text] = omitted({})
+    metadata: dict[Text, Text] | None = omitted(None)
     ticket: Text | None = omitted(None)
     ticket_ends_at: Whole | None = omitted(None)
     basket: Text | None = omitted(None)
@@ -219,11 +221,14 @@ class GrabHeld(GrabEvent, Wired[wire.GrabHeld], frozen=True):
 
 
 class GrabQueued(GrabEvent, Wired[wire.GrabQueued], frozen=True):
-    """A user waits for `quantity` units; `place` is the number on the waiting list, `amount` is 0."""
+    """A user waits for `quantity` units; `place` is the number on the waiting list, `amount` is 0. The event
+    that serves the grab has its `metadata` again.
+    """
 
     type: Literal["grab.queued"] = "grab.queued"
     v: V1
     attributes: dict[Text, Text] = omitted({})
+    metadata: dict[Text, Text] | None = omitted(None)
     ticket: Text | None = omitted(None)
     ticket_ends_at: Whole | None = omitted(None)
     digest: Text

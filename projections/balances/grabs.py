@@ -69,7 +69,7 @@ _PLAIN = "grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, 
 _FULL = (
     "grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at, held, back, "
     "deadline_at, due, currency, "
-    "attributes, basket)"
+    "attributes, basket, metadata)"
 )
 _SUMS = ("held", "back", "redeemed", "uncounted", "paid", "refunded")
 _REPLACED = tuple(name for name in _Change.__struct_fields__ if name not in _SUMS)
@@ -149,7 +149,9 @@ class GrabRows:
 
     def add(self, event: AnyGrabEvent) -> None:
         """Adds an event. Events of one grab must be added in order."""
-        if isinstance(event, GrabGranted) and not event.attributes and event.basket is None:
+        if isinstance(event, GrabGranted) and not (
+            event.attributes or event.metadata or event.basket is not None
+        ):
             self._plain.append(
                 f"{event.offer}\t{event.grab}\t{event.user}\tgranted\t{event.quantity}\t{event.amount}\t{event.asset}\t"
                 f"{event.place}\t{event.shard}\t{event.seq}\t{event.at}\n"
@@ -163,7 +165,9 @@ class GrabRows:
 
     def run(self, event: AnyRun) -> None:
         """Adds a run of grants, or of holds."""
-        if isinstance(event, GrantedRun) and not event.attributes and event.basket is None:
+        if isinstance(event, GrantedRun) and not (
+            event.attributes or event.metadata or event.basket is not None
+        ):
             head, asset = f"{event.offer}\t", f"\t{event.asset}\t"
             shard, at = f"\t{event.shard}\t", f"\t{event.at}\n"
             self._plain += [
@@ -241,7 +245,7 @@ def _full_row(event: GrabGranted | GrabHeld | GrabQueued) -> str:
         event.offer, event.grab, event.user, state, event.quantity,
         event.quantity if waiting else event.amount, event.asset, event.place,
         event.shard, event.seq, event.at, held, waiting, deadline_at, due, currency,
-        _attributes(event.attributes), basket,
+        _json_text(event.attributes), basket, _json_text(event.metadata),
     )  # fmt: skip
     return "\t".join("\\N" if value is None else str(value) for value in values) + "\n"
 
@@ -258,14 +262,17 @@ def _full_rows(event: AnyRun) -> list[str]:
         }
     else:
         state, units = "\tgranted\t", dict.fromkeys(given, f"{at}0\t0\t\\N\t\\N\t\\N\t")
-    attributes = map(_attributes, event.attributes) if event.attributes else repeat("\\N")
+    attributes = map(_json_text, event.attributes) if event.attributes else repeat("\\N")
     head, asset, shard = f"{event.offer}\t", f"\t{event.asset}\t", f"\t{event.shard}\t"
-    end = f"\t{_or_null(event.basket)}\n"
-    columns = (*_columns(event), attributes)
+    basket = f"\t{_or_null(event.basket)}\t"
+    ends: Iterable[str] = repeat(f"{basket}\\N\n")
+    if event.metadata:
+        ends = [f"{basket}{_json_text(of_grab)}\n" for of_grab in event.metadata]
+    columns = (*_columns(event), attributes, ends)
     return [
         f"{head}{grab}\t{user}{state}{quantity}\t{amount}{asset}{place}{shard}{seq}"
         f"{units[quantity]}{of_grab}{end}"
-        for grab, user, quantity, amount, place, seq, of_grab in zip(*columns, strict=False)
+        for grab, user, quantity, amount, place, seq, of_grab, end in zip(*columns, strict=False)
     ]
 
 
@@ -274,8 +281,8 @@ def _columns(event: AnyRun) -> tuple[Iterable[Any], ...]:
     return event.grabs, event.users, event.given, event.moved, count(event.place), count(event.seq)
 
 
-def _attributes(attributes: dict[str, str] | None) -> str:
-    return copy_text(msgspec.json.encode(attributes).decode()) if attributes else "\\N"
+def _json_text(texts: dict[str, str] | None) -> str:
+    return copy_text(msgspec.json.encode(texts).decode()) if texts else "\\N"
 
 
 def _or_null(value: object) -> object:

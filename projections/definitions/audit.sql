@@ -48,7 +48,8 @@ CREATE VIEW events AS
         ',"deadline_at":' || run.deadline_at,
         CASE WHEN run.currency IS NOT NULL THEN ',"due":' || coalesce(run.price, 0) * units END,
         ',"currency":"' || run.currency || '"', CASE WHEN run.waited THEN ',"waited":true' END,
-        ',"attributes":' || nullif(one.attributes::text, 'null'), ',"ticket":"' || (ticket->>0) || '"',
+        ',"attributes":' || nullif(one.attributes::text, 'null'),
+        ',"metadata":' || nullif(one.metadata::text, 'null'), ',"ticket":"' || (ticket->>0) || '"',
         ',"ticket_ends_at":' || (ticket->>1), ',"basket":"' || run.basket || '"',
         ',"codes":' || nullif(one.codes::text, '[]'),
         ',"digest":"' || coalesce(digest, CASE WHEN run.command IS NULL THEN 'plain' END) || '"', '}'
@@ -57,10 +58,11 @@ CREATE VIEW events AS
         LATERAL json_to_record(line.body::json) AS run(
             offer_seq bigint, command text, asset text, place bigint, "left" bigint, basket text,
             deadline_at bigint, price bigint, currency text, waited boolean, grabs json, users json,
-            quantities json, amounts json, asked json, attributes json, tickets json, codes json, digests json
+            quantities json, amounts json, asked json, attributes json, metadata json, tickets json,
+            codes json, digests json
         ),
         LATERAL (
-            SELECT grab, "user", amount, asked, attributes, ticket, codes, digest, n,
+            SELECT grab, "user", amount, asked, attributes, metadata, ticket, codes, digest, n,
                    coalesce(quantity::bigint, 1) AS units,
                    sum(coalesce(quantity::bigint, 1)) OVER (ORDER BY n DESC)
                        - coalesce(quantity::bigint, 1) AS later
@@ -68,10 +70,12 @@ CREATE VIEW events AS
                 json_array_elements_text(run.grabs), json_array_elements_text(run.users),
                 json_array_elements_text(run.quantities), json_array_elements_text(run.amounts),
                 json_array_elements_text(run.asked), json_array_elements(run.attributes),
-                json_array_elements(run.tickets), json_array_elements(run.codes),
-                json_array_elements_text(run.digests)
+                json_array_elements(run.metadata), json_array_elements(run.tickets),
+                json_array_elements(run.codes), json_array_elements_text(run.digests)
             ) WITH ORDINALITY
-                AS columns(grab, "user", quantity, amount, asked, attributes, ticket, codes, digest, n)
+                AS columns(
+                    grab, "user", quantity, amount, asked, attributes, metadata, ticket, codes, digest, n
+                )
         ) AS one
     WHERE line.body LIKE '{"type":"grab.%","v":2,%';
 

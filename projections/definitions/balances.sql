@@ -44,7 +44,8 @@ CREATE TABLE grabs_1 (
     paid bigint NOT NULL DEFAULT 0,
     refunded bigint NOT NULL DEFAULT 0,
     attributes jsonb,
-    basket text
+    basket text,
+    metadata jsonb
 );
 
 -- There are few offers and payments compared with grabs, so a build updates them by their keys. `terms` also
@@ -175,7 +176,7 @@ CREATE VIEW grabs AS
            END AS state,
            quantity, amount, asset, place, shard, seq, at,
            held, quantity - held - back AS taken, redeemed, back, deadline_at, due, currency, paid, refunded,
-           attributes, basket
+           attributes, basket, metadata
     FROM grabs_1;
 CREATE VIEW payments AS
     SELECT payment, offer, grab, amount, currency, state, outcome, refunded, shard, seq, at FROM payments_1;

@@ -105,6 +105,36 @@ async def test_coupon_is_redeemed_and_back(caller: Caller, offer: str) -> None:
     assert "never used for order order-2" in refused(never, Outcome.not_redeemable)
 
 
+async def test_metadata_is_in_answers_books_and_events(caller: Caller, offer: str, door: Door) -> None:
+    form = {"form_id": "f-1", "app:id": 'a "b" \\ 你好'}
+    await caller.open(f"{offer}:a", total=5)
+    await caller.open(f"{offer}:b", total=5)
+    grabs = f"/v1/offers/{offer}:a/grabs"
+    sent = {"user": "ann", "metadata": form}
+    got = await caller.post(grabs, sent, "g")
+    assert (got.status, got.body["metadata"]) == (201, form)
+    again = await caller.post(grabs, {"metadata": dict(reversed(form.items())), "user": "ann"}, "g")
+    assert again.body == {**got.body, "repeated": True}
+    refused(await caller.post(grabs, {**sent, "metadata": {"form_id": "f-2"}}, "g"), Outcome.conflict)
+    refused(await caller.post(grabs, {"user": "ann"}, "g"), Outcome.conflict)
+    basket = [
+        {"offer": f"{offer}:a", "user": offer, "metadata": form}, {"offer": f"{offer}:b", "user": offer}
+    ]  # fmt: skip
+    taken = (await caller.post("/v1/baskets", {"grabs": basket}, "basket")).body["answers"]
+    assert [answer.get("metadata") for answer in taken] == [form, None]
+    last = taken[1]
+    found = await caller.send("GET", f"/v1/users/{offer}/grabs?after={last['shard']}-{last['seq']}")
+    assert [grab.get("metadata") for grab in found.body["grabs"]] == [None, form]
+    texts = f"SELECT body FROM events WHERE offer = '{offer}:a' AND type = 'grab.granted' ORDER BY seq"
+
+    async def are_there() -> bool:
+        return len(await rows(door.settings, texts)) == 2
+
+    await until(are_there, 30, "the events")
+    text = ',"metadata":{"app:id":"a \\"b\\" \\\\ 你好","form_id":"f-1"},'
+    assert [text in body for (body,) in await rows(door.settings, texts)] == [True, True]
+
+
 @pytest.mark.parametrize("id", [".", ".."])
 async def test_ids_that_no_path_can_name_are_refused(caller: Caller, offer: str, id: str) -> None:
     await caller.open(offer)
@@ -336,6 +366,11 @@ async def test_shard_without_a_relay_is_fenced(system: Settings, tmp_path: Path)
         (b'{"user": "ann", "quantity": ' + b"9" * 5000 + b"}", None, ""),
         (b'{"user": "ann", "attributes": {"a": "b c"}}', "attributes", "must match"),
         (b'{"user": "ann", "attributes": ' + b"[" * 5000 + b"}", None, ""),
+        (b'{"user": "ann", "metadata": {"form:id": "a\\tb"}}', "metadata", "one line"),
+        (b'{"user": "ann", "metadata": {"a b": "c"}}', "metadata", "must match"),
+        (b'{"user": "ann", "metadata": {"a": "' + b"x" * 1020 + b'"}}', "metadata", "at most 1024 bytes"),
+        (b'{"user": "ann", "metadata": {"a": "' + b"x" * 9000 + b'"}}', "metadata", "at most 1024"),
+        (b'{"user": "ann", "metadata": {"a": 1}}', "metadata[...]", "Expected `str`"),
         (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", None, ""),
     ],
 )

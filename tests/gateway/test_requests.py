@@ -19,7 +19,7 @@ ids = st.from_regex(ID_PATTERN[:-1] + r"\Z").filter(lambda text: text != "sweep"
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | ids
 values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=5), scalars, max_size=2)
 names = st.sampled_from(
-    ["user", "quantity", "attributes", "ticket", "basket", "wait", "id", "offer", "type", "x"]
+    ["user", "quantity", "attributes", "ticket", "basket", "wait", "metadata", "id", "offer", "type", "x"]
 )
 bodies = st.dictionaries(names, values | st.just("ann"), max_size=4)
 

@@ -13,7 +13,7 @@ from grabstream.models.runs import AnyLine, GrantedRun, singles
 
 RARE: tuple[dict[str, Any], ...] = (
     {"asked": (2,)}, {"attributes": ({"card": "7"},)}, {"tickets": (("t", None),)}, {"digests": ("d",)},
-    {"codes": (("c",),)}, {"basket": "b"}, {"quantities": (1,)},
+    {"metadata": ({"form_id": "f"},)}, {"codes": (("c",),)}, {"basket": "b"}, {"quantities": (1,)},
 )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ GRAB: dict[str, Any] = {
     "place": 5,
     "left": 9,
 }
+METADATA = {"app:id": 'a "b" \\ 你好', "form_id": "f-1"}
 ASKED: dict[str, Any] = {"asked": 3, "attributes": {"card": "k:1"}, "ticket": "t-1", "basket": "b-1"}
 #: An example of each type, with all the fields that it had when its file was written.
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -106,6 +107,18 @@ LATER: dict[str, dict[str, Any]] = {
     "payment.refund_due.v1.user": {
         "type": "payment.refund_due", "v": 1, **HEAD, "grab": "g-1", "user": "ann", "payment": "pay-4",
         "amount": 500, "asset": "CNY", "outcome": "expired", "digest": "AbCd+/01",
+    },
+    "grab.granted.v1.metadata": {
+        "type": "grab.granted", "v": 1, **HEAD, **GRAB, "attributes": {"card": "k:1"}, "metadata": METADATA,
+        "ticket": "t-1", "digest": "AbCd+/01",
+    },
+    "grab.held.v1.metadata": {
+        "type": "grab.held", "v": 1, **HEAD, **GRAB, "deadline_at": 1800000900123, "waited": True,
+        "metadata": METADATA,
+    },
+    "grab.queued.v1.metadata": {
+        "type": "grab.queued", "v": 1, **HEAD, **GRAB, "amount": 0, "metadata": METADATA,
+        "digest": "AbCd+/01",
     },
 }  # fmt: skip
 

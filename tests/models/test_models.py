@@ -102,6 +102,17 @@ def grabbing(**changes: object) -> dict[str, object]:
         (grabbing(user="u\0"), "user"), (grabbing(quantity=1e0), "quantity"),
         (grabbing(quantity=10**30), "quantity"),
         (grabbing(attributes={"a": {"b": "c"}}), "attributes"), (grabbing(attributes={"a": 1}), "attributes"),
+        (grabbing(metadata={f"n{n}": "" for n in range(17)}), "metadata: at most 16 pairs, got 17"),
+        (grabbing(metadata={"a b": "c"}), "metadata: names must match"),
+        (grabbing(metadata={"a": "b\nc"}), "metadata: a: must be one line"),
+        (grabbing(metadata={"a": "\0"}), "metadata: a: must be one line"),
+        (grabbing(metadata={"a": "\x85"}), "metadata: a: must be one line"),
+        (grabbing(metadata={"a": "x" * 1_025}), "metadata: a: at most 1024 characters, got 1025"),
+        (grabbing(metadata={"a": "x" * 1_017}), "metadata: has at most 1024 bytes as JSON"),
+        (grabbing(metadata={"a": "é" * 509}), "metadata: has at most 1024 bytes as JSON"),
+        (grabbing(metadata={"a": '"' * 509}), "metadata: has at most 1024 bytes as JSON"),
+        (grabbing(metadata={"a": 1}), "metadata"), (grabbing(metadata=["a"]), "metadata"),
+        (grabbing(metadata={"a": {"b": "c"}}), "metadata"),
     ],
 )  # fmt: skip
 def test_refusal_of_a_bad_command_names_the_field(command: object, word: str) -> None:
@@ -153,6 +164,10 @@ PIECES: dict[str, Any] = {"issuer": "a", "total": 9, "hold_ms": 9}
         (Grab(id="i", offer="o", user="u", wait="no"), "wait"),
         (Grab(id="i", offer="o", user=7), "user"),
         (Grab(id="i", offer="o", user="u", attributes={"card": 7}), "attributes"),
+        (Grab(id="i", offer="o", user="u", metadata={"card": 7}), "grab"),
+        (Grab(id="i", offer="o", user="u", metadata={7: "card"}), "grab"),
+        (Grab(id="i", offer="o", user="u", metadata="card"), "grab"),
+        (Grab(id="i", offer="o", user="u", metadata={"a": "\ud800"}), "metadata"),
         (Grab(id="i", offer="o", user="u", ticket=7), "grab"),
         (Grab(id="i", offer=None, user="u"), "offer"),
         (Confirm(id="i", offer="o", grab="g", payment="p", paid="7", currency="CNY"), "paid"),
@@ -240,6 +255,7 @@ def test_bad_element_does_not_affect_the_others() -> None:
             "quantity",
         ),
         (b'{"type":"grab","id":"i","offer":"o","user":"u","attributes":{"card":"1","card":"2"}}', "card"),
+        (b'{"type":"grab","id":"i","offer":"o","user":"u","metadata":{"a":"1","\\u0061":"1"}}', "a"),
         (b'{"type":"grab","id":"j","id":"i","offer":"o","user":"u"}', "id"),
         (
             json.dumps(opening(title='"""'))
@@ -342,7 +358,8 @@ _NAMES = st.one_of(
 _EXTRAS = st.sampled_from(
     [
         "", ',"quantity":1', ',"quantity":2', ',"quantity":true', ',"wait":true', ',"basket":"b"',
-        ',"attributes":{}', ',"attributes":{"a":"b"}', ',"user":"twice"', ',"id":"twice"', ',"unknown":1',
+        ',"attributes":{}', ',"attributes":{"a":"b"}', ',"metadata":{}',
+        ',"metadata":{"a":"b"}', ',"user":"twice"', ',"id":"twice"', ',"unknown":1',
         ',"quantity":1,"quantity":1', ',"us\\u0065r":"twice"', ',"type":"grab"',
     ]
 )  # fmt: skip

@@ -25,6 +25,7 @@ from tests.models.test_golden_events import EXAMPLES, HEAD
 from tests.support.runs import as_runs
 
 ids = st.text("abz09._:-", min_size=1, max_size=5)
+texts = st.text('a"\\é你🧧\u2028', max_size=5)
 
 
 @st.composite
@@ -46,6 +47,7 @@ def grants(draw: st.DrawFn) -> list[bytes]:
             "asset": "CNY" if kind == "envelope" else "sku:sale:a", "place": 9 + i, "left": left,
             "asked": draw(st.none() | st.just(quantity + 1)), "basket": basket,
             "attributes": draw(st.dictionaries(ids, ids, max_size=2)),
+            "metadata": draw(st.none() | st.dictionaries(ids, texts, min_size=1, max_size=2)),
             "ticket": ticket,
             "ticket_ends_at": None if ticket is None else draw(st.none() | st.integers(0, 9)),
             "digest": None if kind == "waited" else draw(st.sampled_from(["plain", "b2$x"])),
@@ -93,6 +95,7 @@ RUN: dict[str, Any] = {
         ({"users": []}, "users: 0 values for 2 grabs"),
         ({"amounts": [1]}, "amounts: 1 values for 2 grabs"),
         ({"codes": [["c"]]}, "codes: 1 values for 2 grabs"),
+        ({"metadata": [{"a": "b"}]}, "metadata: 1 values for 2 grabs"),
         ({"quantities": [1, "2"]}, "Expected `int`"),
         ({"place": None}, "Expected `int`"),
     ],

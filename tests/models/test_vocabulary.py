@@ -53,7 +53,7 @@ ANSWER: Final[dict[str, Any]] = {
     "id": "c", "outcome": "granted", "code": 0, "offer": "o", "grab": "c", "amount": 5, "quantity": 1,
     "place": 1, "left": 7, "repeated": True, "retry_at": 1, "shard": 0, "seq": 2, "at": 3, "message": "m",
     "deadline_at": 4, "due": 5, "currency": "CNY", "limit": LIMIT, "limits": [LIMIT],
-    "coupon_code": "1", "coupon_codes": ["1"],
+    "coupon_code": "1", "coupon_codes": ["1"], "metadata": {"form_id": "f"},
 }  # fmt: skip
 PIECES: Final[dict[str, Any]] = {
     "issuer": "a", "title": "t", "total": 9, "opens_at": 5, "closes_at": 9, "timezone": "Europe/Berlin",
@@ -342,12 +342,14 @@ def compare_texts(decode: Any, encode: Any, adapter: TypeAdapter[Any], document:
 
 
 def is_json(document: Any) -> bool:
-    """Whether the document is valid JSON: no NaN, no single surrogate, no number that JSON lacks."""
+    """Whether the document is valid JSON: no NaN, no single surrogate, no number that JSON lacks, and no name
+    that is a number.
+    """
     try:
-        json.dumps(document, allow_nan=False, ensure_ascii=False).encode()
+        raw = json.dumps(document, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, UnicodeEncodeError):
         return False
-    return True
+    return bool(json.loads(raw) == document)
 
 
 def has_objects(document: Any) -> bool:

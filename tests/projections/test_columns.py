@@ -168,7 +168,7 @@ def _common(event: Any, seq: int) -> dict[str, Any]:
 
 def _queued(event: Any, seq: int) -> AnyEvent:
     wanted = {"quantity": event.asked or event.quantity, "amount": 0, "place": seq}
-    return GrabQueued(**(_common(event, seq) | wanted), attributes=event.attributes)
+    return GrabQueued(**(_common(event, seq) | wanted), attributes=event.attributes, metadata=event.metadata)
 
 
 def _later(event: Any, seq: int) -> list[AnyEvent]:
@@ -260,7 +260,7 @@ def test_mixtures_have_runs_and_events_after_them() -> None:
     assert found >= {
         "GrantedRun", "HeldRun", "GrabQueued", "GrabExtended", "GrabConfirmed", "GrabReleased",
         "GrabReturned", "GrabRedeemed", "users", "quantities", "amounts", "asked", "attributes", "tickets",
-        "digests", "codes", "basket", "command", "currency",
+        "metadata", "digests", "codes", "basket", "command", "currency",
     }  # fmt: skip
 
 

@@ -259,6 +259,42 @@ async def test_system_without_events_gets_the_definitions_of_the_code(
             await versions.drop_all(connection, settings.schema_)
 
 
+async def test_migration_adds_metadata_to_the_versions_that_are_there(
+    connection: AsyncConnection[Any], settings: Settings
+) -> None:
+    """In place, with views of other programs; the result is that of the definition."""
+    main, projections = settings.schema_, ("balances", "audit")
+    live = [await versions.in_state(connection, main, name, "live") for name in projections]
+    homes = [version.schema for version in live if version is not None]
+    assert len(homes) == 2
+    expected = [await form(connection, home) for home in homes]
+    [balances, audit] = homes
+    # As before the migration: without the column, and what shows it.
+    grabs = re.search(r"CREATE VIEW grabs AS.*?;", definition_of("balances").parts["views"], re.DOTALL)
+    assert grabs is not None
+    before = grabs[0].replace(", metadata", "").replace("VIEW grabs", f"VIEW {balances}.grabs")
+    columns = (
+        "offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at, held, taken, redeemed, "
+        "back, deadline_at, due, currency, paid, refunded, attributes, basket"
+    )
+    await connection.execute(
+        f"DROP VIEW {main}.grabs; DROP VIEW {balances}.grabs; "
+        f"ALTER TABLE {balances}.grabs_1 DROP COLUMN metadata; SET search_path TO {balances}; {before} "
+        f"SET search_path TO {main}; CREATE VIEW {main}.grabs AS SELECT {columns} FROM {balances}.grabs; "
+        f"CREATE VIEW mine AS SELECT user_id FROM grabs; "
+        f"CREATE OR REPLACE VIEW {audit}.events AS SELECT shard, seq, offer, type, at, ''::text AS body "
+        f"FROM {audit}.audit_1; DELETE FROM migrations WHERE name = '0015_metadata.sql'".encode()
+    )
+    await connection.execute(
+        f"INSERT INTO {balances}.grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, "
+        "shard, seq, at) VALUES ('o', 'g', 'ann', 'granted', 1, 1, 'x', 1, 0, 1, 1)".encode()
+    )
+    assert await migrate(connection, main, settings.shards) == ["0015_metadata.sql"]
+    assert await fetch(connection, "SELECT grab, metadata FROM grabs") == [("g", None)]
+    assert await fetch(connection, "SELECT * FROM mine") == [("ann",)]
+    assert [await form(connection, home) for home in homes] == expected
+
+
 async def test_init_keeps_a_view_with_dependent_views_and_logs_it(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:

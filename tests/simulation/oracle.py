@@ -150,11 +150,12 @@ def one_by_one(line: bytes) -> Iterator[tuple[Any, bytes]]:
             "place": run["place"] + number, "left": left, "asked": _of_column(run, "asked", number),
             "deadline_at": run.get("deadline_at"),
             "due": run.get("price", 0) * quantity if "currency" in run else None,
-            "currency": run.get("currency"), "attributes": _of_column(run, "attributes", number),
+            "currency": run.get("currency"), "waited": run.get("waited"),
+            "attributes": _of_column(run, "attributes", number),
+            "metadata": _of_column(run, "metadata", number),
             "ticket": ticket, "ticket_ends_at": ends_at, "basket": run.get("basket"),
             "codes": _of_column(run, "codes", number) or None,
             "digest": _of_column(run, "digests", number, None if served_by else "plain"),
-            "waited": run.get("waited"),
         }  # fmt: skip
         there = {name: value for name, value in event.items() if value is not None}
         yield there, json.dumps(there, separators=(",", ":"), ensure_ascii=False).encode()

@@ -120,6 +120,7 @@ COMMANDS: Final[list[dict[str, Any]]] = [
         "ticket": "t",
         "basket": "b",
         "wait": False,
+        "metadata": {"form_id": "f"},
     },
     {"type": "open", "id": "i", "offer": "o", "terms": ENVELOPE},
     {"type": "open", "id": "i", "offer": "o", "terms": STOCK, "operator": "p"},
@@ -221,6 +222,7 @@ of_python: Final[st.SearchStrategy[Any]] = st.one_of(
         attributes=st.dictionaries(odd, odd, max_size=10),
         ticket=st.none() | odd,
         basket=odd,
+        metadata=st.none() | st.dictionaries(odd, odd, max_size=18) | odd,
     ),
     st.builds(
         Amend,

@@ -64,6 +64,7 @@ def run_of(events: Sequence[Any]) -> AnyRun:
         "asset": first.asset, "place": first.place, "left": last.left,
         "asked": column(one.asked for one in events),
         "attributes": column(one.attributes or None for one in events),
+        "metadata": column(one.metadata for one in events),
         "tickets": column(tickets), "basket": first.basket,
         "digests": column((one.digest for one in events), None if is_waited else "plain"),
     }  # fmt: skip

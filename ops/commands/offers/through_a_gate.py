@@ -353,6 +353,12 @@ def close(offer: str, operator: str | None, command_id: str | None, as_json: boo
 )
 @click.option("--ticket", help="The ticket that the eligibility service signed; see `grabstream ticket`.")
 @click.option("--wait", is_flag=True, help="Join the waiting list when the offer is sold out.")
+@click.option(
+    "--metadata",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A text that the answer and the events of the grab repeat, such as form_id=f1. Repeatable.",
+)
 @id_option
 @json_option
 def grab(
@@ -362,21 +368,27 @@ def grab(
     attributes: Sequence[str],
     ticket: str | None,
     wait: bool,
+    metadata: Sequence[str],
     command_id: str | None,
     as_json: bool,
 ) -> None:
     """Grab a part of the envelope OFFER, or units of OFFER, for USER."""
-    pairs = pairs_of("--attribute", attributes)
-    if len(dict(pairs)) < len(pairs):
-        raise click.BadParameter("a name is given twice; keep one", param_hint="--attribute")
     command = make_command(
         "grab",
         command_id,
         offer,
         user=user,
         quantity=quantity,
-        attributes=dict(pairs),
+        attributes=_values_by_name("--attribute", attributes),
         ticket=ticket,
         wait=wait,
+        metadata=_values_by_name("--metadata", metadata) or None,
     )
     carry_out(command, as_json)
+
+
+def _values_by_name(option: str, written: Sequence[str]) -> dict[str, str]:
+    pairs = pairs_of(option, written)
+    if len(dict(pairs)) < len(pairs):
+        raise click.BadParameter("a name is given twice; keep one", param_hint=option)
+    return dict(pairs)

@@ -114,6 +114,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
                     settings.verify_percent / 100,
                     compares_keys(settings, redis),
                 ).run),
+                "webhooks": known.before("webhooks", _webhooks(settings)),
             },
             step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
             ready, relayed.extend, payment_side(settings),
@@ -255,6 +256,26 @@ def _faust(settings: Settings, names: Sequence[str]) -> Role:
             names=names,
             step=step_of(settings),
         )
+
+    return run
+
+
+def _webhooks(settings: Settings) -> Role:
+    async def run(stop: asyncio.Event) -> None:
+        # Its HTTP client takes a third of a second to import.
+        from grabstream.streams.webhooks.role import Webhooks
+        from grabstream.streams.webhooks.sending import Limits
+
+        limits = Limits(
+            settings.webhook_http,
+            settings.webhook_private_addresses,
+            settings.webhook_timeout_ms / 1000,
+            settings.webhook_attempts_max,
+        )
+        await Webhooks(
+            settings.postgres, settings.schema_, settings.kafka, settings.prefix, settings.shards,
+            sealer(settings), limits,
+        ).run(stop)  # fmt: skip
 
     return run
 

@@ -34,6 +34,7 @@ from grabstream.models.bounds import (
 from grabstream.models.commands import (
     ATTRIBUTES_MAX,
     ITEMS_MAX,
+    METADATA_BYTES_MAX,
     TRANSFERS_MAX,
     Adjust,
     Amend,
@@ -45,6 +46,7 @@ from grabstream.models.commands import (
     Return,
     check,
     encode_command,
+    encode_metadata,
     in_chunks,
 )
 from grabstream.models.entries import Entry
@@ -88,12 +90,13 @@ class Sizes(NamedTuple):
     zone: str
     payments: int
     transfers: int
+    metadata: int
 
 
 LARGEST = Sizes(
     64, "\\", LINE_LENGTH_MAX, LINE_LENGTH_MAX, CODES_PER_GRAB_MAX, ATTRIBUTES_MAX, LIMITS_MAX,
     HOURS_SPANS_MAX, ZONES[1],
-    PAYMENTS - 1, TRANSFERS_MAX,
+    PAYMENTS - 1, TRANSFERS_MAX, METADATA_BYTES_MAX,
 )  # fmt: skip
 
 
@@ -107,7 +110,7 @@ sizes = st.builds(
     near(LINE_LENGTH_MAX, 0), near(LINE_LENGTH_MAX, 8),
     near(CODES_PER_GRAB_MAX), near(ATTRIBUTES_MAX), near(LIMITS_MAX), near(HOURS_SPANS_MAX),
     st.sampled_from(ZONES),
-    near(PAYMENTS - 1), near(TRANSFERS_MAX),
+    near(PAYMENTS - 1), near(TRANSFERS_MAX), near(METADATA_BYTES_MAX, 8),
 )  # fmt: skip
 
 
@@ -140,6 +143,8 @@ def at_bounds(size: Sizes) -> list[list[AnyCommand]]:
         "retire_after_ms": TIME_MS_MAX,
     }
     attributes = {name: name for name in names}
+    of_text = len(encode_metadata({"a": size.text})) - len(encode_metadata({"a": ""}))
+    metadata = {"a": size.text * ((size.metadata - len(encode_metadata({"a": ""}))) // of_text)}
     chunks = in_chunks("codes", codes)
     users = in_chunks("audience", [f"u{n}".ljust(64, "u") for n in range(ITEMS_MAX + 1)])
     opening: list[AnyCommand] = [
@@ -191,11 +196,12 @@ def at_bounds(size: Sizes) -> list[list[AnyCommand]]:
             user=id(),
             quantity=size.codes,
             attributes=attributes,
+            metadata=metadata,
             basket=name * size.ids,
         )
         for name in "ab"
     ]
-    held = Grab(id=id(), offer=sale, user=id(), quantity=1_000, attributes=attributes)
+    held = Grab(id=id(), offer=sale, user=id(), quantity=1_000, attributes=attributes, metadata=metadata)
     payments: list[AnyCommand] = [
         Confirm(id=id(), offer=sale, grab=held.id, payment=id(), paid=10**10, currency="CNY", quantity=1)
         for _ in range(size.payments)
@@ -224,7 +230,7 @@ def at_bounds(size: Sizes) -> list[list[AnyCommand]]:
             Adjust(id=id(), offer=money, operator=id(), transfers=transfers, reason=text() or "-",
             approved_by=id()),
             Amend(id=id(), offer=sale, operator=id(), changes=changed),
-            Grab(id=id(), offer=money, user=id(), attributes=attributes),
+            Grab(id=id(), offer=money, user=id(), attributes=attributes, metadata=metadata),
         ],
     ]  # fmt: skip
 

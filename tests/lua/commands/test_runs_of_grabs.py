@@ -219,6 +219,7 @@ _grabs = st.builds(
     basket=st.sampled_from([None] * 12 + ["b", ""]),
     ticket=st.sampled_from([None] * 12 + ["t", ""]),
     attributes=st.sampled_from([{}] * 12 + [{"a": "b"}]),
+    metadata=st.sampled_from([None] * 12 + [{"a": "b"}, {"a": 7}]),
 )
 
 

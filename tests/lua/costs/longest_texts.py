@@ -3,11 +3,21 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from grabstream.models.commands import AnyCommand, Load, in_chunks
+from grabstream.models.commands import (
+    METADATA_BYTES_MAX,
+    METADATA_PAIRS_MAX,
+    AnyCommand,
+    Load,
+    encode_metadata,
+    in_chunks,
+)
 from grabstream.models.entries import Entry
 
 #: A character of four bytes in UTF-8: it makes the longest texts for a bound in characters.
 LONG: Final = "\N{GRINNING FACE}"
+#: Metadata with as many pairs, and as long, as it may be.
+METADATA: Final = {f"n{n:02}": "" for n in range(METADATA_PAIRS_MAX)}
+METADATA["n00"] = "x" * (METADATA_BYTES_MAX - len(encode_metadata(METADATA)))
 ATTRIBUTES: Final = {name + "n" * 60: "v" * 64 for name in "abcdefgh"}
 
 

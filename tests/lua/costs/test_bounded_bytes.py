@@ -18,12 +18,12 @@ from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
 from grabstream.lua.keys import LAYOUT_MIN
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
-from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open
+from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, Release
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.conftest import SEALER, event_lines
-from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, codes, loads
+from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, METADATA, codes, loads
 from tests.lua.costs.measured_shard import CALL_COST_MAX, COMMAND_COST_MAX, Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
 from tests.lua.histories.scene import Scene
@@ -136,8 +136,25 @@ async def test_calls_for_grabs_with_the_longest_attributes_are_bounded(system: M
             system, [Open(id="open", offer="o", terms=StockTerms(issuer="i", total=10**6))], "opened"
         )
 
-    grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", attributes=ATTRIBUTES) for n in range(512)]
+    grabs = [
+        Grab(id=f"g{n}", offer="o", user=f"u{n}", attributes=ATTRIBUTES, metadata=METADATA)
+        for n in range(512)
+    ]
     check_bounded(await shortest_of(system, prepare, lambda: decided(system, grabs, "granted")))
+
+
+async def test_calls_that_serve_queued_grabs_with_the_longest_metadata_are_bounded(
+    system: MeasuredShard,
+) -> None:
+    async def prepare() -> None:
+        terms = StockTerms(issuer="i", total=25, hold_ms=10**6, waiting_list=True, max_per_grab=25)
+        await decided(system, [Open(id="open", offer="o", terms=terms)], "opened")
+        await decided(system, [Grab(id="g", offer="o", user="u", quantity=25)], "held")
+        queued = [Grab(id=f"w{n}", offer="o", user=f"w{n}", wait=True, metadata=METADATA) for n in range(200)]
+        await decided(system, queued, "waiting")
+
+    releases = [Release(id="r", offer="o", grab="g")]
+    check_bounded(await shortest_of(system, prepare, lambda: decided(system, releases, "released")))
 
 
 async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(system: MeasuredShard) -> None:
@@ -327,7 +344,8 @@ async def test_arguments_of_a_call_are_bounded_and_rarely_sent_twice(
     monkeypatch.setattr(calls, "run_script", run)
     await decided(system, [Open(id="open", offer="o", terms=StockTerms(issuer="i", total=10**6))], "opened")
     grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", attributes=ATTRIBUTES) for n in range(512)]
-    for commands in (adjusts(512, "o"), grabs):
+    with_metadata = [Grab(id=f"m{n}", offer="o", user=f"u{n}", metadata=METADATA) for n in range(512)]
+    for commands in (adjusts(512, "o"), grabs, with_metadata):
         for at_once in (512, 4):
             sent.clear()
             named = [msgspec.structs.replace(command, id=f"{command.id}-{at_once}") for command in commands]

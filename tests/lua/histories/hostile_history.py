@@ -133,6 +133,16 @@ ZONES: Final = (
 #: Names of issuers, operators and approvers.
 PEOPLE: Final = ("alice", "x", "u", ":", "issuer", "p" * 64)
 TITLES: Final = ("", 'a "b" \\ 你好', "\\u0000", "%s%d", "€" * 200, "]]>'--")
+#: Of grabs: texts that look like parts of an event, names in another order than theirs, the longest ones.
+METADATA: Final[tuple[dict[str, str], ...]] = (
+    {"form_id": "f-1"},
+    {"b": '"},{"a":"', "a": 'a "b" \\ 你好'},
+    {"user": "alice", "left": "0", "grab": "x", "waited": '","waited":true'},
+    {"x": "\\u0000", ":": "🧧"},
+    {f"{n:064d}": "" for n in range(14, 0, -1)},
+    {"x": '"' * 500, "y": ""},
+    {},
+)
 CODES: Final = ('"', "\\", "code 1", "%d", "Ⅲ", "-" * 200, "null", "x")
 MONTH_MS: Final = 30 * DAY_MS
 PASSES_MS: Final = (
@@ -326,6 +336,8 @@ class HostileHistory:
     def _other_body(self, command: AnyCommand) -> AnyCommand:
         """The same id with another body."""
         if isinstance(command, Grab):
+            if zlib.crc32(command.id.encode()) % 2:
+                return msgspec.structs.replace(command, metadata={"other": "body"})
             return (
                 msgspec.structs.replace(command, wait=not command.wait) if command.basket is None else command
             )
@@ -502,12 +514,20 @@ class HostileHistory:
             once_id=self.one_of("", "o", "o", "o2", ":", "x"),
         )
 
+    def metadata(self, id: str, one_in: int = 3) -> dict[str, str] | None:
+        """Metadata of few grabs. It follows from the id, so that the rest of a history is the same with and
+        without it.
+        """
+        chance = zlib.crc32(id.encode())
+        return None if chance % one_in else METADATA[chance // one_in % len(METADATA)]
+
     def a_grab(self, offers: Mapping[str, Offer], **rest: Any) -> Grab:
         name, user = rest.pop("offer", None) or self.offer(offers), str(self.one_of(*USERS))
         offer = offers.get(name)
         by_ticket = offer is not None and offer.terms.audience == "ticket"
+        id = self.id()
         return Grab(
-            id=self.id(), offer=name, user=user, quantity=self.quantity(offer),
+            id=id, metadata=self.metadata(id), offer=name, user=user, quantity=self.quantity(offer),
             attributes=self.attributes() if not self.rarely(30) else {},
             ticket=self.ticket(user, name) if by_ticket or self.rarely(25) else None,
             **({"wait": self.random.random() < 0.6} | rest),
@@ -517,10 +537,11 @@ class HostileHistory:
         name = self.offer(offers)
         # Plain grabs, which take another path through the script.
         if (name in offers and offers[name].is_envelope) or self.rarely(20):
-            return [
+            drawn = [
                 Grab(id=self.id(), offer=name, user=self.one_of(*USERS))
                 for _ in range(self.random.randint(1, 8))
             ]
+            return [msgspec.structs.replace(grab, metadata=self.metadata(grab.id, 20)) for grab in drawn]
         return [
             self.a_grab(offers, **({"offer": name} if self.rarely(2) else {}))
             for _ in range(self.random.randint(1, 5))

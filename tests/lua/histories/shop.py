@@ -103,6 +103,8 @@ class Shop:
                 "attributes": {"card": f"card{draw.randrange(6)}"},
                 "wait": draw.random() < 0.5,
             }
+            if self.commands % 3 == 0:
+                rest["metadata"] = {"form_id": f"f{self.commands}", "a": 'a "b" é'}
             return [self.command(Grab, name, user=f"u{draw.randrange(8)}", **rest)]
         if kind == "offer_command":
             return self.offer_command(index, name)

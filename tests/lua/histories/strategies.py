@@ -51,6 +51,8 @@ PASSES_MS = (
 ids = st.sampled_from(IDS)
 offers = st.sampled_from(OFFERS)
 pieces = st.sampled_from(PIECES)
+#: Of grabs; the same texts in two orders are the same.
+metadatas = st.sampled_from((*(None,) * 9, {"form_id": "f", "b": '"é'}, {"b": '"é', "form_id": "f"}, {}))
 grabs = st.builds(
     Grab,
     id=ids,
@@ -58,6 +60,7 @@ grabs = st.builds(
     user=st.sampled_from(USERS),
     quantity=st.sampled_from((1, 1, 1, 1, 1, 2)),
     attributes=st.sampled_from(({}, {}, {}, {"card": "c:1"})),
+    metadata=metadatas,
 )
 operators = st.sampled_from((None, None, "olga"))
 offer_commands = st.one_of(
@@ -211,7 +214,7 @@ def piece_grabs(draw: Any, now: int) -> Grab:
         3))) if offer in PIECES else 1,
         attributes=draw(st.sampled_from(({"card": "c:1"}, *({"card": f"c:{n}"} for n in range(6)),
         {"card": "c:2", "a": "b"}, {}))),
-        ticket=ticket, wait=draw(st.booleans()),
+        ticket=ticket, wait=draw(st.booleans()), metadata=draw(metadatas),
     )  # fmt: skip
 
 
@@ -225,7 +228,7 @@ def baskets(draw: Any) -> list[Grab]:
             id=name, offer=draw(st.sampled_from(("p:a", "p:b", "p:c"))), user=draw(st.sampled_from(USERS)),
             basket=basket,
             attributes={"card": draw(st.sampled_from(("c:1", "c:2", "c:3")))},
-            quantity=draw(st.sampled_from((1, 1, 2))),
+            quantity=draw(st.sampled_from((1, 1, 2))), metadata=draw(metadatas),
         )
         for name in names
     ]  # fmt: skip

@@ -102,6 +102,8 @@ async def test_a_history_with_every_rare_event_matches_the_rules(servers: Settin
         ("grab.redeemed",),
         ("grab.unredeemed",), ("grab.extended",), ("offer.retired",), ("payment.refund_due",),
         ("offer.amended", '"removed"'),
+        ("grab.granted", '"metadata"'), ("grab.queued", '"metadata"'),
+        ("grab.held", '"metadata"', '"waited":true'),
     ]  # fmt: skip
     assert not [words for words in rare if not _count(twins, *words)]
     # Every event and every command matches its schema.

@@ -15,8 +15,9 @@ import msgspec
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
+from grabstream.lua.records import GRAB_FIELDS
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open
+from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open, encode_metadata
 from grabstream.models.digests import Digests
 from grabstream.models.events import (
     CampaignZone,
@@ -360,7 +361,10 @@ class Twins:
                 for name, record in (await self.client.hgetall(grabs_key)).items()
             }
             for record in records.values():
-                record[-1] = [SEALER.open(of_shard.shard, offer.name, "code", code) for code in record[-1]]
+                sealed = GRAB_FIELDS.index("codes")
+                record[sealed] = [
+                    SEALER.open(of_shard.shard, offer.name, "code", code) for code in record[sealed]
+                ]
                 _name_counters(record)
             assert records == {name: _record(grab) for name, grab in offer.grabs.items()}
             orders = {
@@ -435,7 +439,7 @@ def _name_counters(record: list[Any]) -> None:
     """Names the counters of a record in full: from layout 5 on, a name ends before the grab's user, and 0
     stands for the counters under which the grab was counted first.
     """
-    user, under, counted = record[0], record[-4], record[-3]
+    user, under, counted = (record[GRAB_FIELDS.index(name)] for name in ("user", "under", "counted"))
     counted[:] = [[units, under if counters == 0 else counters] for units, counters in counted]
     for counters in (under, *(counters for _, counters in counted)):
         for counter in counters:
@@ -450,6 +454,7 @@ def _record(grab: Any) -> list[Any]:
         grab.extensions, grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
         [[units, _counters(under)] for units, under in grab.counted],
         [list(payment) for payment in grab.payments], grab.codes,
+        *([encode_metadata(grab.metadata).decode()] if grab.metadata else []),
     ]  # fmt: skip
 
 

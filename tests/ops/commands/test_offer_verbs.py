@@ -111,6 +111,8 @@ def test_wrong_file_is_reported_with_all_its_problems(nobody: Operator, tmp_path
     [
         ("grab o", "USER"), ("grab o u --quantity 0", "quantity"),
         ("grab o u --attribute card", "NAME=VALUE"),
+        ("grab o u --metadata form_id", "NAME=VALUE"), ("grab o u --metadata a=1 --metadata a=2", "twice"),
+        (f"grab o u --metadata a={'x' * 1020}", "metadata: has at most 1024 bytes"),
         ("grab o u --attribute card=1 --attribute card=2", "twice"), ("grab o/p u", "offer"),
         (f"grab o u --quantity {10**30}", "quantity"),
         ("pause o --operator a/b", "operator"), ("confirm o g --paid 5", "payment"), ("return o", "GRAB"),
@@ -231,7 +233,9 @@ def test_grab_is_held_confirmed_and_returned(operator: Operator) -> None:
     row = "phones,stock,shop,2,,user/offer/2; card/offer/2,2,1m,1,500,CNY,,true\n"
     operator.type("open", "-", "--format", "csv", stdin=HEADER + row)
     card = ("--attribute", "card=c1")
-    held = operator.ask("grab", "phones", "anna", "--id", "g", "--quantity", "2", *card)
+    form = ("--metadata", "form_id=a=b 你好", "--metadata", "app=1")
+    held = operator.ask("grab", "phones", "anna", "--id", "g", "--quantity", "2", *card, *form)
+    assert held["metadata"] == {"app": "1", "form_id": "a=b 你好"}
     assert (held["outcome"], held["due"], held["currency"]) == ("held", 1_000, "CNY")
     assert (
         operator.ask("grab", "phones", "bob", "--id", "waits", "--wait", "--attribute", "card=c2")["outcome"]

@@ -55,7 +55,7 @@ CALLS = {
     "verify": (),
     "rebuild": ("ledger",), "replay": ("--into", "-"), "at": ("2020-01-01",),
     "follow": ("MODULE:PROJECTION",), "init": (),
-    "schemas": (), "keys": ("list",),
+    "schemas": (), "keys": ("list",), "webhooks": ("list",),
 }  # fmt: skip
 #: More calls, of verbs that are in CALLS with other arguments.
 MORE_CALLS = (
@@ -67,7 +67,7 @@ MORE_CALLS = (
 #: Verbs about the servers of this machine, about this process, or about a system that they make themselves.
 OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse", "fake-payments", "completion"}
 #: Verbs that read the schema only. They report a missing schema.
-OF_BOOKS_ONLY = {"show", "dismiss", "set-aside", "retry", "schemas", "why", "keys"}
+OF_BOOKS_ONLY = {"show", "dismiss", "set-aside", "retry", "schemas", "why", "keys", "webhooks"}
 #: Verbs that report the mixed settings and continue, because their purpose is to find such faults.
 DIAGNOSIS = {"status", "doctor"}
 

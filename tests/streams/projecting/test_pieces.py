@@ -5,6 +5,7 @@ The history is journaled in blocks of random sizes; a second run with other size
 """
 
 import random
+from collections.abc import Sequence
 from copy import deepcopy
 
 from grabstream.models.calendar import DAY_MS, window_of
@@ -17,7 +18,7 @@ from grabstream.models.commands import (
     Release,
     Return,
 )
-from grabstream.models.events import encode_event
+from grabstream.models.events import GrabGranted, GrabHeld, GrabQueued, decode_event, encode_event
 from grabstream.models.offers import PAYMENTS_KNOWN_MS, Changes, Limit, StockTerms
 from grabstream.models.rules import ShardState, decide, sweep
 from grabstream.ops.rehearsal.stage import take_down
@@ -52,6 +53,7 @@ async def test_read_models_agree_with_the_rules(system: Settings, prefix: str) -
     assert differences(state, history.lines, offers, grabs) == []
     await _check_waiting(system, state)
     await _check_payments(system, state)
+    await _check_metadata(system, history.lines)
     assert not await rows(system, "SELECT asset FROM accounts GROUP BY asset HAVING sum(posted) <> 0")
     holds = await rows(
         system,
@@ -73,6 +75,18 @@ async def test_read_models_agree_with_the_rules(system: Settings, prefix: str) -
 async def _check_waiting(settings: Settings, state: ShardState) -> None:
     waiting = await rows(settings, "SELECT offer, grab FROM waiting ORDER BY offer, position")
     assert waiting == [(name, grab) for name in sorted(state.offers) for grab in state.offers[name].queue]
+
+
+async def _check_metadata(settings: Settings, lines: Sequence[bytes]) -> None:
+    made = [
+        event for event in map(decode_event, lines) if isinstance(event, GrabGranted | GrabHeld | GrabQueued)
+    ]
+    expected = {(event.offer, event.grab): event.metadata for event in made}
+    found = await rows(settings, "SELECT offer, grab, metadata FROM grabs")
+    assert {row[:2]: row[2] for row in found} == expected
+    assert len([metadata for metadata in expected.values() if metadata]) > 100
+    served = [event for event in made if isinstance(event, GrabHeld) and event.waited]
+    assert {event.metadata is None for event in served} == {True, False}
 
 
 async def _check_payments(settings: Settings, state: ShardState) -> None:

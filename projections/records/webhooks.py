@@ -1,0 +1,340 @@
+"""Webhooks in PostgreSQL: subscriptions, how far each has read the journal, and what is not delivered yet.
+
+These tables are no read model. A subscription's cursor is moved in the transaction that adds the deliveries
+of the events before it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from psycopg import AsyncConnection, AsyncCursor
+from psycopg.rows import class_row
+
+from grabstream.models.journal import Cursor
+from grabstream.projections.cursors import CursorMoved
+
+#: Deliveries of one subscription that wait: it reads no further until there are fewer.
+WAITING_MAX: Final = 10_000
+#: Those that are parked: the subscription is then paused.
+PARKED_MAX: Final = 100_000
+WEBHOOKS_MAX: Final = 100
+
+
+class Webhook(NamedTuple):
+    """A subscription. `types` and `offers` are empty where all are wanted; `from_ms` (ms since 1970 UTC) is
+    the time from which on. `reason` says why the system has paused it.
+    """
+
+    webhook: str
+    url: str
+    types: Sequence[str]
+    offers: Sequence[str]
+    sealed_secret: str
+    state: str
+    reason: str | None
+    from_ms: int
+    created_at: datetime
+    delivered: int
+    delivered_at: datetime | None
+
+    def wants(self, type_: str, offer: str) -> bool:
+        """Whether it is subscribed to events of a type about an offer."""
+        return (not self.types or type_ in self.types) and (not self.offers or offer in self.offers)
+
+
+class Delivery(NamedTuple):
+    """An event that a subscription has not been delivered. `body` is its text; `status` and `problem` are
+    those of the last attempt.
+    """
+
+    webhook: str
+    shard: int
+    seq: int
+    offer: str
+    type: str
+    at: int
+    body: str
+    state: str
+    attempts: int
+    due_at: datetime
+    status: int | None
+    problem: str | None
+
+    @property
+    def event(self) -> str:
+        """The id of the event, as in CloudEvents."""
+        return f"{self.shard}-{self.seq}"
+
+
+class NewEvent(NamedTuple):
+    """A single event to deliver, with its text as on `grab.events`."""
+
+    seq: int
+    offer: str
+    type: str
+    at: int
+    body: str
+
+
+class TooMany(Exception):
+    """There are as many subscriptions as there may be."""
+
+
+_WEBHOOK: Final = ", ".join(Webhook._fields)
+_DELIVERY: Final = ", ".join(Delivery._fields)
+
+
+# -- subscriptions -------------------------------------------------------------------------------------------
+
+
+async def add(
+    connection: AsyncConnection[Any],
+    webhook: str,
+    url: str,
+    types: Sequence[str],
+    offers: Sequence[str],
+    sealed_secret: str,
+    from_ms: int | None,
+) -> Webhook:
+    """Adds a subscription to events from a time on (None: from now on); raises TooMany."""
+    async with connection.transaction():
+        await connection.execute("LOCK TABLE webhooks IN SHARE ROW EXCLUSIVE MODE")
+        [count] = await (await connection.execute("SELECT count(*) FROM webhooks")).fetchone() or [0]
+        if count >= WEBHOOKS_MAX:
+            raise TooMany(f"there are {WEBHOOKS_MAX} webhooks already, no more are possible: remove one")
+        async with connection.cursor(row_factory=class_row(Webhook)) as cursor:
+            await cursor.execute(
+                "INSERT INTO webhooks (webhook, url, types, offers, sealed_secret, from_ms) VALUES (%s, %s, "  # noqa: S608
+                "%s, %s, %s, coalesce(%s::bigint, (extract(epoch FROM now()) * 1000)::bigint)) RETURNING "
+                + _WEBHOOK,
+                (webhook, url, list(types), list(offers), sealed_secret, from_ms),
+            )
+            added: Webhook = await _one(cursor)
+            return added
+
+
+async def _one(cursor: AsyncCursor[Any]) -> Any:
+    row = await cursor.fetchone()
+    assert row is not None
+    return row
+
+
+async def find_all(connection: AsyncConnection[Any]) -> list[Webhook]:
+    """All subscriptions, the oldest first."""
+    async with connection.cursor(row_factory=class_row(Webhook)) as cursor:
+        await cursor.execute(f"SELECT {_WEBHOOK} FROM webhooks ORDER BY created_at, webhook".encode())  # noqa: S608
+        return await cursor.fetchall()
+
+
+async def set_state(
+    connection: AsyncConnection[Any], webhook: str, state: str, reason: str | None = None
+) -> bool:
+    """Pauses a subscription, with the reason if it is the system that does so, or resumes it; returns whether
+    there is one.
+    """
+    done = await connection.execute(
+        "UPDATE webhooks SET state = %s, reason = %s WHERE webhook = %s", (state, reason, webhook)
+    )
+    return done.rowcount == 1
+
+
+async def remove(connection: AsyncConnection[Any], webhook: str) -> bool:
+    """Removes a subscription, with what it was not delivered; returns whether there was one."""
+    return (await connection.execute("DELETE FROM webhooks WHERE webhook = %s", (webhook,))).rowcount == 1
+
+
+# -- reading the journal -------------------------------------------------------------------------------------
+
+
+async def cursors_of(connection: AsyncConnection[Any], shard: int) -> dict[str, Cursor]:
+    """The cursors in a shard, by subscription."""
+    rows = await connection.execute(
+        "SELECT webhook, seq, head, next_offset, term, owner FROM webhook_cursors WHERE shard = %s", (shard,)
+    )
+    return {
+        webhook: Cursor(seq, bytes(head), offset, term, owner)
+        for webhook, seq, head, offset, term, owner in await rows.fetchall()
+    }
+
+
+async def move(
+    connection: AsyncConnection[Any],
+    shard: int,
+    before: Cursor | None,
+    after: Cursor,
+    wanted: Mapping[str, Sequence[NewEvent]],
+) -> None:
+    """Moves the cursors of subscriptions, which all stand at `before` (None: they have none), and adds the
+    deliveries that each wants. Those of an offer that is parked are parked, too.
+
+    Raises CursorMoved when a cursor is not there any more; a subscription that was removed is left out.
+    """
+    names = sorted(wanted)
+    async with connection.transaction():
+        rows = await connection.execute(
+            # So nobody parks an offer, or sends it again, meanwhile (`_lock`).
+            "SELECT webhook FROM webhooks WHERE webhook = ANY(%s) ORDER BY webhook FOR SHARE",
+            (names,),
+        )
+        names = [name for (name,) in await rows.fetchall()]
+        if not names:
+            raise CursorMoved(f"webhooks, shard {shard}: these were removed")
+        values = (after.seq, after.head, after.next_offset, after.term, after.owner)
+        if before is None:
+            done = await connection.execute(
+                "INSERT INTO webhook_cursors SELECT name, %s, %s, %s, %s, %s, %s FROM unnest(%s::text[]) AS "
+                "name ON CONFLICT DO NOTHING",
+                (shard, *values, names),
+            )
+        else:
+            done = await connection.execute(
+                "UPDATE webhook_cursors SET seq = %s, head = %s, next_offset = %s, term = %s, owner = %s "
+                "WHERE webhook = ANY(%s) AND shard = %s AND seq = %s AND next_offset = %s",
+                (*values, names, shard, before.seq, before.next_offset),
+            )
+        if done.rowcount != len(names):
+            raise CursorMoved(f"webhooks, shard {shard}: a cursor is no longer at {before}")
+        for name in names:
+            events = wanted[name]
+            if not events:
+                continue
+            columns = [list(column) for column in zip(*events, strict=True)]
+            await connection.execute(
+                "INSERT INTO webhook_deliveries (webhook, shard, seq, offer, type, at, body, state) "
+                "SELECT %(webhook)s, %(shard)s, e.*, CASE WHEN EXISTS (SELECT 1 FROM webhook_deliveries AS d "
+                "WHERE d.webhook = %(webhook)s AND d.offer = e.offer AND d.state = 'parked') "
+                "THEN 'parked' ELSE 'waiting' END FROM unnest(%(seqs)s::bigint[], %(offers)s::text[], "
+                "%(types)s::text[], %(times)s::bigint[], %(bodies)s::text[]) AS e (seq, offer, type, at, "
+                "body) ON CONFLICT DO NOTHING",
+                {
+                    "webhook": name,
+                    "shard": shard,
+                    **dict(zip(("seqs", "offers", "types", "times", "bodies"), columns, strict=True)),
+                },
+            )
+
+
+async def backlogs(connection: AsyncConnection[Any], state: str) -> dict[str, int]:
+    """How many deliveries each subscription has in a state, where it has any."""
+    rows = await connection.execute(
+        "SELECT webhook, count(*) FROM webhook_deliveries WHERE state = %s GROUP BY webhook", (state,)
+    )
+    return dict(await rows.fetchall())
+
+
+async def _lock(connection: AsyncConnection[Any], webhook: str) -> None:
+    """Keeps new deliveries of a subscription away until the end of the transaction."""
+    await connection.execute("SELECT 1 FROM webhooks WHERE webhook = %s FOR UPDATE", (webhook,))
+
+
+# -- delivering ----------------------------------------------------------------------------------------------
+
+
+async def due(
+    connection: AsyncConnection[Any], webhook: str, busy: Collection[str], most: int
+) -> list[Delivery]:
+    """Deliveries that may be sent now: the first of each offer, except offers that are `busy`; at most so
+    many, the longest due first.
+    """
+    async with connection.cursor(row_factory=class_row(Delivery)) as cursor:
+        await cursor.execute(
+            f"SELECT {_DELIVERY} FROM (SELECT DISTINCT ON (offer) * FROM webhook_deliveries "  # noqa: S608
+            "WHERE webhook = %s AND state = 'waiting' ORDER BY offer, seq) AS first "
+            "WHERE due_at <= now() AND offer <> ALL(%s) ORDER BY due_at, seq LIMIT %s".encode(),
+            (webhook, list(busy), most),
+        )
+        return await cursor.fetchall()
+
+
+async def delivered(connection: AsyncConnection[Any], delivery: Delivery) -> Delivery | None:
+    """Records that an event was delivered; returns the next one of its offer that is due, unless the
+    subscription was paused or removed.
+    """
+    async with connection.transaction():
+        done = await connection.execute(
+            "DELETE FROM webhook_deliveries WHERE webhook = %s AND shard = %s AND seq = %s",
+            (delivery.webhook, delivery.shard, delivery.seq),
+        )
+        if not done.rowcount:
+            return None
+        await connection.execute(
+            "UPDATE webhooks SET delivered = delivered + 1, delivered_at = now() WHERE webhook = %s",
+            (delivery.webhook,),
+        )
+        async with connection.cursor(row_factory=class_row(Delivery)) as cursor:
+            await cursor.execute(
+                f"SELECT {_DELIVERY} FROM webhook_deliveries AS d WHERE webhook = %s AND offer = %s "  # noqa: S608
+                "AND state = 'waiting' AND EXISTS (SELECT 1 FROM webhooks AS w WHERE w.webhook = d.webhook "
+                "AND w.state = 'active') ORDER BY seq LIMIT 1".encode(),
+                (delivery.webhook, delivery.offer),
+            )
+            return await cursor.fetchone()
+
+
+async def failed(
+    connection: AsyncConnection[Any],
+    delivery: Delivery,
+    status: int | None,
+    problem: str,
+    again_seconds: float,
+    attempts_max: int,
+) -> bool:
+    """Records a failed attempt. The event is sent again after a time; after so many attempts, it is parked,
+    with all later ones of its offer. Returns whether it is.
+    """
+    async with connection.transaction():
+        if delivery.attempts + 1 >= attempts_max:
+            await _lock(connection, delivery.webhook)
+        done = await connection.execute(
+            "UPDATE webhook_deliveries SET attempts = attempts + 1, status = %s, problem = %s, "
+            "due_at = now() + make_interval(secs => %s) WHERE webhook = %s AND shard = %s AND seq = %s "
+            "AND state = 'waiting' RETURNING attempts",
+            (status, problem, again_seconds, delivery.webhook, delivery.shard, delivery.seq),
+        )
+        row = await done.fetchone()
+        if row is None or row[0] < attempts_max:
+            return False
+        await connection.execute(
+            "UPDATE webhook_deliveries SET state = 'parked' WHERE webhook = %s AND offer = %s AND seq >= %s",
+            (delivery.webhook, delivery.offer, delivery.seq),
+        )
+        return True
+
+
+# -- operators -----------------------------------------------------------------------------------------------
+
+
+async def undelivered(
+    connection: AsyncConnection[Any], webhook: str | None, state: str | None, most: int
+) -> list[Delivery]:
+    """What is not delivered, of a subscription or of all, in the order of their offers."""
+    async with connection.cursor(row_factory=class_row(Delivery)) as cursor:
+        await cursor.execute(
+            f"SELECT {_DELIVERY} FROM webhook_deliveries "  # noqa: S608
+            "WHERE (%(webhook)s::text IS NULL OR webhook = %(webhook)s) "
+            "AND (%(state)s::text IS NULL OR state = %(state)s) "
+            "ORDER BY webhook, offer, seq LIMIT %(most)s".encode(),
+            {"webhook": webhook, "state": state, "most": most},
+        )
+        return await cursor.fetchall()
+
+
+async def resend(connection: AsyncConnection[Any], webhook: str, offer: str | None) -> int:
+    """Sends again what is parked, of an offer or of all offers, in the order of events; returns how many."""
+    async with connection.transaction():
+        await _lock(connection, webhook)
+        done = await connection.execute(
+            "UPDATE webhook_deliveries SET state = 'waiting', attempts = 0, due_at = now() WHERE webhook = "
+            "%(webhook)s AND (%(offer)s::text IS NULL OR offer = %(offer)s) AND state = 'parked'",
+            {"webhook": webhook, "offer": offer},
+        )
+    return done.rowcount
+
+
+async def discard(connection: AsyncConnection[Any], webhook: str, shard: int, seq: int) -> bool:
+    """Gives a delivery up; returns whether there was one."""
+    done = await connection.execute(
+        "DELETE FROM webhook_deliveries WHERE webhook = %s AND shard = %s AND seq = %s", (webhook, shard, seq)
+    )
+    return done.rowcount == 1

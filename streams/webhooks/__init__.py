@@ -1,0 +1,1 @@
+"""Webhooks: events of the journal are sent to URLs that subscribed to them."""

@@ -1,0 +1,273 @@
+"""Reads the journal for subscriptions, and adds what each wants to its deliveries, with its cursor in the
+same transaction.
+
+Subscriptions whose cursors are equal read together. One that has too much to deliver reads no further until
+it has less; the others continue.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+from psycopg import AsyncConnection
+from psycopg_pool import AsyncConnectionPool
+
+from grabstream.lua.ending import end
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.journal import Corrupt, Cursor, Gap
+from grabstream.projections.cursors import CursorMoved, Fact, single_facts
+from grabstream.projections.records import set_aside
+from grabstream.projections.records import webhooks as records
+from grabstream.projections.records.webhooks import NewEvent, Webhook
+from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.history.chunks import Chunk, Point
+from grabstream.streams.history.sources import JournalSource, Start
+from grabstream.streams.journal import JournalReader, open_reader
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 0.2
+RETRY_SECONDS: Final = 1.0
+#: Events that one group of subscriptions reads before the next group has its turn.
+SLICE_EVENTS: Final = 5_000
+#: How often the backlogs are counted anew, and how long a shard rests whose journal contradicts itself.
+COUNT_SECONDS: Final = 2.0
+REST_SECONDS: Final = 60.0
+#: New subscriptions that look for their beginning at a time.
+BEGINNING_MAX: Final = 2
+#: The publisher, whose records set aside webhooks lack too: they are sent what `grab.events` has.
+PUBLISHED: Final = "events"
+
+
+class Reader:
+    """Reads for all active subscriptions until cancelled. `added` is set when there is something to send."""
+
+    def __init__(
+        self, pool: AsyncConnectionPool[Any], kafka: str, journal: str, shards: int, added: asyncio.Event
+    ) -> None:
+        self._pool = pool
+        self._kafka = kafka
+        self._journal = journal
+        self._shards = shards
+        self._added = added
+        self._waiting: dict[str, int] = {}
+        self._counted_at = 0.0
+        #: By shard: the newest cursor that this process has read up to.
+        self._confirmed: dict[int, Cursor] = {}
+        #: By shard: the end of the journal that all of these subscriptions have read up to.
+        self._read_up_to: dict[int, tuple[int, frozenset[str]]] = {}
+        #: By shard: when it is read again.
+        self._rests_until: dict[int, float] = {}
+        self._beginning: dict[str, asyncio.Task[None]] = {}
+        self._trouble = Trouble(log, "webhooks: reading the journal")
+
+    async def run(self) -> None:
+        """Reads until cancelled; waits while Kafka or PostgreSQL is away."""
+        try:
+            while True:
+                try:
+                    if not await self._active():
+                        await asyncio.sleep(RETRY_SECONDS)
+                        continue
+                    async with open_reader(self._kafka, self._journal) as reader:
+                        while active := await self._active():
+                            await self._read_all(reader, active)
+                            self._trouble.over()
+                            await asyncio.sleep(POLL_SECONDS)
+                except BaseException as error:
+                    if not is_trouble(error):
+                        raise
+                    self._trouble.say(in_words(error))
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            await end(self._beginning.values())
+
+    async def _active(self) -> list[Webhook]:
+        async with self._pool.connection() as connection:
+            return [one for one in await records.find_all(connection) if one.state == "active"]
+
+    async def _read_all(self, reader: JournalReader, active: Sequence[Webhook]) -> None:
+        """Reads each shard up to its end, or a slice of it, for each group of subscriptions."""
+        await self._count(active)
+        by_name = {one.webhook: one for one in active if not self._is_full(one.webhook)}
+        for shard, journal_end in (await reader.ends(range(self._shards))).items():
+            read = journal_end, frozenset(by_name)
+            if self._read_up_to.get(shard) == read:
+                continue
+            if time.monotonic() < self._rests_until.get(shard, 0.0):
+                continue
+            async with self._pool.connection() as connection:
+                cursors = await records.cursors_of(connection, shard)
+                aside = await set_aside.load(connection, PUBLISHED)
+            groups: dict[Cursor, list[Webhook]] = {}
+            for name, webhook in by_name.items():
+                if name in self._beginning:
+                    continue
+                if name in cursors:
+                    groups.setdefault(cursors[name], []).append(webhook)
+                else:
+                    self._begin(webhook)
+            reached = [
+                await self._read_group(reader, shard, cursor, journal_end, groups[cursor], aside)
+                for cursor in sorted(groups)
+                if cursor.next_offset != journal_end
+            ]
+            if all(reached) and sum(map(len, groups.values())) == len(by_name):
+                self._read_up_to[shard] = read
+
+    def _is_full(self, webhook: str) -> bool:
+        return self._waiting.get(webhook, 0) >= records.WAITING_MAX
+
+    async def _count(self, active: Sequence[Webhook]) -> None:
+        """Counts the backlogs now and then; pauses a subscription that has too much parked."""
+        if time.monotonic() - self._counted_at < COUNT_SECONDS:
+            return
+        async with self._pool.connection() as connection:
+            self._waiting = await records.backlogs(connection, "waiting")
+            parked = await records.backlogs(connection, "parked")
+            for one in active:
+                if (count := parked.get(one.webhook, 0)) >= records.PARKED_MAX:
+                    reason = f"{count:,} deliveries are parked"
+                    await records.set_state(connection, one.webhook, "paused", reason)
+                    log.warning("webhook %s is paused: %s", one.webhook, reason)
+        self._counted_at = time.monotonic()
+
+    async def _read_group(
+        self, reader: JournalReader, shard: int, cursor: Cursor, journal_end: int,
+        webhooks: Sequence[Webhook], aside: Sequence[Any],
+    ) -> bool:  # fmt: skip
+        """Reads from a cursor up to the end, or a slice. If the journal is another one (it was filled from
+        the audit trail), it is read from its beginning up to the cursor's event, whose hash must be the same.
+        Returns whether it has reached the end.
+        """
+        first_seq, is_placed = cursor.seq, await self._confirms(reader, shard, cursor)
+        start = Start(cursor if is_placed else Cursor(), journal_end)
+        try:
+            async with aclosing(JournalSource(reader, None).chunks(shard, start, aside)) as chunks:
+                async for chunk in chunks:
+                    if chunk.after.seq < cursor.seq:
+                        continue
+                    if not is_placed and _head_at(chunk, cursor.seq) != cursor.head:
+                        raise Corrupt(f"the journal has another event at seq {cursor.seq}")
+                    is_placed = True
+                    facts = [fact for fact in chunk.facts if fact.event.last_seq > cursor.seq]
+                    await self._move(shard, cursor, chunk.after, facts, webhooks)
+                    self._confirmed[shard] = cursor = chunk.after
+                    if cursor.seq - first_seq >= SLICE_EVENTS:
+                        return False
+            if not is_placed:
+                raise Gap(f"the journal ends before seq {cursor.seq}")
+            return cursor.next_offset >= journal_end
+        except CursorMoved as moved:
+            log.info("%s; reading it again", moved)
+        except (Corrupt, Gap) as error:
+            log.error(
+                "webhooks, shard %d: the journal contradicts the cursor at seq %d: %s; no event after it is "
+                "sent", shard, cursor.seq, error,
+            )  # fmt: skip
+            self._rests_until[shard] = time.monotonic() + REST_SECONDS
+        return False
+
+    async def _confirms(self, reader: JournalReader, shard: int, cursor: Cursor) -> bool:
+        """Whether a cursor is known to belong to this journal."""
+        if cursor in (Cursor(), self._confirmed.get(shard)):
+            return True
+        return cursor.seq > 0 and await reader.confirms(shard, cursor)
+
+    async def _move(
+        self, shard: int, before: Cursor | None, after: Cursor, facts: Sequence[Fact],
+        webhooks: Sequence[Webhook],
+    ) -> None:  # fmt: skip
+        wanted = {one.webhook: new_events(facts, one) for one in webhooks}
+        async with self._pool.connection() as connection:
+            await records.move(connection, shard, before, after, wanted)
+        for name, events in wanted.items():
+            if events:
+                self._waiting[name] = self._waiting.get(name, 0) + len(events)
+                self._added.set()
+
+    # -- beginning -------------------------------------------------------------------------------------------
+
+    def _begin(self, webhook: Webhook) -> None:
+        """Looks for the beginning of a new subscription, beside the reading for the others."""
+        if len(self._beginning) >= BEGINNING_MAX:
+            return
+
+        async def begin() -> None:
+            try:
+                async with (
+                    open_reader(self._kafka, self._journal) as reader,
+                    self._pool.connection() as books,
+                ):
+                    source = JournalSource(reader, books)
+                    aside = await set_aside.load(books, PUBLISHED)
+                    for shard in range(self._shards):
+                        if webhook.webhook not in await records.cursors_of(books, shard):
+                            await self._begin_shard(source, books, shard, webhook, aside)
+            except CursorMoved as moved:
+                log.info("%s; beginning again", moved)
+            except (Corrupt, Gap) as error:
+                log.error("webhook %s: the journal contradicts itself: %s", webhook.webhook, error)
+                await asyncio.sleep(REST_SECONDS)
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                self._trouble.say(in_words(error))
+                await asyncio.sleep(RETRY_SECONDS)
+            finally:
+                del self._beginning[webhook.webhook]
+
+        self._beginning[webhook.webhook] = asyncio.create_task(begin())
+
+    async def _begin_shard(
+        self, source: JournalSource, books: AsyncConnection[Any], shard: int, webhook: Webhook,
+        aside: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Reads a shard from the time on from which it is wanted, up to its end. What is read from the middle
+        counts only once the audit trail vouches for it, so there is no cursor before the first such record.
+        """
+        start = await source.start(shard, Point(at=webhook.from_ms))
+        stored: Cursor | None = None
+        async with aclosing(source.chunks(shard, start, aside)) as chunks:
+            async for chunk in chunks:
+                if stored is not None and chunk.after <= stored:
+                    continue
+                while self._is_full(webhook.webhook):
+                    await asyncio.sleep(RETRY_SECONDS)
+                    if webhook.webhook not in {one.webhook for one in await self._active()}:
+                        return
+                    self._waiting = await records.backlogs(books, "waiting")
+                await self._move(shard, stored, chunk.after, chunk.facts, [webhook])
+                stored = chunk.after
+        if stored is None:
+            await self._move(shard, None, start.proved or start.cursor, [], [webhook])
+
+
+def _head_at(chunk: Chunk, seq: int) -> bytes:
+    """The hash of the chain after the event of a seq, which a chunk has, or begins after."""
+    if chunk.before.seq == seq:
+        return chunk.before.head
+    if chunk.after.seq == seq:
+        return chunk.after.head
+    return next((fact.hash for fact in chunk.facts if fact.event.last_seq == seq), b"")
+
+
+def new_events(facts: Sequence[Fact], webhook: Webhook) -> list[NewEvent]:
+    """The single events of facts that a subscription wants, with their texts as on `grab.events`."""
+    # All grabs of a run have its type, offer and time.
+    wanted = [
+        fact
+        for fact in facts
+        if fact.event.at >= webhook.from_ms
+        and webhook.wants(str(fact.event.__struct_config__.tag), fact.event.offer)
+    ]
+    return [
+        NewEvent(
+            single.event.seq, single.event.offer, str(single.event.__struct_config__.tag), single.event.at,
+            single.line.decode(),
+        )
+        for single in single_facts(wanted)
+    ]  # fmt: skip

@@ -1,0 +1,281 @@
+"""Sends what waits to be delivered: the events of an offer one after the other, many offers at a time.
+
+A subscription has requests of its own, so one that does not answer delays no other. After some failures in a
+row, only one request at a time tries whether it answers again, after ever longer pauses.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+from psycopg_pool import AsyncConnectionPool
+
+from grabstream.lua.ending import end
+from grabstream.lua.gate.sealing import CannotOpen, Sealer
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.bounds import shortened
+from grabstream.projections.records import webhooks as records
+from grabstream.projections.records.webhooks import Delivery, Webhook
+from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.webhooks.addresses import BadUrl, RefusedAddress, check_url, checked_socket
+from grabstream.streams.webhooks.messages import SEALED_FOR, body_of, headers_of
+
+log = logging.getLogger(__name__)
+
+#: Requests of one subscription at a time, each for another offer.
+PARALLEL_MAX: Final = 16
+#: After so many failures in a row, a subscription gets one request at a time.
+FAILURES_MAX: Final = 3
+#: The pause before the next request then: doubled from the first to the longest.
+PROBE_SECONDS_MIN: Final = 1.0
+PROBE_SECONDS_MAX: Final = 60.0
+#: The pause before an event is sent again: doubled from the first to the longest, and shortened by up to half
+#: at random.
+AGAIN_SECONDS_MIN: Final = 2.0
+AGAIN_SECONDS_MAX: Final = 6 * 3600.0
+#: The longest pause that a receiver may ask for (Retry-After).
+RETRY_AFTER_SECONDS_MAX: Final = 24 * 3600.0
+#: The part of an answer that is read, so that the connection can be used again. What it says is not used.
+ANSWER_BYTES_MAX: Final = 64 * 1024
+PROBLEM_BYTES_MAX: Final = 300
+POLL_SECONDS: Final = 0.5
+RETRY_SECONDS: Final = 1.0
+#: A receiver says that it wants no more (Standard Webhooks).
+GONE: Final = 410
+#: Request Timeout, Too Many Requests.
+TAKES_NOTHING: Final = (408, 429)
+
+
+class Limits(NamedTuple):
+    """How webhooks are sent: whether without TLS (`http`), or to addresses that are not public (`private`);
+    the time of a request, and the attempts until an event is parked.
+    """
+
+    http: bool = False
+    private: bool = False
+    timeout_seconds: float = 15.0
+    attempts_max: int = 18
+
+
+class Outcome(NamedTuple):
+    """How an attempt ended: delivered or not, the status of the answer, what was wrong, and after how many
+    seconds the receiver wants the next attempt.
+    """
+
+    delivered: bool
+    status: int | None = None
+    problem: str = ""
+    after_seconds: float = 0.0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the receiver did not answer, or takes nothing now."""
+        return not self.delivered and (
+            self.status is None or self.status >= 500 or self.status in TAKES_NOTHING
+        )
+
+
+def again_seconds(attempts: int, draw: Callable[[], float] = random.random) -> float:
+    """The pause after so many failed attempts (from 1 on), in s."""
+    longest = min(AGAIN_SECONDS_MIN * float(2 ** min(attempts - 1, 32)), AGAIN_SECONDS_MAX)
+    return longest * (1 - draw() / 2)
+
+
+class _Receiver:
+    """What is known of a subscription's receiver, and the requests to it, by offer."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.not_before = 0.0
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def room(self, now: float) -> int:
+        """How many requests more may be sent now."""
+        if self.failures < FAILURES_MAX:
+            return PARALLEL_MAX - len(self.tasks)
+        return 1 if not self.tasks and now >= self.not_before else 0
+
+    def note(self, outcome: Outcome, now: float) -> None:
+        """Notes how a request ended. A receiver that refuses one event may take others."""
+        if not outcome.delivered and not outcome.is_away:
+            return
+        self.failures = 0 if outcome.delivered else self.failures + 1
+        over = self.failures - FAILURES_MAX
+        if over >= 0:
+            self.not_before = now + min(PROBE_SECONDS_MIN * 2 ** min(over, 16), PROBE_SECONDS_MAX)
+
+
+class Sender:
+    """Sends deliveries until cancelled. `wake` is set when there are new ones."""
+
+    def __init__(
+        self, pool: AsyncConnectionPool[Any], sealer: Sealer, limits: Limits, wake: asyncio.Event
+    ) -> None:
+        self._pool = pool
+        self._sealer = sealer
+        self._limits = limits
+        self._wake = wake
+        self._receivers: dict[str, _Receiver] = {}
+        self._trouble = Trouble(log, "webhooks")
+
+    async def run(self) -> None:
+        """Sends until cancelled; waits while PostgreSQL is away."""
+        connector = aiohttp.TCPConnector(
+            limit=0, socket_factory=None if self._limits.private else checked_socket
+        )
+        session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=self._limits.timeout_seconds),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # An answer is not used, so a compressed one is not unpacked.
+            auto_decompress=False,
+            headers={"user-agent": f"grabstream/{metadata.version('grabstream')}"},
+        )
+        try:
+            async with session:
+                while True:
+                    await self._start_all(session)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_SECONDS):
+                            await self._wake.wait()
+                    self._wake.clear()
+        finally:
+            await end(task for receiver in self._receivers.values() for task in receiver.tasks.values())
+
+    async def _start_all(self, session: aiohttp.ClientSession) -> None:
+        """Starts a request for each delivery that is due and has room."""
+        try:
+            async with self._pool.connection() as connection:
+                active = [one for one in await records.find_all(connection) if one.state == "active"]
+                for name in self._receivers.keys() - {one.webhook for one in active}:
+                    if not self._receivers[name].tasks:
+                        del self._receivers[name]
+                for webhook in active:
+                    receiver = self._receivers.setdefault(webhook.webhook, _Receiver())
+                    room = receiver.room(time.monotonic())
+                    if room <= 0:
+                        continue
+                    for delivery in await records.due(connection, webhook.webhook, receiver.tasks, room):
+                        task = asyncio.create_task(self._drain(session, webhook, receiver, delivery))
+                        receiver.tasks[delivery.offer] = task
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            self._trouble.say(in_words(error))
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            self._trouble.over()
+
+    async def _drain(
+        self, session: aiohttp.ClientSession, webhook: Webhook, receiver: _Receiver, first: Delivery
+    ) -> None:
+        """Sends a delivery, and the next ones of its offer, until one fails or none is left."""
+        delivery: Delivery | None = first
+        try:
+            while delivery is not None:
+                outcome = await self._send(session, webhook, delivery)
+                receiver.note(outcome, time.monotonic())
+                delivery = await self._record(webhook, delivery, outcome)
+        except BaseException as error:
+            # If it was sent, that is not recorded: it is sent again, under the same id.
+            if is_trouble(error):
+                self._trouble.say(in_words(error))
+            elif isinstance(error, Exception):
+                log.critical("webhook %s: unknown error", webhook.webhook, exc_info=True)
+            else:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            del receiver.tasks[first.offer]
+            self._wake.set()
+
+    async def _record(self, webhook: Webhook, delivery: Delivery, outcome: Outcome) -> Delivery | None:
+        """Records how an attempt ended; returns the next delivery of the offer after a success."""
+        async with self._pool.connection() as connection:
+            if outcome.delivered:
+                return await records.delivered(connection, delivery)
+            if outcome.status == GONE:
+                reason = f"{webhook.url} answered 410: it wants no more"
+                await records.set_state(connection, webhook.webhook, "paused", reason)
+                log.warning("webhook %s is paused: %s", webhook.webhook, reason)
+            pause = max(again_seconds(delivery.attempts + 1), outcome.after_seconds)
+            is_parked = await records.failed(
+                connection, delivery, outcome.status, outcome.problem, pause, self._limits.attempts_max
+            )
+        if is_parked:
+            log.warning(
+                "webhook %s: event %s of offer %s is parked after %d attempts: %s",
+                webhook.webhook, delivery.event, delivery.offer, delivery.attempts + 1, outcome.problem,
+            )  # fmt: skip
+        return None
+
+    async def _send(self, session: aiohttp.ClientSession, webhook: Webhook, delivery: Delivery) -> Outcome:
+        try:
+            check_url(webhook.url, self._limits.http, self._limits.private)
+            secret = self._sealer.open(0, webhook.webhook, SEALED_FOR, webhook.sealed_secret)
+        except (BadUrl, CannotOpen) as error:
+            return Outcome(
+                False, problem=_cut(f"the URL: {error}" if isinstance(error, BadUrl) else str(error))
+            )
+        body = body_of(delivery.type, delivery.at, delivery.body)
+        headers = headers_of(secret, delivery.event, body, time.time())
+        try:
+            async with session.post(
+                webhook.url, data=body.encode(), headers=headers, allow_redirects=False
+            ) as answer:
+                await _read_some(answer)
+                return _outcome_of(answer.status, answer.headers.get("retry-after", ""))
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            refused = next((one for one in _causes(error) if isinstance(one, RefusedAddress)), error)
+            return Outcome(False, problem=_cut(_words(refused)))
+
+
+async def _read_some(answer: aiohttp.ClientResponse) -> None:
+    """Reads the answer up to a bound; the connection of a longer one is closed."""
+    read = 0
+    async for piece in answer.content.iter_any():
+        read += len(piece)
+        if read > ANSWER_BYTES_MAX:
+            answer.close()
+            return
+
+
+def _outcome_of(status: int, retry_after: str) -> Outcome:
+    if 200 <= status < 300:
+        return Outcome(True, status)
+    words = "a redirect, which is not followed" if 300 <= status < 400 else "not a success"
+    seconds = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
+    return Outcome(
+        False, status, f"the receiver answered {status}: {words}", min(seconds, RETRY_AFTER_SECONDS_MAX)
+    )
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """An error and what caused it, also where several addresses failed together."""
+    found: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left and len(found) < 32:
+        one = left.pop()
+        if one is None or one in found:
+            continue
+        found.append(one)
+        left += [one.__cause__, one.__context__, getattr(one, "os_error", None)]
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
+    return found
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no complete answer within the time limit"
+    return in_words(error)
+
+
+def _cut(text: str) -> str:
+    return shortened(text, PROBLEM_BYTES_MAX)

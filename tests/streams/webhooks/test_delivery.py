@@ -1,0 +1,557 @@
+"""Webhooks end to end: a journal, the role that delivers, and receivers that take events, refuse them, or do
+not answer. Real Kafka, PostgreSQL and HTTP; short pauses in place of long ones.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import KafkaError
+from standardwebhooks.webhooks import Webhook as Verifier
+
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.models.journal import Cursor
+from grabstream.ops.settings import Settings
+from grabstream.projections.records import webhooks as records
+from grabstream.projections.records.webhooks import Webhook
+from grabstream.streams.clients import started
+from grabstream.streams.projecting.projector import CatchUp
+from grabstream.streams.topics import Topics
+from grabstream.streams.webhooks import reading, sending
+from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
+from grabstream.streams.webhooks.role import Webhooks
+from grabstream.streams.webhooks.sending import Limits
+from tests.conftest import until
+from tests.streams.webhooks.receiver import Got, Receiver, never, ok, receiving
+from tests.support.command_line import env_of, grabstream
+from tests.support.projecting import (
+    SHARD,
+    JournalWriter,
+    granted,
+    journal,  # noqa: F401 - a fixture
+    open_books,
+    opened,
+    running,
+    until_at_seq,
+)
+from tests.support.runs import as_runs
+
+LIMITS = Limits(http=True, private=True, timeout_seconds=2.0, attempts_max=3)
+
+
+def lines_of(*offers: str) -> list[bytes]:
+    """An event of each offer in turn, from seq 1 on; its time is its seq, in ms."""
+    known: set[str] = set()
+    lines = []
+    for seq, offer in enumerate(offers, 1):
+        lines.append(granted(offer, seq) if offer in known else opened(offer, seq))
+        known.add(offer)
+    return lines
+
+
+class Hooks:
+    """Webhooks of a system, and the role that delivers them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.sealer = Sealer.from_text(settings.seal_keys.get_secret_value())
+        self.secrets: dict[str, str] = {}
+
+    async def add(
+        self, name: str, url: str, types: Sequence[str] = (), offers: Sequence[str] = (), from_ms: int = 0
+    ) -> None:
+        secret = self.secrets[name] = new_secret()
+        async with await open_books(self.settings) as books:
+            sealed = self.sealer.seal(0, name, SEALED_FOR, secret)
+            await records.add(books, name, url, types, offers, sealed, from_ms)
+
+    @asynccontextmanager
+    async def delivering(self, limits: Limits = LIMITS) -> AsyncIterator[None]:
+        stop = asyncio.Event()
+        role = Webhooks(
+            self.settings.postgres, self.settings.schema_, self.settings.kafka, self.settings.prefix,
+            self.settings.shards, self.sealer, limits,
+        )  # fmt: skip
+        task = asyncio.create_task(role.run(stop))
+        try:
+            yield
+            assert not task.done(), task
+        finally:
+            stop.set()
+            await task
+
+    async def ask(self, what: Any, *arguments: Any) -> Any:
+        async with await open_books(self.settings) as books:
+            return await what(books, *arguments)
+
+    async def found(self, name: str) -> Webhook:
+        return next(one for one in await self.ask(records.find_all) if one.webhook == name)
+
+    async def left(self, name: str | None = None, state: str | None = None) -> list[str]:
+        return [one.event for one in await self.ask(records.undelivered, name, state, 1_000)]
+
+    async def is_idle(self) -> bool:
+        """Whether nothing is left to deliver."""
+        return await self.left() == []
+
+    async def cursors(self) -> dict[str, Cursor]:
+        found: dict[str, Cursor] = await self.ask(records.cursors_of, SHARD)
+        return found
+
+
+@pytest.fixture
+async def hooks(system: Settings, monkeypatch: pytest.MonkeyPatch) -> Hooks:
+    for module in (reading, sending):
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+        monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(reading, "COUNT_SECONDS", 0.0)
+    for name in ("AGAIN_SECONDS_MIN", "PROBE_SECONDS_MIN", "PROBE_SECONDS_MAX"):
+        monkeypatch.setattr(sending, name, 0.05)
+    monkeypatch.setattr(sending, "AGAIN_SECONDS_MAX", 0.2)
+    return Hooks(system)
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with receiving() as one:
+        yield one
+
+
+async def got(receiver: Receiver, count: int) -> None:
+    await until(lambda: len(receiver.requests) >= count, 20, f"{count} requests")
+
+
+def seqs(receiver: Receiver, offer: str | None = None) -> list[int]:
+    return [int(one.id.partition("-")[2]) for one in receiver.requests if offer in (None, one.offer)]
+
+
+async def made(make: Any) -> bool:
+    """Whether it could be made: a topic that was deleted is there for a moment."""
+    try:
+        return bool(await make())
+    except KafkaError:
+        return False
+
+
+async def slowly(one: Got) -> web.StreamResponse:
+    await asyncio.sleep(0.01)
+    return web.Response(status=200, text="x" * 100)
+
+
+def answering(status: int, *ids: str, **headers: str) -> Any:
+    """Answers a status to some events, and takes the others."""
+
+    async def answer(one: Got) -> web.StreamResponse:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.Response(status=status, headers=given) if one.id in ids else await ok(one)
+
+    return answer
+
+
+async def test_events_are_sent_signed_in_the_order_of_their_offers(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    lines = lines_of(*["a", "b", "c"] * 20)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 30)
+    receiver.answer = slowly
+    await hooks.add("all", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 30)
+        await journal.block(lines, 31, 60)
+        await got(receiver, 60)
+        await until(hooks.is_idle, 10, "an empty queue")
+    for offer, first in (("a", 1), ("b", 2), ("c", 3)):
+        assert seqs(receiver, offer) == list(range(first, 61, 3))
+    assert receiver.most_of_offer == 1
+    assert receiver.most > 1
+    for one in receiver.requests:
+        message = Verifier(hooks.secrets["all"]).verify(one.body, one.headers)
+        line = lines[message["data"]["seq"] - 1].decode()
+        assert one.body.endswith(f'"data":{line}}}')
+        assert one.id == f"{SHARD}-{message['data']['seq']}"
+        assert message["type"] == message["data"]["type"]
+        assert one.headers["content-type"] == "application/json"
+    assert (await hooks.found("all")).delivered == 60
+
+
+async def test_runs_are_sent_grab_by_grab_as_on_the_topic(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    # Those of one time and offer become one run.
+    lines = [opened("e", 1), *(granted("e", seq).replace(b'"at":%d' % seq, b'"at":9') for seq in range(2, 9))]
+    lines = [line.replace(b'"left":3', b'"left":%d' % (11 - seq)) for seq, line in enumerate(lines, 1)]
+    runs = as_runs(lines)
+    assert len(runs) == 2
+    await journal.marker(1, "a")
+    await journal.block(runs, 1, 2, last_seqs=[1, 8])
+    await hooks.add("one", receiver.url, types=["grab.granted"])
+    async with hooks.delivering():
+        await got(receiver, 7)
+        await until(hooks.is_idle, 10, "an empty queue")
+    assert [one.body.partition('"data":')[2][:-1].encode() for one in receiver.requests] == lines[1:]
+
+
+async def test_a_subscription_gets_its_types_and_offers_from_its_time_on(
+    hooks: Hooks,
+    journal: JournalWriter,
+) -> None:
+    lines = lines_of(*["a", "b"] * 10)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 20)
+    wanted = {
+        "types": ({"types": ["offer.opened"]}, [1, 2]),
+        "offers": ({"offers": ["b"]}, list(range(2, 21, 2))),
+        "both": ({"types": ["grab.granted"], "offers": ["a", "nobody"]}, list(range(3, 21, 2))),
+        "late": ({"from_ms": 15}, list(range(15, 21))),
+    }
+    async with AsyncExitStack() as stack:
+        receivers = {name: await stack.enter_async_context(receiving()) for name in wanted}
+        for name, (more, _) in wanted.items():
+            await hooks.add(name, receivers[name].url, **more)
+        async with hooks.delivering():
+            for name, (_, expected) in wanted.items():
+                await got(receivers[name], len(expected))
+            await until(hooks.is_idle, 10, "an empty queue")
+        assert {name: sorted(seqs(one)) for name, one in receivers.items()} == {
+            name: expected for name, (_, expected) in wanted.items()
+        }
+
+
+async def test_a_new_subscription_begins_now_beside_a_journal_that_is_vouched_for(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    lines = lines_of(*["e"] * 40)
+    await journal.marker(1, "a")
+    for first in range(1, 31, 3):
+        await journal.block(lines, first, first + 2)
+    async with running(hooks.settings) as projectors:
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await until_at_seq(hooks.settings, 30)
+    # From now on; and from a time that the audit trail has.
+    async with receiving() as past:
+        await hooks.add("now", receiver.url, from_ms=31)
+        await hooks.add("past", past.url, from_ms=20)
+        async with hooks.delivering():
+            await got(past, 11)
+            await journal.block(lines, 31, 40)
+            await got(receiver, 10)
+            await got(past, 21)
+        assert seqs(receiver) == list(range(31, 41))
+        assert seqs(past) == list(range(20, 41))
+
+
+async def test_a_receiver_that_does_not_answer_delays_no_other(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    lines = lines_of(*["a", "b", "c", "d"] * 10)
+    await journal.marker(1, "a")
+    async with receiving() as dead, receiving() as closed:
+        dead.answer = never
+        gone = closed.url
+        for name, url in (("dead", dead.url), ("gone", gone), ("good", receiver.url)):
+            await hooks.add(name, url)
+        async with hooks.delivering(LIMITS._replace(timeout_seconds=30.0)):
+            await journal.block(lines, 1, 20)
+            await got(dead, 4)
+            began = time.monotonic()
+            await journal.block(lines, 21, 40)
+            await got(receiver, 40)
+            assert time.monotonic() - began < 10
+            assert dead.in_work == dict.fromkeys("abcd", 1)
+        assert len(seqs(dead)) == 4
+    assert seqs(receiver, "a") == list(range(1, 41, 4))
+
+
+async def test_failed_events_are_sent_again_then_parked_with_those_after_them(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    lines = lines_of(*["a", "b"] * 10)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 10)
+    bad = f"{SHARD}-5"
+    receiver.answer = answering(400, bad)
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+
+        async def is_parked() -> bool:
+            return await hooks.left("one", "parked") == [f"{SHARD}-{seq}" for seq in (5, 7, 9)]
+
+        await until(is_parked, 10, "an event is parked")
+        assert seqs(receiver, "a") == [1, 3, 5, 5, 5]
+        # The other offer, and what comes later, are not concerned; of this one, all is parked.
+        await journal.block(lines, 11, 20)
+        await got(receiver, 5 + 10)
+        assert seqs(receiver, "b") == list(range(2, 21, 2))
+        expected = [f"{SHARD}-{seq}" for seq in range(5, 20, 2)]
+
+        async def all_parked() -> bool:
+            return await hooks.left("one", "parked") == expected
+
+        await until(all_parked, 10, "later events are parked")
+        [first, *_] = await hooks.ask(records.undelivered, "one", "parked", 10)
+        assert (first.attempts, first.status) == (3, 400)
+        assert first.problem == "the receiver answered 400: not a success"
+        # Sent again, in order; the bad one is parked again, until it is given up.
+        receiver.requests.clear()
+        assert await hooks.ask(records.resend, "one", "a") == 8
+        await until(all_parked, 10, "it is parked again")
+        assert seqs(receiver) == [5, 5, 5]
+        assert await hooks.ask(records.discard, "one", SHARD, 5)
+        assert await hooks.ask(records.resend, "one", None) == 7
+        await until(hooks.is_idle, 10, "an empty queue")
+    assert seqs(receiver) == [5, 5, 5, *range(7, 20, 2)]
+    assert not await hooks.ask(records.discard, "one", SHARD, 5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (answering(302, f"{SHARD}-1", location="http://127.0.0.1:1/"), "a redirect, which is not followed"),
+        (answering(500, f"{SHARD}-1"), "the receiver answered 500"),
+        (answering(204, *()), None),
+    ],
+)
+async def test_redirects_are_not_followed(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+    answer: Any,
+    problem: str | None,
+) -> None:
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a"), 1, 1)
+    receiver.answer = answer
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 3 if problem else 1)
+
+        async def is_over() -> bool:
+            return await hooks.left("one", "waiting") == []
+
+        await until(is_over, 10, "it is over")
+    found = await hooks.ask(records.undelivered, "one", "parked", 10)
+    assert [problem in (one.problem or "") for one in found] == ([True] if problem else [])
+
+
+async def test_an_answer_without_an_end_is_not_read(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    """Its status counts; what it says is read up to a bound, and within the time limit."""
+    sent = 0
+
+    async def endless(one: Got) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse(status=200)
+        await response.prepare(one.request)
+        with suppress(ConnectionError):
+            while sent < 100_000_000:
+                await response.write(b"x" * 65_536)
+                sent += 65_536
+        return response
+
+    receiver.answer = endless
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a"), 1, 1)
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 1)
+        await until(hooks.is_idle, 10, "it is delivered")
+    assert len(receiver.requests) == 1
+    assert sent < 50_000_000
+
+
+async def test_a_receiver_that_is_gone_for_good_is_paused(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    lines = lines_of(*["a"] * 6)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 3)
+    receiver.answer = answering(410, f"{SHARD}-2")
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+
+        async def is_paused() -> bool:
+            return (await hooks.found("one")).state == "paused"
+
+        await until(is_paused, 10, "it is paused")
+        assert "answered 410" in str((await hooks.found("one")).reason)
+        await journal.block(lines, 4, 6)
+        # Once it is resumed, it gets all that it missed.
+        receiver.answer = ok
+        assert await hooks.ask(records.set_state, "one", "active")
+        await got(receiver, 7)
+        await until(hooks.is_idle, 10, "an empty queue")
+    assert seqs(receiver) == [1, 2, 2, 3, 4, 5, 6]
+
+
+async def test_what_is_left_when_a_worker_dies_is_sent_by_the_next_one(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    lines = lines_of(*["a", "b", "c"] * 20)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 60)
+    receiver.answer = slowly
+    await hooks.add("one", receiver.url)
+    for count in (5, 20, 40):
+        # Its tasks are cancelled wherever they are. Two workers at a time: only one of them delivers.
+        async with hooks.delivering(), hooks.delivering():
+            await got(receiver, count)
+    async with hooks.delivering():
+        await until(hooks.is_idle, 20, "an empty queue")
+    for offer, first in (("a", 1), ("b", 2), ("c", 3)):
+        found = seqs(receiver, offer)
+        # A repeat has the id of its event; without repeats, the order is that of the offer.
+        assert list(dict.fromkeys(found)) == list(range(first, 61, 3))
+        assert len(found) - len(set(found)) <= 3
+    assert receiver.most_of_offer == 1
+
+
+async def test_rebuilds_and_replays_send_nothing(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    lines = lines_of(*["e"] * 20)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 20)
+    await hooks.add("one", receiver.url)
+    async with running(hooks.settings) as projectors, hooks.delivering():
+        for projector in projectors:
+            await projector.put(CatchUp(SHARD))
+        await until_at_seq(hooks.settings, 20)
+        await got(receiver, 20)
+        await until(hooks.is_idle, 10, "an empty queue")
+        environment = env_of(hooks.settings)
+        for words in (
+            ("rebuild", "all"),
+            ("replay", "--into", f"topic:{hooks.settings.prefix}.again"),
+            ("replay", "--into", "-"),
+        ):
+            done = await asyncio.to_thread(grabstream, *words, folder=None, **environment)
+            assert done.returncode == 0, done.stderr
+        # What comes after them is sent, so the role has seen them.
+        await journal.block([*lines, granted("e", 21)], 21, 21)
+        await got(receiver, 21)
+    assert seqs(receiver) == list(range(1, 22))
+    assert [one.seq for one in (await hooks.cursors()).values()] == [21]
+
+
+async def test_another_journal_with_the_same_events_is_read_on(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    """As after `rebuild journal`: other offsets and blocks, the same hashes."""
+    lines = lines_of(*["e"] * 9)
+    await journal.marker(1, "a")
+    await journal.marker(2, "b")
+    for seq in range(1, 7):
+        await journal.block(lines, seq, seq, term=2, owner="b")
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 6)
+        await until(hooks.is_idle, 10, "an empty queue")
+    topic = Topics(hooks.settings.prefix).journal
+    async with started(AIOKafkaAdminClient(bootstrap_servers=hooks.settings.kafka)) as admin:
+        await admin.delete_topics([topic])
+
+        async def is_made() -> bool:
+            await admin.create_topics([NewTopic(topic, hooks.settings.shards, 1)])
+            return True
+
+        await until(lambda: made(is_made), 20, "another journal")
+    await journal.marker(7, "restore")
+    await journal.block(lines, 1, 9, term=7, owner="restore")
+    async with hooks.delivering():
+        await got(receiver, 9)
+        await until(hooks.is_idle, 10, "an empty queue")
+    assert seqs(receiver) == list(range(1, 10))
+
+
+async def test_another_history_is_never_sent(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines = lines_of(*["e"] * 6)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 4)
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 4)
+        await until(hooks.is_idle, 10, "an empty queue")
+    async with await open_books(hooks.settings) as books:
+        await books.execute("UPDATE webhook_cursors SET head = %s WHERE shard = %s", (bytes(32), SHARD))
+    await journal.block(lines, 5, 6)
+    async with hooks.delivering():
+        await until(lambda: "contradicts the cursor" in caplog.text, 10, "it is logged")
+    assert seqs(receiver) == [1, 2, 3, 4]
+
+
+async def test_a_full_queue_stops_its_subscription_alone_and_loses_nothing(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(records, "WAITING_MAX", 10)
+    lines = lines_of(*["a", "b"] * 30)
+    await journal.marker(1, "a")
+    async with receiving() as dead:
+        dead.answer = never
+        await hooks.add("dead", dead.url)
+        await hooks.add("good", receiver.url)
+        async with hooks.delivering(LIMITS._replace(timeout_seconds=60.0)):
+            for first in range(1, 61, 5):
+                await journal.block(lines, first, first + 4)
+                await got(receiver, first + 4)
+            assert 10 <= len(await hooks.left("dead")) <= 20
+            dead.answer = ok
+        async with hooks.delivering():
+            await until(lambda: len(set(dead.ids)) == 60, 20, "all events")
+            await until(hooks.is_idle, 10, "an empty queue")
+
+
+async def test_a_url_that_is_not_allowed_gets_nothing(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    """The settings of the worker count, not those with which it was added."""
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a"), 1, 1)
+    await hooks.add("private", receiver.url)
+    await hooks.add("named", f"http://localhost:{receiver.port}/")
+    async with hooks.delivering(LIMITS._replace(private=False)):
+
+        async def are_parked() -> bool:
+            return len(await hooks.left(None, "parked")) == 2
+
+        await until(are_parked, 10, "both are parked")
+    found = {one.webhook: one.problem for one in await hooks.ask(records.undelivered, None, None, 10)}
+    assert all("is not a public address" in str(problem) for problem in found.values()), found
+    assert receiver.requests == []
