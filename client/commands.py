@@ -80,8 +80,11 @@ class Commands(Generic[One, Many]):
         attributes: Mapping[str, str] | None = None,
         ticket: str | None = None,
         wait: bool = False,
+        metadata: Mapping[str, str] | None = None,
     ) -> One:
-        """Grabs units of an offer for a user. `wait`: the user joins the waiting list when it is sold out."""
+        """Grabs units of an offer for a user. `wait`: the user joins the waiting list when it is sold out.
+        `metadata`: texts that the answer and the event have again.
+        """
         return self.decide(
             Grab(
                 id=id or new_id(),
@@ -91,6 +94,7 @@ class Commands(Generic[One, Many]):
                 attributes=dict(attributes or {}),
                 ticket=ticket,
                 wait=wait,
+                metadata=dict(metadata) if metadata else None,
             )
         )
 

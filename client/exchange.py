@@ -36,7 +36,6 @@ _OF_OFFER: Final = {
     "grab": ("POST", "/grabs"),
 }
 _OF_GRAB: Final = frozenset({"confirm", "release", "extend", "return", "redeem", "unredeem"})
-_answers_of_basket: Final = TypeAdapter(tuple[Answer, ...])
 
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
@@ -141,6 +140,14 @@ class Exchange(Generic[T]):
         return asked_seconds + random.uniform(0, longest)
 
 
+class ServedAnswer(Answer, frozen=True):
+    """An answer of a gateway. `payment_token` is what the buyer of a hold takes to the payment side, if the
+    gateway has payment keys.
+    """
+
+    payment_token: str | None = None
+
+
 class Asking(Exchange[D]):
     """A question; its result is a document."""
 
@@ -153,15 +160,15 @@ class Asking(Exchange[D]):
         return self._document.model_validate_json(body, extra="ignore")
 
 
-class Deciding(Exchange[Answer]):
+class Deciding(Exchange[ServedAnswer]):
     """A command; its result is its answer, also when it is refused."""
 
     def __init__(self, command: AnyCommand) -> None:
         super().__init__(_request_of(command))
         self._command = command
 
-    def _read(self, body: bytes) -> Answer:
-        return Answer.model_validate_json(body)
+    def _read(self, body: bytes) -> ServedAnswer:
+        return ServedAnswer.model_validate_json(body)
 
     def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
         if "outcome" not in members or "code" not in members:
@@ -170,13 +177,16 @@ class Deciding(Exchange[Answer]):
         user = command.user if isinstance(command, Grab | GrabCommand) else None
         ours = {"id": command.id, "offer": command.offer} | ({"user": user} if user else {})
         try:
-            self.result = Answer.model_validate({**ours, **members, "message": problem.detail})
+            self.result = ServedAnswer.model_validate({**ours, **members, "message": problem.detail})
         except ValidationError as error:
             raise _not_from_a_gateway(problem.status, self.request, str(error)) from None
         return True
 
 
-class TakingBasket(Exchange[tuple[Answer, ...]]):
+_answers_of_basket: Final = TypeAdapter(tuple[ServedAnswer, ...])
+
+
+class TakingBasket(Exchange[tuple[ServedAnswer, ...]]):
     """A basket; its result is the answers of its grabs, in their order, also when it is refused."""
 
     def __init__(self, grabs: Sequence[Grab], key: str) -> None:
@@ -186,7 +196,7 @@ class TakingBasket(Exchange[tuple[Answer, ...]]):
         ]
         super().__init__(Request("POST", "/v1/baskets", {}, json.dumps({"grabs": bodies}).encode(), key))
 
-    def _read(self, body: bytes) -> tuple[Answer, ...]:
+    def _read(self, body: bytes) -> tuple[ServedAnswer, ...]:
         members = json.loads(body)
         return _answers_of_basket.validate_python(members.get("answers") if isinstance(members, dict) else ())
 

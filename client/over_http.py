@@ -19,6 +19,7 @@ from grabstream.client.exchange import (
     Asking,
     Deciding,
     Exchange,
+    ServedAnswer,
     TakingBasket,
     path_of,
 )
@@ -82,7 +83,7 @@ def _options(url: str, key: str | None, connections_max: int, verify: Any) -> di
     return {"base_url": url, "headers": headers, "limits": limits, "verify": verify}
 
 
-class Client(Commands[Answer, tuple[Answer, ...]]):
+class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
     """A client for threads. It may be used by several at once.
 
         with Client("http://127.0.0.1:18080") as client:
@@ -118,11 +119,11 @@ class Client(Commands[Answer, tuple[Answer, ...]]):
         """Closes the connections."""
         self._http.close()
 
-    def decide(self, command: AnyCommand) -> Answer:
+    def decide(self, command: AnyCommand) -> ServedAnswer:
         """Sends a command, and returns its answer, when that is journaled."""
         return self._run(Deciding(command))
 
-    def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[Answer, ...]:
+    def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[ServedAnswer, ...]:
         """Sends the grabs of a basket. The gateway gives them the ids `<id>.1`, `<id>.2` …"""
         return self._run(TakingBasket(grabs, id or new_id()))
 
@@ -180,7 +181,7 @@ class Client(Commands[Answer, tuple[Answer, ...]]):
         return exchange.after_reply(reply.status_code, reply.headers, reply.content)
 
 
-class AsyncClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tuple[Answer, ...]]]):
+class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any, tuple[ServedAnswer, ...]]]):
     """A client for asyncio, with the methods of `Client` to be awaited.
 
     async with AsyncClient("http://127.0.0.1:18080") as client:
@@ -211,13 +212,13 @@ class AsyncClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         """Closes the connections."""
         await self._http.aclose()
 
-    def decide(self, command: AnyCommand) -> Coroutine[Any, Any, Answer]:
+    def decide(self, command: AnyCommand) -> Coroutine[Any, Any, ServedAnswer]:
         """Sends a command, and returns its answer, when that is journaled."""
         return self._run(Deciding(command))
 
     def take_basket(
         self, grabs: Sequence[Grab], id: str | None = None
-    ) -> Coroutine[Any, Any, tuple[Answer, ...]]:
+    ) -> Coroutine[Any, Any, tuple[ServedAnswer, ...]]:
         """Sends the grabs of a basket. The gateway gives them the ids `<id>.1`, `<id>.2` …"""
         return self._run(TakingBasket(grabs, id or new_id()))
 

@@ -42,6 +42,9 @@ export interface Answer {
   limits?: LimitState[]
   coupon_code?: string
   coupon_codes?: string[]
+  metadata?: Record<string, string>
+  /** Of a hold, where the gateway has payment keys: what the buyer takes to the payment side. */
+  payment_token?: string
 }
 
 export interface Limit {
@@ -95,6 +98,7 @@ export interface GrabFields {
   attributes?: Record<string, string>
   ticket?: string
   wait?: boolean
+  metadata?: Record<string, string>
 }
 
 export interface BasketGrab extends GrabFields {
@@ -180,6 +184,8 @@ export interface UserGrab extends Omit<Taken, 'user'> {
   refunded: number
   deadline_at?: number
   basket?: string
+  metadata?: Record<string, string>
+  payment_token?: string
   shard: number
   seq: number
 }

@@ -80,8 +80,9 @@ async def test_every_command_has_its_answer(client: Both, offer: str) -> None:
     assert (await client.pause(sale)).outcome == "paused"
     assert (await client.grab(sale, "ann")).outcome == "on_hold"
     assert (await client.resume(sale, operator="olga")).outcome == "resumed"
-    held = await client.grab(sale, "ann", quantity=4, attributes={"device": "d1"})
+    held = await client.grab(sale, "ann", quantity=4, attributes={"device": "d1"}, metadata={"form": "f-1"})
     assert (held.outcome, held.quantity, held.due, held.currency) == ("held", 4, 400, "CNY")
+    assert (held.metadata, held.payment_token.count(".")) == ({"form": "f-1"}, 2)
     assert (await client.extend(sale, held.grab, "ann")).outcome == "extended"
     paid = {"payment": "p", "paid": 400, "currency": "CNY"}
     refused = await client.confirm(sale, held.grab, "bob", **{**paid, "payment": "q"})
@@ -109,6 +110,7 @@ async def test_every_command_has_its_answer(client: Both, offer: str) -> None:
     assert (taken.grabs[0].user, taken.next is not None) == ("ann", True)
     mine = await client.user_grabs("ann", limit=100, after=closed)
     assert {row.grab for row in mine.grabs} >= {held.grab, "both.1", "both.2"}
+    assert [row.metadata for row in mine.grabs if row.grab == held.grab] == [{"form": "f-1"}]
     balances = {row.asset: row.available for row in (await client.user_balances("ann", limit=100)).balances}
     assert (balances[f"sku:{sale}"], balances[f"coupon:{tea}"]) == (3, 1)
     assert len((await client.user_transfers("ann", limit=5)).transfers) == 5
