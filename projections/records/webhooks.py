@@ -127,6 +127,11 @@ async def find_all(connection: AsyncConnection[Any]) -> list[Webhook]:
         return await cursor.fetchall()
 
 
+async def has_any(connection: AsyncConnection[Any]) -> bool:
+    """Whether there are subscriptions, in any state."""
+    return await (await connection.execute("SELECT 1 FROM webhooks LIMIT 1")).fetchone() is not None
+
+
 async def set_state(
     connection: AsyncConnection[Any], webhook: str, state: str, reason: str | None = None
 ) -> bool:

@@ -15,6 +15,7 @@ from grabstream.lua.trouble import is_trouble
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect, open_pool
+from grabstream.projections.records import webhooks as records
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.topics import Topics
 from grabstream.streams.webhooks.reading import Reader
@@ -22,6 +23,8 @@ from grabstream.streams.webhooks.sending import Limits, Sender
 
 log = logging.getLogger(__name__)
 
+#: How often a worker looks for the first subscription. Without any, it does nothing else.
+IDLE_SECONDS: Final = 2.0
 #: How often a worker that does not deliver asks whether it may, and one that does, whether it still may.
 POLL_SECONDS: Final = 1.0
 #: A session that does not answer for so long is lost.
@@ -54,7 +57,9 @@ class Webhooks:
         while True:
             try:
                 async with await connect(self._postgres, self._schema, "webhooks") as connection:
+                    await use_schema(connection, self._schema)
                     trouble.over()
+                    await self._await_subscriptions(connection)
                     await self._await_turn(connection)
                     await self._deliver(connection)
             except BaseException as error:
@@ -62,6 +67,13 @@ class Webhooks:
                     raise
                 trouble.say(in_words(error))
                 await asyncio.sleep(POLL_SECONDS)
+
+    async def _await_subscriptions(self, connection: AsyncConnection[Any]) -> None:
+        """Returns when there are subscriptions."""
+        while True:
+            if await records.has_any(connection):
+                return
+            await asyncio.sleep(seconds_to_tick(IDLE_SECONDS))
 
     async def _await_turn(self, connection: AsyncConnection[Any]) -> None:
         """Returns when the session holds the lock of the worker that delivers."""
@@ -74,7 +86,9 @@ class Webhooks:
                 return
 
     async def _deliver(self, connection: AsyncConnection[Any]) -> None:
-        """Delivers as long as the session holds its lock; raises the error that ended it."""
+        """Delivers as long as there are subscriptions and the session holds its lock; raises the error that
+        ended it.
+        """
 
         async def prepare(opened: AsyncConnection[Any]) -> None:
             await use_schema(opened, self._schema)
@@ -90,8 +104,11 @@ class Webhooks:
                 await first_to_end(tasks)
 
     async def _keep(self, connection: AsyncConnection[Any]) -> None:
-        """Ends with an error when the session is lost, and with it the lock."""
+        """Ends when the last subscription was removed, or with an error when the session is lost, and with it
+        the lock.
+        """
         while True:
             await asyncio.sleep(seconds_to_tick(POLL_SECONDS))
             async with asyncio.timeout(LOST_SECONDS):
-                await connection.execute("SELECT 1")
+                if not await records.has_any(connection):
+                    return

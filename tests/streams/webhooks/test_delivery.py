@@ -17,12 +17,13 @@ from standardwebhooks.webhooks import Webhook as Verifier
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.models.journal import Cursor
 from grabstream.ops.settings import Settings
+from grabstream.projections.database.sessions import session_name
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Webhook
 from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
-from grabstream.streams.webhooks import reading, sending
+from grabstream.streams.webhooks import reading, role, sending
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 from grabstream.streams.webhooks.role import Webhooks
 from grabstream.streams.webhooks.sending import Limits
@@ -73,11 +74,11 @@ class Hooks:
     @asynccontextmanager
     async def delivering(self, limits: Limits = LIMITS) -> AsyncIterator[None]:
         stop = asyncio.Event()
-        role = Webhooks(
+        worker = Webhooks(
             self.settings.postgres, self.settings.schema_, self.settings.kafka, self.settings.prefix,
             self.settings.shards, self.sealer, limits,
         )  # fmt: skip
-        task = asyncio.create_task(role.run(stop))
+        task = asyncio.create_task(worker.run(stop))
         try:
             yield
             assert not task.done(), task
@@ -555,3 +556,33 @@ async def test_a_url_that_is_not_allowed_gets_nothing(
     found = {one.webhook: one.problem for one in await hooks.ask(records.undelivered, None, None, 10)}
     assert all("is not a public address" in str(problem) for problem in found.values()), found
     assert receiver.requests == []
+
+
+async def test_without_subscriptions_it_only_looks_for_the_first_one(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(role, "POLL_SECONDS", 0.1)
+
+    async def sessions() -> int:
+        async with await open_books(hooks.settings) as books:
+            rows = await books.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s",
+                (session_name(hooks.settings.schema_, "webhooks"),),
+            )
+            return int((await rows.fetchone() or (0,))[0])
+
+    async def is_idle() -> bool:
+        return await sessions() == 1
+
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a", "a", "b"), 1, 3)
+    async with hooks.delivering():
+        await until(is_idle, 10, "a session")
+        for name in ("first", "second"):
+            await hooks.add(name, receiver.url)
+            await got(receiver, 3)
+            assert await sessions() > 1
+            assert await hooks.ask(records.remove, name)
+            await until(is_idle, 10, "one session")
+            receiver.requests.clear()
