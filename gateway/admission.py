@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Final, NamedTuple, TypeVar
 
 from starlette.types import Scope
@@ -126,10 +126,11 @@ class Admission:
         address = scope["client"][0] if scope.get("client") else ""
         if self._proxies and self._is_proxy(address):
             forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
-            for one in reversed(forwarded.decode("latin-1").split(",")):
-                if not _is_address(one.strip()):
+            for text in reversed(forwarded.decode("latin-1").split(",")):
+                one = _without_port(text.strip())
+                if not _is_address(one):
                     break
-                address = one.strip()
+                address = one
                 if not self._is_proxy(address):
                     break
         return _network_of(address)
@@ -138,6 +139,8 @@ class Admission:
         if not _is_address(address):
             return False
         found = ip_address(address)
+        if isinstance(found, IPv6Address) and found.ipv4_mapped is not None:
+            found = found.ipv4_mapped
         return any(found in network for network in self._proxies)
 
 
@@ -170,6 +173,13 @@ def _add_bounded(known: dict[K, V], key: K, value: V, count_max: int) -> None:
     while len(known) >= count_max:
         del known[next(iter(known))]
     known[key] = value
+
+
+def _without_port(text: str) -> str:
+    """An address in X-Forwarded-For without the port that some proxies add."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0] if text.count(":") == 1 else text
 
 
 def _is_address(text: str) -> bool:

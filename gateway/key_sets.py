@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp  # comes with Faust
 import jwt
 import msgspec
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from grabstream.gateway.bounds import (
@@ -142,7 +143,7 @@ class KeySet:
 
 def reader_of(source: str) -> Read:
     """How to read the set: from an http or https URL, or from a file."""
-    if source.startswith(("https://", "http://")):
+    if source.lower().startswith(("https://", "http://")):
         return lambda: _fetch(source)
     return lambda: asyncio.to_thread(_read_file, Path(source))
 
@@ -171,7 +172,8 @@ async def _fetch(url: str) -> bytes:
                 if len(raw) > KEY_SET_BYTES_MAX:
                     raise OSError(f"it has more than {KEY_SET_BYTES_MAX} bytes")
             return bytes(raw)
-    except aiohttp.ClientError as error:
+    # A host that is no name of DNS is a ValueError.
+    except (aiohttp.ClientError, ValueError) as error:
         raise OSError(str(error)) from None
 
 
@@ -223,14 +225,15 @@ def _key_of(document: Mapping[str, Any]) -> tuple[str, VerifyingKey]:
     key_id = document.get("kid")
     if not isinstance(key_id, str) or not 1 <= len(key_id) <= KEY_ID_LENGTH_MAX:
         raise BadKeySet("a key has no id (kid)")
-    if document.get("use", "sig") != "sig" or "verify" not in (document.get("key_ops") or ["verify"]):
+    uses = document.get("key_ops") or ["verify"]
+    if document.get("use", "sig") != "sig" or not isinstance(uses, list) or "verify" not in uses:
         raise BadKeySet(f"key {key_id} is not for signatures")
     if "d" in document or "k" in document:
         raise BadKeySet(f"key {key_id} is secret or private: publish its public half only")
     algorithm = _algorithm_of(key_id, document)
     try:
         key = jwt.get_algorithm_by_name(algorithm).from_jwk(dict(document))
-    except (jwt.PyJWTError, ValueError, TypeError, AttributeError) as error:
+    except (jwt.PyJWTError, ValueError, TypeError, AttributeError, UnsupportedAlgorithm) as error:
         raise BadKeySet(f"key {key_id} cannot be read: {error}") from None
     if isinstance(key, RSAPublicKey) and not RSA_BITS_MIN <= key.key_size <= RSA_BITS_MAX:
         raise BadKeySet(f"key {key_id} has {key.key_size} bits, not {RSA_BITS_MIN} to {RSA_BITS_MAX}")

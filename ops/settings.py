@@ -36,7 +36,9 @@ PAYMENTS_PORT = 18090
 #: Fields whose values are never shown. An empty value counts as not set.
 SECRETS = ("seal_keys", "ticket_keys", "payment_keys")
 #: Fields whose values may hold a password.
-ADDRESSES = ("redis_url", "cache_url", "postgres", "payment_callback_url", "payment_query_url")
+ADDRESSES = (
+    "redis_url", "cache_url", "postgres", "payment_callback_url", "payment_query_url", "jwt_jwks"
+)  # fmt: skip
 
 #: Names that only tests read.
 OF_TESTS: Final = ("GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
@@ -493,6 +495,8 @@ def _is_http(text: str) -> bool:
         parts = urlsplit(text)
         # An invalid port raises when it is read.
         is_right = bool(parts.hostname) and parts.port != 0
+        # A name that DNS cannot have raises UnicodeError, a ValueError.
+        (parts.hostname or "").encode("idna")
     except ValueError:
         return False
     return (

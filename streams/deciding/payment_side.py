@@ -28,7 +28,7 @@ from grabstream.models.payments import (
     encode_claims,
 )
 from grabstream.streams.clients import Trouble, in_words
-from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, lead_ms
+from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, hold_ms_min, lead_ms
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ class Questions:
                 body = await _body_of(response)
         except TimeoutError:
             raise NoAnswer(f"no answer within {self._side.timeout_seconds:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
+        # A host that is no name of DNS is a ValueError.
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise NoAnswer(in_words(error)) from None
         try:
             text = _decode_body(body).answer
@@ -151,7 +152,7 @@ async def open_queries(
     )
     questions = Questions(side, session)
     try:
-        yield lambda shard: HoldQueries(redis, shard, gate, questions.ask, lead_ms(side))
+        yield lambda shard: HoldQueries(redis, shard, gate, questions.ask, lead_ms(side), hold_ms_min(side))
     finally:
         await gate.close()
         await session.close()

@@ -2,8 +2,9 @@
 
 A paid hold is confirmed, and one that nobody will pay is released at once, by the same commands that follow
 from receipts. What the payment side does not know, or does not answer in time, ends as it would otherwise.
-Asking is a task of its own beside the one that ends holds, which never waits for it: with a payment side that
-hangs, holds end at their time.
+Holds for which nothing is due are not asked for: the payment side never heard of them. Nor are holds that
+are too short, of which a buyer may not have begun to pay yet. Asking is a task of its own beside the one
+that ends holds, which never waits for it: with a payment side that hangs, holds end at their time.
 
 A hold is asked for once, by the worker that sweeps its shard. Two workers that do so at the same time ask
 twice and send the same commands, of which the second gets the first answer.
@@ -11,8 +12,11 @@ twice and send the same commands, of which the second gets the first answer.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.signing import SigningKeys
@@ -34,6 +38,9 @@ log = logging.getLogger(__name__)
 #: Questions of a shard that wait for their answers at the same time.
 QUERIES_AT_ONCE_MAX: Final = 8
 
+#: How often commands are sent whose outcome is unknown; a repeat with the same ids is safe.
+ATTEMPTS_MAX: Final = 3
+
 #: What the payment side knows of some holds, at most QUERY_HOLDS_MAX; nothing if it gives no answer in time.
 Ask = Callable[[Sequence[AskedHold]], Awaitable[list[PaymentState]]]
 Holds = dict[tuple[str, str], AskedHold]
@@ -52,18 +59,35 @@ def lead_ms(side: PaymentSide) -> int:
     return round(2_000 * side.timeout_seconds) + 1_000
 
 
-class HoldQueries:
-    """Asks about the holds of one shard that end soon, in the order of their ends, once for each end.
+def hold_ms_min(side: PaymentSide) -> int:
+    """How long holds of an offer last at least, if they are asked for: buyers have half of it before."""
+    return 2 * lead_ms(side)
 
-    A hold that lasts less than `lead_ms` may not be asked for: others with a later end may have been before.
+
+class _Rules(msgspec.Struct):
+    """Of the rules of an offer, as its key in Redis has them (ms, minor units)."""
+
+    hold_ms: int = 0
+    price: int = 0
+
+
+_decode_rules = msgspec.msgpack.Decoder(_Rules).decode
+
+
+class HoldQueries:
+    """Asks about the holds of one shard that end soon, in the order of their ends, once for each end; of
+    offers that have a price, and whose holds last `hold_ms_min` at least.
     """
 
-    def __init__(self, redis: Any, keys: ShardKeys, gate: Gate, ask: Ask, lead_ms: int) -> None:
+    def __init__(
+        self, redis: Any, keys: ShardKeys, gate: Gate, ask: Ask, lead_ms: int, hold_ms_min: int = 0
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._gate = gate
         self._ask = ask
         self._lead_ms = lead_ms
+        self._hold_ms_min = hold_ms_min
         #: The latest end that was asked for, and the holds (`<offer>/<grab>`) with this end that were.
         self._asked_until = 0
         self._asked_then: set[str] = set()
@@ -74,7 +98,7 @@ class HoldQueries:
         return found[0][1] - self._lead_ms if found else None
 
     async def ask_all(self) -> int:
-        """Asks about all holds that end soon and were not asked for; returns their number."""
+        """Asks about all holds that end soon and were not looked at; returns their number."""
         total = 0
         while asked := await self.ask_some():
             total += asked
@@ -82,15 +106,32 @@ class HoldQueries:
 
     async def ask_some(self) -> int:
         """Asks about holds that end soon, a bounded number, and sends the commands that follow; returns how
-        many holds were asked for.
+        many holds were looked at.
         """
+        looked_at = 0
         questions: list[Holds] = []
         while len(questions) < QUERIES_AT_ONCE_MAX and (holds := await self._next_holds()):
-            questions.append(holds)
+            looked_at += len(holds)
+            if asked := await self._to_ask(holds):
+                questions.append(asked)
         answers = await asyncio.gather(*(self._ask(list(holds.values())) for holds in questions))
         for holds, states in zip(questions, answers, strict=True):
             await self._settle(holds, states)
-        return sum(map(len, questions))
+        return looked_at
+
+    async def _to_ask(self, holds: Holds) -> Holds:
+        """Those of some holds that the payment side is asked about, by the rules of their offers."""
+        offers = sorted({offer for offer, _ in holds})
+        packed = await asyncio.gather(
+            *(self._redis.hget(self._keys.offer(offer), "rules") for offer in offers)
+        )
+        # An offer that has retired meanwhile has no rules, and no holds.
+        rules = {offer: _decode_rules(one) for offer, one in zip(offers, packed, strict=True) if one}
+        return {
+            (offer, grab): hold
+            for (offer, grab), hold in holds.items()
+            if offer in rules and rules[offer].price > 0 and rules[offer].hold_ms >= self._hold_ms_min
+        }
 
     async def _next_holds(self) -> Holds:
         """The next holds to ask for. They are not asked for again, whatever comes of it."""
@@ -138,14 +179,23 @@ class HoldQueries:
             ]
         if not commands:
             return
-        try:
-            answers = await self._gate.decide(commands, "decided", of_system=True)
-        except OutcomeUnknown as error:
-            # A hold that is still there ends at its time, and receipts are repeated.
-            log.warning(
-                "shard %d: what the payment side said may be decided or not: %s", self._keys.shard, error
-            )
-            return
+        # A shard that is fenced or busy decides again in a moment, as a rule before the holds end.
+        until = time.monotonic() + self._lead_ms / 1000
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            patience_ms = max(0, round((until - time.monotonic()) * 1000))
+            try:
+                answers = await self._gate.decide(
+                    commands, "decided", patience_ms=patience_ms, of_system=True
+                )
+                break
+            except OutcomeUnknown as error:
+                if attempt == ATTEMPTS_MAX:
+                    # A hold that is still there ends at its time, and receipts are repeated.
+                    log.warning(
+                        "shard %d: what the payment side said may be decided or not: %s",
+                        self._keys.shard, error,
+                    )  # fmt: skip
+                    return
         refused = [answer for answer in answers if not answer.positive]
         if refused:
             log.warning(

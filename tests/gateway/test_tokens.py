@@ -216,6 +216,8 @@ SMALL = rsa.generate_private_key(65_537, 1_024).public_key()
         ({**public("p256"), "crv": "secp256k1"}, "not taken"),
         ({**public("rsa"), "use": "enc"}, "not for signatures"),
         ({**public("rsa"), "key_ops": ["encrypt"]}, "not for signatures"),
+        ({**public("rsa"), "key_ops": 5}, "not for signatures"),
+        ({**public("rsa"), "key_ops": "verify"}, "not for signatures"),
         ({**public("rsa"), "d": "AQAB"}, "secret or private"),
         ({**public("rsa"), "kid": None}, "no id"),
         ({**public("rsa"), "kid": "k" * 300}, "no id"),

@@ -67,8 +67,8 @@ class Shard:
         known = [hold for hold in holds if hold.grab in self.states]
         return [PaymentState(offer=hold.offer, grab=hold.grab, **self.states[hold.grab]) for hold in known]
 
-    def queries(self, lead: int = LEAD_MS) -> HoldQueries:
-        return HoldQueries(self.client, self.keys, self.gate, self.ask, lead)
+    def queries(self, lead: int = LEAD_MS, hold_ms_min: int = 0) -> HoldQueries:
+        return HoldQueries(self.client, self.keys, self.gate, self.ask, lead, hold_ms_min)
 
     async def hold(self, *grabs: str) -> list[Answer]:
         commands = [Grab(id=grab, offer="s", user="ann") for grab in grabs]
@@ -339,7 +339,7 @@ def test_lead_leaves_time_for_two_questions_and_a_decision() -> None:
 
 # -- a worker ------------------------------------------------------------------------------------------------
 
-TIMEOUT_MS, WORKER_HOLD_MS = 300, 3_000
+TIMEOUT_MS, WORKER_HOLD_MS = 300, 3_400
 
 
 async def held(gate: Gate, offer: str, *grabs: str) -> list[Answer]:
@@ -426,3 +426,41 @@ def test_client_of_the_payment_side_is_imported_only_if_it_is_asked() -> None:
     assert "aiohttp" not in Path(payments.__file__).read_text()
     assert "aiohttp" in Path(payment_side.__file__).read_text()
     assert json.loads(encode_claims(HOLDS[0])) == {"offer": "o", "grab": "a", "ends_at": 9}
+
+
+async def test_who_was_never_to_pay_or_has_no_time_is_not_asked_for(shard: Shard) -> None:
+    """The payment side would answer `unpaid`, truly, and the holds would end early."""
+    free = msgspec.structs.replace(TERMS, price=None, currency=None)
+    short = msgspec.structs.replace(TERMS, hold_ms=HOLD_MS - 1)
+    for offer, terms in (("free", free), ("short", short)):
+        await shard.gate.decide([Open(id=f"o-{offer}", offer=offer, terms=terms)], "decided")
+        answers = await shard.gate.decide([Grab(id=f"g-{offer}", offer=offer, user="ann")], "decided")
+        assert answers[0].outcome == "held"
+    await shard.hold("a")
+    shard.states = {grab: {"status": "unpaid"} for grab in ("a", "g-free", "g-short")}
+    queries = shard.queries(hold_ms_min=HOLD_MS)
+    assert await queries.ask_all() == 3, "all are looked at, once"
+    assert await queries.ask_all() == 0
+    assert shard.asked == ["a"]
+
+
+async def test_answers_are_carried_out_when_the_shard_decides_again(shard: Shard) -> None:
+    await shard.hold("a")
+    shard.states = {"a": paid("p-a")}
+    life = await shard.client.hget(shard.keys.state, "life")
+    assert life
+
+    async def fence() -> None:
+        await shard.client.hdel(shard.keys.state, "life")
+
+    async def until_refused() -> bool:
+        [answer] = await shard.gate.decide([Release(id="r", offer="s", grab="none")], "decided")
+        return answer.outcome == "fenced"
+
+    shard.meanwhile = fence
+    asking = asyncio.create_task(shard.queries().ask_all())
+    await until(until_refused, 10, "a fenced shard")
+    assert not asking.done()
+    await shard.client.hset(shard.keys.state, "life", life)
+    assert await asking == 1
+    assert (await shard.ended_as("a"))[0] == "not_held"
