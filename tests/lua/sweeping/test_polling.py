@@ -12,6 +12,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.lua.library import load
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
+from grabstream.ops.connections.opening import cancellable
 from grabstream.streams.deciding import sweeper as sweeper_module
 from grabstream.streams.deciding.sweeper import POLL_SECONDS_MAX, WATCHED_POLL_SECONDS_MAX, Due, Sweeper
 from tests.conftest import until
@@ -46,7 +47,7 @@ def test_the_next_poll_is_when_the_next_thing_is_due(due: Due, seconds: float) -
 
 
 async def test_an_idle_shard_costs_a_call_a_second(private_server: Any) -> None:
-    client, keys = CountingClient(port=private_server[1]), KeySpace("own", 1)
+    client, keys = cancellable(CountingClient(port=private_server[1])), KeySpace("own", 1)
     await load(client)
     client.sent = 0
     loop = asyncio.get_running_loop()
@@ -66,7 +67,11 @@ async def test_an_idle_shard_costs_a_call_a_second(private_server: Any) -> None:
 
 async def test_a_shard_whose_relay_waits_for_events_is_polled_more_rarely(private_server: Any) -> None:
     """Until the relay does something else, and says so."""
-    client, keys, decided = CountingClient(port=private_server[1]), KeySpace("own", 1), asyncio.Event()
+    client, keys, decided = (
+        cancellable(CountingClient(port=private_server[1])),
+        KeySpace("own", 1),
+        asyncio.Event(),
+    )
     await load(client)
     client.sent = 0
     loop, is_watched = asyncio.get_running_loop(), True
@@ -95,7 +100,11 @@ async def test_new_events_are_swept_when_they_are_due(
 ) -> None:
     """A hold of 300 ms, made while the sweeper would rest for a minute."""
     monkeypatch.setattr(sweeper_module, "POLL_SECONDS_MAX", 60.0)
-    client, keys, decided = CountingClient(port=private_server[1]), KeySpace("own", 1), asyncio.Event()
+    client, keys, decided = (
+        cancellable(CountingClient(port=private_server[1])),
+        KeySpace("own", 1),
+        asyncio.Event(),
+    )
     await take_over(client, keys)
     gate, of_shard = Gate(client, keys, SEALER), keys.shard(0)
     terms = StockTerms(issuer="i", total=9, hold_ms=300)
