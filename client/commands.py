@@ -49,26 +49,28 @@ class Commands(Generic[One, Many]):
         self, terms: Terms, offer: str | None = None, *, id: str | None = None, operator: str | None = None
     ) -> One:
         """Creates an offer. Without `offer`, the id of the offer is that of the command."""
-        command = id or new_id()
-        return self.decide(Open(id=command, offer=offer or command, terms=terms, operator=operator))
+        command = given(id)
+        return self.decide(
+            Open(id=command, offer=command if offer is None else offer, terms=terms, operator=operator)
+        )
 
     def amend(
         self, offer: str, changes: Changes, *, id: str | None = None, operator: str | None = None
     ) -> One:
         """Changes terms of an offer."""
-        return self.decide(Amend(id=id or new_id(), offer=offer, changes=changes, operator=operator))
+        return self.decide(Amend(id=given(id), offer=offer, changes=changes, operator=operator))
 
     def pause(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
         """Refuses grabs until the offer is resumed."""
-        return self.decide(Pause(id=id or new_id(), offer=offer, operator=operator))
+        return self.decide(Pause(id=given(id), offer=offer, operator=operator))
 
     def resume(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
         """Accepts grabs again."""
-        return self.decide(Resume(id=id or new_id(), offer=offer, operator=operator))
+        return self.decide(Resume(id=given(id), offer=offer, operator=operator))
 
     def close(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
         """Closes an offer for ever."""
-        return self.decide(Close(id=id or new_id(), offer=offer, operator=operator))
+        return self.decide(Close(id=given(id), offer=offer, operator=operator))
 
     def grab(
         self,
@@ -87,7 +89,7 @@ class Commands(Generic[One, Many]):
         """
         return self.decide(
             Grab(
-                id=id or new_id(),
+                id=given(id),
                 offer=offer,
                 user=user,
                 quantity=quantity,
@@ -113,7 +115,7 @@ class Commands(Generic[One, Many]):
         """Reports that a hold was paid: `paid` minor units of `currency`."""
         return self.decide(
             Confirm(
-                id=id or new_id(),
+                id=given(id),
                 offer=offer,
                 grab=grab,
                 user=user,
@@ -126,11 +128,11 @@ class Commands(Generic[One, Many]):
 
     def release(self, offer: str, grab: str, user: str, *, id: str | None = None) -> One:
         """Ends a hold, or leaves the waiting list."""
-        return self.decide(Release(id=id or new_id(), offer=offer, grab=grab, user=user))
+        return self.decide(Release(id=given(id), offer=offer, grab=grab, user=user))
 
     def extend(self, offer: str, grab: str, user: str, *, id: str | None = None) -> One:
         """Extends the deadline of a hold."""
-        return self.decide(Extend(id=id or new_id(), offer=offer, grab=grab, user=user))
+        return self.decide(Extend(id=given(id), offer=offer, grab=grab, user=user))
 
     def return_(
         self,
@@ -144,7 +146,7 @@ class Commands(Generic[One, Many]):
     ) -> One:
         """Gives units back that were granted or confirmed (absent: all)."""
         return self.decide(
-            Return(id=id or new_id(), offer=offer, grab=grab, user=user, quantity=quantity, reason=reason)
+            Return(id=given(id), offer=offer, grab=grab, user=user, quantity=quantity, reason=reason)
         )
 
     def redeem(
@@ -152,14 +154,16 @@ class Commands(Generic[One, Many]):
     ) -> One:
         """Uses units of a coupon for an order, once."""
         return self.decide(
-            Redeem(id=id or new_id(), offer=offer, grab=grab, user=user, order=order, quantity=quantity)
+            Redeem(id=given(id), offer=offer, grab=grab, user=user, order=order, quantity=quantity)
         )
 
     def unredeem(self, offer: str, grab: str, user: str, order: str, *, id: str | None = None) -> One:
         """Undoes the use of a coupon for an order."""
-        return self.decide(Unredeem(id=id or new_id(), offer=offer, grab=grab, user=user, order=order))
+        return self.decide(Unredeem(id=given(id), offer=offer, grab=grab, user=user, order=order))
 
 
-def new_id() -> str:
-    """An id that no other command has."""
-    return str(uuid4())
+def given(id: str | None) -> str:
+    """The id of a caller, or a new one. An empty one is refused later: a new one in its place would make a
+    repeat another command.
+    """
+    return str(uuid4()) if id is None else id

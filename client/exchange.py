@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.vocabulary.answers import Answer
 from grabstream.models.vocabulary.commands import AnyCommand, Command, Grab, GrabCommand
 from grabstream.models.vocabulary.documents import Document
@@ -24,9 +24,12 @@ PAUSE_SECONDS_MAX: Final = 5.0
 #: The shortest time that an attempt gets.
 ATTEMPT_SECONDS_MIN: Final = 0.05
 USER_AGENT: Final = "grabstream-client"
-#: Statuses of requests that may succeed when they are repeated. Of these, `_UNDECIDED` decided nothing.
-_PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+#: Statuses below 500 of requests that may succeed when they are repeated.
+_PASSING: Final = frozenset({408, 425, 429})
+#: Of these statuses, the problem of a gateway says that nothing was decided. A proxy may send them for a
+#: request that the gateway has decided.
 _UNDECIDED: Final = frozenset({408, 425, 429, 503})
+_UNEXPECTED: Final = "unexpected_reply"
 #: Commands whose path is that of the offer, with the method and what follows.
 _OF_OFFER: Final = {
     "amend": ("PATCH", ""),
@@ -94,14 +97,19 @@ class Exchange(Generic[T]):
         if 200 <= status < 300:
             try:
                 self.result = self._read(body)
-            except ValidationError as error:
-                raise _not_from_a_gateway(status, self.request, str(error)) from None
-            return None
-        problem, members = _problem_of(status, self.request, body)
-        if status in _PASSING:
-            self._is_unknown = self._is_unknown or status not in _UNDECIDED
+                return None
+            except ValueError as error:  # also that of pydantic, and of JSON
+                problem = _not_from_a_gateway(status, self.request, str(error))
+                members: Mapping[str, Any] = {}
+        else:
+            problem, members = _problem_of(status, self.request, body)
+        is_odd = problem.type == _UNEXPECTED
+        if status in _PASSING or status >= 500:
+            self._is_unknown = self._is_unknown or is_odd or status not in _UNDECIDED
             self._last = problem
             return self._pause_seconds(_retry_after_seconds(headers))
+        # Nobody knows what was decided before somebody else than a gateway said that all is well.
+        self._is_unknown = self._is_unknown or (is_odd and status < 300)
         if not self._refused(problem, members):
             raise self._unknown(str(problem)) or problem
         return None
@@ -172,6 +180,9 @@ class Deciding(Exchange[ServedAnswer]):
 
     def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
         if "outcome" not in members or "code" not in members:
+            return False
+        if self._is_unknown and members["outcome"] == Outcome.invalid.name:
+            # An attempt before may have been decided by a gateway of another release.
             return False
         command = self._command
         user = command.user if isinstance(command, Grab | GrabCommand) else None
@@ -263,7 +274,7 @@ def _problem_of(status: int, request: Request, body: bytes) -> tuple[RequestProb
 def _not_from_a_gateway(status: int, request: Request, text: str) -> RequestProblem:
     return RequestProblem(
         status,
-        "unexpected_reply",
+        _UNEXPECTED,
         f"{request.method} {request.path} got {status}, not from a gateway: {text}",
     )
 

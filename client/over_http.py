@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
 
 import httpx2
 
-from grabstream.client.commands import Commands, new_id
+from grabstream.client.commands import Commands, given
 from grabstream.client.exchange import (
     ATTEMPT_SECONDS_MIN,
     USER_AGENT,
@@ -125,7 +125,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
 
     def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[ServedAnswer, ...]:
         """Sends the grabs of a basket. The gateway gives them the ids `<id>.1`, `<id>.2` …"""
-        return self._run(TakingBasket(grabs, id or new_id()))
+        return self._run(TakingBasket(grabs, given(id)))
 
     def offers(self, **asked: Unpack[OffersAsked]) -> OfferPage:
         """A page of offers."""
@@ -171,14 +171,24 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
 
     def _attempt(self, exchange: Exchange[T], seconds: float) -> float | None:
         request = exchange.request
+        seconds = max(seconds, ATTEMPT_SECONDS_MIN)
+        until = time.monotonic() + seconds
+        # The time-out of httpx2 is that of each step: to get a connection, to connect, to get each piece. The
+        # body is read in pieces, so that a slow one ends too.
+        timeout = httpx2.Timeout(0.8 * seconds, pool=0.1 * seconds, connect=0.1 * seconds)
+        body = bytearray()
         try:
-            reply = self._http.request(
+            with self._http.stream(
                 request.method, request.path, params=dict(request.query), content=request.body,
-                headers=request.headers(), timeout=max(seconds, ATTEMPT_SECONDS_MIN),
-            )  # fmt: skip
+                headers=request.headers(), timeout=timeout,
+            ) as reply:  # fmt: skip
+                for piece in reply.iter_bytes():
+                    body += piece
+                    if time.monotonic() > until:
+                        raise httpx2.ReadTimeout("the reply is too slow")
         except httpx2.TransportError as error:
             return exchange.after_error(error, not isinstance(error, _NOT_SENT))
-        return exchange.after_reply(reply.status_code, reply.headers, reply.content)
+        return exchange.after_reply(reply.status_code, reply.headers, bytes(body))
 
 
 class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any, tuple[ServedAnswer, ...]]]):
@@ -220,7 +230,7 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         self, grabs: Sequence[Grab], id: str | None = None
     ) -> Coroutine[Any, Any, tuple[ServedAnswer, ...]]:
         """Sends the grabs of a basket. The gateway gives them the ids `<id>.1`, `<id>.2` …"""
-        return self._run(TakingBasket(grabs, id or new_id()))
+        return self._run(TakingBasket(grabs, given(id)))
 
     async def offers(self, **asked: Unpack[OffersAsked]) -> OfferPage:
         """A page of offers."""

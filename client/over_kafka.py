@@ -19,7 +19,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import KafkaError
 from pydantic import ValidationError
 
-from grabstream.client.commands import Commands, new_id
+from grabstream.client.commands import Commands, given
 from grabstream.client.exchange import RequestProblem
 from grabstream.models.commands import encode_command, named_in_basket
 from grabstream.models.outcomes import OutcomeUnknown
@@ -99,7 +99,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
 
     async def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[Answer, ...]:
         """Sends the grabs of a basket. They get the ids `<id>.1`, `<id>.2` …"""
-        wires = named_in_basket([grab.to_wire() for grab in grabs], id or new_id())
+        wires = named_in_basket([grab.to_wire() for grab in grabs], given(id))
         commands = [Grab.from_wire(wire) for wire in wires]
         return await self._answers(commands, b"[" + b",".join(map(encode_command, wires)) + b"]")
 
@@ -107,8 +107,10 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         loop = asyncio.get_running_loop()
         until = loop.time() + self._timeout_seconds
         reading = self._reading
-        if reading is None:
-            raise RuntimeError("use the client in `async with`")
+        if reading is None or reading.done():
+            raise RuntimeError("the client does not read answers: use it in `async with`")
+        if any(self._is_known(command) for command in commands):
+            raise ValueError(f"a command with the id {commands[0].id} waits for its answer")
         last = "no answer"
         is_unknown = False
         while True:
@@ -148,9 +150,15 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         while pending:
             done, _ = await asyncio.wait({*pending, reading}, return_when=asyncio.FIRST_COMPLETED)
             if reading in done:
-                raise KafkaError(f"answers are no longer read: {reading.exception()!r}")
+                why = "the client was closed" if reading.cancelled() else repr(reading.exception())
+                raise KafkaError(f"answers are no longer read: {why}")
             pending -= done
         return tuple(one.answer.result() for one in waiting)
+
+    def _is_known(self, command: AnyCommand) -> bool:
+        """Whether a command with the same identity waits: its answer could be taken for that of this one."""
+        ours = _waiting_for(command, asyncio.get_running_loop().create_future())
+        return any(one[:2] == ours[:2] for one in self._waiting.get(command.id, ()))
 
     def _forget(self, id: str, one: _Waiting) -> None:
         left = [other for other in self._waiting[id] if other is not one]

@@ -9,8 +9,9 @@
 
 const PAUSE_MS_FIRST = 100
 const PAUSE_MS_MAX = 5_000
-// Statuses of requests that may succeed when they are repeated. The second set decided nothing.
-const PASSING = new Set([408, 425, 429, 500, 502, 503, 504])
+// Statuses below 500 of requests that may succeed when they are repeated. Of the second set, the problem of a
+// gateway says that nothing was decided; a proxy may send them for a request that the gateway has decided.
+const PASSING = new Set([408, 425, 429])
 const UNDECIDED = new Set([408, 425, 429, 503])
 
 // The gateway refused a request, or did not serve it in time; no command was decided.
@@ -188,14 +189,18 @@ export class Client {
         })
         const text = await reply.text()
         const document = parsed(text)
-        if (reply.ok && document !== undefined) return { body: document }
+        const isAnswer = typeof document?.outcome === 'string' || Array.isArray(document?.answers)
+        if (reply.ok && document !== undefined && (id === undefined || isAnswer)) return { body: document }
         last = problemOf(reply.status, method, where, document, text)
-        if (!PASSING.has(reply.status)) {
-          const isAnswer = document?.outcome !== undefined || document?.answers !== undefined
-          if (isUnknown && !isAnswer) throw new OutcomeUnknown(id, last.message)
+        const isOdd = last.type === 'unexpected_reply'
+        if (!PASSING.has(reply.status) && reply.status < 500) {
+          // Nobody knows what was decided before somebody else than a gateway said that all is well.
+          isUnknown ||= id !== undefined && reply.ok
+          const isDecided = isAnswer && !(isUnknown && document.outcome === 'invalid')
+          if (isUnknown && !isDecided) throw new OutcomeUnknown(id, last.message)
           return { body: document ?? {}, problem: last }
         }
-        isUnknown ||= id !== undefined && !UNDECIDED.has(reply.status)
+        isUnknown ||= id !== undefined && (isOdd || !UNDECIDED.has(reply.status))
         const asked = reply.headers.get('retry-after') ?? ''
         if (/^[0-9]{1,5}$/.test(asked)) askedMs = Number(asked) * 1_000
       } catch (error) {

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
-from psycopg import AsyncConnection
 from psycopg_pool import AsyncConnectionPool
 
 from grabstream.lua.ending import end
@@ -104,7 +103,7 @@ class Reader:
                 aside = await set_aside.load(connection, PUBLISHED)
             groups: dict[Cursor, list[Webhook]] = {}
             for name, webhook in by_name.items():
-                if name in self._beginning:
+                if name in self._beginning or self._is_full(name):
                     continue
                 if name in cursors:
                     groups.setdefault(cursors[name], []).append(webhook)
@@ -205,13 +204,25 @@ class Reader:
                     source = JournalSource(reader, books)
                     aside = await set_aside.load(books, PUBLISHED)
                     for shard in range(self._shards):
-                        if webhook.webhook not in await records.cursors_of(books, shard):
-                            await self._begin_shard(source, books, shard, webhook, aside)
+                        if time.monotonic() < self._rests_until.get(shard, 0.0):
+                            continue
+                        if webhook.webhook in await records.cursors_of(books, shard):
+                            continue
+                        try:
+                            await self._begin_shard(source, shard, webhook, aside)
+                        except (Corrupt, Gap) as error:
+                            # The other shards begin all the same.
+                            log.error(
+                                "webhook %s, shard %d: the journal contradicts itself: %s",
+                                webhook.webhook, shard, error,
+                            )  # fmt: skip
+                            self._rests_until[shard] = time.monotonic() + REST_SECONDS
+                        if self._is_full(webhook.webhook):
+                            # Others may begin meanwhile. Shards that have a cursor are read like all others
+                            # when there is room, and the rest begins then.
+                            return
             except CursorMoved as moved:
                 log.info("%s; beginning again", moved)
-            except (Corrupt, Gap) as error:
-                log.error("webhook %s: the journal contradicts itself: %s", webhook.webhook, error)
-                await asyncio.sleep(REST_SECONDS)
             except BaseException as error:
                 if not is_trouble(error):
                     raise
@@ -223,11 +234,11 @@ class Reader:
         self._beginning[webhook.webhook] = asyncio.create_task(begin())
 
     async def _begin_shard(
-        self, source: JournalSource, books: AsyncConnection[Any], shard: int, webhook: Webhook,
-        aside: Sequence[Any],
-    ) -> None:  # fmt: skip
-        """Reads a shard from the time on from which it is wanted, up to its end. What is read from the middle
-        counts only once the audit trail vouches for it, so there is no cursor before the first such record.
+        self, source: JournalSource, shard: int, webhook: Webhook, aside: Sequence[Any]
+    ) -> None:
+        """Reads a shard from the time on from which it is wanted, up to its end, or until there is too much
+        to deliver. What is read from the middle counts only once the audit trail vouches for it, so there is
+        no cursor before the first such record.
         """
         start = await source.start(shard, Point(at=webhook.from_ms))
         stored: Cursor | None = None
@@ -235,11 +246,8 @@ class Reader:
             async for chunk in chunks:
                 if stored is not None and chunk.after <= stored:
                     continue
-                while self._is_full(webhook.webhook):
-                    await asyncio.sleep(RETRY_SECONDS)
-                    if webhook.webhook not in {one.webhook for one in await self._active()}:
-                        return
-                    self._waiting = await records.backlogs(books, "waiting")
+                if self._is_full(webhook.webhook):
+                    return
                 await self._move(shard, stored, chunk.after, chunk.facts, [webhook])
                 stored = chunk.after
         if stored is None:

@@ -86,3 +86,20 @@ async def losing_replies(port: int, count: int) -> AsyncIterator[str]:
 
     async with _serving(handle) as open_port:  # type: ignore[arg-type]
         yield f"http://127.0.0.1:{open_port}"
+
+
+@contextlib.asynccontextmanager
+async def dripping(head: bytes, pause_seconds: float) -> AsyncIterator[str]:
+    """The address of a server that sends a head, and then a byte at a time until its client leaves."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _read_request(reader)
+        writer.write(head)
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"{")
+                await writer.drain()
+                await asyncio.sleep(pause_seconds)
+
+    async with _serving(handle) as port:  # type: ignore[arg-type]
+        yield f"http://127.0.0.1:{port}"

@@ -68,10 +68,13 @@ async def test_lost_replies_are_asked_for_again(door: Door, offer: str) -> None:
         ([NO_KEY], "RequestProblem unauthorized"),
         ([reply(502, "<h1>")], "OutcomeUnknown"),
         ([reply(404, "<h1>")], "RequestProblem unexpected_reply"),
-        ([reply(200, "<h1>")], "RequestProblem unexpected_reply"),
+        ([reply(200, "<h1>")], "OutcomeUnknown"),
+        ([reply(200, "{}")], "OutcomeUnknown"),
+        ([reply(503, "upstream connect error")], "OutcomeUnknown"),
+        ([reply(524, "<h1>"), GRANTED], "granted false"),
         ([reply(302, "", "location: http://127.0.0.1:1/")], "RequestProblem unexpected_reply"),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 async def test_replies(steps: list[bytes | str], expected: str) -> None:
     async with scripted(steps) as (url, requests):

@@ -15,7 +15,7 @@ from grabstream.models.vocabulary import CouponTerms, EnvelopeTerms, Grab
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
-from tests.conftest import Worker, make_system
+from tests.conftest import Worker, make_system, until
 
 COUPON: Final = CouponTerms(issuer="shop", total=9)
 
@@ -103,6 +103,20 @@ async def test_an_answer_that_is_lost_is_asked_for_again(
         answer = await client.grab("lost", "bob", id="g-lost")
         assert (answer.outcome, answer.left, answer.repeated) == ("granted", 7, True)
         assert len(seen) == 2  # the first answer, and the one that says `repeated`, once
+
+
+async def test_calls_that_are_closed_are_unknown_and_one_identity_waits_once(system: Settings) -> None:
+    async with KafkaClient(system.kafka, system.prefix) as client:
+        await client.open(COUPON, "closing")
+        client._consumer.pause(*client._consumer.assignment())
+        waiting = asyncio.create_task(client.grab("closing", "ann", id="g"))
+        await until(lambda: client._waiting)
+        with pytest.raises(ValueError, match="waits for its answer"):
+            await client.grab("closing", "ann", id="g", quantity=2)
+    with pytest.raises(OutcomeUnknown, match="send it again with the id g"):
+        await waiting
+    with pytest.raises(RuntimeError, match="async with"):
+        await client.grab("closing", "ann")
 
 
 async def test_without_a_worker_the_outcome_is_unknown_and_a_repeat_is_safe(

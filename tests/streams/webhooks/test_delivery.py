@@ -537,6 +537,34 @@ async def test_a_full_queue_stops_its_subscription_alone_and_loses_nothing(
             await until(hooks.is_idle, 10, "an empty queue")
 
 
+async def test_who_begins_with_too_much_does_not_keep_others_from_beginning(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "WAITING_MAX", 10)
+    lines = lines_of(*["a", "b"] * 30)
+    await journal.marker(1, "a")
+    for first in range(1, 61, 5):
+        await journal.block(lines, first, first + 4)
+    names = [f"dead{number}" for number in range(reading.BEGINNING_MAX)]
+    async with receiving() as dead:
+        dead.answer = never
+        for name in names:
+            await hooks.add(name, dead.url)
+
+        async def are_full() -> bool:
+            return all([len(await hooks.left(name)) >= 10 for name in names])
+
+        async with hooks.delivering(LIMITS._replace(timeout_seconds=60.0)):
+            await until(are_full, 20, "full queues")
+            await hooks.add("good", receiver.url)
+            await got(receiver, 60)
+            dead.answer = ok
+        async with hooks.delivering():
+            await until(lambda: len(set(dead.ids)) == 60, 20, "all events")
+            await until(hooks.is_idle, 20, "empty queues")
+    assert seqs(receiver, "a") == list(range(1, 61, 2))
+
+
 async def test_a_url_that_is_not_allowed_gets_nothing(
     hooks: Hooks,
     journal: JournalWriter,
