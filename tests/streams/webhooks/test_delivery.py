@@ -111,6 +111,8 @@ async def hooks(system: Settings, monkeypatch: pytest.MonkeyPatch) -> Hooks:
         monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
         monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(reading, "COUNT_SECONDS", 0.0)
+    # A topic that was just made may look empty for a moment, which contradicts a cursor.
+    monkeypatch.setattr(reading, "REST_SECONDS", 0.5)
     for name in ("AGAIN_SECONDS_MIN", "PROBE_SECONDS_MIN", "PROBE_SECONDS_MAX"):
         monkeypatch.setattr(sending, name, 0.05)
     monkeypatch.setattr(sending, "AGAIN_SECONDS_MAX", 0.2)
