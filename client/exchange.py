@@ -18,7 +18,7 @@ from grabstream.models.vocabulary.answers import Answer
 from grabstream.models.vocabulary.commands import AnyCommand, Command, Grab, GrabCommand
 from grabstream.models.vocabulary.documents import Document
 
-#: The longest wait before an attempt, unless the gateway asks for more: it doubles from the first one.
+#: The wait before an attempt, at most, unless the gateway asks for more: it doubles from FIRST to MAX.
 PAUSE_SECONDS_FIRST: Final = 0.1
 PAUSE_SECONDS_MAX: Final = 5.0
 #: The shortest time that an attempt gets.
@@ -110,9 +110,12 @@ class Exchange(Generic[T]):
             return self._pause_seconds(_retry_after_seconds(headers))
         # Nobody knows what was decided before somebody else than a gateway said that all is well.
         self._is_unknown = self._is_unknown or (is_odd and status < 300)
-        if not self._refused(problem, members):
-            raise self._unknown(str(problem)) or problem
-        return None
+        try:
+            if self._refused(problem, members):
+                return None
+        except ValidationError as error:
+            problem = _not_from_a_gateway(status, self.request, str(error))
+        raise self._unknown(str(problem)) or problem
 
     def after_error(self, error: Exception, was_sent: bool) -> float:
         """After an attempt without a reply; `was_sent`: the gateway may have got the request."""
@@ -138,7 +141,7 @@ class Exchange(Generic[T]):
         raise NotImplementedError
 
     def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
-        """Takes a refusal as the result, if it is one."""
+        """Takes a refusal as the result, if it is one; raises ValidationError for one that is malformed."""
         return False
 
     def _pause_seconds(self, asked_seconds: float) -> float:
@@ -187,10 +190,7 @@ class Deciding(Exchange[ServedAnswer]):
         command = self._command
         user = command.user if isinstance(command, Grab | GrabCommand) else None
         ours = {"id": command.id, "offer": command.offer} | ({"user": user} if user else {})
-        try:
-            self.result = ServedAnswer.model_validate({**ours, **members, "message": problem.detail})
-        except ValidationError as error:
-            raise _not_from_a_gateway(problem.status, self.request, str(error)) from None
+        self.result = ServedAnswer.model_validate({**ours, **members, "message": problem.detail})
         return True
 
 
@@ -214,10 +214,7 @@ class TakingBasket(Exchange[tuple[ServedAnswer, ...]]):
     def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
         if "answers" not in members:
             return False
-        try:
-            self.result = _answers_of_basket.validate_python(members["answers"])
-        except ValidationError as error:
-            raise _not_from_a_gateway(problem.status, self.request, str(error)) from None
+        self.result = _answers_of_basket.validate_python(members["answers"])
         return True
 
 

@@ -114,7 +114,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         last = "no answer"
         is_unknown = False
         while True:
-            waiting = [_waiting_for(command, loop.create_future()) for command in commands]
+            waiting = [_Waiting(one.offer, _user_of(one), loop.create_future()) for one in commands]
             for command, one in zip(commands, waiting, strict=True):
                 self._waiting.setdefault(command.id, []).append(one)
             try:
@@ -157,8 +157,8 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
 
     def _is_known(self, command: AnyCommand) -> bool:
         """Whether a command with the same identity waits: its answer could be taken for that of this one."""
-        ours = _waiting_for(command, asyncio.get_running_loop().create_future())
-        return any(one[:2] == ours[:2] for one in self._waiting.get(command.id, ()))
+        ours = command.offer, _user_of(command)
+        return any((one.offer, one.user) == ours for one in self._waiting.get(command.id, ()))
 
     def _forget(self, id: str, one: _Waiting) -> None:
         left = [other for other in self._waiting[id] if other is not one]
@@ -181,9 +181,8 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         await self._consumer.stop()
 
 
-def _waiting_for(command: AnyCommand, answer: asyncio.Future[Answer]) -> _Waiting:
-    user = command.user if isinstance(command, Grab | GrabCommand) else None
-    return _Waiting(command.offer, user, answer)
+def _user_of(command: AnyCommand) -> str | None:
+    return command.user if isinstance(command, Grab | GrabCommand) else None
 
 
 def _is_to(answer: Answer, waiting: _Waiting) -> bool:

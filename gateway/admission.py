@@ -9,8 +9,8 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Final, NamedTuple, TypeVar
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Final, NamedTuple
 
 from starlette.types import Scope
 
@@ -21,11 +21,10 @@ from grabstream.gateway.operations import Operation
 from grabstream.gateway.problems import Problem, retry_after
 from grabstream.gateway.rates import Counters, Rates
 from grabstream.gateway.requests import Request
-from grabstream.gateway.tokens import BadToken, Tokens, is_token
+from grabstream.gateway.tokens import BadToken, Tokens, add_bounded, is_token
 
 Network = IPv4Network | IPv6Network
-K = TypeVar("K")
-V = TypeVar("V")
+Address = IPv4Address | IPv6Address
 
 _bearer = re.compile(rb"bearer +([A-Za-z0-9._~+/-]+=*) *", re.IGNORECASE).fullmatch
 _MISSING: Final = "Send credentials in the header Authorization: Bearer, followed by an API key or a token."
@@ -79,7 +78,7 @@ class Admission:
             await self._count_failure(self._address_of(request.scope))
             raise unauthenticated(str(error), None if credentials is None else "invalid_token") from None
         if mark not in self._recent:
-            _add_bounded(self._recent, mark, None, TOKENS_REMEMBERED_MAX)
+            add_bounded(self._recent, mark, None, TOKENS_REMEMBERED_MAX)
         rates = self._rates.key if caller.user is None else self._rates.user
         if rates and (seconds := await self._counters.hit(rates, _kind_of(caller), caller.name)):
             whose = "This API key" if caller.user is None else "This user"
@@ -103,7 +102,7 @@ class Admission:
     async def _count_failure(self, address: str) -> None:
         seconds = await self._counters.hit(self._rates.failures, "address", address)
         if seconds:
-            _add_bounded(self._blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)
+            add_bounded(self._blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)
             self._check_blocked(address)
 
     def _check_blocked(self, address: str) -> None:
@@ -128,7 +127,7 @@ class Admission:
             forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
             for text in reversed(forwarded.decode("latin-1").split(",")):
                 one = _without_port(text.strip())
-                if not _is_address(one):
+                if _read(one) is None:
                     break
                 address = one
                 if not self._is_proxy(address):
@@ -136,12 +135,8 @@ class Admission:
         return _network_of(address)
 
     def _is_proxy(self, address: str) -> bool:
-        if not _is_address(address):
-            return False
-        found = ip_address(address)
-        if isinstance(found, IPv6Address) and found.ipv4_mapped is not None:
-            found = found.ipv4_mapped
-        return any(found in network for network in self._proxies)
+        found = _read(address)
+        return found is not None and any(found in network for network in self._proxies)
 
 
 def _credentials_of(request: Request) -> bytes | None:
@@ -167,14 +162,6 @@ def _too_many(detail: str, seconds: int) -> Problem:
     )
 
 
-def _add_bounded(known: dict[K, V], key: K, value: V, count_max: int) -> None:
-    """Adds an entry; the oldest ones are dropped if there are too many."""
-    known.pop(key, None)
-    while len(known) >= count_max:
-        del known[next(iter(known))]
-    known[key] = value
-
-
 def _without_port(text: str) -> str:
     """An address in X-Forwarded-For without the port that some proxies add."""
     if text.startswith("["):
@@ -182,21 +169,18 @@ def _without_port(text: str) -> str:
     return text.partition(":")[0] if text.count(":") == 1 else text
 
 
-def _is_address(text: str) -> bool:
+def _read(text: str) -> Address | None:
+    """An address, of IPv4 also where it is written as one of IPv6; None for any other text."""
     try:
-        ip_address(text)
+        found = ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
 
 
 def _network_of(address: str) -> str:
     """The address, or the /64 of an IPv6 address: a client has a whole network of them."""
-    if not _is_address(address):
+    found = _read(address)
+    if found is None:
         return address
-    found = ip_address(address)
-    if found.version == 4:
-        return str(found)
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ip_network((found.packed, 64), strict=False))
+    return str(found) if found.version == 4 else str(ip_network((found.packed, 64), strict=False))

@@ -354,18 +354,23 @@ def retry_soon(name: str, detail: str, field: str | None = None, *headers: Heade
     return Problem(name, detail, field, (retry_after(RETRY_SOON_SECONDS), *headers))
 
 
+def members_of(answer: Answer) -> dict[str, Any]:
+    """The fields of an answer as members of a problem, whose detail has the message."""
+    members: dict[str, Any] = msgspec.json.decode(encode_answer(answer))
+    members.pop("message", None)
+    return members
+
+
 def refusal_reply(
     answer: Answer, command: AnyCommand, now_ms: int, members: Mapping[str, Any] | None = None
 ) -> Reply:
     """A refusal of the gate as problem details, with all fields of the answer. `members` are added."""
     outcome = Outcome(answer.code)
     refusal = REFUSALS[outcome]
-    known = msgspec.json.decode(encode_answer(answer))
-    known.pop("message", None)  # the detail has it
     seconds = retry_after_seconds(answer, now_ms)
     return problem_reply(
         outcome.name, refusal.status, refusal.title, shortened(refusal.words(answer, command)),
-        {**known, **(members or {})},
+        {**members_of(answer), **(members or {})},
         field_of(answer.message or "") if outcome is Outcome.invalid else None,
         () if seconds is None else (retry_after(seconds),),
     )  # fmt: skip

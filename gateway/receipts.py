@@ -18,6 +18,7 @@ from grabstream.gateway.problems import (
     Problem,
     Reply,
     invalid,
+    members_of,
     problem_reply,
     refusal_reply,
     retry_soon,
@@ -137,7 +138,5 @@ def _refused(receipt: Receipt, command: Confirm | Release, answer: Answer) -> Re
         )
     else:
         words = f"Nothing was booked for payment {receipt.payment}: {answer.message or outcome.name}"
-    known = msgspec.json.decode(encode_answer(answer))
-    known.pop("message", None)
     refusal = REFUSALS[outcome]
-    return problem_reply(outcome.name, refusal.status, refusal.title, words, known)
+    return problem_reply(outcome.name, refusal.status, refusal.title, words, members_of(answer))

@@ -7,7 +7,7 @@ keys inside of a token, or at an address that it names, are ignored.
 import re
 import time
 from hashlib import sha256
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import jwt
 
@@ -16,6 +16,9 @@ from grabstream.gateway.callers import Caller
 from grabstream.gateway.key_sets import KEY_ID_LENGTH_MAX, KeySet, VerifyingKey
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import TIME_MS_MAX
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 is_token = re.compile(rb"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+").fullmatch
 #: Headers that change how a signature is made; the gateway knows none of them.
@@ -58,9 +61,7 @@ class Tokens:
         if verified is None or self._keys.known(verified.key_id) is not verified.key:
             self._verified.pop(digest, None)
             verified = await self._verify(token.decode("ascii"))
-            while len(self._verified) >= TOKENS_REMEMBERED_MAX:
-                del self._verified[next(iter(self._verified))]
-            self._verified[digest] = verified
+            add_bounded(self._verified, digest, verified, TOKENS_REMEMBERED_MAX)
         now = time.time()
         if now >= verified.until_seconds + TOKEN_LEEWAY_SECONDS:
             raise BadToken("The token has expired.")
@@ -107,6 +108,14 @@ class Tokens:
             raise _invalid()
         from_seconds = max((one for one in seconds if one is not None), default=0.0)
         return _Verified(Caller(user, user=user), from_seconds, until, key_id, key)
+
+
+def add_bounded(known: dict[K, V], key: K, value: V, count_max: int) -> None:
+    """Adds an entry; the oldest ones are dropped if there are too many."""
+    known.pop(key, None)
+    while len(known) >= count_max:
+        del known[next(iter(known))]
+    known[key] = value
 
 
 def _seconds(value: Any) -> float | None:

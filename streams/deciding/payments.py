@@ -161,6 +161,11 @@ class HoldQueries:
         ][:most]
 
     async def _settle(self, holds: Holds, states: Sequence[PaymentState]) -> None:
+        if commands := await self._commands_of(holds, states):
+            await self._carry_out(commands)
+
+    async def _commands_of(self, holds: Holds, states: Sequence[PaymentState]) -> "list[Confirm | Release]":
+        """The commands that follow from what the payment side knows."""
         commands: list[Confirm | Release] = []
         unpaid = []
         for state in states:
@@ -177,8 +182,9 @@ class HoldQueries:
                 for hold, end in zip(unpaid, ends, strict=True)
                 if end is not None and int(end) == hold.ends_at
             ]
-        if not commands:
-            return
+        return commands
+
+    async def _carry_out(self, commands: "list[Confirm | Release]") -> None:
         # A shard that is fenced or busy decides again in a moment, as a rule before the holds end.
         until = time.monotonic() + self._lead_ms / 1000
         for attempt in range(1, ATTEMPTS_MAX + 1):

@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.identifiers import is_id
 from grabstream.ops.connections.opening import checked_books, sealer
-from grabstream.ops.console.output import WholeNumber, console, counted, json_option, print_json, table
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.records import webhooks as records
@@ -198,7 +198,7 @@ def resend(webhook: str, offer: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"webhook": webhook, "resent": count})
     else:
-        _say(f"{counted(count, 'deliveries').replace('deliverie ', 'delivery ')} will be sent again.")
+        _say(f"{count:,} {'delivery' if count == 1 else 'deliveries'} will be sent again.")
 
 
 @webhooks.command()
