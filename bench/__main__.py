@@ -12,7 +12,20 @@ from typing import Any
 import click
 import uvloop
 
-from bench import deciding, growth, masters, pieces, recovering, replaying, replica, streaming
+from bench import (
+    checkouts,
+    deciding,
+    exporting,
+    growth,
+    masters,
+    pieces,
+    recovering,
+    replaying,
+    replica,
+    serving,
+    streaming,
+    tls,
+)
 from grabstream.ops.console.output import console, table
 
 #: By row: what is measured, which ratio is printed, and the ratio wanted.
@@ -23,11 +36,23 @@ ROWS = {
     "11": ("refusals (sold out) of single grabs, 200 callers", "ours/theirs", ">= 3"),
     "3": ("command in Kafka → books committed", "ours/theirs", ">= 1"),
     "4": ("replay journal → ledger in runs of 20, against COPY of a row a grab", "ours/theirs", ">= 0.7"),
+    "export": (
+        "journal → Parquet, a grab in a line, against replay --into -, by time of the reading thread",
+        "ours/theirs",
+        ">= 1",
+    ),
+    "export-runs": ("the same with 20 grabs in a line", "ours/theirs", ""),
     "5": ("journaled answer at 2 thousand/s", "ours/theirs", "<= 3"),
     "6": ("decision → ledger row at 2 thousand/s", "ours/theirs", "<= 5"),
     "7": ("memory a grab kept", "ours/theirs", "<= 0.75"),
     "12": ("an idle worker with all roles, against one percent of a core", "ours/theirs", "<= 1"),
     "8": ("cost beside 10 million grabs, against 1 thousand", "ours/theirs", "<= 1.1"),
+    "9": ("over HTTP, three lists and two grabs of five, against constants", "ours/theirs", ">= 0.5"),
+    "grabs": ("journaled grabs over HTTP, against a constant", "ours/theirs", ">= 0.5"),
+    "lists": ("lists over HTTP, against a constant", "ours/theirs", ">= 0.8"),
+    "items": ("lists over HTTP, against one call of Redis for each item", "ours/theirs", ">= 1"),
+    "waits": ("journaled grab over HTTP at half load, p99", "ours/theirs", "<= 3"),
+    "tigerfans": ("reserve and pay over HTTP, against TigerFans (needs --tigerfans)", "ours/theirs", ">= 10"),
     "parts": ("grab of an envelope of a million parts, against a thousand", "ours/theirs", "<= 1.1"),
     "held": (
         "hold, confirm, release or expiry beside a million holds of an offer, against a thousand",
@@ -44,6 +69,13 @@ ROWS = {
         "ours/theirs",
         ">= 0.9",
     ),
+    "tls": ("decisions in lists over TLS, against none, by processor time", "ours/theirs", ""),
+    "tls-singles": ("single grabs over TLS, 20 callers, against none, by processor time", "ours/theirs", ""),
+    "secured": (
+        "command in Kafka → books committed, servers with TLS and logins, against none",
+        "ours/theirs",
+        "",
+    ),
     "limits": ("grab under three limits, against a hand-written script", "ours/theirs", ">= 1"),
     "holds": ("hold and confirm, against envelope grabs", "ours/theirs", ""),
     "masters": ("work of a decision on three Redis masters, against one", "ours/theirs", ""),
@@ -57,8 +89,14 @@ ROWS = {
     "expiry": ("100 thousand holds end at the same time, against holds made", "ours/theirs", ""),
 }
 
+#: Rows that are measured only where --rows names them: they need what is not in this repository, or start
+#: two sets of servers.
+ON_DEMAND = frozenset({"tigerfans", "secured"})
 
-def _measurements(runs: int, quick: bool) -> dict[tuple[str, ...], Callable[[], Awaitable[Any]]]:
+
+def _measurements(
+    runs: int, quick: bool, tigerfans: Path | None
+) -> dict[tuple[str, ...], Callable[[], Awaitable[Any]]]:
     """What measures which rows: one row, or several by name."""
     divisor = 10 if quick else 1
     return {
@@ -68,14 +106,24 @@ def _measurements(runs: int, quick: bool) -> dict[tuple[str, ...], Callable[[], 
         ("11",): lambda: deciding.singles(runs, 200_000 // divisor, 200, is_sold_out=True),
         ("3",): lambda: streaming.pipeline(runs, 160_000 // divisor),
         ("4",): lambda: replaying.replay(runs, 1_000_000 // divisor),
+        ("export",): lambda: exporting.export(runs, 1_000_000 // divisor, 1),
+        ("export-runs",): lambda: exporting.export(runs, 1_000_000 // divisor, 20),
         ("5", "6"): lambda: streaming.latency(runs, 20_000 // divisor),
         ("12",): lambda: streaming.idle(runs, 40 // divisor),
         ("7",): lambda: deciding.memory(1, 1_000_000 // divisor),
         ("8",): lambda: pieces.beside_many(runs, 10_000_000 // divisor),
+        ("9",): lambda: serving.mix(runs, 10 / divisor),
+        ("grabs",): lambda: serving.grabs(runs, 10 / divisor),
+        ("lists",): lambda: serving.lists(runs, 10 / divisor),
+        ("items",): lambda: serving.items(runs, 10 / divisor),
+        ("waits",): lambda: serving.latency(runs, 10 / divisor),
+        ("tigerfans",): lambda: checkouts.checkouts(_needed(tigerfans), runs, divisor),
         ("parts",): lambda: growth.parts(runs, 1_000_000 // divisor),
         ("held",): lambda: growth.held(runs, 1_000_000 // divisor),
         ("offers",): lambda: growth.offers(runs, 10_000 // divisor),
         ("replica",): lambda: replica.decisions(runs, 400_000 // divisor),
+        ("tls", "tls-singles"): lambda: tls.decisions(runs, 400_000 // divisor),
+        ("secured",): lambda: tls.pipeline(runs, 160_000 // divisor),
         ("masters",): lambda: masters.work_per_decision(runs, 240_000 // divisor),
         ("limits",): lambda: pieces.limits(runs, 100_000 // divisor),
         ("holds",): lambda: pieces.holds(runs, 100_000 // divisor),
@@ -86,12 +134,19 @@ def _measurements(runs: int, quick: bool) -> dict[tuple[str, ...], Callable[[], 
     }
 
 
+def _needed(folder: Path | None) -> Path:
+    assert folder is not None
+    return folder
+
+
 async def _measure(
-    rows: set[str], runs: int, quick: bool, measured: Callable[[str, dict[str, Any]], None]
+    rows: set[str],
+    measurements: dict[tuple[str, ...], Callable[[], Awaitable[Any]]],
+    measured: Callable[[str, dict[str, Any]], None],
 ) -> list[str]:
     """Measures rows, and calls `measured` when each has ended; returns those that failed."""
     failed = []
-    for of_rows, measure in _measurements(runs, quick).items():
+    for of_rows, measure in measurements.items():
         if not (wanted := [row for row in of_rows if row in rows]):
             continue
         console.print(f"row {', '.join(wanted)}: {ROWS[wanted[0]][0]} …", highlight=False)
@@ -122,9 +177,21 @@ def _reached(ratio: float, wanted: str) -> str:
 
 
 @click.command()
-@click.option("--rows", default=",".join(ROWS), show_default=True, help="Which rows to measure.")
+@click.option(
+    "--rows",
+    default=",".join(row for row in ROWS if row not in ON_DEMAND),
+    show_default=True,
+    help="Which rows to measure.",
+)
 @click.option("--runs", default=3, show_default=True, help="How often to measure each side of a row.")
 @click.option("--quick", is_flag=True, help="A tenth of the size, to check that it runs.")
+@click.option(
+    "--tigerfans",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
+    help="For row tigerfans: a checkout of github.com/renerocksai/tigerfans with its requirements in venv/. "
+    "It is started there as ACCT_BACKEND=pg PAYSESSION_BACKEND=pg DATABASE_URL=… DB_POOL_SIZE=10 "
+    "MOCK_WEBHOOK_URL=… uvicorn tigerfans.server:app --workers=1 --no-access-log, on a new database.",
+)
 @click.option(
     "--json",
     "json_file",
@@ -132,13 +199,15 @@ def _reached(ratio: float, wanted: str) -> str:
     default=Path(".services/bench.json"),
     show_default=True,
 )
-def main(rows: str, runs: int, quick: bool, json_file: Path) -> None:
+def main(rows: str, runs: int, quick: bool, tigerfans: Path | None, json_file: Path) -> None:
     """Measure this system against the classic way in one run. This is not a test: read the ratios."""
     unknown = set(rows.split(",")) - ROWS.keys()
     if unknown:
         raise click.UsageError(
             f"--rows: no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}"
         )
+    if "tigerfans" in rows.split(",") and tigerfans is None:
+        raise click.UsageError("--tigerfans: row tigerfans needs the path of a checkout of TigerFans")
     results: dict[str, dict[str, Any]] = {}
 
     def measured(row: str, values: dict[str, Any]) -> None:
@@ -150,7 +219,7 @@ def main(rows: str, runs: int, quick: bool, json_file: Path) -> None:
         json_file.write_text(json.dumps(results, indent=1))
         console.print(f"row {row}: {_spread(values['ratios'])}", highlight=False)
 
-    failed = uvloop.run(_measure(set(rows.split(",")), runs, quick, measured))
+    failed = uvloop.run(_measure(set(rows.split(",")), _measurements(runs, quick, tigerfans), measured))
     _print(results)
     if failed:
         console.print(f"not measured, see above: row {', '.join(failed)}", highlight=False)

@@ -71,7 +71,7 @@ def tree(folder: Path) -> Tree:
 
     return Tree(
         blocks,
-        lambda record: projector.Decoded(record).facts,  # type: ignore[no-any-return]
+        lambda record: projector.Decoder(0).decode("bench", record).facts,  # type: ignore[no-any-return]
         {name: read_models.READ_MODELS[name].apply for name in MODELS},
         versions.create_flat,
         [table for name in MODELS for table in definitions.definition_of(name).tables],

@@ -25,6 +25,7 @@ from grabstream.models.offers import CouponTerms, Limit, StockTerms
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.sessions import system_name
+from grabstream.streams import brokers
 from grabstream.streams.topics import Topics
 
 ROLES = ("decide,relay,sweep", "project", "publish")
@@ -129,14 +130,13 @@ async def _measure(
     settings, decider = figures.settings, figures.workers[0]
     decider.send_signal(signal.SIGSTOP)
     producer = AIOKafkaProducer(
-        bootstrap_servers=settings.kafka, acks="all", linger_ms=5, max_batch_size=256 * 1024
+        **brokers.at(settings.brokers), acks="all", linger_ms=5, max_batch_size=256 * 1024
     )
     await producer.start()
     for partition, of_partition in commands.items():
         for command in of_partition:
-            await producer.send(
-                Topics(settings.prefix).commands, encode_command(command), partition=partition
-            )
+            topic = Topics(settings.prefix).of(command)
+            await producer.send(topic, encode_command(command), partition=partition)
     await producer.stop()
     await asyncio.sleep(2)
     before = figures.read()

@@ -1,21 +1,27 @@
-"""Rows 1, 2, 7 and 11: decisions in lists, single decisions, and memory, on one private Redis."""
+"""Rows 1, 2, 7 and 11: decisions in lists, single decisions, and memory, on one private Redis; and what
+decisions cost on two servers that differ in one thing (`Side`, `in_turns`).
+"""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import redis
 import redis.asyncio
 
 from bench import classic
-from bench.stage import envelope, grabs, private_redis, taken_over_gate
+from bench.stage import envelope, gate_of, grabs, private_redis, server_seconds, taken_over_gate
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.models.commands import AnyCommand
+from grabstream.models.commands import AnyCommand, Grab
 
 LIMITS = GateLimits(outbox_events_max=10**9, queue_commands_max=10**6)
 LIST = 32
+#: Decisions of one side before the other side's turn.
+TURN = 20_000
+
+Load = Callable[[Gate, Sequence[Grab]], Awaitable[float]]
 
 
 async def answered_lists(gate: Gate, wanted: Sequence[AnyCommand]) -> float:
@@ -29,6 +35,22 @@ async def answered_lists(gate: Gate, wanted: Sequence[AnyCommand]) -> float:
 
     began = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(100)))
+    return len(wanted) / (time.perf_counter() - began)
+
+
+async def answered_singles(
+    gate: Gate, wanted: Sequence[AnyCommand], callers: int, is_sold_out: bool = False
+) -> float:
+    """Commands per second of concurrent callers, each of which sends one command and awaits its answer."""
+    waiting = iter(wanted)
+
+    async def caller() -> None:
+        for command in waiting:
+            [answer] = await gate.decide([command], "decided", timeout_ms=60_000)
+            assert answer.positive is not is_sold_out, answer
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(callers)))
     return len(wanted) / (time.perf_counter() - began)
 
 
@@ -76,18 +98,10 @@ async def singles(runs: int, count: int, callers: int, is_sold_out: bool = False
         for run in range(runs):
             gate, client = await taken_over_gate(port, LIMITS)
             await gate.decide([envelope("e", parts)], "decided", timeout_ms=60_000)
-            waiting = iter(grabs("e", count + parts)[parts:] if is_sold_out else grabs("e", count))
+            wanted = grabs("e", count + parts)[parts:] if is_sold_out else grabs("e", count)
             if is_sold_out:
                 await gate.decide(grabs("e", 1), "decided")
-
-            async def caller(gate: Gate = gate, waiting: Any = waiting) -> None:
-                for grab in waiting:
-                    [answer] = await gate.decide([grab], "decided", timeout_ms=60_000)
-                    assert answer.positive is not is_sold_out, answer
-
-            began = time.perf_counter()
-            await asyncio.gather(*(caller() for _ in range(callers)))
-            ours.append(count / (time.perf_counter() - began))
+            ours.append(await answered_singles(gate, wanted, callers, is_sold_out))
             await gate.close()
             await client.aclose()
             plain.flushall()
@@ -148,3 +162,70 @@ async def memory(runs: int, count: int) -> dict[str, Any]:
             theirs.append((plain.info("memory")["used_memory"] - before) / count)
             plain.flushall()
     return {"ours": ours, "theirs": theirs, "unit": "bytes/grab"}
+
+
+class Side:
+    """A gate of one side, and what its decisions have cost in the present run, in seconds of a processor: of
+    the thread of Redis, and of the process that sends; and `seconds` by the clock. `connect` makes the client
+    of the gate, `server` is another one.
+    """
+
+    def __init__(self, connect: Callable[[], Any], server: "redis.Redis") -> None:
+        self._connect, self._server = connect, server
+        self.of_server = self.of_sender = self.seconds = 0.0
+
+    async def begin(self, count: int) -> None:
+        """Opens an envelope in an empty Redis."""
+        self._client = self._connect()
+        self._gate = await gate_of(self._client, LIMITS)
+        await self._gate.decide([envelope("e", count)], "decided", timeout_ms=60_000)
+        self.of_server = self.of_sender = self.seconds = 0.0
+
+    async def end(self) -> None:
+        """Closes the gate and its client."""
+        await self._gate.close()
+        await self._client.aclose()
+
+    async def decide(self, load: Load, wanted: Sequence[Grab]) -> None:
+        """Adds what these decisions cost."""
+        before = server_seconds(self._server), time.process_time()
+        rate = await load(self._gate, wanted)
+        self.of_server += server_seconds(self._server) - before[0]
+        self.of_sender += time.process_time() - before[1]
+        self.seconds += len(wanted) / rate
+
+    def profile(self, count: int) -> dict[str, float]:
+        """Of so many decisions: decisions a second, and µs of a processor for each."""
+        return {
+            "decisions/s": round(count / self.seconds),
+            "µs of Redis": round(self.of_server / count * 1e6, 2),
+            "µs of client": round(self.of_sender / count * 1e6, 2),
+        }
+
+
+async def in_turns(
+    theirs: tuple[str, Side], ours: tuple[str, Side], load: Load, runs: int, count: int
+) -> dict[str, Any]:
+    """Decisions per second of processor time (thread of Redis, and the process that sends) of two sides with
+    their names, which take turns all the time, so that what else the machine does meets both.
+    """
+    sides = (theirs, ours)
+    rates: dict[str, list[float]] = {name: [] for name, _ in sides}
+    profile: dict[str, dict[str, float]] = {}
+    wanted = grabs("e", count)
+    for run in range(runs):
+        for _, side in sides:
+            await side.begin(count)
+        for turn, start in enumerate(range(0, count, TURN)):
+            for _, side in sides if turn % 2 == 0 else sides[::-1]:
+                await side.decide(load, wanted[start : start + TURN])
+        for name, side in sides:
+            rates[name].append(count / (side.of_server + side.of_sender))
+            profile[f"{name}, run {run + 1}"] = side.profile(count)
+            await side.end()
+    return {
+        "ours": rates[ours[0]],
+        "theirs": rates[theirs[0]],
+        "unit": "decisions/s of a core",
+        "profile": profile,
+    }

@@ -25,6 +25,7 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import use_read_model
+from grabstream.streams import brokers
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Position, Recovery
 from grabstream.streams.relaying.relay import ShardRelay
@@ -104,7 +105,7 @@ async def takeover(runs: int, count: int) -> dict[str, Any]:
         keys, topic = key_space(settings), Topics(settings.prefix).journal
         for number in range(runs * count):
             shard = keys.shard(number % keys.shards)
-            relay = ShardRelay(client, shard, keys.shards, settings.kafka, topic, SEALER)
+            relay = ShardRelay(client, shard, keys.shards, settings.brokers, topic, SEALER)
             began = time.perf_counter()
             relaying = asyncio.create_task(relay.run())
             while relay.state != "relaying":
@@ -113,7 +114,7 @@ async def takeover(runs: int, count: int) -> dict[str, Any]:
             relaying.cancel()
             await asyncio.wait({relaying})
             began = time.perf_counter()
-            producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", enable_idempotence=True)
+            producer = AIOKafkaProducer(**brokers.at(settings.brokers), acks="all", enable_idempotence=True)
             await producer.start()
             await producer.send_and_wait(Topics(settings.prefix).rejected, b"bench")
             theirs.append((time.perf_counter() - began) * 1000)
@@ -202,7 +203,7 @@ async def _add_past(settings: Settings, shard: int, count: int) -> None:
         assert row is not None
         seq, head, at = int(row[0]), bytes(row[1]), int(row[2])
         producer = AIOKafkaProducer(
-            bootstrap_servers=settings.kafka, acks="all", max_request_size=RECORD_BYTES_MAX
+            **brokers.at(settings.brokers), acks="all", max_request_size=RECORD_BYTES_MAX
         )
         await producer.start()
         await producer.send_and_wait(

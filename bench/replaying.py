@@ -19,6 +19,7 @@ from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import versions
+from grabstream.streams import brokers
 from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import open_rebuild
 from grabstream.streams.topics import Topics
@@ -29,7 +30,7 @@ BLOCK_LINES = 50
 COPY_ROWS = 3_000
 
 
-def _lines(shard: int, count: int) -> list[tuple[bytes, int]]:
+def _lines(shard: int, count: int, run_grabs: int) -> list[tuple[bytes, int]]:
     """An envelope and its grants in runs, with ids of 32 characters: each line, and its seqs."""
     opened = (
         f'{{"type":"offer.opened","v":1,"shard":{shard},"seq":1,"offer_seq":1,"offer":"e{shard}",'
@@ -39,8 +40,8 @@ def _lines(shard: int, count: int) -> list[tuple[bytes, int]]:
         f'"terms":{{"kind":"envelope","parts":{count}}},"digest":"0123456789abcdef"}}'
     )
     lines = [(opened.encode(), 1)]
-    for first in range(2, count + 1, RUN_GRABS):
-        seqs = range(first, min(first + RUN_GRABS, count + 1))
+    for first in range(2, count + 1, run_grabs):
+        seqs = range(first, min(first + run_grabs, count + 1))
         run = {
             "type": "grab.granted", "v": 2, "shard": shard, "seq": first, "offer_seq": first,
             "offer": f"e{shard}", "at": 1800000000000, "grabs": [f"g{seq:031d}" for seq in seqs],
@@ -51,18 +52,15 @@ def _lines(shard: int, count: int) -> list[tuple[bytes, int]]:
     return lines
 
 
-async def _journal(settings: Settings, connection: AsyncConnection[Any], count: int) -> None:
-    """Fills the journal, and sets the cursors of the live ledger to its end, so that the rebuild reads all of
-    it.
-    """
+async def fill_journal(settings: Settings, count: int, run_grabs: int = RUN_GRABS) -> dict[int, Cursor]:
+    """Fills the journal with `count` events; returns the cursor at the end of each shard."""
+    ends = {}
     topic = Topics(settings.prefix).journal
-    producer = AIOKafkaProducer(
-        bootstrap_servers=settings.kafka, acks="all", max_request_size=RECORD_BYTES_MAX
-    )
+    producer = AIOKafkaProducer(**brokers.at(settings.brokers), acks="all", max_request_size=RECORD_BYTES_MAX)
     await producer.start()
     try:
         for shard in range(settings.shards):
-            lines, head, seq = _lines(shard, count // settings.shards), GENESIS, 0
+            lines, head, seq = _lines(shard, count // settings.shards, run_grabs), GENESIS, 0
             await producer.send_and_wait(
                 topic, b"", partition=shard, headers=marker_headers(shard, 1, "bench")
             )
@@ -75,14 +73,10 @@ async def _journal(settings: Settings, connection: AsyncConnection[Any], count: 
                     topic, b"\n".join(block), partition=shard, headers=headers
                 )
                 head, seq = after, seq + seqs
-            end = Cursor(seq, head, sent.offset + 1, 1, "bench")
-            await connection.execute(
-                "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = (%s, %s, %s, %s, %s) "
-                "WHERE shard = %s",
-                (*end, shard),
-            )
+            ends[shard] = Cursor(seq, head, sent.offset + 1, 1, "bench")
     finally:
         await producer.stop()
+    return ends
 
 
 async def replay(runs: int, count: int) -> dict[str, Any]:
@@ -97,7 +91,13 @@ async def replay(runs: int, count: int) -> dict[str, Any]:
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
         await versions.use_read_model(connection, name, "ledger")
         try:
-            await _journal(settings, connection, count)
+            # The live ledger is at the end of the journal, so that the rebuild reads all of it.
+            for shard, end in (await fill_journal(settings, count)).items():
+                await connection.execute(
+                    "UPDATE projection_cursors SET (seq, head, next_offset, term, owner) = "
+                    "(%s, %s, %s, %s, %s) WHERE shard = %s",
+                    (*end, shard),
+                )
             events = count // settings.shards * settings.shards
             rows = [
                 part for shard in range(settings.shards) for part in _rows(shard, count // settings.shards)

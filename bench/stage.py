@@ -1,5 +1,5 @@
 """What a measurement runs on: a private Redis, and a new system with workers on the Kafka and PostgreSQL of
-the settings.
+the settings, or on a set of servers of its own.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.script_client import ScriptClient
-from grabstream.lua.server import raise_term
+from grabstream.lua.server import let_callers_set_time, raise_term
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services import free_ports
+from grabstream.ops.services import ServerSet, free_ports
 from grabstream.ops.services.servers import Redis
-from grabstream.ops.settings import Settings, child_environment, load_settings
+from grabstream.ops.settings import SECRETS, Settings, child_environment, load_settings
 
 SEALER = Sealer({"bench": bytes(32)})
 
@@ -67,16 +67,28 @@ async def taken_over_gate(
 ) -> tuple[Gate, Any]:
     """A gate on new shards without a relay, so that the outboxes only grow; and its client."""
     client = ScriptClient(port=port)
+    return await gate_of(client, limits, prefix, clock, layout), client
+
+
+async def gate_of(
+    client: Any,
+    limits: GateLimits,
+    prefix: str = "bench",
+    clock: Callable[[], int] | None = None,
+    layout: int = LAYOUT,
+) -> Gate:
+    """As `taken_over_gate`, with a client that is there already; empties its server."""
     await client.flushall()
     keys = KeySpace(prefix, 8)
     await take_over(client, keys, layout)
-    return Gate(client, keys, SEALER, limits, clock), client
+    return Gate(client, keys, SEALER, limits, clock)
 
 
 async def take_over(client: Any, keys: KeySpace, layout: int = LAYOUT) -> None:
     """Lets new shards decide, without a relay."""
     for number in range(keys.shards):
         state = keys.shard(number).state
+        await let_callers_set_time(client, state)
         (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
         await run_script(
             client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards, layout]
@@ -107,26 +119,32 @@ def grabs(offer: str, count: int, id_length: int = 32, start: int = 0) -> list[G
 
 
 @asynccontextmanager
-async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["subprocess.Popen[bytes]"]]]:
-    """Runs a system with a worker for each of `roles`, on the Kafka and PostgreSQL of the settings and a
-    private Redis; removed afterwards.
+async def system(
+    roles: Sequence[str], servers: ServerSet | None = None
+) -> AsyncIterator[tuple[Settings, list["subprocess.Popen[bytes]"]]]:
+    """Runs a system with a worker for each of `roles`, on these servers, or else on the Kafka and PostgreSQL
+    of the settings and a private Redis; removed afterwards.
     """
     name = f"bench{secrets.token_hex(4)}"
-    with private_redis() as port:
-        settings = load_settings().model_copy(
+    with ExitStack() as stack:
+        if servers is None:
+            port = stack.enter_context(private_redis())
+            where = {"redis_url": f"redis://127.0.0.1:{port}/0"}
+        else:
+            where = servers.environment()
+        settings = settings_at(where).model_copy(
             update={
                 "prefix": name,
                 "schema_": name,
                 "seal_keys": SecretStr(new_seal_key()),
-                "redis_url": f"redis://127.0.0.1:{port}/0",
+                "issuer_seeds": True,
             }
         )
         await make_system(settings)
+        addresses = {"kafka": settings.kafka, "postgres": settings.postgres} | where
         environment = child_environment(
-            prefix=name, schema=name, redis_url=settings.redis_url, kafka=settings.kafka,
-            postgres=settings.postgres,
-            seal_keys=settings.seal_keys.get_secret_value(), outbox_events_max="10000000",
-            gate_queue_max="1000000",
+            **addresses, prefix=name, schema=name, seal_keys=settings.seal_keys.get_secret_value(),
+            outbox_events_max="10000000", gate_queue_max="1000000",
         )  # fmt: skip
         workers = [
             subprocess.Popen(
@@ -145,3 +163,10 @@ async def system(roles: Sequence[str]) -> AsyncIterator[tuple[Settings, list["su
             for worker in workers:
                 await asyncio.to_thread(worker.wait, 30)
             await take_down(settings)
+
+
+def settings_at(where: dict[str, str]) -> Settings:
+    """The settings, with the addresses and logins of these servers (`ServerSet.environment`)."""
+    return load_settings().model_copy(
+        update={name: SecretStr(value) if name in SECRETS else value for name, value in where.items()}
+    )

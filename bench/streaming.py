@@ -5,7 +5,7 @@ import contextlib
 import signal
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import psycopg
@@ -20,6 +20,7 @@ from grabstream.models.commands import encode_command
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.rehearsal.run import Progress, open_books, read_progress
 from grabstream.ops.settings import Settings, load_settings
+from grabstream.streams import brokers
 from grabstream.streams.topics import Topics
 
 RATE = 2_000
@@ -41,10 +42,27 @@ async def until_booked(settings: Settings, events_min: int) -> Progress:
         await client.aclose()
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, in seconds, in steps of 10 ms."""
+    return sum(_ticks(pid)[:2]) / 100
+
+
+def cpu_seconds_of_all(pid: int) -> float:
+    """As `cpu_seconds`, with that of its children, also of those that have ended."""
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        children = [int(child) for child in file.read().split()]
+    total = sum(_ticks(pid))
+    for child in children:
+        # One that has ended meanwhile is a part of its parent's time.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            total += sum(_ticks(child))
+    return total / 100
+
+
+def _ticks(pid: int) -> list[int]:
+    """Processor time of a process (user, system) and of its children that have ended (user, system)."""
     with open(f"/proc/{pid}/stat") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
+        return [int(ticks) for ticks in stat.read().rpartition(")")[2].split()[11:15]]
 
 
 async def idle(runs: int, seconds: int) -> dict[str, Any]:
@@ -57,9 +75,9 @@ async def idle(runs: int, seconds: int) -> dict[str, Any]:
         # Nothing begins any more: groups are joined, and read models are caught up.
         await asyncio.sleep(20)
         for _ in range(runs):
-            before = _cpu_seconds(worker.pid), await _redis_cpu_seconds(server)
+            before = cpu_seconds(worker.pid), await _redis_cpu_seconds(server)
             await asyncio.sleep(seconds)
-            ours.append((_cpu_seconds(worker.pid) - before[0]) / seconds * 100)
+            ours.append((cpu_seconds(worker.pid) - before[0]) / seconds * 100)
             of_redis.append((await _redis_cpu_seconds(server) - before[1]) / seconds * 100)
         await server.aclose()
     profile = {"percent of a core": {"Redis": f"{statistics.median(of_redis):.2f}"}}
@@ -78,15 +96,18 @@ async def pipeline(runs: int, count: int) -> dict[str, Any]:
     ours, theirs, profile = [], [], {}
     for _ in range(runs):
         async with system(("decide,relay,sweep", "project")) as (settings, workers):
-            rate, profile = await _pipeline_ours(settings, workers, count)
+            rate, profile = await booked(settings, workers, count)
             ours.append(rate)
         theirs.append(await asyncio.to_thread(_pipeline_classic, count))
     return {"ours": ours, "theirs": theirs, "unit": "grabs/s", "profile": {"CPU µs a grab": profile}}
 
 
-async def _pipeline_ours(
-    settings: Settings, workers: list[Any], count: int
+async def booked(
+    settings: Settings, workers: list[Any], count: int, servers: Mapping[str, int] | None = None
 ) -> tuple[float, dict[str, float]]:
+    """Grabs per second from commands in Kafka to committed rows, and µs of processor time a grab of each
+    worker, and of these servers (by name: process).
+    """
     client = open_redis(settings)
     gate = Gate(client, key_space(settings), sealer(settings), gate_limits(settings))
     gate.start()
@@ -99,23 +120,25 @@ async def _pipeline_ours(
     # measurement.
     workers[0].send_signal(signal.SIGSTOP)
     producer = AIOKafkaProducer(
-        bootstrap_servers=settings.kafka, acks="all", linger_ms=5, max_batch_size=256 * 1024
+        **brokers.at(settings.brokers), acks="all", linger_ms=5, max_batch_size=256 * 1024
     )
     await producer.start()
     for number in range(OFFERS):
         for grab in grabs(f"e{number}", count // OFFERS, start=number * count):
             await producer.send(Topics(settings.prefix).commands, encode_command(grab), partition=number)
     await producer.stop()
-    cpu = [_cpu_seconds(worker.pid) for worker in workers]
+    names = ("decide+relay", "project")
+    processes = {name: worker.pid for name, worker in zip(names, workers, strict=True)}
+    processes |= servers or {}
+    before = {name: cpu_seconds_of_all(pid) for name, pid in processes.items()}
     began = time.perf_counter()
     workers[0].send_signal(signal.SIGCONT)
     await until_booked(settings, OFFERS + count // OFFERS * OFFERS)
     seconds = time.perf_counter() - began
-    spent = [
-        round((_cpu_seconds(worker.pid) - before) / count * 1e6, 1)
-        for worker, before in zip(workers, cpu, strict=True)
-    ]
-    return count / seconds, {"decide+relay": spent[0], "project": spent[1]}
+    return count / seconds, {
+        name: round((cpu_seconds_of_all(pid) - before[name]) / count * 1e6, 1)
+        for name, pid in processes.items()
+    }
 
 
 def _pipeline_classic(count: int) -> float:
@@ -235,7 +258,7 @@ async def _by_hand(settings: Settings, count: int, commit: bool) -> float:
     # On a slow machine, more calls wait than a pool has connections: they wait for a free one.
     pool = redis.asyncio.BlockingConnectionPool.from_url(settings.redis_url, max_connections=64, timeout=None)
     client = redis.asyncio.Redis(connection_pool=pool)
-    producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all", enable_idempotence=True)
+    producer = AIOKafkaProducer(**brokers.at(settings.brokers), acks="all", enable_idempotence=True)
     await producer.start()
     connections = [
         await psycopg.AsyncConnection.connect(settings.postgres, autocommit=True) for _ in range(8)

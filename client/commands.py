@@ -111,8 +111,11 @@ class Commands(Generic[One, Many]):
         paid: int = 0,
         currency: str | None = None,
         quantity: int | None = None,
+        receipt: str | None = None,
     ) -> One:
-        """Reports that a hold was paid: `paid` minor units of `currency`."""
+        """Reports that a hold was paid: `paid` minor units of `currency`; with the receipt that the payment
+        side has signed, where the system has keys of a payment side (GRAB_PAYMENT_KEYS).
+        """
         return self.decide(
             Confirm(
                 id=given(id),
@@ -123,6 +126,7 @@ class Commands(Generic[One, Many]):
                 paid=paid,
                 currency=currency,
                 quantity=quantity,
+                receipt=receipt,
             )
         )
 

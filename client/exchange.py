@@ -33,6 +33,8 @@ _UNEXPECTED: Final = "unexpected_reply"
 #: Commands whose path is that of the offer, with the method and what follows.
 _OF_OFFER: Final = {
     "amend": ("PATCH", ""),
+    "load": ("POST", "/loads"),
+    "adjust": ("POST", "/adjustments"),
     "pause": ("POST", "/pause"),
     "resume": ("POST", "/resume"),
     "close": ("POST", "/close"),
@@ -99,7 +101,7 @@ class Exchange(Generic[T]):
                 self.result = self._read(body)
                 return None
             except ValueError as error:  # also that of pydantic, and of JSON
-                problem = _not_from_a_gateway(status, self.request, str(error))
+                problem = not_from_a_gateway(status, self.request, str(error))
                 members: Mapping[str, Any] = {}
         else:
             problem, members = _problem_of(status, self.request, body)
@@ -114,7 +116,7 @@ class Exchange(Generic[T]):
             if self._refused(problem, members):
                 return None
         except ValidationError as error:
-            problem = _not_from_a_gateway(status, self.request, str(error))
+            problem = not_from_a_gateway(status, self.request, str(error))
         raise self._unknown(str(problem)) or problem
 
     def after_error(self, error: Exception, was_sent: bool) -> float:
@@ -239,8 +241,6 @@ def _request_of(command: AnyCommand) -> Request:
     if type_ in _OF_GRAB:
         path = f"{path_of('offers', offer, 'grabs', fields.pop('grab'))}/{type_}"
         return Request("POST", path, {}, json.dumps(fields).encode(), key)
-    if type_ not in _OF_OFFER:
-        raise ValueError(f"{type_}: a gateway does not take this command; send it by Kafka, or by a gate")
     method, rest = _OF_OFFER[type_]
     return Request(method, path_of("offers", offer) + rest, {}, json.dumps(fields).encode(), key)
 
@@ -263,12 +263,13 @@ def _problem_of(status: int, request: Request, body: bytes) -> tuple[RequestProb
     except ValueError:
         members = None
     if not isinstance(members, dict) or not isinstance(members.get("type"), str):
-        return _not_from_a_gateway(status, request, body[:200].decode(errors="replace")), {}
+        return not_from_a_gateway(status, request, body[:200].decode(errors="replace")), {}
     name = members["type"].rpartition("/")[2]
     return RequestProblem(status, name, str(members.get("detail", "")), members.get("field")), members
 
 
-def _not_from_a_gateway(status: int, request: Request, text: str) -> RequestProblem:
+def not_from_a_gateway(status: int, request: Request, text: str) -> RequestProblem:
+    """The problem of a reply that a gateway would not send."""
     return RequestProblem(
         status,
         _UNEXPECTED,

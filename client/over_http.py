@@ -5,8 +5,18 @@ an error.
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
 
@@ -22,6 +32,13 @@ from grabstream.client.exchange import (
     ServedAnswer,
     TakingBasket,
     path_of,
+)
+from grabstream.client.following import (
+    CONNECT_SECONDS_MAX,
+    SILENT_SECONDS_MAX,
+    Following,
+    Positions,
+    ServedEvent,
 )
 from grabstream.models.vocabulary.answers import Answer
 from grabstream.models.vocabulary.commands import AnyCommand, Grab
@@ -40,6 +57,9 @@ TIMEOUT_SECONDS: Final = 30.0
 CONNECTIONS_MAX: Final = 100
 #: Errors of a request that was not sent.
 _NOT_SENT: Final = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
+
+#: Of a stream: each piece, also the heartbeat, comes within this time.
+_STREAM_TIMEOUT: Final = httpx2.Timeout(CONNECT_SECONDS_MAX, read=SILENT_SECONDS_MAX)
 
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
@@ -67,6 +87,12 @@ class OffersAsked(PageAsked, total=False):
     issuer: str
     order: Literal["newest", "random"]
     visitor: str
+
+
+class UserGrabsAsked(PageAsked, total=False):
+    """Of which offer the grabs of a user are; absent: of all."""
+
+    offer: str
 
 
 class TakenAsked(PageAsked, total=False):
@@ -105,6 +131,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         verify: Any = True,
     ) -> None:
         self._http = httpx2.Client(**_options(url, key, connections_max, verify))
+        self._ended = threading.Event()
         self._timeout_seconds = timeout_seconds
 
     def __enter__(self) -> Self:
@@ -116,7 +143,8 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         self.end()
 
     def end(self) -> None:
-        """Closes the connections."""
+        """Closes the connections. A stream of events ends with what comes next, at the latest after 45 s."""
+        self._ended.set()
         self._http.close()
 
     def decide(self, command: AnyCommand) -> ServedAnswer:
@@ -143,13 +171,56 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         """What a user has."""
         return self._run(Asking(path_of("users", user, "balances"), BalancePage, asked))
 
-    def user_grabs(self, user: str, **asked: Unpack[PageAsked]) -> UserGrabPage:
+    def user_grabs(self, user: str, **asked: Unpack[UserGrabsAsked]) -> UserGrabPage:
         """The grabs of a user, the newest first."""
         return self._run(Asking(path_of("users", user, "grabs"), UserGrabPage, asked))
 
     def user_transfers(self, user: str, **asked: Unpack[PageAsked]) -> TransferPage:
         """The transfers of a user, the newest first."""
         return self._run(Asking(path_of("users", user, "transfers"), TransferPage, asked))
+
+    def offer_events(
+        self, offer: str, after: str | int | Answer | None = None
+    ) -> Generator[ServedEvent, None, None]:
+        """The events of an offer, as they come, after the position `after`: the `id` of an event, an answer,
+        or 0 for all of them. It resumes by itself, with every event once and in order, until it is closed or
+        the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
+        """
+        return self._follow(Following(path_of("offers", offer, "events"), after))
+
+    def user_events(
+        self, user: str, after: str | None = None, positions: Positions | None = None
+    ) -> Generator[ServedEvent, None, None]:
+        """The events that name a user, of all offers, as `offer_events` yields them. `positions` is called
+        with where the grabs of the user stand on waiting lists, whenever that has changed.
+        """
+        return self._follow(Following(path_of("users", user, "events"), after, positions))
+
+    def _follow(self, following: Following) -> Generator[ServedEvent, None, None]:
+        while not self._ended.is_set():
+            try:
+                with self._http.stream(
+                    "GET", following.request.path, params=following.query(), headers=following.headers(),
+                    timeout=_STREAM_TIMEOUT,
+                ) as reply:  # fmt: skip
+                    if following.begins(reply.status_code, reply.headers):
+                        for piece in reply.iter_bytes():
+                            yield from following.events(piece)
+                            if self._ended.is_set():
+                                return
+                        pause = following.after_end()
+                    else:
+                        pause = following.after_reply(reply.status_code, reply.headers, reply.read()) or 0.0
+            except httpx2.TransportError as error:
+                if error is following.raised:
+                    raise
+                pause = following.after_error(error, False)
+            except RuntimeError as error:
+                # That is how httpx2 says that the client was ended.
+                if error is following.raised or not self._ended.is_set():
+                    raise
+                return
+            self._ended.wait(pause)
 
     def pages(self, ask: Callable[..., P], *words: str, **asked: Any) -> Iterator[P]:
         """All pages of a question: `client.pages(client.offers, state="open")`."""
@@ -208,6 +279,7 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         verify: Any = True,
     ) -> None:
         self._http = httpx2.AsyncClient(**_options(url, key, connections_max, verify))
+        self._ended = asyncio.Event()
         self._timeout_seconds = timeout_seconds
 
     async def __aenter__(self) -> Self:
@@ -219,7 +291,8 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         await self.end()
 
     async def end(self) -> None:
-        """Closes the connections."""
+        """Closes the connections, and ends the streams of events."""
+        self._ended.set()
         await self._http.aclose()
 
     def decide(self, command: AnyCommand) -> Coroutine[Any, Any, ServedAnswer]:
@@ -248,13 +321,62 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         """What a user has."""
         return await self._run(Asking(path_of("users", user, "balances"), BalancePage, asked))
 
-    async def user_grabs(self, user: str, **asked: Unpack[PageAsked]) -> UserGrabPage:
+    async def user_grabs(self, user: str, **asked: Unpack[UserGrabsAsked]) -> UserGrabPage:
         """The grabs of a user, the newest first."""
         return await self._run(Asking(path_of("users", user, "grabs"), UserGrabPage, asked))
 
     async def user_transfers(self, user: str, **asked: Unpack[PageAsked]) -> TransferPage:
         """The transfers of a user, the newest first."""
         return await self._run(Asking(path_of("users", user, "transfers"), TransferPage, asked))
+
+    def offer_events(
+        self, offer: str, after: str | int | Answer | None = None
+    ) -> AsyncGenerator[ServedEvent, None]:
+        """The events of an offer, as they come, after the position `after`: the `id` of an event, an answer,
+        or 0 for all of them. It resumes by itself, with every event once and in order, until it is closed or
+        the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
+        """
+        return self._follow(Following(path_of("offers", offer, "events"), after))
+
+    def user_events(
+        self, user: str, after: str | None = None, positions: Positions | None = None
+    ) -> AsyncGenerator[ServedEvent, None]:
+        """The events that name a user, of all offers, as `offer_events` yields them. `positions` is called
+        with where the grabs of the user stand on waiting lists, whenever that has changed.
+        """
+        return self._follow(Following(path_of("users", user, "events"), after, positions))
+
+    async def _follow(self, following: Following) -> AsyncGenerator[ServedEvent, None]:
+        while not self._ended.is_set():
+            try:
+                async with self._http.stream(
+                    "GET", following.request.path, params=following.query(), headers=following.headers(),
+                    timeout=_STREAM_TIMEOUT,
+                ) as reply:  # fmt: skip
+                    if following.begins(reply.status_code, reply.headers):
+                        async for piece in reply.aiter_bytes():
+                            for event in following.events(piece):
+                                yield event
+                            if self._ended.is_set():
+                                return
+                        pause = following.after_end()
+                    else:
+                        body = await reply.aread()
+                        pause = following.after_reply(reply.status_code, reply.headers, body) or 0.0
+            except httpx2.TransportError as error:
+                if error is following.raised:
+                    raise
+                pause = following.after_error(error, False)
+            except RuntimeError as error:
+                # That is how httpx2 says that the client was ended.
+                if error is following.raised or not self._ended.is_set():
+                    raise
+                return
+            try:
+                async with asyncio.timeout(pause):
+                    await self._ended.wait()
+            except TimeoutError:
+                pass
 
     async def pages(self, ask: Callable[..., Awaitable[P]], *words: str, **asked: Any) -> AsyncIterator[P]:
         """All pages of a question: `async for page in client.pages(client.offers, state="open")`."""

@@ -24,7 +24,7 @@ from grabstream.client.exchange import RequestProblem
 from grabstream.models.commands import encode_command, named_in_basket
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.vocabulary.answers import Answer
-from grabstream.models.vocabulary.commands import AnyCommand, Grab, GrabCommand
+from grabstream.models.vocabulary.commands import AnyCommand, Grab, GrabCommand, OfferCommand
 
 TIMEOUT_SECONDS: Final = 30.0
 #: After this time without an answer, a command is sent again.
@@ -38,8 +38,9 @@ class _Waiting(NamedTuple):
 
 
 class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tuple[Answer, ...]]]):
-    """Sends commands to `<prefix>.commands`, and finds their answers in `<prefix>.results`. One object serves
-    all requests of a process.
+    """Sends commands to `<prefix>.commands`, those of operators to `<prefix>.operations`, and finds their
+    answers in `<prefix>.results`. One object serves all requests of a process; it needs the right to write
+    to the topics that its calls use.
 
         async with KafkaClient("127.0.0.1:9092") as client:
             answer = await client.grab("dinner", "bob")
@@ -53,7 +54,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
     def __init__(
         self, kafka: str, prefix: str = "grab", *, timeout_seconds: float = TIMEOUT_SECONDS, **options: Any
     ) -> None:
-        self._topic = f"{prefix}.commands"
+        self._commands, self._operations = f"{prefix}.commands", f"{prefix}.operations"
         # Not idempotent: a repeat is harmless here, and an idempotent producer cannot send after some errors
         # (aiokafka 1017).
         self._producer = AIOKafkaProducer(bootstrap_servers=kafka, acks="all", **options)
@@ -72,8 +73,6 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         try:
             await self._consumer.start()
             await self._producer.start()
-            # Before the metadata is known, aiokafka may send in another order.
-            await self._producer.partitions_for(self._topic)
             # Fixes the positions to read from before the first command is sent; otherwise its answer could be
             # missed.
             for partition in self._consumer.assignment():
@@ -104,6 +103,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         return await self._answers(commands, b"[" + b",".join(map(encode_command, wires)) + b"]")
 
     async def _answers(self, commands: Sequence[AnyCommand], record: bytes) -> tuple[Answer, ...]:
+        topic = self._operations if isinstance(commands[0], OfferCommand) else self._commands
         loop = asyncio.get_running_loop()
         until = loop.time() + self._timeout_seconds
         reading = self._reading
@@ -120,8 +120,10 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
             try:
                 seconds = max(0.0, until - loop.time())
                 async with asyncio.timeout(min(seconds, REPEAT_SECONDS)):
-                    # The offer is the key, which keeps the commands of an offer in order.
-                    await self._producer.send_and_wait(self._topic, record, key=commands[0].offer.encode())
+                    # Before the metadata is known, aiokafka may send in another order.
+                    await self._producer.partitions_for(topic)
+                    # The offer is the key, which keeps the commands of an offer in one topic in order.
+                    await self._producer.send_and_wait(topic, record, key=commands[0].offer.encode())
                     answers = await self._all_of(waiting, reading)
                 if all(answer.decided for answer in answers):
                     return answers
@@ -186,6 +188,7 @@ def _user_of(command: AnyCommand) -> str | None:
 
 
 def _is_to(answer: Answer, waiting: _Waiting) -> bool:
-    """Whether an answer with the id of a command is that command's. An `invalid` one may name less."""
-    is_offers = answer.offer is None or answer.offer == waiting.offer
-    return is_offers and (answer.user is None or answer.user == waiting.user)
+    """Whether an answer with the id of a command is that command's. An `invalid` one names less if its
+    command did: that is not one of a client.
+    """
+    return (answer.offer, answer.user) == (waiting.offer, waiting.user)

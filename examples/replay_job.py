@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--source", choices=("journal", "audit"), default="journal")
     words = parser.parse_args()
     if words.day >= datetime.now(UTC).date():
-        parser.error("the day is not over")
+        parser.error(f"{words.day} is not over in UTC: only a past day has a file that never changes")
     print(asyncio.run(export(load_settings(), words.day, words.folder, words.source)))
 
 

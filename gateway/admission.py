@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Final, NamedTuple
 
@@ -84,6 +85,35 @@ class Admission:
             whose = "This API key" if caller.user is None else "This user"
             raise _too_many(f"{whose} may send {_in_words(rates)}.", seconds)
         authorize(caller, operation, request)
+        if operation.kind == "stream":
+            request.is_admitted = partial(self._is_admitted, credentials, operation, request)
+
+    async def _is_admitted(self, credentials: bytes | None, operation: Operation, request: Request) -> bool:
+        """Whether a request that was admitted would be admitted now, too, by its credentials."""
+        try:
+            authorize(await self._caller_of(credentials), operation, request)
+        except (BadToken, Problem):
+            return False
+        return True
+
+    def admits_now(self, operation: Operation, request: Request) -> bool:
+        """Whether a request may come in without waiting for anything: nobody is asked, or it is of a service
+        whose key was valid a moment ago and is valid now, that may do this, and whose requests are not
+        counted. `admit` decides about every other one, and says why.
+        """
+        if operation.scope == "none":
+            return True
+        try:
+            credentials = _credentials_of(request)
+            if self._rates.key or credentials is None or hash(credentials) not in self._recent:
+                return False
+            caller = self._keys.caller_of(credentials) if is_secret(credentials) else None
+            if caller is None:
+                return False
+            authorize(caller, operation, request)
+        except Problem:
+            return False
+        return True
 
     async def _caller_of(self, credentials: bytes | None) -> Caller:
         """The caller; raises BadToken, whose text tells nothing about keys."""

@@ -1,13 +1,19 @@
 """The ASGI application, and the composition root of the gateway: admission, checks of paths, routes, and
 answers to all that goes wrong.
 
-Grabs, of which a crowd sends most, reach their handler without the router.
+Grabs and receipts, of which a crowd sends most, reach their handler without the router and, as far as it is
+known at once who sends them, without a task (`answer_later`). What needs nothing but memory is answered at
+once (`answer_now`), without a task, too: a document that is kept, and a grab for which there is no room.
 """
 
+import asyncio
 import keyword
 import logging
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.routing import Route, Router
@@ -15,11 +21,23 @@ from starlette.types import Receive, Scope, Send
 
 from grabstream.gateway import requests
 from grabstream.gateway.admission import Admission
-from grabstream.gateway.asking import Questions
-from grabstream.gateway.bounds import QUESTIONS_MAX, RETRY_SOON_SECONDS
+from grabstream.gateway.asking import Questions, tagged_reply
+from grabstream.gateway.bounds import (
+    COMMAND_SECONDS_TARGET,
+    HOSTS_KEPT_MAX,
+    QUESTIONS_MAX,
+    QUESTIONS_USER_MAX,
+    RETRY_SOON_SECONDS,
+)
+from grabstream.gateway.caching import tag_of
+from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import Commands
-from grabstream.gateway.operations import OPERATIONS, Operation
+from grabstream.gateway.event_streams import EventStreams, Streamed
+from grabstream.gateway.measures import NO_OPERATION, GatewayMeasures
+from grabstream.gateway.operations import OPERATIONS, PAGES, Operation
 from grabstream.gateway.origins import Origins
+from grabstream.gateway.pages import Pages
+from grabstream.gateway.pressure import Pressure
 from grabstream.gateway.problems import (
     JSON,
     NOT_KEPT,
@@ -29,13 +47,30 @@ from grabstream.gateway.problems import (
     explanation,
     retry_soon,
 )
+from grabstream.gateway.protocol import ABORT, REPLY, STREAMS, WAITED
 from grabstream.gateway.receipts import Receipts
-from grabstream.gateway.requests import Gone, Request, body_of, offer_of_grab, query_of, segments_of
+from grabstream.gateway.requests import (
+    Gone,
+    Request,
+    body_of,
+    check_body,
+    offer_of_grab,
+    query_of,
+    segments_of,
+)
+from grabstream.gateway.watching import Watching
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Request, bytes], Awaitable[Reply]]
+Answer = Reply | Streamed
+AnswerT = TypeVar("AnswerT", bound=Reply | Streamed)
+Handler = Callable[[Request, bytes], Awaitable[Answer]]
 _GRABS: Final = "/v1/offers/{offer}/grabs"
+_RECEIPTS: Final = b"/v1/payments/callback"
+#: A schema of a version changes only where a release adds a field to it.
+_KEEP_SCHEMA: Final = (b"cache-control", b"public, max-age=3600")
+#: Headers of requests whose body does not simply follow.
+_NOT_WHOLE: Final = frozenset({b"expect", b"transfer-encoding"})
 
 
 class Bounds(NamedTuple):
@@ -49,7 +84,8 @@ class Application:
     """The ASGI application. `hosts` are the names that a request may be for (absent: any name): a gateway
     without authentication serves only this machine, also when a page makes a browser send its requests under
     another name (DNS rebinding). Without `admission`, callers are not asked who they are; without `origins`,
-    pages of other origins cannot read answers.
+    pages of other origins cannot read answers. `is_ready` tells whether Redis answers. The page of an offer
+    pays at `pay_url`. `schemas` makes the JSON Schemas of events, by name (`grab.granted.v1`).
     """
 
     def __init__(
@@ -57,35 +93,66 @@ class Application:
         commands: Commands,
         questions: Questions,
         receipts: Receipts,
+        streams: EventStreams,
+        watching: Watching,
+        changes: ChangesOfWebhooks,
         document: Callable[[], Mapping[str, Any]],
         bounds: Bounds,
         hosts: frozenset[str] | None = None,
         admission: Admission | None = None,
         origins: Origins | None = None,
+        is_ready: Callable[[], Awaitable[bool]] | None = None,
+        pay_url: str | None = None,
+        schemas: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
     ) -> None:
+        self._is_ready = is_ready
+        self.measures = GatewayMeasures()
         self.in_work = 0
         self._questions_in_work = 0
+        #: Of these, by end user.
+        self._questions_of = Counter[str]()
+        self._pressure = Pressure(bounds.requests_max)
         self._bounds = bounds
         self._hosts = hosts
         self._admission = admission
         self._origins = origins
         self._document = document
         self._text = b""
+        self._make_schemas = schemas
+        self._schemas: dict[str, bytes] = {}
+        of_kinds = (
+            ("command", commands), ("read", questions), ("watch", watching), ("receipt", receipts),
+            ("stream", streams), ("change", changes), ("page", Pages(admission is not None, pay_url)),
+        )  # fmt: skip
+        operations = (*OPERATIONS, *PAGES)
+        self._questions = questions
+        #: The refusal for lack of room, which is the same for all.
+        self._full = _no_room().reply()
+        streams.shed = self.measures.shed
+        self.streams = streams
         self._handlers: dict[str, Handler] = {
             "openapi": self._openapi,
             "problem": self._problem,
+            "event_schema": self._event_schema,
             "health": self._health,
+            "health_live": self._health,
+            "health_ready": self._ready,
             **{
                 operation.name: getattr(of_kind, _method_of(operation))
-                for kind, of_kind in (("command", commands), ("read", questions), ("receipt", receipts))
-                for operation in OPERATIONS
+                for kind, of_kind in of_kinds
+                for operation in operations
                 if operation.kind == kind
             },
         }
         by_path: dict[str, dict[str, Operation]] = {}
-        for operation in OPERATIONS:
+        for operation in operations:
             by_path.setdefault(operation.path, {})[operation.method] = operation
         self._grab = by_path[_GRABS]["POST"]
+        self._receipt = by_path[_RECEIPTS.decode()]["POST"]
+        #: The handlers that need no task.
+        self._soon = {"grab": commands.grab_soon, "payment_callback": receipts.payment_callback_soon}
+        for name in (NO_OPERATION, *(operation.name for operation in operations)):
+            _ = self.measures.operations[name]
         self._router = Router(
             [Route(path, _Place(self, methods)) for path, methods in by_path.items()],
             redirect_slashes=False,
@@ -94,17 +161,152 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request; whatever goes wrong becomes a problem."""
+        reply: Answer
+        began = _began(scope)
         try:
             reply = await self._reply(scope, receive)
         except Problem as problem:
             reply = problem.reply()
         except Gone:
             return
-        except Exception:
-            reply = _internal_error(scope)
-        await send_reply(send, self._for_caches_and_pages(scope, reply))
+        except Exception as error:
+            reply = _internal_error(scope, error)
+        reply = self._for_caches_and_pages(scope, reply)
+        self._count(scope.get("grabstream.operation", NO_OPERATION), reply, began)
+        if isinstance(reply, Streamed):
+            await send_stream(scope, send, reply)
+        else:
+            await send_reply(scope, send, reply)
 
-    def _for_caches_and_pages(self, scope: Scope, reply: Reply) -> Reply:
+    def answer_now(self, scope: Scope) -> Reply | None:
+        """The reply to a request whose head has come, if it needs nothing but memory; None for any other,
+        which `__call__` answers. It refuses as `__call__` does.
+        """
+        began = _began(scope)
+        is_full = self.in_work >= self._bounds.requests_max
+        if scope["method"] == "POST":
+            is_late = scope.get(WAITED, 0.0) > COMMAND_SECONDS_TARGET
+            if not (is_full or is_late or self._pressure.is_full):
+                return None
+            if offer_of_grab(scope["raw_path"]) is None or not self._is_host(scope):
+                return None
+            name, plain = NO_OPERATION, self._refused()
+        elif scope["method"] == "GET" and self._admission is None and not is_full:
+            found = self._questions.kept(scope)
+            if found is None or not self._is_host(scope):
+                return None
+            name, plain = found
+        else:
+            return None
+        reply = (
+            plain
+            if self._origins is None and self._admission is None
+            else self._for_caches_and_pages(scope, plain)
+        )
+        self._count(name, reply, began)
+        return reply
+
+    def takes_whole(self, scope: Scope) -> bool:
+        """Whether `answer_later` answers a request whose head has come, as soon as its body has: a grab or a
+        receipt, by its path, with a body that is within its bound, of a caller that needs no waiting for.
+        """
+        if scope["method"] != "POST":
+            return False
+        raw_path = scope["raw_path"]
+        offer = offer_of_grab(raw_path)
+        if offer is not None:
+            operation, path = self._grab, {"offer": offer}
+        elif raw_path == _RECEIPTS:
+            operation, path = self._receipt, {}
+        else:
+            return False
+        length = 0
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                length = int(value)
+            elif name in _NOT_WHOLE:
+                return False
+        if not 0 < length <= operation.body_bytes_max:
+            return False
+        request = Request(scope, _received, path)
+        if self._admission is not None and not self._admission.admits_now(operation, request):
+            return False
+        scope["grabstream.whole"] = operation, request
+        return True
+
+    def answer_later(self, scope: Scope, body: bytes, respond: Callable[[Reply], None]) -> None:
+        """Answers a request that `takes_whole` has taken: calls `respond` with the reply, now or later. It
+        refuses as `__call__` does.
+        """
+        began = _began(scope)
+        # The request has its scope: left there, only the collector would free them.
+        operation, request = scope.pop("grabstream.whole")
+        is_command = operation.kind == "command"
+        is_answered = False
+
+        def then(found: Reply | BaseException) -> None:
+            nonlocal is_answered
+            if is_answered:
+                # Counted once, and there is one response: what fails after it can only be logged.
+                log.error("%s: a second answer: %r", operation.name, found)
+                return
+            is_answered = True
+            self.in_work -= 1
+            if is_command:
+                self._pressure.end(command_began)
+            finish(found)
+
+        def finish(found: Reply | BaseException) -> None:
+            if isinstance(found, Problem):
+                found = found.reply()
+            elif not isinstance(found, Reply):
+                found = _internal_error(scope, found)
+            reply = self._for_caches_and_pages(scope, found)
+            self._count(operation.name, reply, began)
+            respond(reply)
+
+        if self.in_work >= self._bounds.requests_max:
+            finish(self._refused())
+            return
+        if not self._is_host(scope):
+            finish(self._misdirected())
+            return
+        if is_command and self._pressure.is_full:
+            finish(self._refused())
+            return
+        self.in_work += 1
+        command_began = self._pressure.begin() if is_command else 0.0
+        try:
+            check_body(request, len(body), operation.body_bytes_max)
+            self._soon[operation.name](request, body, then)
+        except Exception as error:
+            then(error)
+
+    def _count(self, operation: str, reply: Answer, began: float) -> None:
+        of_operation = self.measures.operations[operation]
+        of_operation.statuses[reply.status] += 1
+        of_operation.seconds.observe(time.perf_counter() - began)
+
+    def _refused(self) -> Reply:
+        """The refusal for lack of room. It is made once: under overload, most requests get it."""
+        self._count_no_room()
+        return self._full
+
+    def _count_no_room(self) -> None:
+        is_full = self.in_work >= self._bounds.requests_max
+        self.measures.shed["requests" if is_full else "commands"] += 1
+
+    @property
+    def commands_in_work(self) -> int:
+        """Commands that are not answered."""
+        return self._pressure.in_work
+
+    @property
+    def commands_bound(self) -> float:
+        """How many commands may be in work now."""
+        return self._pressure.bound
+
+    def _for_caches_and_pages(self, scope: Scope, reply: AnswerT) -> AnswerT:
         """The reply with the headers that tell a cache for whom it is, and a browser which pages may read
         it.
         """
@@ -113,26 +315,29 @@ class Application:
             headers = (*headers, (b"vary", b"Authorization"))
         if self._origins is not None:
             headers = (*headers, *self._origins.headers(scope, reply))
-        return reply if headers is reply.headers else reply._replace(headers=headers)
+        return reply if headers is reply.headers else cast(AnswerT, reply._replace(headers=headers))
 
-    async def _reply(self, scope: Scope, receive: Receive) -> Reply:
+    async def _reply(self, scope: Scope, receive: Receive) -> Answer:
         if self.in_work >= self._bounds.requests_max:
             raise self._no_room()
-        if self._hosts is not None:
-            _check_host(scope, self._hosts)
+        if not self._is_host(scope):
+            raise self._misdirected()
         if scope["method"] == "POST" and (offer := offer_of_grab(scope["raw_path"])) is not None:
+            if self._pressure.is_full:
+                raise self._no_room()
             return await self.serve(self._grab, Request(scope, receive, {"offer": offer}))
         segments = segments_of(scope["raw_path"])
         scope["path"] = "/" + "/".join(segments)
-        found: list[Reply] = []
+        found: list[Answer] = []
         scope["grabstream.found"] = found
         await self._router(scope, receive, _unused)
         return found[0]
 
-    async def serve(self, operation: Operation, request: Request) -> Reply:
+    async def serve(self, operation: Operation, request: Request) -> Answer:
         """Reads the body, and has the handler of an operation answer. A request counts as in work when it is
         complete, so slow clients take no room from others. Who sends it is checked before its body is read.
         """
+        request.scope["grabstream.operation"] = operation.name
         if self._admission is not None:
             await self._admission.admit(operation, request)
         body = b""
@@ -140,27 +345,71 @@ class Application:
             body = await body_of(request, operation.body_bytes_max)
             if self.in_work >= self._bounds.requests_max:
                 raise self._no_room()
-        is_question = operation.kind == "read"
+        if operation.kind == "command":
+            return await self._serve_command(operation, request, body)
+        if operation.kind == "stream":
+            # It may wait for seconds until it begins. So it takes none of the room of commands: streams have
+            # a bound of their own.
+            return await self._handlers[operation.name](request, body)
+        is_question = operation.kind in ("read", "watch", "change")
         if is_question and self._questions_in_work >= QUESTIONS_MAX:
+            self.measures.shed["questions"] += 1
             raise retry_soon(
                 "busy",
                 f"The gateway has {QUESTIONS_MAX} questions in work, as many as it takes; ask again after "
                 f"{RETRY_SOON_SECONDS} s.",
             )
+        user = request.user if is_question else None
+        if user is not None and self._questions_of[user] >= QUESTIONS_USER_MAX:
+            self.measures.shed["questions"] += 1
+            raise retry_soon(
+                "busy",
+                f"{user} has {QUESTIONS_USER_MAX} questions in work here, as many as a user may; ask again "
+                f"after {RETRY_SOON_SECONDS} s.",
+            )
         self.in_work += 1
         self._questions_in_work += is_question
+        if user is not None:
+            self._questions_of[user] += 1
         try:
             return await self._handlers[operation.name](request, body)
         finally:
             self.in_work -= 1
             self._questions_in_work -= is_question
+            if user is not None:
+                self._questions_of[user] -= 1
+                if not self._questions_of[user]:
+                    del self._questions_of[user]
+
+    async def _serve_command(self, operation: Operation, request: Request, body: bytes) -> Answer:
+        """Has a command answered, unless those in work take too long already."""
+        if self._pressure.is_full:
+            raise self._no_room()
+        began = self._pressure.begin()
+        self.in_work += 1
+        try:
+            return await self._handlers[operation.name](request, body)
+        finally:
+            self.in_work -= 1
+            self._pressure.end(began)
 
     def _no_room(self) -> Problem:
-        return retry_soon(
-            "busy",
-            f"The gateway has {self._bounds.requests_max} requests in work, as many as it takes. This one "
-            f"decided nothing: send the same again after {RETRY_SOON_SECONDS} s, with the same "
-            "Idempotency-Key.",
+        self._count_no_room()
+        return _no_room()
+
+    def _is_host(self, scope: Scope) -> bool:
+        """Whether a request is for a name that this gateway has."""
+        if self._hosts is None:
+            return True
+        found = [value for name, value in scope["headers"] if name == b"host"]
+        return len(found) == 1 and _name_of(found[0]) in self._hosts
+
+    def _misdirected(self) -> Problem:
+        return Problem(
+            "misdirected_request",
+            f"The header Host must be {' or '.join(sorted(self._hosts or ()))}: the gateway serves no other "
+            "name.",
+            "Host",
         )
 
     # -- documents -------------------------------------------------------------------------------------------
@@ -179,9 +428,28 @@ class Application:
             raise Problem("not_found", f"There is no type of problems {request.path['problem']}.")
         return document_reply(msgspec.json.encode(explained))
 
-    async def _health(self, request: Request, body: bytes) -> Reply:
-        """GET /health"""
+    async def _event_schema(self, request: Request, body: bytes) -> Reply:
+        """GET /v1/schemas/events/{event}"""
         query_of(request, ())
+        if not self._schemas:
+            # Beside the event loop: commands do not wait for it.
+            made = await asyncio.to_thread(self._make_schemas)
+            self._schemas = {name: msgspec.json.encode(schema) for name, schema in made.items()}
+        text = self._schemas.get(request.path["event"])
+        if text is None:
+            raise Problem("not_found", f"This release has no schema of an event {request.path['event']}.")
+        return tagged_reply(request, text, tag_of(text), _KEEP_SCHEMA)
+
+    async def _health(self, request: Request, body: bytes) -> Reply:
+        """GET /health, GET /health/live"""
+        query_of(request, ())
+        return document_reply(b'{"status":"ok"}')
+
+    async def _ready(self, request: Request, body: bytes) -> Reply:
+        """GET /health/ready"""
+        query_of(request, ())
+        if self._is_ready is not None and not await self._is_ready():
+            raise retry_soon("unavailable", "Redis does not answer this gateway, so it cannot decide.")
         return document_reply(b'{"status":"ok"}')
 
 
@@ -209,6 +477,14 @@ class _Place:
             )
 
 
+def _no_room() -> Problem:
+    return retry_soon(
+        "busy",
+        "The gateway has as many requests in work as it takes now. This one decided nothing: send the same "
+        f"again after {RETRY_SOON_SECONDS} s, with the same Idempotency-Key.",
+    )
+
+
 def _method_of(operation: Operation) -> str:
     """The name of the method that handles an operation; a keyword cannot name one."""
     return f"{operation.name}_" if keyword.iskeyword(operation.name) else operation.name
@@ -216,6 +492,10 @@ def _method_of(operation: Operation) -> str:
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
     raise Problem("not_found", "No route has this path. GET /openapi.json lists the routes.")
+
+
+async def _received() -> Any:
+    raise AssertionError("the body has been received")
 
 
 async def _unused(message: Any) -> None:
@@ -227,8 +507,11 @@ def document_reply(body: bytes, headers: Sequence[tuple[bytes, bytes]] = (NOT_KE
     return Reply(200, body, ((b"content-type", JSON), *headers, *SECURE_HEADERS))
 
 
-async def send_reply(send: Send, reply: Reply) -> None:
-    """Sends a reply by ASGI."""
+async def send_reply(scope: Scope, send: Send, reply: Reply) -> None:
+    """Sends a reply: in one piece where the server can, otherwise by ASGI."""
+    at_once = scope.get(REPLY)
+    if at_once is not None and at_once(reply):
+        return
     headers = reply.headers
     if reply.status not in (204, 304):
         headers = (*headers, (b"content-length", b"%d" % len(reply.body)))
@@ -236,10 +519,24 @@ async def send_reply(send: Send, reply: Reply) -> None:
     await send({"type": "http.response.body", "body": reply.body})
 
 
-def _internal_error(scope: Scope) -> Reply:
+async def send_stream(scope: Scope, send: Send, reply: Streamed) -> None:
+    """Sends a stream by ASGI, until it ends."""
+    scope[STREAMS] = True
+    try:
+        await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+    finally:
+        await reply.stream.send(send, scope[ABORT])
+
+
+def _began(scope: Scope) -> float:
+    """When the request arrived: before it waited for a turn of the event loop."""
+    return time.perf_counter() - cast(float, scope.get(WAITED, 0.0))
+
+
+def _internal_error(scope: Scope, error: BaseException) -> Reply:
     """The answer to an unknown error: an id that the log has too, and nothing else."""
     instance = requests.new_id()
-    log.exception("request %s: %s %r", instance, scope["method"], scope["raw_path"][:200])
+    log.error("request %s: %s %r", instance, scope["method"], scope["raw_path"][:200], exc_info=error)
     problem = Problem(
         "internal_error",
         f"The log of the gateway has the error as {instance}. If a command was sent, it may be carried out "
@@ -248,14 +545,9 @@ def _internal_error(scope: Scope) -> Reply:
     return problem.reply()
 
 
-def _check_host(scope: Scope, hosts: frozenset[str]) -> None:
-    """Raises Problem when a request is for a name that this gateway does not have."""
-    found = [value for name, value in scope["headers"] if name == b"host"]
-    name = found[0].decode("latin-1").lower() if len(found) == 1 else ""
-    host = name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
-    if host not in hosts:
-        raise Problem(
-            "misdirected_request",
-            f"The header Host must be {' or '.join(sorted(hosts))}: the gateway serves no other name.",
-            "Host",
-        )
+@lru_cache(HOSTS_KEPT_MAX)
+def _name_of(host: bytes) -> str:
+    """The name in a header Host, without the port."""
+    text = host.decode("latin-1").lower()
+    name, _, port = text.rpartition(":")
+    return name if port.isdigit() else text

@@ -5,12 +5,16 @@ added. The read models lag a moment after answers; `after` waits for them. What 
 2 s (`caching.py`); what one user asks about is not.
 """
 
+import logging
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import md5
 from typing import Any, Final
 
 import msgspec
+from starlette.types import Scope
 
 from grabstream.gateway.books import Books, Row
 from grabstream.gateway.bounds import (
@@ -19,22 +23,34 @@ from grabstream.gateway.bounds import (
     CURSOR_LENGTH_MAX,
     PAGE_ROWS,
     PAGE_ROWS_MAX,
+    PARSED_BYTES_MAX,
+    PARSED_MAX,
+    SHUFFLED_LISTS_MAX,
+    SHUFFLED_OFFERS_MAX,
+    WAITING_POSITIONS_MAX,
 )
-from grabstream.gateway.caching import Cache, tag_of
+from grabstream.gateway.caching import Cache, Kept, digest_of, tag_of
 from grabstream.gateway.operations import KINDS, OFFER_ORDERS, OFFER_STATES, OPERATIONS, TAKEN_ORDERS
 from grabstream.gateway.payment_tokens import PaymentTokens
+from grabstream.gateway.positions import WAITING_PLACES, position_in
 from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
 from grabstream.gateway.requests import Request, chosen, query_of
+from grabstream.gateway.tokens import add_bounded
+from grabstream.lua.gate.personal import KeysUnavailable, UserKey, is_sealed, open_metadata
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.models.offers import TIME_MS_MAX
+
+log = logging.getLogger(__name__)
 
 _position = re.compile(r"([0-9]{1,4})-([0-9]{1,16})\Z").match
 _is_limit = re.compile(r"[0-9]{1,4}").fullmatch
 _encode = msgspec.json.Encoder().encode
 #: How long clients and proxies may keep what a crowd asks for, and show it while they ask again.
-_FOR_ALL: Final = (b"cache-control", b"max-age=2, stale-while-revalidate=8")
+FOR_ALL: Final = (b"cache-control", b"max-age=2, stale-while-revalidate=8")
 _FOR_ONE: Final = (b"cache-control", b"private, no-store")
+#: Headers of a request with a body, or whose answer depends on more than its target.
+_NOT_PLAIN: Final = frozenset({b"if-none-match", b"content-length", b"transfer-encoding", b"expect"})
 _BALANCES: Final = ("balances",)
 _FLOW: Final = ("balances", "ledger")
 
@@ -74,19 +90,47 @@ _TRANSFERS: Final = """
 """
 
 
-class Questions:
-    """The handlers of questions. `tokens` adds payment tokens to the holds of a user."""
+#: The key of a user as it is now, or None.
+KeyOf = Callable[[str], Awaitable[UserKey | None]]
 
-    def __init__(self, books: Books, cache: Cache, tokens: PaymentTokens | None = None) -> None:
+
+class _Named(msgspec.Struct):
+    offer: str
+
+
+#: Offers by name, each as JSON.
+Listed = Sequence[tuple[str, msgspec.Raw]]
+_decode_names = msgspec.json.Decoder(list[_Named] | None).decode
+_decode_places = msgspec.json.Decoder(list[int]).decode
+_decode_raws = msgspec.json.Decoder(list[msgspec.Raw] | None).decode
+
+
+class Questions:
+    """The handlers of questions. `tokens` adds payment tokens to the holds of a user. `key_of` has the key
+    under which events have sealed the metadata of a user, or None; without it, they are shown sealed.
+    """
+
+    def __init__(
+        self, books: Books, cache: Cache, tokens: PaymentTokens | None = None, key_of: KeyOf | None = None
+    ) -> None:
+        self._key_of = key_of
         self._books = books
         self._tokens = tokens or PaymentTokens()
         self._cache = cache
         #: Questions that wait until the read model has an event.
         self._waiting = 0
+        #: Offers for a random order, by the tag of the document that has them.
+        self._listed: dict[bytes, Listed | None] = {}
+        #: Waiting lists, by the tag of the document that has them.
+        self._places: dict[bytes, list[int]] = {}
+        #: Targets of requests that were answered a moment ago: the operation, and the digest of the question.
+        self._known: dict[tuple[bytes, bytes], tuple[str, bytes]] = {}
 
     async def offers(self, request: Request, body: bytes) -> Reply:
         """GET /v1/offers"""
         asked = await self._asked(request, "offers", _BALANCES)
+        if asked.get("order") == "random":
+            return await self._in_random_order(request, asked)
         return await self._cached(request, "offers", asked, lambda: self._offers(asked))
 
     async def offer(self, request: Request, body: bytes) -> Reply:
@@ -105,19 +149,31 @@ class Questions:
         self, request: Request, name: str, asked: Mapping[str, str], make: Callable[[], Awaitable[bytes]]
     ) -> Reply:
         """The answer to a question that a crowd asks. A question with `after` is answered anew."""
-        arguments = {**request.path, **{word: value for word, value in asked.items() if word != "after"}}
+        arguments = {**request.path, **_but_after(asked)}
         kept = await self._cache.document(name, arguments, make, fresh="after" in asked)
-        return _reply(request, kept.body, kept.tag, _FOR_ALL)
+        return self._reply(request, name, asked, arguments, kept)
+
+    def _reply(
+        self, request: Request, name: str, asked: Mapping[str, str], arguments: Mapping[str, str], kept: Kept
+    ) -> Reply:
+        target = request.scope["raw_path"], request.scope["query_string"]
+        if "after" not in asked and len(target[0]) + len(target[1]) <= PARSED_BYTES_MAX:
+            add_bounded(self._known, target, (name, digest_of(name, arguments)), PARSED_MAX)
+        return tagged_reply(request, kept.body, kept.tag, FOR_ALL)
+
+    def kept(self, scope: Scope) -> tuple[str, Reply] | None:
+        """The operation and the answer of a GET without a body that was asked a moment ago, if the answer is
+        kept; None for anything else, and for a client that may have the document.
+        """
+        known = self._known.get((scope["raw_path"], scope["query_string"]))
+        if known is None or any(name in _NOT_PLAIN for name, _ in scope["headers"]):
+            return None
+        kept = self._cache.kept(known[1])
+        return None if kept is None else (known[0], _document(kept.body, kept.tag, FOR_ALL))
 
     async def _offers(self, asked: Mapping[str, str]) -> bytes:
-        order = chosen(asked, "order", OFFER_ORDERS, "newest")
-        filters, values = "", []
-        for name, choices in (("state", OFFER_STATES), ("kind", KINDS), ("issuer", ())):
-            if name in asked:
-                filters += _FILTERS[name]
-                values.append(chosen(asked, name, choices, "") if choices else _id(asked, name))
-        if order == "random":
-            return await self._in_random_order(asked, filters, values)
+        chosen(asked, "order", OFFER_ORDERS, "newest")
+        filters, values = _filters_of(asked)
         if "visitor" in asked:
             raise invalid("visitor: belongs to order=random")
         page = Page(asked, (int, str))
@@ -130,11 +186,46 @@ class Questions:
         rows = await self._books.rows(query, [_NEVER, *values, *page.last, page.rows + 1])
         return page.document("offers", rows, ("opened_at", "offer"))
 
-    async def _in_random_order(self, asked: Mapping[str, str], filters: str, values: Sequence[str]) -> bytes:
+    async def _in_random_order(self, request: Request, asked: Mapping[str, str]) -> Reply:
+        """A page of offers in the order of one visitor. All visitors share what is read: PostgreSQL is asked
+        once for a filter, not once for each of them, unless there are too many offers.
+        """
+        filters, values = _filters_of(asked)
         if "visitor" not in asked:
             raise invalid("visitor: is required with order=random; the order is that of the visitor")
         visitor = _id(asked, "visitor")
         page = Page(asked, (str, str))
+        shared = {name: asked[name] for name in _FILTERS if name in asked}
+        source = await self._cache.document(
+            "shuffled_offers", shared, lambda: self._to_shuffle(filters, values), fresh="after" in asked
+        )
+        offers = self._shuffled_of(source)
+        if offers is None:
+            return await self._cached(
+                request, "offers", asked, lambda: self._sorted(page, visitor, filters, values)
+            )
+        arguments = _but_after(asked)
+        kept = self._cache.derived("offers", arguments, source, lambda: page.shuffled(offers, visitor))
+        return self._reply(request, "offers", asked, arguments, kept)
+
+    async def _to_shuffle(self, filters: str, values: Sequence[str]) -> bytes:
+        """All offers that match, in any order; `null` if there are too many."""
+        query = _NEWEST + filters + " LIMIT %s"
+        rows = await self._books.rows(query, [_NEVER, *values, SHUFFLED_OFFERS_MAX + 1])
+        return _encode(rows if len(rows) <= SHUFFLED_OFFERS_MAX else None)
+
+    def _shuffled_of(self, source: Kept) -> Listed | None:
+        """The offers of a document of `_to_shuffle`, by name."""
+        if source.tag not in self._listed:
+            names, raws = _decode_names(source.body), _decode_raws(source.body)
+            listed = None if names is None or raws is None else [
+                (named.offer, raw) for named, raw in zip(names, raws, strict=True)
+            ]  # fmt: skip
+            add_bounded(self._listed, source.tag, listed, SHUFFLED_LISTS_MAX)
+        return self._listed[source.tag]
+
+    async def _sorted(self, page: "Page", visitor: str, filters: str, values: Sequence[str]) -> bytes:
+        """A page of offers that PostgreSQL puts into the order of a visitor."""
         query = (
             _RANDOM
             + filters
@@ -148,12 +239,12 @@ class Questions:
     async def _offer(self, offer: str) -> bytes:
         rows = await self._books.rows(_ONE_OFFER, [_NEVER, offer])
         if not rows:
-            raise _no_such_offer(offer)
+            raise no_such_offer(offer)
         return _encode(rows[0])
 
     async def _offer_grabs(self, offer: str, asked: Mapping[str, str]) -> bytes:
         if not await self._books.rows("SELECT 1 FROM offers WHERE offer = %s", [offer]):
-            raise _no_such_offer(offer)
+            raise no_such_offer(offer)
         if chosen(asked, "order", TAKEN_ORDERS, "place") == "place":
             page = Page(asked, (int, str))
             query = (
@@ -179,21 +270,66 @@ class Questions:
         page = Page(asked, (str,))
         query = _OF_ASSETS + (" AND asset > %s" if page.last else "") + " ORDER BY asset LIMIT %s"
         rows = await self._books.rows(query, [request.path["user"], *page.last, page.rows + 1])
-        return _new(request, page.document("balances", rows, ("asset",)))
+        return reply_about_one(request, page.document("balances", rows, ("asset",)))
 
     async def user_grabs(self, request: Request, body: bytes) -> Reply:
         """GET /v1/users/{user}/grabs"""
         asked = await self._asked(request, "user_grabs", _BALANCES)
         page = Page(asked, (int, int, int))
+        of_offer = [_id(asked, "offer")] if "offer" in asked else []
         query = (
             _OF_USER
+            + (" AND offer = %s" if of_offer else "")
             + (" AND (at, shard, seq) < (%s, %s, %s)" if page.last else "")
             + " ORDER BY at DESC, shard DESC, seq DESC LIMIT %s"
         )
-        rows = await self._books.rows(query, [request.path["user"], *page.last, page.rows + 1])
+        rows = await self._books.rows(query, [request.path["user"], *of_offer, *page.last, page.rows + 1])
+        await self._open_metadata(rows, request.path["user"])
         for row in rows:
             self._tokens.add_to(row, request.path["user"])
-        return _new(request, page.document("grabs", rows, ("at", "shard", "seq")))
+        if of_offer:
+            await self._add_positions(of_offer[0], rows)
+        return reply_about_one(request, page.document("grabs", rows, ("at", "shard", "seq")))
+
+    async def _open_metadata(self, rows: Sequence[Row], user: str) -> None:
+        """Opens the metadata of a user's grabs."""
+        if self._key_of is None or not any(is_sealed(row["metadata"]) for row in rows):
+            return
+        try:
+            key = await self._key_of(user)
+        except KeysUnavailable as error:
+            raise retry_soon("unavailable", f"The keys of users cannot be read: {error}") from None
+        for row in rows:
+            row["metadata"] = open_metadata(row["metadata"], row["offer"], user, row["grab"], key)
+
+    async def _add_positions(self, offer: str, rows: Sequence[Row]) -> None:
+        """Adds its position to each grab that waits, unless it is too far back. The waiting list of an offer
+        is read once for all who wait, and kept as what a crowd asks for.
+        """
+        waiting = [row for row in rows if row["state"] == "waiting"]
+        if not waiting:
+            return
+        try:
+            kept = await self._cache.document(
+                "waiting_places", {"offer": offer}, lambda: self._waiting_places(offer)
+            )
+        except Problem as problem:
+            # What the user has matters more than the position.
+            log.info("the waiting list of %s cannot be read: %s", offer, problem)
+            return
+        places = self._places.get(kept.tag)
+        if places is None:
+            places = _decode_places(kept.body)
+            add_bounded(self._places, kept.tag, places, SHUFFLED_LISTS_MAX)
+        for row in waiting:
+            # Who joined a moment ago may not be in the list that is kept.
+            if (position := position_in(places, row["place"])) is not None:
+                row["position"] = position
+
+    async def _waiting_places(self, offer: str) -> bytes:
+        """The numbers of the first grabs of a waiting list, in order."""
+        rows = await self._books.rows(WAITING_PLACES, [offer, WAITING_POSITIONS_MAX])
+        return _encode([row["place"] for row in rows])
 
     async def user_transfers(self, request: Request, body: bytes) -> Reply:
         """GET /v1/users/{user}/transfers"""
@@ -208,11 +344,13 @@ class Questions:
         )
         given = [user, accounts, accounts, *page.last, page.rows + 1]
         rows = await self._books.rows(query, given)
-        return _new(request, page.document("transfers", rows, ("at", "shard", "seq", "leg", "direction")))
+        return reply_about_one(
+            request, page.document("transfers", rows, ("at", "shard", "seq", "leg", "direction"))
+        )
 
     async def _asked(self, request: Request, name: str, projections: Sequence[str]) -> dict[str, str]:
         """The parameters of a question, after waiting as long as `after` wants."""
-        asked = query_of(request, _PARAMETERS[name])
+        asked = query_of(request, PARAMETERS[name])
         if "after" not in asked:
             return asked
         position = _position(asked["after"])
@@ -241,7 +379,8 @@ class Questions:
         return asked
 
 
-_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
+#: The parameters that each operation takes.
+PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     operation.name: tuple(parameter.name for parameter in operation.parameters) for operation in OPERATIONS
 }
 
@@ -268,6 +407,38 @@ class Page:
                 del row[column]
         return _encode(document)
 
+    def shuffled(self, offers: Listed, visitor: str) -> bytes:
+        """The page of offers in the order of a visitor, which is the order of _SPOT."""
+        spots = sorted((_spot(offer, visitor), offer, raw) for offer, raw in offers)
+        start = bisect_right(spots, tuple(self.last), key=_place_of_spot) if self.last else 0
+        found = spots[start : start + self.rows]
+        document: dict[str, Any] = {"offers": [raw for _, _, raw in found]}
+        if len(spots) > start + self.rows:
+            document["next"] = _cursor(found[-1][:2])
+        return _encode(document)
+
+
+def _spot(offer: str, visitor: str) -> str:
+    return md5(f"{offer}/{visitor}".encode(), usedforsecurity=False).hexdigest()
+
+
+def _place_of_spot(spot: tuple[str, str, msgspec.Raw]) -> tuple[str, str]:
+    return spot[:2]
+
+
+def _but_after(asked: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in asked.items() if name != "after"}
+
+
+def _filters_of(asked: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The conditions of a question about offers, and their values."""
+    filters, values = "", []
+    for name, choices in (("state", OFFER_STATES), ("kind", KINDS), ("issuer", ())):
+        if name in asked:
+            filters += _FILTERS[name]
+            values.append(chosen(asked, name, choices, "") if choices else _id(asked, name))
+    return filters, values
+
 
 def _cursor(values: Sequence[Any]) -> str:
     return urlsafe_b64encode(_encode(values)).decode().rstrip("=")
@@ -290,20 +461,24 @@ def _read_cursor(text: str, kinds: tuple[type, ...]) -> list[Any]:
     return values
 
 
-def _new(request: Request, body: bytes) -> Reply:
+def reply_about_one(request: Request, body: bytes) -> Reply:
     """A document about one user, which browsers and proxies must not store. A program that has it in memory
     may ask by its tag.
     """
-    return _reply(request, body, tag_of(body), _FOR_ONE)
+    return tagged_reply(request, body, tag_of(body), _FOR_ONE)
 
 
-def _reply(request: Request, body: bytes, tag: bytes, keep: Header) -> Reply:
+def tagged_reply(request: Request, body: bytes, tag: bytes, keep: Header) -> Reply:
     """A document with its tag; nothing but the tag if the client has the document already."""
-    headers = ((b"content-type", JSON), keep, (b"etag", tag), *SECURE_HEADERS)
+    reply = _document(body, tag, keep)
     known = request.header(b"if-none-match") or b""
     if known.strip() == b"*" or tag in (one.strip().removeprefix(b"W/") for one in known.split(b",")):
-        return Reply(304, b"", headers[1:])
-    return Reply(200, body, headers)
+        return Reply(304, b"", reply.headers[1:])
+    return reply
+
+
+def _document(body: bytes, tag: bytes, keep: Header) -> Reply:
+    return Reply(200, body, ((b"content-type", JSON), keep, (b"etag", tag), *SECURE_HEADERS))
 
 
 def _id(asked: Mapping[str, str], name: str) -> str:
@@ -312,7 +487,8 @@ def _id(asked: Mapping[str, str], name: str) -> str:
     return asked[name]
 
 
-def _no_such_offer(offer: str) -> Problem:
+def no_such_offer(offer: str) -> Problem:
+    """The problem of an offer that the read model does not have."""
     return Problem(
         "no_such_offer",
         f"The read model has no offer {offer}. A new offer appears there within moments; the parameter "

@@ -1,11 +1,14 @@
 """The cache Redis (GRAB_CACHE_URL): what gateways share, and may lose at any time.
 
 Whoever uses it asks `is_up` first, does without it if not, and reports errors to `failed`. Then nothing uses
-it until it answers again.
+it until it answers again. A command that the server refuses (its memory is full) is reported to `refused`,
+and the server stays in use: it may still be read.
 """
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -14,6 +17,10 @@ from redis.exceptions import RedisError
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_SECONDS: Final = 1.0
+#: A server that fails again within this time rests longer each time, so that one that answers now and then
+#: neither delays requests nor fills the log.
+STEADY_SECONDS: Final = 60.0
+REST_SECONDS_MAX: Final = 30.0
 
 
 class IsTheCore(Exception):
@@ -30,16 +37,39 @@ class CacheServer:
         self.is_up = False
         self._require_other = require_other
         self._was_logged = False
+        #: When the server came into use, when it is checked again (monotonic, s), and after how long.
+        self._up_since = 0.0
+        self._check_at = 0.0
+        self._rest_seconds = 0.0
+        #: When a command was refused last.
+        self._refused_at = -math.inf
 
     def failed(self, error: Exception) -> None:
         """Takes the server out of use, until it answers again; logs the first error of an outage."""
-        self.is_up = False
+        if self.is_up:
+            self.is_up = False
+            now = time.monotonic()
+            is_again = self._rest_seconds > 0 and now - self._up_since < STEADY_SECONDS
+            self._rest_seconds = min(2 * self._rest_seconds, REST_SECONDS_MAX) if is_again else 1.0
+            self._check_at = now + self._rest_seconds
         if not self._was_logged:
             self._was_logged = True
             log.warning(
-                "the cache Redis (GRAB_CACHE_URL) cannot be used, and each gateway counts by itself: %s",
+                "the cache Redis (GRAB_CACHE_URL) cannot be used; each gateway counts, and keeps answers, by "
+                "itself: %s",
                 error or type(error).__name__,
             )
+
+    def refused(self, error: Exception) -> None:
+        """Notes that the server refused a command; logs it, unless it refused another one a moment ago."""
+        now = time.monotonic()
+        if now - self._refused_at > STEADY_SECONDS:
+            log.warning(
+                "the cache Redis (GRAB_CACHE_URL) refuses a command; what it does not store is not shared: "
+                "%s",
+                error,
+            )
+        self._refused_at = now
 
     async def check(self) -> None:
         """Takes the server into use if it answers, and is not a server that decides; raises IsTheCore."""
@@ -48,7 +78,9 @@ class CacheServer:
         except (RedisError, OSError) as error:
             self.failed(error)
             return
-        self.is_up = True
+        if not self.is_up:
+            self.is_up = True
+            self._up_since = time.monotonic()
         if self._was_logged:
             self._was_logged = False
             log.warning("the cache Redis (GRAB_CACHE_URL) can be used again")
@@ -57,7 +89,7 @@ class CacheServer:
         """Checks the server again and again while it is not in use, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY_SECONDS)
-            if not self.is_up:
+            if not self.is_up and time.monotonic() >= self._check_at:
                 try:
                     await self.check()
                 except IsTheCore as error:

@@ -1,40 +1,69 @@
-"""Keeps answers to questions that a crowd asks, for 2 s, in the memory of the gateway.
+"""Keeps answers to questions that a crowd asks, for 2 s: in the memory of the gateway and, where there is
+one, in the cache Redis, for all gateways.
 
 While an answer is being made, all who ask the same wait for it: PostgreSQL is asked once, not once for each.
 What could not be made is not kept.
 """
 
 import asyncio
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 from typing import NamedTuple
 
-from grabstream.gateway.bounds import CACHE_BYTES_MAX, CACHE_SECONDS
+import msgspec
 
+from grabstream.gateway.bounds import CACHE_BYTES_MAX, CACHE_SECONDS
+from grabstream.gateway.shared_answers import Found, SharedAnswers
+
+_encode = msgspec.json.Encoder().encode
 #: What an entry costs beside its body, in bytes.
 ENTRY_BYTES = 400
+#: How long an answer that another gateway is renewing is used without looking again.
+RENEWED_SECONDS = 0.05
 
 
 class Kept(NamedTuple):
-    """A document with its tag, and the time (monotonic, s) until which it is fresh."""
+    """A document with its tag, the time (monotonic, s) at which it was read or before, and the time until
+    which it is fresh.
+    """
 
     body: bytes
     tag: bytes
+    since: float
     until: float
 
 
 class Cache:
-    """Documents by the digest of what was asked, the least recently used dropped first."""
+    """Documents by the digest of what was asked, the least recently used dropped first. `shared` are those of
+    all gateways.
+    """
 
-    def __init__(self, seconds: float = CACHE_SECONDS, bytes_max: int = CACHE_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        seconds: float = CACHE_SECONDS,
+        bytes_max: int = CACHE_BYTES_MAX,
+        shared: SharedAnswers | None = None,
+    ) -> None:
         self._seconds = seconds
         self._bytes_max = bytes_max
+        self._shared = shared
         self._bytes = 0
+        #: Questions that a kept answer, or one that was being made, has answered; and the others.
+        self.hits = 0
+        self.misses = 0
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
         self._making: dict[bytes, asyncio.Task[Kept]] = {}
+
+    def kept(self, key: bytes) -> Kept | None:
+        """The document of a digest, if it is kept and fresh."""
+        kept = self._kept.get(key)
+        if kept is None or time.monotonic() >= kept.until:
+            return None
+        self._kept.move_to_end(key)
+        self.hits += 1
+        return kept
 
     async def document(
         self, name: str, asked: Mapping[str, str], make: Callable[[], Awaitable[bytes]], fresh: bool = False
@@ -43,27 +72,66 @@ class Cache:
         it is kept for others. Raises the error of `make`.
         """
         key = digest_of(name, asked)
-        kept = self._kept.get(key)
-        if kept is not None and not fresh and time.monotonic() < kept.until:
-            self._kept.move_to_end(key)
+        if not fresh and (kept := self.kept(key)) is not None:
             return kept
         if fresh:
+            self.misses += 1
             # One that is being made may be older than what this caller waits for.
-            return await self._make(key, make)
+            return await self._make(key, make, Found())
         making = self._making.get(key)
-        if making is None:
-            making = self._making[key] = asyncio.create_task(self._make(key, make))
+        if making is not None:
+            self.hits += 1
+        else:
+            self.misses += 1
+            making = self._making[key] = asyncio.create_task(self._find(key, make))
             making.add_done_callback(lambda _: self._making.pop(key, None))
         return await asyncio.shield(making)
 
-    async def _make(self, key: bytes, make: Callable[[], Awaitable[bytes]]) -> Kept:
-        # The age of an answer counts from before it was read.
-        until = time.monotonic() + self._seconds
-        body = await make()
-        kept = Kept(body, tag_of(body), until)
+    def derived(self, name: str, asked: Mapping[str, str], source: Kept, make: Callable[[], bytes]) -> Kept:
+        """The document that answers a question by what another document says, which was asked for before: as
+        old as that one, and kept in this gateway alone.
+        """
+        key = digest_of(name, asked)
         before = self._kept.get(key)
-        if before is None or before.until <= until:
-            self._keep(key, kept)
+        if before is not None and before.since == source.since:
+            self._kept.move_to_end(key)
+            return before
+        body = make()
+        return self._keep_newest(key, Kept(body, tag_of(body), source.since, source.until))
+
+    async def _find(self, key: bytes, make: Callable[[], Awaitable[bytes]]) -> Kept:
+        """The document of another gateway, or a new one."""
+        if self._shared is None or not self._shared.is_up:
+            return await self._make(key, make, Found())
+        found = await self._shared.find(key)
+        if found.body is None:
+            return await self._make(key, make, found)
+        now = time.monotonic()
+        since = now - found.age
+        until = max(since + self._seconds, now + RENEWED_SECONDS)
+        return self._keep_newest(key, Kept(found.body, tag_of(found.body), since, until))
+
+    async def _make(self, key: bytes, make: Callable[[], Awaitable[bytes]], found: Found) -> Kept:
+        # The age of an answer counts from before it was read.
+        since = time.monotonic()
+        try:
+            body = await make()
+        except Exception:
+            if self._shared is not None and found.maker:
+                await self._shared.give_up(key, found)
+            raise
+        kept = Kept(body, tag_of(body), since, since + self._seconds)
+        self._keep_newest(key, kept)
+        if self._shared is not None and self._shared.is_up:
+            await self._shared.store(key, body, time.monotonic() - since, found)
+        return kept
+
+    def _keep_newest(self, key: bytes, kept: Kept) -> Kept:
+        """Keeps a document unless a newer one is kept; returns the newer one of both."""
+        before = self._kept.get(key)
+        if before is not None and before.since > kept.since:
+            return before
+        self._keep(key, kept)
         return kept
 
     def _keep(self, key: bytes, kept: Kept) -> None:
@@ -77,7 +145,7 @@ class Cache:
 
 def digest_of(name: str, asked: Mapping[str, str]) -> bytes:
     """A short digest of a question: its name, and its arguments in a fixed order, whatever they contain."""
-    return sha256(json.dumps([name, sorted(asked.items())]).encode()).digest()[:16]
+    return sha256(_encode([name, sorted(asked.items())])).digest()[:16]
 
 
 def tag_of(body: bytes) -> bytes:

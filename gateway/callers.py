@@ -15,14 +15,14 @@ REALM: Final = 'Bearer realm="grabstream"'
 SCOPES: Final[Mapping[str, str]] = {
     "grab": "grab, baskets, release, extend",
     "settle": "confirm, return, redeem, unredeem, release, extend",
-    "read": "questions",
-    "operate": "open, amend, pause, resume, close",
+    "read": "questions, streams of events",
+    "operate": "open, amend, load, adjust, pause, resume, close; webhooks, and what the doctor says",
 }
 _OF_GRABS: Final = frozenset({"release", "extend"})
 #: What an end user may do. A new operation is not theirs until it is named here.
 OF_USERS: Final = frozenset(
     {"grab", "take_basket", "release", "extend", "offers", "offer", "offer_grabs"}
-    | {"user_balances", "user_grabs", "user_transfers"}
+    | {"user_balances", "user_grabs", "user_transfers", "user_events"}
 )
 
 
@@ -46,8 +46,8 @@ _SCOPES: Final = {operation.name: scopes_of(operation) for operation in OPERATIO
 
 
 def authorize(caller: Caller, operation: Operation, request: Request) -> None:
-    """Raises Problem unless a caller may do this. The request of an end user is marked with the user, whom
-    the checks of its body compare.
+    """Raises Problem unless a caller may do this. The request is marked with the service, or with the end
+    user, whom the checks of its body compare.
     """
     needed = _SCOPES[operation.name]
     if caller.user is None:
@@ -55,6 +55,7 @@ def authorize(caller: Caller, operation: Operation, request: Request) -> None:
             raise _insufficient(
                 needed, f"This needs the scope {' or '.join(needed)}, which the API key does not have."
             )
+        request.service = caller.name
         return
     if operation.name not in OF_USERS:
         raise _insufficient(

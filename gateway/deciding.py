@@ -14,6 +14,7 @@ from grabstream.gateway.problems import (
     NOT_KEPT,
     POSITIVE,
     SECURE_HEADERS,
+    Problem,
     Reply,
     refusal_reply,
     retry_soon,
@@ -21,17 +22,20 @@ from grabstream.gateway.problems import (
 from grabstream.gateway.requests import (
     IDEMPOTENCY_KEY,
     Request,
+    Then,
+    awaited,
     basket_of,
-    command_of,
     grab_of,
     key_of,
     opening_of,
+    operating_of,
     prefers_async,
     promise_of,
-    required_key_of,
     settling_of,
 )
-from grabstream.lua.gate.gate import Gate, Promise
+from grabstream.lua.gate.gate import Gate
+from grabstream.lua.gate.single import Promise
+from grabstream.lua.traces import traceparent, traces
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
@@ -58,7 +62,18 @@ class Commands:
 
     async def grab(self, request: Request, body: bytes) -> Reply:
         """POST /v1/offers/{offer}/grabs"""
-        return await self._decide(request, grab_of(request, body))
+        return await awaited(self.grab_soon, request, body)
+
+    def grab_soon(self, request: Request, body: bytes, then: Then) -> None:
+        """The same without a task."""
+        command = grab_of(request, body)
+        promise, began = promise_of(request), time.perf_counter()
+
+        def answered(found: Answer | BaseException) -> None:
+            _trace(request, [found], began)
+            then(self._found(request, command, found, promise))
+
+        self._gate.decide_soon(command, answered, promise, self._timeout_ms)
 
     async def open(self, request: Request, body: bytes) -> Reply:
         """POST /v1/offers"""
@@ -67,6 +82,14 @@ class Commands:
     async def amend(self, request: Request, body: bytes) -> Reply:
         """PATCH /v1/offers/{offer}"""
         return await self._operate(request, "amend", body)
+
+    async def load(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/loads"""
+        return await self._operate(request, "load", body)
+
+    async def adjust(self, request: Request, body: bytes) -> Reply:
+        """POST /v1/offers/{offer}/adjustments"""
+        return await self._operate(request, "adjust", body)
 
     async def pause(self, request: Request, body: bytes) -> Reply:
         """POST /v1/offers/{offer}/pause"""
@@ -124,12 +147,27 @@ class Commands:
         return refusal_reply(answer, commands[index], _now_ms(), members)
 
     async def _operate(self, request: Request, type_: str, body: bytes) -> Reply:
-        given = {"id": required_key_of(request), "offer": request.path["offer"]}
-        return await self._decide(request, command_of(type_, given, body))
+        return await self._decide(request, operating_of(request, type_, body))
 
     async def _decide(self, request: Request, command: AnyCommand) -> Reply:
         promise = promise_of(request)
         [answer] = await self._answers(request, [command], promise)
+        return self._reply(request, command, answer, promise)
+
+    def _found(
+        self, request: Request, command: AnyCommand, found: Answer | BaseException, promise: Promise
+    ) -> Reply | BaseException:
+        """What a request gets for what its command got."""
+        if isinstance(found, OutcomeUnknown):
+            return self._unknown(request, command, found)
+        if not isinstance(found, Answer):
+            return found
+        try:
+            return self._reply(request, command, found, promise)
+        except Exception as error:
+            return error
+
+    def _reply(self, request: Request, command: AnyCommand, answer: Answer, promise: Promise) -> Reply:
         if not answer.positive:
             return refusal_reply(answer, command, _now_ms())
         headers = _headers(request, promise)
@@ -148,22 +186,38 @@ class Commands:
         self, request: Request, commands: Sequence[AnyCommand], promise: Promise
     ) -> list[Answer]:
         timeout_ms = self._timeout_ms + sum(map(_parts_of, commands)) // PARTS_A_MILLISECOND
+        began = time.perf_counter()
         try:
-            return await self._gate.decide(commands, promise, timeout_ms=timeout_ms)
+            answers = await self._gate.decide(commands, promise, timeout_ms=timeout_ms)
+            _trace(request, answers, began)
+            return answers
         except OutcomeUnknown as error:
-            key = key_of(request) or commands[0].id
-            raise retry_soon(
-                "outcome_unknown",
-                f"The command may be carried out or not: {error}. Send the same request again with "
-                f"{IDEMPOTENCY_KEY}: {key} (offer {commands[0].offer}), until it has an answer.",
-                None,
-                (IDEMPOTENCY_KEY.lower().encode(), key.encode()),
-            ) from None
+            raise self._unknown(request, commands[0], error) from None
+
+    @staticmethod
+    def _unknown(request: Request, command: AnyCommand, error: OutcomeUnknown) -> Problem:
+        key = key_of(request) or command.id
+        return retry_soon(
+            "outcome_unknown",
+            f"The command may be carried out or not: {error}. Send the same request again with "
+            f"{IDEMPOTENCY_KEY}: {key} (offer {command.offer}), until it has an answer.",
+            None,
+            (IDEMPOTENCY_KEY.lower().encode(), key.encode()),
+        )
 
 
 def status_of(answer: Answer, promise: Promise) -> int:
     """The status of a positive answer: 202 while its event may not be in the journal yet."""
     return 202 if promise == "decided" else POSITIVE[Outcome(answer.code)]
+
+
+def _trace(request: Request, found: Sequence[Answer | BaseException], began: float) -> None:
+    """Adds a span for a request whose event is traced, which began at a time of `time.perf_counter`."""
+    if (traced := traces()) is not None:
+        answers = [answer for answer in found if isinstance(answer, Answer)]
+        given = [value for name, value in request.scope["headers"] if name == b"traceparent"]
+        cause = traceparent(given[0].decode("latin-1")) if len(given) == 1 else ""
+        traced.answered("request", answers, time.perf_counter() - began, cause)
 
 
 def _parts_of(command: AnyCommand) -> int:

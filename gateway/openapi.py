@@ -11,17 +11,28 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from grabstream.gateway.bounds import CURSOR_LENGTH_MAX
 from grabstream.gateway.callers import OF_USERS, SCOPES, scopes_of
 from grabstream.gateway.operations import OPERATIONS, Operation, Parameter
 from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
+from grabstream.gateway.requests import NOT_IN_PATHS
 from grabstream.models.bounds import BASKET_GRABS_MAX
 from grabstream.models.identifiers import ID_PATTERN
+from grabstream.models.offers import LINE_PATTERN
 from grabstream.models.outcomes import Outcome
 from grabstream.models.payments import TOKEN_LENGTH_MAX
 from grabstream.models.vocabulary import Answer, AnyCommand
-from grabstream.models.vocabulary.documents import DOCUMENTS, PaymentResult
+from grabstream.models.vocabulary.documents import (
+    DOCUMENTS,
+    PaymentResult,
+    WebhookDiscarded,
+    WebhookResent,
+    WebhookState,
+)
+from grabstream.projections.records.webhooks import EVENT_PATTERN
 
 OPENAPI_VERSION: Final = "3.1.0"
+INT32_MAX: Final = 2**31 - 1
 _REFERENCE: Final = "#/components/schemas/{model}"
 
 Node = dict[str, Any]
@@ -29,8 +40,8 @@ Node = dict[str, Any]
 DESCRIPTION: Final = (
     "Commands and questions to a grabstream system. A command is identified by its Idempotency-Key: a repeat "
     "gets the first answer. Amounts are integers, in minor units of a currency or in pieces; times are "
-    "milliseconds since 1970 UTC. A refusal is problem details (RFC 9457), with what and until when in "
-    "words."
+    "milliseconds since 1970 UTC. Integers are written without a fraction or exponent (1, not 1.0). A "
+    "refusal is problem details (RFC 9457), with what and until when in words."
 )
 #: Problems that every operation may answer, and those of commands and questions.
 _ANY: Final = (
@@ -41,6 +52,8 @@ _OF_CALLERS: Final = ("unauthenticated", "insufficient_scope", "too_many_request
 _OF_BODIES: Final = ("content_too_large", "unsupported_media_type")
 _OF_COMMANDS: Final = ("outcome_unknown",)
 _OF_READS: Final = ("unavailable", "read_model_behind")
+_OF_STREAMS: Final = ("unavailable",)
+_OF_CHANGES: Final = ("unavailable",)
 _OF_RECEIPTS: Final = ("not_signed", "outcome_unknown")
 #: Refusals after which nothing is booked for a receipt.
 _REFUSED_RECEIPTS: Final = (
@@ -65,7 +78,10 @@ def document(version: str) -> Node:
         },
         "servers": [{"url": "/"}],
         "paths": paths,
-        "components": {"schemas": _plain(dict(sorted(schemas.items()))), "securitySchemes": _SECURITY},
+        "components": {
+            "schemas": _sized(_plain(dict(sorted(schemas.items())))),
+            "securitySchemes": _SECURITY,
+        },
     }
 
 
@@ -108,6 +124,18 @@ def _plain(node: Any) -> Any:
     }
 
 
+def _sized(node: Any) -> Any:
+    """The node with the format of integers that 32 bits do not hold; generated clients need it."""
+    if isinstance(node, list):
+        return [_sized(member) for member in node]
+    if not isinstance(node, dict):
+        return node
+    sized = {name: _sized(value) for name, value in node.items()}
+    if node.get("type") == "integer" and node.get("maximum", INT32_MAX + 1) > INT32_MAX:
+        sized["format"] = "int64"
+    return sized
+
+
 # -- operations ----------------------------------------------------------------------------------------------
 
 
@@ -123,7 +151,7 @@ def _operation(operation: Operation) -> Node:
     if operation.body_bytes_max:
         schema = body_name(operation)
         node["requestBody"] = {
-            "required": bool(_required_of(operation)),
+            "required": operation.kind == "change" or bool(_required_of(operation)),
             "content": {"application/json": {"schema": _reference(schema)}},
             "description": f"At most {operation.body_bytes_max} bytes.",
         }
@@ -133,7 +161,7 @@ def _operation(operation: Operation) -> Node:
 def _parameters(operation: Operation) -> list[Node]:
     in_path = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     found: list[Node] = [
-        {"name": name, "in": "path", "required": True, "schema": _reference("Id")} for name in in_path
+        {"name": name, "in": "path", "required": True, "schema": _reference("PathId")} for name in in_path
     ]
     if operation.key != "none":
         found.append(
@@ -145,7 +173,21 @@ def _parameters(operation: Operation) -> list[Node]:
                 "key and body gets the first answer. Keys of grabs belong to an offer and a user, all others "
                 "to a campaign: there, another body under a known key is a `conflict`."
                 + ("" if operation.key == "required" else " Absent: the id of the offer, or a new UUID."),
-                "schema": {"type": "string", "pattern": f'^("?){ID_PATTERN[1:-1]}\\1$'},
+                "schema": {
+                    "type": "string",
+                    "pattern": f'^("?){ID_PATTERN[1:-1]}\\1$',
+                    "not": {"enum": [form for id_ in NOT_IN_PATHS for form in (id_, f'"{id_}"')]},
+                },
+            }
+        )
+    if operation.kind == "stream":
+        found.append(
+            {
+                "name": "Last-Event-ID",
+                "in": "header",
+                "required": False,
+                "description": "As `after`, which it replaces. A browser sends it by itself.",
+                "schema": {"type": "string"},
             }
         )
     if operation.kind == "command":
@@ -167,6 +209,9 @@ _FORMS: Final[Mapping[str, Node]] = {
     "id": {"$ref": "#/components/schemas/Id"},
     "integer": {"type": "integer", "minimum": 1},
     "position": {"type": "string", "pattern": "^[0-9]{1,4}-[0-9]{1,16}$"},
+    "place of offer": {"type": "string", "pattern": "^(0|[0-9]{1,4}-[0-9]{1,16})$"},
+    "place of user": {"type": "string", "pattern": r"^[0-9]{1,16}(\.[0-9]{1,16}){0,1023}$"},
+    "cursor": {"type": "string", "pattern": f"^[A-Za-z0-9_-]{{1,{CURSOR_LENGTH_MAX}}}$"},
 }
 
 
@@ -181,7 +226,7 @@ def _query_parameter(parameter: Parameter) -> Node:
     return {
         "name": parameter.name,
         "in": "query",
-        "required": False,
+        "required": parameter.is_required,
         "description": parameter.meaning,
         "schema": schema,
     }
@@ -190,11 +235,11 @@ def _query_parameter(parameter: Parameter) -> Node:
 def _responses(operation: Operation) -> Node:
     found: dict[int, Node] = {}
     for status, words in _positive(operation).items():
-        found[status] = {
-            "description": words,
-            "content": {"application/json": {"schema": _reference(answer_name(operation))}},
-        }
-    if operation.kind == "read":
+        content: Node = {"text/event-stream": {"schema": {"type": "string"}}}
+        if operation.kind != "stream":
+            content = {"application/json": {"schema": _reference(answer_name(operation))}}
+        found[status] = {"description": words, "content": content}
+    if operation.kind in ("read", "watch") or operation.name == "event_schema":
         found[200]["headers"] = {"ETag": {"schema": {"type": "string"}}}
         found[304] = {"description": "The client has it already (If-None-Match)."}
     problems: dict[int, list[str]] = {}
@@ -203,7 +248,7 @@ def _responses(operation: Operation) -> Node:
             problems.setdefault(int(REFUSALS[outcome].status), []).append(f"`{outcome.name}`")
     else:
         problems[400] = ["`invalid`"]
-        if "{offer}" in operation.path:
+        if ("{offer}" in operation.path and operation.kind != "stream") or operation.name == "user_why":
             problems[404] = ["`no_such_offer`"]
     for name in (
         *_ANY,
@@ -211,8 +256,12 @@ def _responses(operation: Operation) -> Node:
         *(("other_user",) if operation.name in OF_USERS else ()),
         *(_OF_BODIES if operation.body_bytes_max else ()),
         *(_OF_COMMANDS if operation.kind == "command" else ()),
-        *(_OF_READS if operation.kind == "read" else ()),
+        *(_OF_READS if operation.kind in ("read", "watch") else ()),
+        *(_OF_STREAMS if operation.kind == "stream" else ()),
         *(_OF_RECEIPTS if operation.kind == "receipt" else ()),
+        *(_OF_CHANGES if operation.kind == "change" else ()),
+        *(("no_such_webhook",) if "{webhook}" in operation.path else ()),
+        *(("unavailable",) if operation.name == "health_ready" else ()),
     ):
         of_status = problems.setdefault(int(DOOR_PROBLEMS[name][0]), [])
         if f"`{name}`" not in of_status:
@@ -240,6 +289,16 @@ def _positive(operation: Operation) -> dict[int, str]:
     """The statuses of success, with their meaning."""
     if operation.kind == "receipt":
         return {200: "It is in the journal what becomes of the money. Until this answer, send it again."}
+    if operation.kind == "stream":
+        return {
+            200: "Server-Sent Events: `event` is the type of the event, `data` its text as on `grab.events`, "
+            "`id` the position after it. `event: reset` says that the stream could not resume."
+            + (
+                " `event: position`, which has no `id`, tells where a grab stands on its waiting list."
+                if operation.name == "user_events"
+                else ""
+            )
+        }
     if operation.kind != "command":
         return {200: "The answer."}
     by_status: dict[int, list[str]] = {}
@@ -254,6 +313,8 @@ def _positive(operation: Operation) -> dict[int, str]:
 _OUTCOMES_OF: Final[Mapping[str, Sequence[Outcome]]] = {
     "open": (Outcome.opened,),
     "amend": (Outcome.amended,),
+    "load": (Outcome.loaded,),
+    "adjust": (Outcome.adjusted,),
     "pause": (Outcome.paused,),
     "resume": (Outcome.resumed,),
     "close": (Outcome.closed,),
@@ -274,12 +335,22 @@ _COMMANDS: Final[Mapping[str, type[BaseModel]]] = {
 }
 
 
+#: Changes of webhooks: the names of their bodies, and their answers.
+_CHANGES: Final[Mapping[str, tuple[str, type[BaseModel]]]] = {
+    "webhook_amend": ("WebhookBody", WebhookState),
+    "webhook_resend": ("ResendBody", WebhookResent),
+    "webhook_discard": ("DiscardBody", WebhookDiscarded),
+}
+
+
 def body_name(operation: Operation) -> str:
     """The name of the schema of a body."""
     if operation.name == "take_basket":
         return "Basket"
     if operation.kind == "receipt":
         return "ReceiptBody"
+    if operation.kind == "change":
+        return _CHANGES[operation.name][0]
     return f"{(operation.command or '').capitalize()}Body"
 
 
@@ -287,11 +358,15 @@ def answer_name(operation: Operation) -> str:
     """The name of the schema of a good answer."""
     if operation.kind == "command":
         return "BasketAnswer" if operation.name == "take_basket" else "Answer"
-    if operation.kind == "read":
+    if operation.kind in ("read", "watch"):
         return DOCUMENTS[operation.name].__name__
     if operation.kind == "receipt":
         return PaymentResult.__name__
-    return {"openapi": "Document", "problem": "ProblemType", "health": "Health"}[operation.name]
+    if operation.kind == "change":
+        return _CHANGES[operation.name][1].__name__
+    return {"openapi": "Document", "problem": "ProblemType", "event_schema": "EventSchema"}.get(
+        operation.name, "Health"
+    )
 
 
 def _reference(name: str) -> Node:
@@ -301,14 +376,12 @@ def _reference(name: str) -> Node:
 def _schemas() -> dict[str, Node]:
     models: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in _COMMANDS.values()]
     models += [(model, "validation") for model in DOCUMENTS.values()]
+    models += [(answer, "validation") for _, answer in _CHANGES.values()]
     models += [(PaymentResult, "serialization"), (Answer, "serialization")]
     _, made = models_json_schema(models, ref_template=_REFERENCE)
     known: dict[str, Node] = made["$defs"]
     commands = {model.__name__ for model in _COMMANDS.values()}
-    # `adjust` and `load` have no route, and their parts no use.
-    schemas = {
-        name: schema for name, schema in known.items() if name not in commands and name not in ("Entry",)
-    }
+    schemas = {name: schema for name, schema in known.items() if name not in commands}
     for operation in OPERATIONS:
         if operation.command is not None and operation.name != "take_basket":
             schemas[body_name(operation)] = _body(operation, known)
@@ -333,6 +406,12 @@ def _schemas() -> dict[str, Node]:
         ["answers"],
     )
     schemas["Id"] = {"type": "string", "pattern": ID_PATTERN}
+    schemas["PathId"] = {
+        "type": "string",
+        "pattern": ID_PATTERN,
+        "not": {"enum": list(NOT_IN_PATHS)},
+        "description": "An id in a path. Clients and proxies change paths with `.` or `..`.",
+    }
     schemas["Problem"] = _problem(answer)
     answer["properties"]["payment_token"] = {
         "type": "string",
@@ -349,6 +428,17 @@ def _schemas() -> dict[str, Node]:
         },
         ["receipt"],
     )  # fmt: skip
+    schemas["WebhookBody"] = _object(
+        "A change of a webhook.", {"state": {"type": "string", "enum": ["active", "paused"]}}, ["state"]
+    )
+    schemas["ResendBody"] = _object(
+        "What is sent again: all that is parked, or that of one offer.", {"offer": _reference("Id")}, []
+    )
+    schemas["DiscardBody"] = _object(
+        "An event that is given up, as SHARD-SEQ.",
+        {"event": {"type": "string", "pattern": EVENT_PATTERN}},
+        ["event"],
+    )
     schemas["ProblemType"] = _object(
         "What a type of problems means.",
         {
@@ -361,6 +451,11 @@ def _schemas() -> dict[str, Node]:
         "The gateway takes requests.", {"status": {"type": "string", "const": "ok"}}, ["status"]
     )
     schemas["Document"] = {"type": "object", "description": "An OpenAPI document."}
+    schemas["EventSchema"] = {
+        "type": "object",
+        "description": "A JSON Schema (2020-12) of the values of `grab.events`. Its `$id` is the "
+        "`ce_dataschema` of their records.",
+    }
     return schemas
 
 
@@ -383,6 +478,18 @@ def _given(operation: Operation) -> tuple[str, ...]:
     return ("type", "id", "offer", "grab")
 
 
+#: Fields that the gateway adds when they are absent.
+_ABSENT: Final[Mapping[str, tuple[str, ...]]] = {"open": ("offer",), "adjust": ("approved_by",)}
+
+
+#: Ids of users may have fewer characters than codes. Each code is handed out once.
+_ITEMS_BY_LIST: Final[Node] = {
+    "if": {"properties": {"what": {"const": "audience"}}},
+    "then": {"properties": {"items": {"items": {"pattern": ID_PATTERN}}}},
+    "else": {"properties": {"items": {"items": {"pattern": LINE_PATTERN}, "uniqueItems": True}}},
+}
+
+
 def _required_of(operation: Operation) -> list[str]:
     """The fields that a body must have."""
     if operation.name == "take_basket":
@@ -391,7 +498,7 @@ def _required_of(operation: Operation) -> list[str]:
         return ["receipt"]
     fields = _COMMANDS[operation.command or ""].model_fields
     required = [name for name, field in fields.items() if field.is_required()]
-    optional = (*_given(operation), *(("offer",) if operation.name == "open" else ()))
+    optional = (*_given(operation), *_ABSENT.get(operation.name, ()))
     always = ["user"] if operation.scope == "settle" else []
     return [*(name for name in required if name not in optional), *always]
 
@@ -405,6 +512,14 @@ def _body(operation: Operation, known: Mapping[str, Node]) -> Node:
             **schema["properties"]["offer"],
             "description": "The id of the offer; absent: the Idempotency-Key, or a new UUID.",
         }
+    if operation.name == "adjust":
+        schema["properties"]["approved_by"] = {
+            **schema["properties"]["approved_by"],
+            "description": "Who approved it. Where callers say who they are, it is the name of the API key, "
+            "and may be absent; otherwise it is required.",
+        }
+    if operation.name == "load":
+        schema |= _ITEMS_BY_LIST
     if "user" in required:
         # Every settlement names the user of the grab.
         schema["properties"]["user"] = _reference("Id")

@@ -4,13 +4,18 @@ from typing import Final, Literal, NamedTuple
 
 from grabstream.gateway.bounds import (
     AFTER_SECONDS_MAX,
+    DEMAND_SECONDS,
+    DEMAND_SECONDS_MAX,
     GRAB_BODY_BYTES_MAX,
     PAGE_ROWS,
     PAGE_ROWS_MAX,
 )
 from grabstream.models.bounds import COMMAND_BYTES_MAX
+from grabstream.models.offers import TIME_MS_MAX
 
-Kind = Literal["command", "read", "document", "receipt"]
+#: `watch`: a question of operators (`watching.py`). `change`: of a webhook (`changing_webhooks.py`).
+#: `page`: a file of the live page.
+Kind = Literal["command", "read", "watch", "document", "receipt", "stream", "change", "page"]
 Key = Literal["required", "optional", "none"]
 Scope = Literal["grab", "settle", "operate", "read", "none"]
 
@@ -21,9 +26,10 @@ class Parameter(NamedTuple):
     name: str
     meaning: str
     choices: tuple[str, ...] = ()
-    form: Literal["text", "id", "integer", "position"] = "text"
+    form: Literal["text", "id", "integer", "position", "cursor", "place of offer", "place of user"] = "text"
     default: str | int | None = None
     maximum: int | None = None
+    is_required: bool = False
 
 
 class Operation(NamedTuple):
@@ -68,11 +74,12 @@ _PAGE: Final = (
         default=PAGE_ROWS,
         maximum=PAGE_ROWS_MAX,
     ),
-    Parameter("cursor", "The `next` of the page before."),
+    Parameter("cursor", "The `next` of the page before.", form="cursor"),
     _AFTER,
 )
 _OFFER: Final = "/v1/offers/{offer}"
 _USER: Final = "/v1/users/{user}"
+_WEBHOOK: Final = "/v1/webhooks/{webhook}"
 _GRAB: Final = "/v1/offers/{offer}/grabs/{grab}"
 
 
@@ -89,13 +96,34 @@ def _operating(method: str, path: str, name: str, summary: str, key: Key = "requ
     )
 
 
+def _following(path: str, name: str, summary: str) -> Operation:
+    after = Parameter(
+        "after", "The `id` of a message, after which the stream resumes, or 0.", form="place of offer"
+    )
+    if path.startswith(_USER):
+        after = Parameter(
+            "after", "The `id` of a message, after which the stream resumes.", form="place of user"
+        )
+    return Operation("GET", path, name, "stream", "read", summary, parameters=(after,))
+
+
 def _asking(path: str, name: str, summary: str, *parameters: Parameter) -> Operation:
     return Operation("GET", path, name, "read", "read", summary, parameters=parameters)
+
+
+def _watching(path: str, name: str, summary: str, *parameters: Parameter, scope: Scope = "read") -> Operation:
+    return Operation("GET", path, name, "watch", scope, summary, parameters=parameters)
+
+
+def _changing(method: str, path: str, name: str, summary: str) -> Operation:
+    return Operation(method, path, name, "change", "operate", summary, body_bytes_max=GRAB_BODY_BYTES_MAX)
 
 
 OPERATIONS: Final = (
     _operating("POST", "/v1/offers", "open", "Open an offer", "optional"),
     _operating("PATCH", _OFFER, "amend", "Change terms of an offer"),
+    _operating("POST", f"{_OFFER}/loads", "load", "Load a chunk of a list: codes, or who may grab"),
+    _operating("POST", f"{_OFFER}/adjustments", "adjust", "Correct the ledger"),
     _operating("POST", f"{_OFFER}/pause", "pause", "Refuse grabs until the offer is resumed"),
     _operating("POST", f"{_OFFER}/resume", "resume", "Accept grabs again"),
     _operating("POST", f"{_OFFER}/close", "close", "Close an offer for ever"),
@@ -137,9 +165,61 @@ OPERATIONS: Final = (
         *_PAGE,
     ),
     _asking(f"{_USER}/balances", "user_balances", "What a user has", *_PAGE),
-    _asking(f"{_USER}/grabs", "user_grabs", "The grabs of a user, the newest first", *_PAGE),
+    _asking(
+        f"{_USER}/grabs", "user_grabs", "The grabs of a user, the newest first",
+        Parameter("offer", "Grabs of this offer only.", form="id"), *_PAGE,
+    ),
     _asking(f"{_USER}/transfers", "user_transfers", "The transfers of a user, the newest first", *_PAGE),
+    _following(f"{_OFFER}/events", "offer_events", "The events of an offer, as they come"),
+    _following(f"{_USER}/events", "user_events", "The events that name a user, as they come"),
+    _watching(
+        "/v1/demand", "demand", "Answers to grabs by outcome and second, in the last moments",
+        Parameter(
+            "seconds", f"The length of the window, 1 to {DEMAND_SECONDS_MAX}; absent: {DEMAND_SECONDS}.",
+            form="integer", default=DEMAND_SECONDS, maximum=DEMAND_SECONDS_MAX,
+        ),
+    ),
+    _watching("/v1/system", "system", "Shards, read models and their lag, recoveries, differences"),
+    _watching("/v1/books", "books", "The sums of the ledger by asset and kind of account"),
+    _watching("/v1/doctor", "doctor", "What is stuck, and the command that mends it", scope="operate"),
+    _watching(
+        f"{_USER}/why", "user_why", "Everything that happened between a user and an offer",
+        Parameter("offer", "The offer.", form="id", is_required=True),
+    ),
+    _watching(
+        f"{_OFFER}/waiting", "offer_waiting", "The waiting list of an offer, in order", *_PAGE[:2]
+    ),
+    _watching(
+        f"{_OFFER}/film", "offer_film", "An offer through time: its state at a time, and who got what",
+        Parameter(
+            "at", "The time, in ms since 1970 UTC; absent: now.", form="integer", maximum=TIME_MS_MAX
+        ),
+    ),
+    _watching(
+        f"{_OFFER}/fairness", "offer_fairness", "The distribution of parts, and the mean part by place"
+    ),
+    _watching(f"{_OFFER}/demand", "offer_demand", "The refusals of an offer by outcome"),
+    _watching("/v1/webhooks", "webhooks", "Webhooks, with what is not delivered", scope="operate"),
+    _watching(
+        f"{_WEBHOOK}/deliveries", "webhook_deliveries", "What a webhook has not delivered, by offer",
+        scope="operate",
+    ),
+    _changing("PATCH", _WEBHOOK, "webhook_amend", "Pause a webhook, or resume it from where it was paused"),
+    _changing("POST", f"{_WEBHOOK}/resend", "webhook_resend", "Send again what is parked for a webhook"),
+    _changing("POST", f"{_WEBHOOK}/discard", "webhook_discard", "Give up an event for a webhook"),
     Operation("GET", "/openapi.json", "openapi", "document", "none", "This document"),
     Operation("GET", "/problems/{problem}", "problem", "document", "none", "What a type of problems means"),
+    Operation(
+        "GET", "/v1/schemas/events/{event}", "event_schema", "document", "none",
+        "The JSON Schema of an event, as `ce_dataschema` names it: `grab.granted.v1`",
+    ),
     Operation("GET", "/health", "health", "document", "none", "Whether the gateway takes requests"),
+    Operation("GET", "/health/live", "health_live", "document", "none", "Whether the gateway works at all"),
+    Operation("GET", "/health/ready", "health_ready", "document", "none", "Whether Redis answers it"),
 )  # fmt: skip
+#: The live page. It is for people, so the OpenAPI document does not have it.
+PAGES: Final = (
+    Operation("GET", "/", "page", "page", "none", "The live page"),
+    Operation("GET", "/o/{offer}", "offer_page", "page", "none", "The public page of an offer"),
+    Operation("GET", "/ui/{file}", "page_file", "page", "none", "A file of the live page"),
+)

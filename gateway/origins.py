@@ -4,15 +4,15 @@ No cookie exists, and credentials come in the header Authorization, which a brow
 no page can use the rights of its visitor, and answers never allow a browser to send cookies.
 """
 
-from typing import Final
+from typing import Any, Final
 
 from starlette.types import Scope
 
-from grabstream.gateway.problems import Header, Reply
+from grabstream.gateway.problems import Header
 
 #: How long a browser may remember what it may send, in seconds.
 PREFLIGHT_SECONDS: Final = 600
-_SENT: Final = b"Authorization, Content-Type, Idempotency-Key, If-None-Match, Prefer"
+_SENT: Final = b"Authorization, Content-Type, Idempotency-Key, If-None-Match, Last-Event-ID, Prefer"
 _READ: Final = b"ETag, Idempotency-Key, Location, Preference-Applied, Retry-After, WWW-Authenticate"
 
 
@@ -22,8 +22,8 @@ class Origins:
     def __init__(self, allowed: frozenset[str]) -> None:
         self._allowed = frozenset(origin.encode() for origin in allowed)
 
-    def headers(self, scope: Scope, reply: Reply) -> tuple[Header, ...]:
-        """The headers that a reply gets in addition."""
+    def headers(self, scope: Scope, reply: Any) -> tuple[Header, ...]:
+        """The headers that a reply, also one that is a stream, gets in addition."""
         given = [value for name, value in scope["headers"] if name == b"origin"]
         if len(given) != 1 or given[0] not in self._allowed:
             return ((b"vary", b"Origin"),)

@@ -318,6 +318,7 @@ DOOR_PROBLEMS: Final[Mapping[str, tuple[HTTPStatus, str]]] = {
     "unauthenticated": (HTTPStatus.UNAUTHORIZED, "Valid credentials are required"),
     "insufficient_scope": (HTTPStatus.FORBIDDEN, "The caller may not do this"),
     "other_user": (HTTPStatus.FORBIDDEN, "This belongs to another user"),
+    "no_such_webhook": (HTTPStatus.NOT_FOUND, "There is no such webhook"),
     "not_found": (HTTPStatus.NOT_FOUND, "There is nothing at this path"),
     "method_not_allowed": (HTTPStatus.METHOD_NOT_ALLOWED, "The path does not have this method"),
     "request_timeout": (HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive"),

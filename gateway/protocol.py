@@ -4,44 +4,178 @@ uvicorn's protocol parses with httptools and calls the application. This subclas
 of the request's head and of the whole request, time limits for reading a request and for taking an answer, a
 bound of connections, and problem details for what is not HTTP. It also drops trailer fields, which uvicorn
 would add to the headers.
+
+An answer that is complete goes out in one piece (`REPLY`). What the application answers from its memory
+(`answer_now`) goes out without a task, and so does the answer to a request of which it takes head and body
+together (`takes_whole`, `answer_later`).
+
+A turn of the event loop reads from a bounded number of connections (`Turns`). A command needs several turns,
+one for each answer of Redis or Kafka; so a crowd that is refused must not make a turn long.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any, Final, cast
+from urllib.parse import unquote
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import httptools
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_RE,
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from grabstream.gateway.bounds import (
     HEAD_BYTES_MAX,
+    HEADS_KEPT_MAX,
     MESSAGE_BYTES_MAX,
     PIPELINE_MAX,
+    READ_AT_ONCE,
     READ_SECONDS_MAX,
     WRITE_SECONDS_MAX,
 )
-from grabstream.gateway.problems import Problem, retry_soon
+from grabstream.gateway.measures import GatewayMeasures
+from grabstream.gateway.problems import Header, Problem, Reply, retry_soon
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_SECONDS: Final = 1.0
+#: Keys of the scope of a request: a function that ends its connection at once; one that sends a complete
+#: answer, or returns False if the client has yet to take those before; how long it waited for a turn of the
+#: event loop (s), if it did; and, set by the application, that its answer is a stream, which ends itself when
+#: the client is too slow.
+ABORT: Final = "grabstream.abort"
+REPLY: Final = "grabstream.reply"
+WAITED: Final = "grabstream.waited"
+STREAMS: Final = "grabstream.streams"
+
+
+class _Cycle(RequestResponseCycle):
+    """A request and its answer."""
+
+    def reply(self, reply: Reply) -> bool:
+        """Sends a complete answer in one piece. Returns False, and sends nothing, while the client has yet to
+        take the answers before.
+        """
+        if self.disconnected:
+            return True
+        if self.flow.write_paused or self.response_started:
+            return False
+        status, body, headers = reply
+        pieces = [_head_of(status, headers)]
+        for name, value in self.default_headers:
+            pieces += (name, b": ", value, b"\r\n")
+        if status not in (204, 304):
+            pieces.append(b"content-length: %d\r\n" % len(body))
+        if not self.keep_alive:
+            pieces.append(b"connection: close\r\n")
+        pieces.append(b"\r\n")
+        if self.scope["method"] != "HEAD":
+            pieces.append(body)
+        self.response_started = self.response_complete = True
+        self.waiting_for_100_continue = False
+        self.transport.write(b"".join(pieces))
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+        return True
+
+
+@lru_cache(HEADS_KEPT_MAX)
+def _head_of(status: int, headers: tuple[Header, ...]) -> bytes:
+    """The status line and headers of an answer; most answers have the same. Raises RuntimeError for a header
+    that HTTP does not allow.
+    """
+    pieces = [STATUS_LINE[status]]
+    for name, value in headers:
+        if HEADER_RE.search(name) or HEADER_VALUE_RE.search(value):
+            raise RuntimeError(f"not a header: {name!r}: {value!r}")
+        pieces += (name.lower(), b": ", value, b"\r\n")
+    return b"".join(pieces)
+
+
+async def _send(reply: Reply, scope: Any, receive: Any, send: Any) -> None:
+    """Sends a reply to a client that has yet to take those before."""
+    headers = (*reply.headers, (b"content-length", b"%d" % len(reply.body)))
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+def _nothing() -> None:
+    """What is left to do after an answer that is complete."""
+
+
+class Turns:
+    """How many connections may still be read in this turn of the event loop, and those that wait."""
+
+    def __init__(self) -> None:
+        self._left = READ_AT_ONCE
+        self._waiting: deque[BoundedProtocol] = deque()
+        self._is_counting = False
+
+    def has_room(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether one more connection may be read in this turn; if so, it is counted."""
+        if not self._is_counting:
+            self._is_counting = True
+            loop.call_soon(self._next, loop)
+        if self._left <= 0:
+            return False
+        self._left -= 1
+        return True
+
+    def wait(self, connection: "BoundedProtocol") -> None:
+        """The connection is read in a later turn, after those that wait already."""
+        self._waiting.append(connection)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A new turn has begun. Those that wait are read first, so that nobody waits for ever."""
+        self._left = READ_AT_ONCE
+        self._is_counting = bool(self._waiting)
+        if self._is_counting:
+            loop.call_soon(self._next, loop)
+        while self._waiting and self._left > 0:
+            self._left -= 1
+            connection = self._waiting.popleft()
+            try:
+                connection.read_deferred()
+            except Exception:
+                # One connection must not keep the others from being read.
+                log.exception("a connection cannot be read; it is aborted")
+                connection.transport.abort()
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `connections_max` is set by `bounded`."""
+    """One connection. `connections_max`, `measures` and `turns` are set by `bounded`."""
 
     connections_max = 10_000
+    measures: GatewayMeasures | None = None
+    turns: Turns
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuses the connection when there are too many."""
         super().connection_made(transport)
+        #: What has arrived and waits for a later turn of the event loop.
+        self._deferred = b""
+        self._deferred_at = 0.0
+        #: How long the bytes that are parsed now have waited; the requests in them that were answered from
+        #: memory. Those after the first PIPELINE_MAX wait for their turn, as others do.
+        self._waited = 0.0
+        self._answered_now = 0
         #: Bytes of the request since its head began, or since its head was complete.
         self._bytes = 0
         self._head_bytes = 0
         self._is_head = True
-        #: Why the request is not a safe one, by its headers.
+        #: Why the request is not a safe one, by its headers; and what else its safety depends on.
         self._unsafe = ""
+        self._hosts = 0
+        self._is_coded = False
         #: Whether a request began in the data that is being parsed, and its head is not complete.
         self._began = False
         #: Nothing is parsed any more: the connection ends after the answers that are still to be sent.
@@ -52,9 +186,19 @@ class BoundedProtocol(HttpToolsProtocol):
         #: When the first byte of the request came that is not complete yet; at first, when the connection was
         #: made.
         self._reading_since: float | None = self.loop.time()
-        #: Since when the client has not taken all of its answers.
+        #: Since when the client has not taken all of its answers; since when it has all of them, and has sent
+        #: nothing more.
         self._writing_since: float | None = None
+        self._idle_since: float | None = None
+        #: Answers a request from memory, or returns None.
+        self._answer_now: Callable[[Any], Reply | None] | None = getattr(self.app, "answer_now", None)
+        #: Whether the application takes a request without a task, when its body has come.
+        self._takes_whole: Callable[[Any], bool] | None = getattr(self.app, "takes_whole", None)
+        #: Such a request, whose body arrives.
+        self._whole: _Cycle | None = None
         if len(self.connections) > self.connections_max:
+            if self.measures is not None:
+                self.measures.shed["connections"] += 1
             self._end(
                 retry_soon(
                     "busy", f"The gateway has {self.connections_max} connections, as many as it takes."
@@ -62,12 +206,45 @@ class BoundedProtocol(HttpToolsProtocol):
             )
 
     def data_received(self, data: bytes) -> None:
-        """Parses what has arrived, unless it is too much."""
+        """Parses what has arrived, unless it is too much, or not the turn of this connection."""
         if self._is_ending:
             return
+        self._idle_since = None
         if self._reading_since is None:
             self._reading_since = self.loop.time()
+        if self.turns.has_room(self.loop):
+            self._read(data)
+        else:
+            # Until it is read, nothing more comes, not even the end: nothing is parsed, so nothing that is
+            # parsed can make the connection readable.
+            self._deferred = data
+            self._deferred_at = self.loop.time()
+            self.transport.pause_reading()
+            self.turns.wait(self)
+
+    def read_deferred(self) -> None:
+        """Parses what has waited for its turn."""
+        data, self._deferred = self._deferred, b""
+        if self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        if data and not self._is_ending:
+            # The request before it may have been answered since.
+            self._idle_since = None
+            self._waited = self.loop.time() - self._deferred_at
+            self._read(data)
+            self._waited = 0.0
+
+    def shutdown(self) -> None:
+        """Ends the connection after the requests that have come."""
+        if self._deferred:
+            self.read_deferred()
+        super().shutdown()
+
+    def _read(self, data: bytes) -> None:
         self._bytes += len(data)
+        self._answered_now = 0
         super().data_received(data)
         if self._began:
             self._began = False
@@ -80,8 +257,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._is_head = self._began = True
-        self._head_bytes = 0
+        self._head_bytes = self._hosts = 0
         self._unsafe = ""
+        self._is_coded = False
         self._reading_since = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
@@ -93,15 +271,26 @@ class BoundedProtocol(HttpToolsProtocol):
         """A header; a trailer field, after the body, is dropped."""
         if self._is_head:
             self._head_bytes += len(name) + len(value) + 4
-            if name.lower() == b"transfer-encoding" and value.strip().lower() != b"chunked":
-                self._unsafe = "Transfer-Encoding must be chunked, if it is there."
-            super().on_header(name, value)
+            lower = name.lower()
+            if lower == b"host":
+                self._hosts += 1
+            elif lower == b"transfer-encoding":
+                self._is_coded = True
+                if value.strip().lower() != b"chunked":
+                    self._unsafe = "Transfer-Encoding must be chunked, if it is there."
+            elif lower == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((lower, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete: the application is called, if the head is within its bound."""
         self._is_head = self._began = False
         self._bytes = 0
         if self._is_ending:
+            return
+        if self.transport.is_closing():
+            # The answer before was the last one of this connection.
+            self._is_ending = True
             return
         if self._head_bytes > HEAD_BYTES_MAX:
             self._end(_too_much(is_head=True))
@@ -118,21 +307,116 @@ class BoundedProtocol(HttpToolsProtocol):
                 )
             )
             return
-        super().on_headers_complete()
-        self._receiving = self.cycle
-        if self.expect_100_continue:
-            # The answer may come before the body, and then nobody knows whether the body comes.
-            self.cycle.keep_alive = False
+        before, cycle = self.cycle, self._begin()
+        self._receiving = self.cycle = cycle
+        if before is not None and not before.response_complete:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
+        elif not self._is_answered_now(cycle):
+            if self._takes_whole is not None and self._takes_whole(cycle.scope):
+                self._working = self._whole = cycle
+            else:
+                self._start_asgi_task(cycle, self.app)
+
+    def _begin(self) -> _Cycle:
+        """The request whose head is complete, as uvicorn makes it, without what this server does not use:
+        other protocols, a root path, a bound of tasks, and a log of requests.
+        """
+        scope: Any = self.scope
+        scope["method"] = self.parser.get_method().decode("ascii")
+        version = self.parser.get_http_version()
+        if version != "1.1":
+            scope["http_version"] = version
+        target = httptools.parse_url(self.url)
+        path = target.path.decode("ascii")
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"] = target.path
+        scope["query_string"] = target.query or b""
+        cycle = _Cycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            # With Expect, the answer may come before the body, and then nobody knows whether the body comes.
+            keep_alive=version != "1.0" and not self.expect_100_continue and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        scope[ABORT] = self.transport.abort
+        scope[REPLY] = cycle.reply
+        if self._waited:
+            scope[WAITED] = self._waited
+        return cycle
+
+    def _is_answered_now(self, cycle: _Cycle) -> bool:
+        """Sends the answer to a request that the application answers from its memory, if it does."""
+        if self._answer_now is None or self.flow.write_paused or self._answered_now >= PIPELINE_MAX:
+            return False
+        reply = self._answer_now(cycle.scope)
+        if reply is None:
+            return False
+        self._working = cycle
+        self._answered_now += 1
+        cycle.reply(reply)
+        cycle.on_response = _nothing
+        return True
+
+    def _answer_whole(self, cycle: _Cycle) -> None:
+        """Has the application answer a request whose body has come."""
+
+        def answered(reply: Reply) -> None:
+            try:
+                is_sent = cycle.reply(reply)
+            except RuntimeError:
+                # uvloop has closed the connection, and tells the protocol a moment later.
+                if not self.transport.is_closing():
+                    log.exception("an answer cannot be sent")
+                    self.transport.abort()
+                cycle.disconnected = is_sent = True
+            if is_sent:
+                cycle.on_response = _nothing
+            else:
+                self._start_asgi_task(cycle, partial(_send, reply))
+
+        self.app.answer_later(cycle.scope, bytes(cycle.body), answered)
+
+    def on_response_complete(self) -> None:
+        """An answer is complete: the next request gets its turn. `check` ends a connection that is idle, so
+        that no timer is needed for each answer.
+        """
+        self.server_state.total_requests += 1
+        if self._working is not None:
+            # The request and its scope name each other, so only the collector would free them, and until then
+            # each request would use new memory, which is in no cache of the processor.
+            cast(Any, self._working.scope).pop(REPLY, None)
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        else:
+            self._idle_since = self.loop.time()
 
     def _why_unsafe(self) -> str:
         """Why a request may be read in another way by somebody before this server, in words; '' if not."""
         if self.parser.should_upgrade():
             # The parser takes what follows for another protocol, also the body.
             return "The gateway speaks HTTP/1.1 only: send the request without Upgrade (and not as h2c)."
-        if self.parser.get_http_version() not in ("1.0", "1.1"):
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
             return "The version must be HTTP/1.1 or HTTP/1.0."
-        if not self.url.startswith(b"/"):
-            return "The target of a request must be a path, which begins with /."
+        if version == "1.0" and self._is_coded:
+            # A proxy that speaks HTTP/1.0 ignores the header, and takes the chunks for the next request.
+            return "A request of HTTP/1.0 must not have Transfer-Encoding."
+        if self._hosts > 1 or (version == "1.1" and not self._hosts):
+            return "A request must have the header Host, once."
+        if not self.url.startswith(b"/") or b"#" in self.url:
+            return "The target of a request must be a path, which begins with / and has no fragment (#)."
         return self._unsafe
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -171,6 +455,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._bytes = 0
         self._reading_since = self._receiving = None
         super().on_message_complete()
+        whole, self._whole = self._whole, None
+        if whole is not None and not whole.response_complete:
+            self._answer_whole(whole)
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is not HTTP."""
@@ -182,16 +469,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """Ends the connection when its client has been too slow. Called every second."""
+        if self._deferred:
+            return  # it is the gateway that is slow
         try:
             is_waiting = self.transport.get_write_buffer_size() > 0
         except RuntimeError:
             return  # uvloop has ended the connection, and tells the protocol in a moment
         if not is_waiting:
             self._writing_since = None
+        elif self._is_streaming():
+            pass  # it bounds the time of each piece itself
         elif self._writing_since is None:
             self._writing_since = now
         elif now - self._writing_since > WRITE_SECONDS_MAX:
             self.transport.abort()
+            return
+        if self._idle_since is not None and now - self._idle_since > self.timeout_keep_alive:
+            self.timeout_keep_alive_handler()
             return
         if (
             not self._is_ending
@@ -199,6 +493,10 @@ class BoundedProtocol(HttpToolsProtocol):
             and now - self._reading_since > READ_SECONDS_MAX
         ):
             self._end(Problem("request_timeout", f"A request must arrive within {READ_SECONDS_MAX:.0f} s."))
+
+    def _is_streaming(self) -> bool:
+        working = self._working
+        return working is not None and not working.response_complete and STREAMS in working.scope
 
     def _end(self, problem: Problem) -> None:
         """Sends a problem, and closes the connection. Requests that were complete before get their answers;
@@ -240,9 +538,10 @@ def _too_much(is_head: bool) -> Problem:
     return Problem("content_too_large", f"A request has at most {MESSAGE_BYTES_MAX} bytes.")
 
 
-def bounded(connections: int) -> type[BoundedProtocol]:
-    """The protocol with a bound of connections."""
-    return type("Bounded", (BoundedProtocol,), {"connections_max": connections})
+def bounded(connections: int, measures: GatewayMeasures | None = None) -> type[BoundedProtocol]:
+    """The protocol with a bound of connections. `measures` counts what it refuses."""
+    own = {"connections_max": connections, "measures": measures, "turns": Turns()}
+    return type("Bounded", (BoundedProtocol,), own)
 
 
 async def keep_checking(connections: Iterable[Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 from limits import RateLimitItem, parse_many  # rates in words, and their counters in Redis as a script
 from limits.aio.storage import RedisStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from grabstream.gateway.bounds import CALLERS_COUNTED_MAX
 from grabstream.gateway.cache_server import CacheServer
@@ -57,6 +57,8 @@ class Counters:
         if self._cache is not None and self._shared is not None and self._cache.is_up:
             try:
                 return await _hit_shared(self._shared, rates, kind, name)
+            except ResponseError as error:
+                self._cache.refused(error)
             except (RedisError, OSError) as error:
                 self._cache.failed(error)
         now = time.time()

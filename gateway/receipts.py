@@ -23,7 +23,7 @@ from grabstream.gateway.problems import (
     refusal_reply,
     retry_soon,
 )
-from grabstream.gateway.requests import Request, query_of
+from grabstream.gateway.requests import Request, Then, awaited, query_of
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.models.answers import Answer, encode_answer
@@ -38,6 +38,7 @@ RESULTS: Final = ("confirmed", "refund_due", "released", "unchanged")
 _NOTHING_HELD: Final = frozenset(
     {Outcome.no_such_offer, Outcome.no_such_grab, Outcome.expired, Outcome.not_held}
 )
+_HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -60,26 +61,36 @@ class Receipts:
 
     async def payment_callback(self, request: Request, body: bytes) -> Reply:
         """POST /v1/payments/callback"""
-        query_of(request, ())
-        receipt = self._receipt(body)
-        command = command_of(receipt)
-        answer = await self._answer(receipt, command)
-        if isinstance(command, Confirm) and answer.code == Outcome.no_such_offer and answer.seq is None:
-            # When an offer has retired, it is not known any more whose grab it was. Without a user, a known
-            # payment gets its recorded outcome. (Nothing can be confirmed any more.)
-            command = msgspec.structs.replace(command, user=None)
-            answer = await self._answer(receipt, command)
-        result = _result(command, answer)
-        if result is None:
-            return _refused(receipt, command, answer)
-        document = {
-            "payment": receipt.payment,
-            "result": result,
-            "answer": msgspec.Raw(encode_answer(answer)),
-        }
-        return Reply(200, _encode(document), ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS))
+        return await awaited(self.payment_callback_soon, request, body)
 
-    def _receipt(self, body: bytes) -> Receipt:
+    def payment_callback_soon(self, request: Request, body: bytes, then: Then) -> None:
+        """The same without a task."""
+        query_of(request, ())
+        text, receipt = self._receipt(body)
+        command = command_of(receipt)
+        if isinstance(command, Confirm):
+            # Its authority travels with it: the gate verifies it, too, and that it is for this system.
+            command = msgspec.structs.replace(command, receipt=text)
+        self._decide(receipt, command, then)
+
+    def _decide(self, receipt: Receipt, command: Confirm | Release, then: Then) -> None:
+        def answered(found: Answer | BaseException) -> None:
+            if (
+                isinstance(found, Answer)
+                and isinstance(command, Confirm)
+                and command.user is not None
+                and found.code == Outcome.no_such_offer
+                and found.seq is None
+            ):
+                # When an offer has retired, it is not known any more whose grab it was. Without a user, a
+                # known payment gets its recorded outcome. (Nothing can be confirmed any more.)
+                self._decide(receipt, msgspec.structs.replace(command, user=None), then)
+            else:
+                then(_found(receipt, command, found))
+
+        self._gate.decide_soon(command, answered, timeout_ms=self._timeout_ms, of_system=True)
+
+    def _receipt(self, body: bytes) -> tuple[str, Receipt]:
         try:
             text = _decode_body(body).receipt
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -98,20 +109,39 @@ class Receipts:
                 [(b"www-authenticate", b"JWS")],
             ) from None
         try:
-            return decode_receipt(payload)
+            return text, decode_receipt(payload)
         except Invalid as error:
             raise invalid(f"receipt: {error}", "receipt") from None
 
-    async def _answer(self, receipt: Receipt, command: Confirm | Release) -> Answer:
-        try:
-            [answer] = await self._gate.decide([command], timeout_ms=self._timeout_ms, of_system=True)
-        except OutcomeUnknown as error:
-            raise retry_soon(
-                "outcome_unknown",
-                f"Payment {receipt.payment} may be recorded or not: {error}. Send the same receipt again, "
-                "until it has an answer.",
-            ) from None
-        return answer
+
+def _found(
+    receipt: Receipt, command: Confirm | Release, found: Answer | BaseException
+) -> Reply | BaseException:
+    """What a receipt gets for what its command got."""
+    if isinstance(found, OutcomeUnknown):
+        return retry_soon(
+            "outcome_unknown",
+            f"Payment {receipt.payment} may be recorded or not: {found}. Send the same receipt again, "
+            "until it has an answer.",
+        )
+    if not isinstance(found, Answer):
+        return found
+    try:
+        return _reply(receipt, command, found)
+    except Exception as error:
+        return error
+
+
+def _reply(receipt: Receipt, command: Confirm | Release, answer: Answer) -> Reply:
+    result = _result(command, answer)
+    if result is None:
+        return _refused(receipt, command, answer)
+    document = {
+        "payment": receipt.payment,
+        "result": result,
+        "answer": msgspec.Raw(encode_answer(answer)),
+    }
+    return Reply(200, _encode(document), _HEADERS)
 
 
 def _result(command: Confirm | Release, answer: Answer) -> str | None:

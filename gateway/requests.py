@@ -4,11 +4,13 @@ A body has the fields of its command that neither the path nor a header gives. I
 JSON of the command, undecoded, and checked by the same functions as a command from a topic.
 """
 
+import asyncio
 import json
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from hashlib import sha256
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote_to_bytes
@@ -18,11 +20,14 @@ from starlette.types import Receive, Scope
 
 from grabstream.gateway.bounds import (
     BASKET_KEY_LENGTH_MAX,
+    PARSED_BYTES_MAX,
+    PARSED_MAX,
     QUERY_BYTES_MAX,
     QUERY_PARAMETERS_MAX,
 )
-from grabstream.gateway.problems import Problem, invalid
-from grabstream.lua.gate.gate import Promise
+from grabstream.gateway.problems import Problem, Reply, invalid
+from grabstream.lua.gate.journaled import settle
+from grabstream.lua.gate.single import Promise
 from grabstream.models.bounds import BASKET_GRABS_MAX, quoted
 from grabstream.models.commands import (
     AnyCommand,
@@ -37,7 +42,7 @@ from grabstream.models.identifiers import ID_PATTERN, is_id
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 _JSON_SPACE: Final = b" \t\r\n"
 #: Ids that clients and proxies remove from a path.
-_NOT_IN_PATHS: Final = frozenset({".", ".."})
+NOT_IN_PATHS: Final = (".", "..")
 _ID_WORDS: Final = f"must match {ID_PATTERN.strip('^$')}"
 _is_json = re.compile(rb'application/json(?:[ \t]*;[ \t]*charset="?utf-8"?)?[ \t]*\Z', re.IGNORECASE).match
 #: Where a field comes from that a body must not have.
@@ -49,18 +54,24 @@ _GIVEN: Final = {
     "basket": f"the header {IDEMPOTENCY_KEY} gives it; POST /v1/baskets takes baskets",
     "user": "the token gives it",
 }
+#: Commands whose operator is always the caller.
+_OF_THE_KEY: Final = frozenset({"load", "adjust"})
 _named_twice = re.compile(r"'(\w+)': is named twice").match
 
 
 class Request:
     """A request whose path was found: its scope, the function that receives its body, and the ids of its
-    path. `user` is the end user who sends it; None for a service, and without authentication.
+    path. `user` is the end user who sends it; None for a service, and without authentication. `service` is
+    the name of the API key of a service; None for an end user, and without authentication. `is_admitted`
+    tells a stream whether its credentials are still valid; None without authentication.
     """
 
-    __slots__ = ("_headers", "path", "receive", "scope", "user")
+    __slots__ = ("_headers", "is_admitted", "path", "receive", "scope", "service", "user")
 
     def __init__(self, scope: Scope, receive: Receive, path: Mapping[str, str]) -> None:
         self.user: str | None = None
+        self.service: str | None = None
+        self.is_admitted: Callable[[], Awaitable[bool]] | None = None
         self.scope = scope
         self.receive = receive
         self.path = path
@@ -80,6 +91,17 @@ class Request:
         return name in self._headers
 
 
+#: Takes the reply to a request, or the error in place of it.
+Then = Callable[[Reply | BaseException], None]
+
+
+async def awaited(begin: Callable[[Request, bytes, Then], None], request: Request, body: bytes) -> Reply:
+    """The reply that a handler without a task gives; raises its error."""
+    reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    begin(request, body, partial(settle, reply))
+    return await reply
+
+
 #: The path of a grab, without any encoding: most requests have it.
 _grab_path = re.compile(rb"/v1/offers/([A-Za-z0-9._:-]{1,64})/grabs").fullmatch
 
@@ -88,7 +110,7 @@ def offer_of_grab(raw_path: bytes) -> str | None:
     """The offer in the path of a grab; None for any other path, and for ids that `segments_of` refuses."""
     found = _grab_path(raw_path)
     offer = found[1].decode() if found else None
-    return None if offer in _NOT_IN_PATHS else offer
+    return None if offer in NOT_IN_PATHS else offer
 
 
 def segments_of(raw_path: bytes) -> list[str]:
@@ -103,7 +125,7 @@ def segments_of(raw_path: bytes) -> list[str]:
         text = (unquote_to_bytes(part) if b"%" in part else part).decode("latin-1")
         if text and not is_id(text):
             raise invalid(f"path: each part {_ID_WORDS}, got {quoted(text)}", "path")
-        if text in _NOT_IN_PATHS:
+        if text in NOT_IN_PATHS:
             raise invalid(f"path: clients and proxies change a path with {text}", "path")
         decoded.append(text)
     return decoded
@@ -114,6 +136,13 @@ def query_of(request: Request, known: Sequence[str]) -> dict[str, str]:
     raw: bytes = request.scope["query_string"]
     if not raw:
         return {}
+    if len(raw) <= PARSED_BYTES_MAX:
+        # A crowd asks the same. The caller gets a dict of its own.
+        return dict(_parsed(raw, tuple(known)))
+    return _parameters_of(raw, known)
+
+
+def _parameters_of(raw: bytes, known: Sequence[str]) -> dict[str, str]:
     if len(raw) > QUERY_BYTES_MAX:
         raise Problem("uri_too_long", f"A query has at most {QUERY_BYTES_MAX} bytes, this has {len(raw)}.")
     try:
@@ -132,6 +161,10 @@ def query_of(request: Request, known: Sequence[str]) -> dict[str, str]:
             raise invalid(f"{name}: the parameter is there twice; keep one")
         parameters[name] = value
     return parameters
+
+
+#: The same for queries and parameters that came a moment ago. What is refused is not remembered.
+_parsed = lru_cache(PARSED_MAX)(_parameters_of)
 
 
 def chosen(parameters: Mapping[str, str], name: str, choices: Sequence[str], default: str) -> str:
@@ -175,15 +208,21 @@ async def body_of(request: Request, bytes_max: int) -> bytes:
         size += len(pieces[-1])
     if event["type"] != "http.request":
         raise Gone
-    if size > bytes_max:
-        raise too_large(bytes_max)
-    if size and request.header(b"content-type") is None:
-        raise _not_json(None)
+    check_body(request, size, bytes_max)
     return b"".join(pieces)
 
 
 class Gone(Exception):
     """The client has closed the connection before its request was complete: no one reads an answer."""
+
+
+def check_body(request: Request, size: int, bytes_max: int) -> None:
+    """Raises Problem for a body of so many bytes that is too large, or that is no JSON by its headers."""
+    check_body_headers(request, bytes_max)
+    if size > bytes_max:
+        raise too_large(bytes_max)
+    if size and request.header(b"content-type") is None:
+        raise _not_json(None)
 
 
 def check_body_headers(request: Request, bytes_max: int) -> None:
@@ -242,7 +281,7 @@ def key_of(request: Request) -> str | None:
 
 def _check_in_paths(id_: str, field: str) -> None:
     """Raises Problem for an id of a grab, user or offer that no path can name."""
-    if id_ in _NOT_IN_PATHS:
+    if id_ in NOT_IN_PATHS:
         raise invalid(f"{field}: clients and proxies change a path with {id_}; choose another id", field)
 
 
@@ -310,6 +349,47 @@ def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
             raise invalid("user: is required; it must be the user of the grab")
         check_user(request, command.user, "user")
     return command
+
+
+class _Operating(msgspec.Struct):
+    operator: Any = msgspec.UNSET
+    approved_by: Any = msgspec.UNSET
+
+
+_decode_operating = msgspec.json.Decoder(_Operating).decode
+
+
+def operating_of(request: Request, type_: str, body: bytes) -> AnyCommand:
+    """The command of an operator about the offer of the path."""
+    given = {"id": required_key_of(request), "offer": request.path["offer"]}
+    return command_of(type_, _with_operator(request, type_, given, body), body)
+
+
+def _with_operator(request: Request, type_: str, given: Mapping[str, str], body: bytes) -> Mapping[str, str]:
+    """The fields that are given; where callers say who they are, with the API key as operator, unless the
+    body names one. A list and a correction are always those of the key, which has approved it, too: the event
+    says who did it. Raises Problem when the body names another one.
+    """
+    try:
+        named = _decode_operating(body or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return given  # the body is refused as a whole, in words
+    if request.service is None:
+        if type_ == "adjust" and named.approved_by is msgspec.UNSET:
+            raise invalid("approved_by: is required; no API key says who approved the correction")
+        return given
+    added = {}
+    for field in ("operator", "approved_by") if type_ == "adjust" else ("operator",):
+        value = getattr(named, field)
+        if value is msgspec.UNSET:
+            added[field] = request.service
+        elif type_ in _OF_THE_KEY and value != request.service:
+            raise invalid(
+                f"{field}: must be {request.service}, the name of the API key, or absent, got "
+                f"{quoted(str(value))}",
+                field,
+            )
+    return {**given, **added}
 
 
 # -- end users -----------------------------------------------------------------------------------------------
@@ -382,7 +462,7 @@ def opening_of(request: Request, body: bytes) -> AnyCommand:
         raise invalid(str(error)) from None
     key = key_of(request) or (offer if isinstance(offer, str) and is_id(offer) else new_id())
     given = {"id": key} if offer is not None else {"id": key, "offer": key}
-    command = command_of("open", given, body)
+    command = command_of("open", _with_operator(request, "open", given, body), body)
     _check_in_paths(command.offer, "offer")
     return command
 

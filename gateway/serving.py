@@ -11,7 +11,8 @@ from typing import Any, Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from grabstream.gateway.bounds import BACKLOG, DRAIN_SECONDS_MAX, IDLE_SECONDS_MAX
+from grabstream.gateway.bounds import ACCEPTED_AT_ONCE, BACKLOG, DRAIN_SECONDS_MAX, IDLE_SECONDS_MAX
+from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.protocol import bounded, keep_checking
 from grabstream.lua.ending import first_to_end, running
 
@@ -67,7 +68,7 @@ def connections_possible(wanted: int) -> int:
 
 async def serve(
     application: ASGIApp, bound: socket.socket, connections_max: int, stop: asyncio.Event,
-    ready: Callable[[], None],
+    ready: Callable[[], None], measures: GatewayMeasures | None = None,
 ) -> None:  # fmt: skip
     """Serves until `stop`; then accepts nothing more, and returns when the requests in work have their
     answers, at the latest after DRAIN_SECONDS_MAX.
@@ -75,7 +76,7 @@ async def serve(
     config = uvicorn.Config(
         application,
         loop="none",
-        http=bounded(connections_max),
+        http=bounded(connections_max, measures),
         ws="none",
         lifespan="off",
         backlog=BACKLOG,
@@ -89,11 +90,15 @@ async def serve(
     # What clients do wrong is answered, not logged.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server = _Server(config, ready)
+    if measures is not None:
+        measures.connections = lambda: len(server.server_state.connections)
 
     async def end() -> None:
         await stop.wait()
         server.should_exit = True
 
-    serving: Any = server.serve(sockets=[bound])
+    # uvloop accepts one connection of a socket in each turn of its loop. Under load, a turn takes long, and
+    # new clients would wait for seconds while those that are connected are served.
+    serving: Any = server.serve(sockets=[bound, *(bound.dup() for _ in range(ACCEPTED_AT_ONCE - 1))])
     async with running(serving) as tasks, running(end(), keep_checking(server.server_state.connections)):
         await first_to_end(tasks)

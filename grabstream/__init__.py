@@ -8,9 +8,9 @@ They return pydantic models of `grabstream.vocabulary`, and need only `pip insta
 audit trail, of which some are runs of grabs (`singles`). They need only `pip install grabstream`. -
 `grabstream.vocabulary` has the same commands, terms, answers and events as pydantic models (validation
 messages, `model_dump`, JSON Schema, FastAPI); `to_wire()` and `from_wire()` convert. - `open_gate` decides
-commands directly in Redis, `Projection` describes a read model of your own, `read_events` reads past events.
-They need `pip install 'grabstream[server]'`. - `load_settings` reads the settings (`GRAB_*` variables and
-`.env`) that all of them use.
+commands directly in Redis, `Projection` describes a read model of your own, `follow_into` hands events on to
+any sink, `read_events` reads past events. They need `pip install 'grabstream[server]'`. - `load_settings`
+reads the settings (`GRAB_*` variables and `.env`) that all of them use.
 
 A name is imported when it is first used, so `import grabstream` is fast. Names that are not in `__all__` may
 change with any release.
@@ -23,8 +23,10 @@ from grabstream.extras import MissingExtra, server_needed_by
 
 if TYPE_CHECKING:
     from grabstream.client.exchange import RequestProblem
+    from grabstream.client.following import ServedEvent, StreamReset, WaitingPosition
     from grabstream.client.over_http import AsyncClient, Client
     from grabstream.client.over_kafka import KafkaClient
+    from grabstream.client.pseudonyms import pseudonym
     from grabstream.lua.gate.gate import Gate
     from grabstream.models.answers import Answer, LimitState, decode_answer
     from grabstream.models.commands import (
@@ -85,9 +87,18 @@ if TYPE_CHECKING:
     from grabstream.models.upcasting import NewerEvent
     from grabstream.ops.connections.event_sources import NoTrail
     from grabstream.ops.connections.opening import open_gate
-    from grabstream.ops.history import read_events
+    from grabstream.ops.event_cursor import EventCursor
+    from grabstream.ops.following import follow_into
+    from grabstream.ops.history import (
+        JournalLine,
+        read_events,
+        read_events_sync,
+        read_lines,
+        read_lines_sync,
+    )
     from grabstream.ops.settings import BadSettings, Settings, load_settings
-    from grabstream.projections.cursors import Fact
+    from grabstream.projections.cursors import CursorMoved, Fact
+    from grabstream.streams.following.sinks import EventSink, FileSink, SinkDamaged
     from grabstream.streams.following.user_projection import Projection
     from grabstream.streams.history.chunks import Point
 
@@ -108,10 +119,14 @@ __all__ = [
     "Confirm",
     "Corrupt",
     "CouponTerms",
+    "CursorMoved",
     "Entry",
     "EnvelopeTerms",
+    "EventCursor",
+    "EventSink",
     "Extend",
     "Fact",
+    "FileSink",
     "Gap",
     "Gate",
     "Grab",
@@ -128,6 +143,7 @@ __all__ = [
     "HeldRun",
     "Hours",
     "Invalid",
+    "JournalLine",
     "KafkaClient",
     "LedgerAdjusted",
     "Limit",
@@ -155,12 +171,16 @@ __all__ = [
     "RequestProblem",
     "Resume",
     "Return",
+    "ServedEvent",
     "Settings",
+    "SinkDamaged",
     "StockTerms",
+    "StreamReset",
     "Terms",
     "Transfer",
     "Undecodable",
     "Unredeem",
+    "WaitingPosition",
     "campaign_of",
     "check_command",
     "decode_answer",
@@ -168,9 +188,14 @@ __all__ = [
     "decode_event",
     "decode_line",
     "encode_command",
+    "follow_into",
     "load_settings",
     "open_gate",
+    "pseudonym",
     "read_events",
+    "read_events_sync",
+    "read_lines",
+    "read_lines_sync",
     "shard_of",
     "singles",
 ]
@@ -178,8 +203,10 @@ __all__ = [
 #: The names of each module. A test compares them with the imports above, which type checkers read.
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "client.exchange": ("RequestProblem",),
+    "client.following": ("ServedEvent", "StreamReset", "WaitingPosition"),
     "client.over_http": ("AsyncClient", "Client"),
     "client.over_kafka": ("KafkaClient",),
+    "client.pseudonyms": ("pseudonym",),
     "lua.gate.gate": ("Gate",),
     "models.answers": ("Answer", "LimitState", "decode_answer"),
     "models.commands": (
@@ -206,9 +233,12 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "models.upcasting": ("NewerEvent",),
     "ops.connections.event_sources": ("NoTrail",),
     "ops.connections.opening": ("open_gate",),
-    "ops.history": ("read_events",),
+    "ops.event_cursor": ("EventCursor",),
+    "ops.following": ("follow_into",),
+    "ops.history": ("JournalLine", "read_events", "read_events_sync", "read_lines", "read_lines_sync"),
     "ops.settings": ("BadSettings", "Settings", "load_settings"),
-    "projections.cursors": ("Fact",),
+    "projections.cursors": ("CursorMoved", "Fact"),
+    "streams.following.sinks": ("EventSink", "FileSink", "SinkDamaged"),
     "streams.following.user_projection": ("Projection",),
     "streams.history.chunks": ("Point",),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Final
 
 INSTALL_SERVER: Final = "pip install 'grabstream[server]'"
+INSTALL_ANALYSTS: Final = "pip install 'grabstream[server,analysts]'"
 #: The modules that only the extra `server` installs.
 SERVER_MODULES: Final = frozenset(
     {
@@ -20,6 +21,8 @@ SERVER_MODULES: Final = frozenset(
         "httptools",
         "jwt",
         "limits",
+        "opentelemetry",
+        "prometheus_client",
         "psycopg",
         "psycopg_pool",
         "redis",

@@ -31,6 +31,7 @@ SHARD_FIELDS: Final = (
     "raised_layout",  # the layout in which the next takeover rebuilds the shard; absent where it has that
     "partial",  # present while the shard is incomplete, because it is being rebuilt
     "fault",  # the reason, in words, why the relay could not reconcile the shard
+    "clock",  # 'caller' where callers may name the time, as in tests and rehearsals; absent elsewhere
     "plain",  # the reason, in words, why its owner runs plain scripts; absent where it uses functions
 )
 
@@ -218,6 +219,22 @@ class KeySpace(NamedTuple):
     def shard_of_offer(self, offer: str) -> int:
         """The shard that decides an offer."""
         return shard_of(campaign_of(offer), self.shards)
+
+
+#: Keys of an offer that tell what nobody who grabs may know: its state, with the seed of an envelope, the
+#: parts drawn ahead, and its codes, which are sealed.
+_SECRET_KEYS: Final = ("state", "parts", "codes", "names")
+
+
+def readable_patterns(prefix: str) -> list[str]:
+    """Patterns (glob) of the keys of all shards that say nothing about parts and codes to come. Ids have no
+    braces and no `/`, so no key of an offer matches another pattern than its own.
+    """
+    tag = f"{prefix}:{{{prefix}-s*}}"
+    of_shard = [key.rpartition(":")[2] for key in ShardKeys(prefix, 0).deciding()]
+    of_offers = [f"offer:*/{name}" for name in OFFER_KEYS if name not in _SECRET_KEYS]
+    names = (*of_shard, "lease", f"{STAGED}/present", "campaign:*", *of_offers)
+    return [KeySpace(prefix, 1).system, *(f"{tag}:{name}" for name in names)]
 
 
 def state_key_beside(key: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from grabstream.lua.gate.encoding import CallOffers, envelope_row, limit_rows, parts_packed, terms_row
+from grabstream.lua.gate.encoding import CallOffers, changes_row, envelope_row, parts_packed, terms_row
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.keys import ShardKeys
@@ -164,9 +164,7 @@ def _seed(shard: int, event: OfferOpened, sealer: Sealer, seeds: Mapping[str, st
 
 
 def _amended(event: OfferAmended) -> dict[str, Any]:
-    changes = changes_of(event.changes).fields()
-    if "limits" in changes:
-        changes["limits"] = limit_rows(changes["limits"])
+    changes = changes_row(changes_of(event.changes))
     return _head(event) | {"added": event.added, "removed": event.removed, "changes": changes}
 
 

@@ -18,6 +18,20 @@ async def time_ms_of(redis: Any, key: str) -> int:
     return int(await run_script(redis, "time", [key], []))
 
 
+async def let_callers_set_time(redis: Any, state: str) -> None:
+    """Lets callers name the time at which the shard with this key decides, for a test or a rehearsal whose
+    clock runs faster. Raises ValueError when the shard has events: times would jump in its history.
+
+    Raises the client's errors. Shards of production are never marked so: there, a call with a time of its
+    own is refused.
+    """
+    if await redis.hget(state, "clock") == b"caller":
+        return
+    if int(await redis.hget(state, "seq") or 0):
+        raise ValueError(f"the shard of {state} has events already, so it keeps the clock of its server")
+    await redis.hset(state, "clock", "caller")
+
+
 async def raise_term(
     redis: Any, state: str, floor: int, owner: str, layout: int | None = None
 ) -> tuple[list[bytes], str]:

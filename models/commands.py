@@ -58,6 +58,10 @@ CHUNKS_MAX: Final = 100_000
 ITEMS_BYTES_MAX: Final = 200_000
 CODE_LENGTH_MAX: Final = 200
 TICKET_LENGTH_MAX: Final = 4_096
+#: The signatures of a command, and the characters of each.
+APPROVALS_MAX: Final = 4
+APPROVAL_LENGTH_MAX: Final = 1_024
+RECEIPT_LENGTH_MAX: Final = 4_096
 TRANSFERS_MAX: Final = 16
 #: The bytes of a `load` beside its items, at most.
 COMMAND_REST_BYTES: Final = 1_024
@@ -83,9 +87,15 @@ class Command(
 
 
 class OfferCommand(Command, frozen=True, kw_only=True):
-    """A command of an operator about an offer; `operator` says who sent it."""
+    """A command of an operator about an offer; `operator` says who sent it, `approvals` are the signatures of
+    the operators who approve it.
+    """
 
     operator: Id | None = None
+    approvals: Annotated[
+        tuple[Annotated[str, in_schema(minLength=1, maxLength=APPROVAL_LENGTH_MAX)], ...],
+        in_schema(maxItems=APPROVALS_MAX),
+    ] = ()
 
 
 class Open(OfferCommand, frozen=True, kw_only=True):
@@ -174,13 +184,14 @@ class GrabCommand(Command, frozen=True, kw_only=True):
 
 class Confirm(GrabCommand, frozen=True, kw_only=True, gc=False):
     """Reports that a hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its
-    units (absent: all that are held).
+    units (absent: all that are held). `receipt` is the signature of the payment side.
     """
 
     payment: Id | None = None
     paid: Sum = 0
     currency: Currency | None = None
     quantity: Quantity | None = None
+    receipt: Annotated[str, in_schema(minLength=1, maxLength=RECEIPT_LENGTH_MAX)] | None = None
 
 
 class Release(GrabCommand, frozen=True, kw_only=True):
@@ -276,6 +287,8 @@ class Undecodable(Exception):
         self.id = id
         self.offer = offer
         self.user = user
+        #: Whether it was decoded, and is refused for another reason; whoever refuses it finds `raw`.
+        self.is_decoded = False
 
 
 def check(command: AnyCommand, of_system: bool = False) -> None:
@@ -364,7 +377,7 @@ def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
     """Whether all commands are confirmations, and nothing is wrong with them: most are so, and this takes
     less time than the rules.
     """
-    if set(map(type, commands)) != {Confirm}:
+    if set(map(type, commands)) != {Confirm} or any(map(_receipt_of, commands)):
         return False
     columns = zip(*map(_fields_of_confirm, commands), strict=True)
     ids, offers, grabs, payments, users, paid, currencies, quantities = columns
@@ -391,6 +404,7 @@ def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
     )
 
 
+_receipt_of = attrgetter("receipt")
 _fields_of_confirm = attrgetter("id", "offer", "grab", "payment", "user", "paid", "currency", "quantity")
 
 
@@ -425,11 +439,20 @@ def _check_rules(command: AnyCommand, of_system: bool = False) -> None:
         _check_named("user", command.user)
     if isinstance(command, OfferCommand) and command.operator is not None:
         _check_named("operator", command.operator)
+    if isinstance(command, OfferCommand) and command.approvals:
+        _check_approvals(command.approvals)
 
 
 def _check_named(field: str, value: str) -> None:
     if not is_id(value):
         raise Invalid(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(value)}")
+
+
+def _check_approvals(approvals: Sequence[str]) -> None:
+    if len(approvals) > APPROVALS_MAX:
+        raise Invalid(f"approvals: must be at most {APPROVALS_MAX}, got {len(approvals)}")
+    if not all(0 < len(text) <= APPROVAL_LENGTH_MAX and text.isascii() for text in approvals):
+        raise Invalid(f"approvals: each is a signed text of at most {APPROVAL_LENGTH_MAX} characters")
 
 
 def _check_open(command: Open) -> None:
@@ -537,6 +560,10 @@ def _check_confirm(command: Confirm) -> None:
         raise Invalid("paid: a payment has an id (payment) and a currency")
     if command.quantity is not None:
         check_amount("quantity", command.quantity, least=1)
+    if command.receipt is not None and not (
+        0 < len(command.receipt) <= RECEIPT_LENGTH_MAX and command.receipt.isascii()
+    ):
+        raise Invalid(f"receipt: must be a signed text of at most {RECEIPT_LENGTH_MAX} characters")
 
 
 def _check_return(command: Return) -> None:
@@ -686,6 +713,13 @@ def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
     else:
         for raw in raws:
             yield _decode_or_reason(bytes(raw))
+
+
+def raws_of(value: bytes) -> list[bytes]:
+    """The bytes of each command of a record whose commands `commands_of` could tell apart."""
+    if value[:1] != b"[" and not value.lstrip().startswith(b"["):
+        return [value]
+    return list(map(bytes, _split(value)))
 
 
 def _plain_grabs(value: bytes) -> list[Grab]:
@@ -850,6 +884,6 @@ def secret_of(command: AnyCommand) -> str | None:
     return "items" if isinstance(command, Load) and command.what == "codes" else None
 
 
-def encode_command(command: AnyCommand) -> bytes:
+def encode_command(command: Command) -> bytes:
     """The command as canonical JSON: without defaults, so that equal commands have equal bytes."""
     return _encode(command)

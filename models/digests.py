@@ -12,7 +12,8 @@ form, from any release and any seal key:
 - `plain`: a grab of one unit without further fields is not hashed, because its event contains all of it. A
   refusal has no event, so there the digest contains the grab: `plain$<offer>/<user>`.
 
-The sender of a command does not change what it asks for, so no form covers `operator`.
+The sender of a command, and who has signed for it, do not change what it asks for: no form covers `operator`,
+`approvals` and `receipt`.
 """
 
 from binascii import b2a_base64
@@ -62,22 +63,32 @@ class Digests:
     """
 
     def __init__(self, keys: Mapping[str, bytes] | None = None) -> None:
-        self._keys = {key_id: derived(key, _PURPOSE) for key_id, key in (keys or {}).items()}
-        self._names = [derived(key, _NAMES) for key in (keys or {}).values()]
+        self._use({key_id: digest_keys(key) for key_id, key in (keys or {}).items()})
+
+    @classmethod
+    def of_derived(cls, keys: Mapping[str, tuple[bytes, bytes]]) -> "Digests":
+        """Digests with keys that `digest_keys` has derived, by the ids of the seal keys."""
+        digests = cls()
+        digests._use(keys)
+        return digests
+
+    def _use(self, keys: Mapping[str, tuple[bytes, bytes]]) -> None:
+        self._keys = {key_id: of_commands for key_id, (of_commands, _) in keys.items()}
+        self._names = [of_names for _, of_names in keys.values()]
         self._first = next(iter(self._keys), None)
 
     def of(self, command: AnyCommand) -> str:
         """The digest of a command, as its event contains it."""
         if type(command) is Confirm:
-            # Frequent, and without secret and operator.
-            return f"{HASHED}${_text(encode_command(command), BYTES)}"
+            # Frequent, and without secret.
+            return f"{HASHED}${_text(body_of(command), BYTES)}"
         if type(command) is Grab:
             if is_plain(command):
                 return PLAIN
             key_id = self._first if command.ticket is not None else None
         else:
             key_id = self._first if secret_of(command) is not None else None
-        body = _body(command)
+        body = body_of(command)
         if key_id is None:
             return f"{HASHED}${_text(body, BYTES)}"
         return f"{KEYED}{key_id}${_text(body, BYTES, self._keys[key_id])}"
@@ -93,11 +104,11 @@ class Digests:
         """
         form, dollar, value = kept.rpartition("$")
         if not dollar:
-            return len(kept) == FIRST_FORM_LENGTH and kept == _text(_body(command), FIRST_FORM_BYTES)
+            return len(kept) == FIRST_FORM_LENGTH and kept == _text(body_of(command), FIRST_FORM_BYTES)
         if form == PLAIN:
             return isinstance(command, Grab) and is_plain(command) and kept == plain_body(command)
         if form == HASHED:
-            return compare_digest(value, _text(_body(command), BYTES))
+            return compare_digest(value, _text(body_of(command), BYTES))
         key_id = form.removeprefix(KEYED)
         if not form.startswith(KEYED):
             raise CannotCompare(
@@ -109,7 +120,7 @@ class Digests:
                 f"the digest of the first command with this id was made with key {key_id!r}, which is not in "
                 "GRAB_SEAL_KEYS any more: add the key again after the new key, or send another id"
             )
-        return compare_digest(value, _text(_body(command), BYTES, self._keys[key_id]))
+        return compare_digest(value, _text(body_of(command), BYTES, self._keys[key_id]))
 
     def names(self, text: str) -> list[str]:
         """Keyed hashes of a text, 30 hex digits each, one for each seal key in order. An id made from a
@@ -142,9 +153,13 @@ def adjustment_text(transfers: Sequence[object], reason: str, approved_by: str) 
     )
 
 
-def _body(command: AnyCommand) -> bytes:
-    if isinstance(command, OfferCommand) and command.operator is not None:
-        command = msgspec.structs.replace(command, operator=None)
+def body_of(command: AnyCommand | OfferCommand) -> bytes:
+    """What a command asks for, as canonical JSON."""
+    if isinstance(command, Confirm):
+        if command.receipt is not None:
+            command = msgspec.structs.replace(command, receipt=None)
+    elif isinstance(command, OfferCommand) and (command.operator is not None or command.approvals):
+        command = msgspec.structs.replace(command, operator=None, approvals=())
     if isinstance(command, Grab) and command.metadata is not None and not command.metadata:
         # An empty map asks for the same as none.
         command = msgspec.structs.replace(command, metadata=None)
@@ -153,6 +168,11 @@ def _body(command: AnyCommand) -> bytes:
 
 def _text(body: bytes, size: int, key: bytes = b"") -> str:
     return b2a_base64(blake2b(body, digest_size=size, key=key).digest()).decode().rstrip("=\n")
+
+
+def digest_keys(key: bytes) -> tuple[bytes, bytes]:
+    """The keys that a seal key gives digests of commands, and names."""
+    return derived(key, _PURPOSE), derived(key, _NAMES)
 
 
 def derived(key: bytes, purpose: bytes) -> bytes:

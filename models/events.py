@@ -13,6 +13,7 @@ from typing import Annotated, Final, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
+from grabstream.models.commands import APPROVALS_MAX
 from grabstream.models.entries import BookedEntry
 from grabstream.models.identifiers import Count, Id, in_schema
 from grabstream.models.money import Account, Asset, Currency, Quantity, Sum
@@ -24,6 +25,8 @@ from grabstream.models.upcasting import Upcaster, Upcasters
 V = TypeVar("V", bound=int)
 V1 = Literal[1]
 Number = Annotated[int, in_schema(minimum=1)]
+#: The ids of the keys that approved a command (`models/approvals.py`).
+Signers = Annotated[tuple[Id, ...], in_schema(maxItems=APPROVALS_MAX)]
 #: What a grab was sent with (`models/commands.py`), by name.
 Metadata = dict[Id, str]
 JsonObject = Annotated[msgspec.Raw, in_schema(type="object")]
@@ -88,6 +91,7 @@ class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
     seed_sha256: Annotated[str, in_schema(pattern="^[0-9a-f]{64}$")] | None = None
     sealed_seed: str | None = None
     operator: Id | None = None
+    signers: Signers = ()
     digest: str
 
 
@@ -102,6 +106,7 @@ class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
     count: Count
     items: tuple[str, ...]
     operator: Id | None = None
+    signers: Signers = ()
     digest: str
 
 
@@ -117,6 +122,7 @@ class OfferAmended(Event[V1], tag="offer.amended", frozen=True, kw_only=True):
     removed: Sum = 0
     left: Sum
     operator: Id | None = None
+    signers: Signers = ()
     digest: str
 
 
@@ -124,6 +130,7 @@ class OfferPaused(Event[V1], tag="offer.paused", frozen=True, kw_only=True):
     """From here on, grabs are refused with `on_hold`."""
 
     operator: Id | None = None
+    signers: Signers = ()
     digest: str
 
 
@@ -131,6 +138,7 @@ class OfferResumed(Event[V1], tag="offer.resumed", frozen=True, kw_only=True):
     """Grabs are taken again."""
 
     operator: Id | None = None
+    signers: Signers = ()
     digest: str
 
 
@@ -146,6 +154,7 @@ class OfferClosed(Event[V1], tag="offer.closed", frozen=True, kw_only=True):
     refund_to: Account
     seed: Seed | None = None
     operator: Id | None = None
+    signers: Signers = ()
     digest: str | None = None
 
 
@@ -301,6 +310,7 @@ class LedgerAdjusted(Event[V1], tag="ledger.adjusted", frozen=True, kw_only=True
     reason: str
     approved_by: Id
     operator: Id | None = None
+    signers: Signers = ()
     digest: str
 
 

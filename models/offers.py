@@ -5,11 +5,13 @@ exceptions (docs/extending.md). The descriptions of the fields become the table 
 """
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from grabstream.models.beacon import BEACON_PATTERN, RANDOMNESS_PATTERN, beacon_of, round_of
 from grabstream.models.bounds import CODES_PER_GRAB_MAX, HOURS_SPANS_MAX, quoted
 from grabstream.models.calendar import Period, check_timezone
 from grabstream.models.identifiers import Id, in_schema, is_id
@@ -56,6 +58,8 @@ Weekday = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 Amount = Annotated[int, Meta(ge=0, le=AMOUNT_MAX)]
 TimeMs = Annotated[int, Meta(ge=0, le=TIME_MS_MAX)]
 HoldMs = Annotated[int, Meta(ge=1, le=HOLD_MS_MAX)]
+BeaconText = Annotated[str, in_schema(pattern=BEACON_PATTERN)]
+RandomnessText = Annotated[str, in_schema(pattern=RANDOMNESS_PATTERN)]
 Seed = Annotated[str, in_schema(pattern="^([0-9a-f]{2}){16,64}$")]
 TimeOfDay = Annotated[str, in_schema(pattern="^(([01][0-9]|2[0-3]):[0-5][0-9]|24:00)$")]
 
@@ -166,7 +170,18 @@ class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
     )
     seed: Annotated[
         Seed | None,
-        Meta(description="16 to 64 bytes in hex from which all parts follow; absent: drawn at random"),
+        Meta(
+            description="16 to 64 bytes in hex from which all parts follow; absent: the gate draws it. "
+            "Refused unless `GRAB_ISSUER_SEEDS=true`"
+        ),
+    ] = None
+    beacon: Annotated[
+        BeaconText | None,
+        Meta(
+            description="`<chain>/<round>` of a public randomness beacon, a round still to come; with `draw: "
+            "at_grab`. Grabs are `not_open_yet` until `amend` gives its `randomness`, from which the parts "
+            "follow too"
+        ),
     ] = None
 
 
@@ -245,7 +260,7 @@ Terms = EnvelopeTerms | CouponTerms | StockTerms
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What `amend` changes; an absent field stays as it is. An envelope's money and parts are promised and
-    cannot be changed.
+    cannot be changed. `randomness` is `<round>/<randomness>/<signature>` of the round that it awaits.
     """
 
     title: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] | UnsetType = UNSET
@@ -261,6 +276,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     grace_ms: Annotated[int, Meta(ge=0, le=HOLD_MS_MAX)] | UnsetType = UNSET
     return_restores: bool | UnsetType = UNSET
     valid_until: TimeMs | UnsetType = UNSET
+    randomness: RandomnessText | UnsetType = UNSET
 
     def fields(self) -> dict[str, Any]:
         """What changes, by name."""
@@ -315,7 +331,7 @@ _OF_KIND: Final = {str(struct.__struct_config__.tag): struct for struct in get_a
 
 
 #: The fields of an envelope that may be amended.
-ENVELOPE_CHANGES: Final = frozenset({"title", "opens_at", "closes_at"})
+ENVELOPE_CHANGES: Final = frozenset({"title", "opens_at", "closes_at", "randomness"})
 
 
 def asset_of(offer: str, terms: Terms) -> str:
@@ -402,6 +418,10 @@ def _check_envelope(terms: EnvelopeTerms) -> None:
         raise Invalid(
             "terms.seed: must be 16 to 64 bytes in lower-case hexadecimal; leave it out for a random seed"
         )
+    if terms.beacon is not None:
+        _check_by(beacon_of, "terms.beacon", terms.beacon)
+        if terms.draw != "at_grab":
+            raise Invalid("terms.beacon: needs draw at_grab: ahead of the round, no part is known")
     try:
         check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
     except Invalid as error:
@@ -474,6 +494,8 @@ def check_changes(changes: Changes) -> None:
         check_line("terms.title", fields["title"])
     if "limits" in fields:
         check_limits(fields["limits"])
+    if "randomness" in fields:
+        _check_by(round_of, "changes.randomness", fields["randomness"])
     for field, value in fields.items():
         if field in ("total", "max_per_grab", "hold_ms"):
             check_amount(f"changes.{field}", value, least=1, most=MOST_OF.get(field, AMOUNT_MAX))
@@ -490,6 +512,16 @@ def check_line(field: str, text: str, characters_max: int = LINE_LENGTH_MAX) -> 
             f"{field}: must be one line of text, without control characters; got {quoted(forbidden.group())} "
             f"at {forbidden.start()}"
         )
+
+
+def _check_by(read: Callable[[str], object], field: str, value: Any) -> None:
+    """Raises Invalid that names the field when this function cannot read it."""
+    if not isinstance(value, str):
+        raise Invalid(f"{field}: must be a text, got {quoted(value)}")
+    try:
+        read(value)
+    except Invalid as error:
+        raise Invalid(f"{field}: {error}") from None
 
 
 def _check_id(field: str, value: Any) -> None:

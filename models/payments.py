@@ -54,7 +54,9 @@ class PaymentToken(_Written, frozen=True, kw_only=True):
 
 class Receipt(_Read, frozen=True, kw_only=True):
     """What became of a payment: `paid` minor units of `currency` were paid, or it `failed`, and nothing was
-    paid. `payment` is the id that the payment side gave it; another payment has another id.
+    paid. `payment` is the id that the payment side gave it; another payment has another id. `quantity` are
+    the units of the grab that were paid for: all, if it is not given. `system`, if given, is the prefix of
+    the system for which it counts. A receipt does not expire: what was paid was paid.
     """
 
     payment: Id
@@ -65,6 +67,8 @@ class Receipt(_Read, frozen=True, kw_only=True):
     at: Count
     paid: Sum = 0
     currency: Currency | None = None
+    quantity: Count | None = None
+    system: Id | None = None
 
 
 class AskedHold(_Written, frozen=True, kw_only=True):
@@ -95,6 +99,7 @@ class PaymentState(_Read, frozen=True, kw_only=True):
     payment: Id | None = None
     paid: Sum = 0
     currency: Currency | None = None
+    quantity: Count | None = None
     at: Count | None = None
 
 
@@ -142,6 +147,8 @@ def check_receipt(receipt: Receipt) -> None:
     if receipt.status == "failed":
         if receipt.paid:
             raise Invalid("paid: a payment that failed paid nothing; leave it out")
+        if receipt.quantity is not None:
+            raise Invalid("quantity: a payment that failed paid for nothing; leave it out")
         return
     check_amount("paid", receipt.paid, least=1)
     if receipt.currency is None:
@@ -186,7 +193,7 @@ def receipt_of(state: PaymentState) -> Receipt:
     """The receipt of a payment that the answer to a query reports; its claims are not checked."""
     return Receipt(
         payment=state.payment or "", offer=state.offer, grab=state.grab, user=state.user or "", status="paid",
-        at=state.at or 0, paid=state.paid, currency=state.currency,
+        at=state.at or 0, paid=state.paid, currency=state.currency, quantity=state.quantity,
     )  # fmt: skip
 
 
@@ -208,7 +215,7 @@ def command_of(receipt: Receipt) -> Confirm | Release:
         return Release(id=id_, offer=receipt.offer, grab=receipt.grab, user=receipt.user)
     return Confirm(
         id=id_, offer=receipt.offer, grab=receipt.grab, user=receipt.user, payment=receipt.payment,
-        paid=receipt.paid, currency=receipt.currency,
+        paid=receipt.paid, currency=receipt.currency, quantity=receipt.quantity,
     )  # fmt: skip
 
 

@@ -10,9 +10,7 @@ from grabstream.extras import MissingExtra, server_needed_by
 
 
 def main() -> None:
-    """The console script. Importing the command line takes half a second; Ctrl-C ends the process with 130
-    during that time too.
-    """
+    """The console script. Ctrl-C ends the process with 130 while it imports the command line, too."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         # A KeyboardInterrupt would be raised inside the module that is being imported.

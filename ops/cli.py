@@ -11,17 +11,12 @@ import sys
 from typing import Any, Final, NoReturn
 
 import click
-from aiokafka.errors import KafkaError
-from psycopg import OperationalError
-from psycopg.errors import InsufficientPrivilege, LockNotAvailable, UndefinedTable
-from redis.exceptions import ConnectionError, TimeoutError
 
-from grabstream.models.upcasting import BrokenChain
-from grabstream.ops.services import ServiceError
-from grabstream.ops.settings import BadSettings, unknown_names
-from grabstream.projections.database.locks import Held
-from grabstream.projections.versions import NoReadModel
-from grabstream.streams.clients import in_words
+from grabstream.extras import MissingExtra, server_needed_by
+from grabstream.ops.console.json_log import logs_json
+from grabstream.ops.console.quiet import quiet_libraries
+
+log = logging.getLogger("grabstream")
 
 #: Verbs by group: the module in `ops/commands/`, and the text of `--help`.
 GROUPS: Final = {
@@ -32,6 +27,7 @@ GROUPS: Final = {
         "pause": ("offers.through_a_gate", "Refuse grabs of an offer until it is resumed."),
         "resume": ("offers.through_a_gate", "Accept grabs of a paused offer again."),
         "close": ("offers.through_a_gate", "Close an offer; units not taken go back to its issuer."),
+        "approve": ("offers.approving", "Sign commands of operators, off-line."),
         "adjust": ("offers.operating", "Book a correcting entry, with its reason and approver."),
     },
     "Grabs": {
@@ -45,9 +41,14 @@ GROUPS: Final = {
         "ticket": ("offers.operating", "Sign a ticket for one user, for tests."),
     },
     "Read": {
+        "offers": ("read.offers", "List offers by state, kind, campaign, issuer or closing time."),
         "show": ("read.show", "Show an offer: who got what, the luckiest grab, what is left."),
         "why": ("read.why", "Show everything that happened between one user and one offer."),
         "at": ("read.at", "Show offers, holds and balances as they were at a time."),
+        "verify-fair": ("read.verify_fair", "Compute every part of a closed envelope from its events."),
+        "prove": ("read.prove", "Prove with a small file that one grab is in the history."),
+        "result": ("read.result", "Show what became of the offers of a week, as table, CSV, JSON or HTML."),
+        "whatif": ("read.whatif", "Decide past commands again under changed terms, and show the difference."),
         "status": ("read.status", "Show servers, shards and read models: progress and what has stopped."),
     },
     "Operate": {
@@ -55,8 +56,12 @@ GROUPS: Final = {
         "worker": ("operate.worker", "Run a worker with the given roles."),
         "gateway": ("operate.gateway", "Serve commands and questions over HTTP."),
         "keys": ("operate.keys", "Create, list, rotate and revoke API keys of services."),
+        "grants": ("operate.grants", "Print or give the least rights of each role on the three servers."),
+        "reseal": ("operate.reseal", "Seal secrets with the newest seal key, and retire old keys."),
+        "forget": ("operate.forget", "Make the personal data of a user unreadable, for good."),
         "doctor": ("operate.doctor", "Show what is stuck, since when, and the command that mends it."),
         "verify": ("operate.verify", "Compare books, audit trail and Redis with the journal."),
+        "checkpoint": ("operate.checkpoint", "Write signed heads of all shards, to compare with later."),
         "dismiss": ("operate.doctor", "Dismiss a finding of the verifier, with its explanation."),
         "set-aside": (
             "operate.set_aside",
@@ -71,6 +76,8 @@ GROUPS: Final = {
     "Rebuild": {
         "rebuild": ("rebuild.read_models", "Rebuild read models from the events, beside the live versions."),
         "replay": ("rebuild.replay", "Read past events again: into lines, a topic, or a separate schema."),
+        "export": ("rebuild.export", "Export the journal as Parquet files, for DuckDB and other tools."),
+        "dump": ("rebuild.dump", "Write the records of the journal, for readers in other languages."),
         "follow": ("rebuild.follow", "Run a projection of your own."),
     },
     "This machine": {
@@ -94,7 +101,8 @@ class _Verbs(click.Group):
             return None
         # A keyword such as `return` cannot name a function: that function's name ends with _.
         function = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
-        module = importlib.import_module(f"grabstream.ops.commands.{VERBS[cmd_name][0]}")
+        with server_needed_by("the command line"):
+            module = importlib.import_module(f"grabstream.ops.commands.{VERBS[cmd_name][0]}")
         command = getattr(module, function)
         assert isinstance(command, click.Command)
         return command
@@ -128,63 +136,36 @@ def grabstream(verbose: bool) -> None:
     for in PostgreSQL.
     """
     level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(
-        level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )
+    # A program that calls this, and has set its log up itself, keeps it as it is.
+    if not logging.getLogger().handlers:
+        logging.basicConfig(
+            level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+        )
+        quiet_libraries()
     logging.getLogger("aiokafka").setLevel(logging.INFO if verbose else logging.CRITICAL)
-    for line in unknown_names():
-        click.echo(f"grabstream: {line}", err=True)
 
 
 def main() -> None:
     """Runs the command line. An error of a known kind becomes one line and an exit code."""
     try:
         grabstream()
-    except BadSettings as error:
-        _end(2, str(error))
-    except ServiceError as error:
-        _end(3, str(error))
-    except BrokenChain as error:
-        _end(
-            1,
-            f"the upcasters of this program have a gap: {error}; docs/events.md explains how to write an "
-            "upcaster",
-        )
-    except (ConnectionError, TimeoutError) as error:
-        _end(3, f"Redis cannot be reached (GRAB_REDIS_URL): {error}")
-    except KafkaError as error:
-        _end(3, f"Kafka cannot be reached, or refused a request (GRAB_KAFKA): {in_words(error)}")
-    except InsufficientPrivilege as error:
-        _end(
-            2,
-            f"the PostgreSQL role of GRAB_POSTGRES lacks a privilege: {error.diag.message_primary}; "
-            "docs/operating.md lists the privileges that it needs",
-        )
-    except Held as error:
-        _end(
-            1,
-            f"nothing was done, because another session of PostgreSQL holds a lock: {error}. Try again when "
-            "it has ended",
-        )
-    except LockNotAvailable as error:
-        _end(
-            1,
-            f"another PostgreSQL session holds a lock for too long ({error.diag.message_primary}): try again",
-        )
-    except OperationalError as error:
-        _end(3, f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}")
-    except UndefinedTable as error:
-        _end(
-            2,
-            f"tables are missing ({error.diag.message_primary}): run `grabstream init` to create them in "
-            "GRAB_SCHEMA",
-        )
-    except NoReadModel as error:
-        _end(2, str(error))
+    except MissingExtra as error:
+        _end(1, str(error))
+    except Exception as error:
+        # Imported when there is an error: clients of all servers come with it, and take most of a second.
+        from grabstream.ops.console.endings import ending_of
+
+        ending = ending_of(error)
+        if ending is None:
+            raise
+        _end(*ending)
 
 
 def _end(code: int, message: str) -> NoReturn:
-    click.echo(f"grabstream: {message}", err=True)
+    if logs_json():
+        log.critical("%s", message)
+    else:
+        click.echo(f"grabstream: {message}", err=True)
     sys.exit(code)
 
 

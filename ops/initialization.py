@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import click
 from psycopg import AsyncConnection
+from pydantic import SecretStr
 
+from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.lua.server import raise_term
 from grabstream.lua.trouble import is_trouble
@@ -28,11 +30,13 @@ from grabstream.ops.connections.identity import (
     require_schema,
     unknown_cursors,
 )
+from grabstream.ops.connections.journal_keys import record_own
 from grabstream.ops.connections.libraries import ServerLibraries, delete_others, load_everywhere
 from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.settings import BadSettings, Settings
+from grabstream.ops.connections.seal_keys import compare, record_seal_keys
+from grabstream.ops.settings import BadSettings, Settings, variable_of
 from grabstream.projections.database.locks import waiting_at_most
-from grabstream.projections.database.migrate import migrate
+from grabstream.projections.database.migrate import migrate, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import (
     Identity,
@@ -41,29 +45,30 @@ from grabstream.projections.database.system import (
     why_not_for_a_system,
     write_identity,
 )
+from grabstream.projections.records import journal_keys, seal_keys
 from grabstream.streams.clients import in_words
 from grabstream.streams.replaying.replay_schema import read_definition
 from grabstream.streams.topic_ids import Topic
-from grabstream.streams.topics import Topics, create_topics
+from grabstream.streams.topics import Topics, create_topics, known_in_time
 
 log = logging.getLogger(__name__)
 
 #: How long to wait for a session that holds a lock: other readers have to wait behind this one meanwhile.
 LOCK_SECONDS: Final = 5.0
-#: After this long every broker knows a topic that was just created.
-TOPIC_SECONDS_MAX: Final = 15.0
 _POLL_SECONDS: Final = 0.1
 
 
 class Made(NamedTuple):
     """The topics that were created, the migrations that were applied, the function libraries of each master
-    (None: Redis cannot be reached), and the shards that wrote an older key layout until now.
+    (None: Redis cannot be reached), the shards that wrote an older key layout until now, and the ids of seal
+    keys that were recorded.
     """
 
     topics: list[str]
     migrations: list[str]
     libraries: list[ServerLibraries] | None
     outdated: list[int]
+    seal_keys: list[str]
 
 
 async def make_system(
@@ -83,15 +88,46 @@ async def make_system(
     async with _books(settings) as connection:
         topic = await find_journal(settings)
         known = await _check_schema(connection, settings, topic, new_journal)
+        await _check_seal_keys(connection, settings)
         await _check_redis(settings, topic, new_journal)
-        created = await create_topics(settings.kafka, Topics(settings.prefix), settings.shards, replication)
+        created = await create_topics(
+            settings.brokers, Topics(settings.prefix), settings.shards, replication, settings.refusals_topic
+        )
         topic = topic or await _new_journal(settings)
         applied = await migrate(connection, settings.schema_, settings.shards)
         identity = Identity(settings.prefix, topic.id, settings.shards)
         if known != identity:
             await write_identity(connection, settings.schema_, identity)
+            if known is not None:
+                # A copy of the journal has the same signatures.
+                await journal_keys.take_over(connection, identity.journal, known.journal)
+        recorded = await record_seal_keys(connection, settings)
     libraries, outdated = await _claim(settings, identity, new_journal, drop_libraries, raise_layout)
-    return Made(created, applied, libraries, outdated)
+    return Made(created, applied, libraries, outdated, recorded)
+
+
+#: Settings with keys whose signatures name a system by its prefix, which a copy of the system has too.
+_SIGNING: Final = ("operator_keys", "payment_keys", "ticket_keys", "journal_keys", "journal_public_keys")
+
+
+def keys_that_a_copy_shares(settings: Settings) -> list[str]:
+    """The variables of this process with which a system that was copied must differ from its copy."""
+    values = {name: getattr(settings, name) for name in _SIGNING}
+    return [
+        variable_of(name)
+        for name, value in values.items()
+        if (value.get_secret_value() if isinstance(value, SecretStr) else value)
+    ]
+
+
+def copy_in_words(names: Sequence[str]) -> str:
+    """What an operator has to do who has made a copy of a system that still runs; '' without such keys."""
+    if not names:
+        return ""
+    return (
+        f"If the system that this one was restored from still runs, change {', '.join(names)} here: what is "
+        "signed for one of the two counts for both (docs/backup.md, A copy beside the original)."
+    )
 
 
 async def take_new_journal(settings: Settings, redis: Any) -> None:
@@ -99,6 +135,8 @@ async def take_new_journal(settings: Settings, redis: Any) -> None:
     identity = Identity(settings.prefix, (await _new_journal(settings)).id, settings.shards)
     async with await connect(settings.postgres, settings.schema_) as connection:
         await write_identity(connection, settings.schema_, identity)
+        await use_schema(connection, settings.schema_)
+        await record_own(connection, settings)
     await replace_claim(redis, key_space(settings).system, settings, identity)
 
 
@@ -155,6 +193,14 @@ async def _check_schema(
             f"set GRAB_SCHEMA={others[0]}, or, for another system, another GRAB_PREFIX",
         )
     return identity
+
+
+async def _check_seal_keys(connection: AsyncConnection[Any], settings: Settings) -> None:
+    """Raises WrongSealKeys unless the settings have the keys that the schema has recorded."""
+    await use_schema(connection, settings.schema_)
+    text, known = settings.seal_keys.get_secret_value(), await seal_keys.find_all(connection)
+    if text and known:
+        compare(Sealer.from_text(text).fingerprints, known)
 
 
 async def _require_its_journal(
@@ -240,7 +286,7 @@ async def _outdated(redis: Any, settings: Settings, raise_layout: bool) -> list[
 
 async def _new_journal(settings: Settings) -> Topic:
     """The journal's topic, which was just created. Polls, because not every broker knows it at once."""
-    async with asyncio.timeout(TOPIC_SECONDS_MAX):
+    async with known_in_time("the topic of the journal"):
         while True:
             if topic := await find_journal(settings):
                 return topic

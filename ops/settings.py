@@ -2,28 +2,47 @@
 as arguments.
 """
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
 
 from dotenv import dotenv_values  # comes with pydantic-settings, which reads .env by it
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (  # reads .env, names the variable that is wrong
     BaseSettings,
+    DotEnvSettingsSource,
     EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from grabstream.extras import installed
 from grabstream.models.bounds import quoted, shortened
 from grabstream.models.payments import CALLBACK_LENGTH_MAX
+
+if TYPE_CHECKING:
+    from grabstream.streams.brokers import Brokers
+    from grabstream.streams.buckets import StoreLogin
+    from grabstream.streams.history.stores import Store
+    from grabstream.streams.journal_keys import JournalKeys
+
+log = logging.getLogger(__name__)
 
 # Below the range of ephemeral ports: otherwise an outgoing connection could occupy a server's port.
 REDIS_PORT = 16379
@@ -34,14 +53,34 @@ GATEWAY_PORT = 18080
 PAYMENTS_PORT = 18090
 
 #: Fields whose values are never shown. An empty value counts as not set.
-SECRETS = ("seal_keys", "ticket_keys", "payment_keys")
+SECRETS = (
+    "seal_keys", "ticket_keys", "payment_keys", "journal_keys", "kafka_password", "s3_secret_key",
+)  # fmt: skip
 #: Fields whose values may hold a password.
 ADDRESSES = (
-    "redis_url", "cache_url", "postgres", "payment_callback_url", "payment_query_url", "jwt_jwks"
+    "redis_url", "cache_url", "postgres", "payment_callback_url", "payment_pay_url", "payment_query_url",
+    "jwt_jwks", "s3_endpoint",
 )  # fmt: skip
 
-#: Names that only tests read.
-OF_TESTS: Final = ("GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
+#: Fields whose value may be the content of a file, which the variable with _FILE after its name names.
+FROM_FILES: Final = (
+    *SECRETS, "operator_keys", "journal_public_keys", "redis_url", "cache_url", "postgres",
+)  # fmt: skip
+FILE_BYTES_MAX: Final = 65_536
+#: Fields that name a file of certificates or of a private key.
+FILES: Final = (
+    *(f"{server}_{what}" for server in ("kafka", "redis", "cache") for what in ("ca", "certificate", "key")),
+    "s3_ca",
+)
+
+#: Names that `up` and tests read; they are no settings.
+NO_SETTINGS: Final = ("GRAB_SERVICES", "GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
+#: Variables that container platforms set for a service whose name begins with `grab`, by name and value.
+_OF_PLATFORMS: Final = (
+    (re.compile(r"GRAB(_\w+)?_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.*")),
+    (re.compile(r"GRAB(_\w+)?_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)"), re.compile(r".*")),
+    (re.compile(r"GRAB(_\w+)?_SERVICE_(HOST|PORT(_\w+)?)"), re.compile(r".*")),
+)
 
 # Masks what follows the user and a colon, up to the last @: a password may hold an @ that should have been
 # written %40. A user without a password is shown. The scheme is matched possessively, so that its colon is
@@ -52,6 +91,10 @@ _in_parameters = re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'?|[^\s&]*)", re
 
 class BadSettings(Exception):
     """A setting is missing or wrong. The text names the variable and the way out."""
+
+
+class LoginRefused(Exception):
+    """A server refuses this process for good; the text names the setting and the fix."""
 
 
 def _setting(meaning: str, unit: str = "", **bounds: Any) -> Any:
@@ -67,7 +110,60 @@ class _Environment(EnvSettingsSource):
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """The value, its name in the environment, and whether it is JSON; the value None means not set."""
         value, key, is_json = super().get_field_value(field, field_name)
-        return (value or None) if field_name in SECRETS else value, key, is_json
+        value = (value or None) if field_name in SECRETS else value
+        return _given(value, field_name, self.env_vars), key, is_json
+
+
+class _EnvFile(DotEnvSettingsSource):
+    """The file `.env`. A file that it names is not read when the environment gives the setting."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The value, its name in the file, and whether it is JSON; the value None means not set."""
+        value, key, is_json = super().get_field_value(field, field_name)
+        name = variable_of(field_name)
+        is_overridden = os.environ.get(name) or os.environ.get(f"{name}_FILE")
+        return value if is_overridden else _given(value, field_name, self.env_vars), key, is_json
+
+
+def _given(value: Any, field: str, variables: Mapping[str, str | None]) -> Any:
+    """The value of a field, or the content of the file that its variable with _FILE names; raises BadSettings
+    when both are given.
+    """
+    name = variable_of(field)
+    path = variables.get(f"{name}_FILE".lower()) if field in FROM_FILES else None
+    if not path:
+        return value
+    if value is not None:
+        raise BadSettings(f"{name} and {name}_FILE are both set: unset one of them")
+    return content_of(f"{name}_FILE", Path(path))
+
+
+def content_of(name: str, path: Path) -> str:
+    """The text of a file, without white space around it; raises BadSettings that names the variable."""
+    try:
+        # Not blocking: opening a pipe would wait for its writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise BadSettings(f"{name}: {quoted(str(path))} is not a file")
+            content = file.read(FILE_BYTES_MAX + 1)
+        text = content.decode().strip()
+    except OSError as error:
+        raise BadSettings(f"{name}: {quoted(str(path))} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise BadSettings(f"{name}: {quoted(str(path))} is not a text in UTF-8") from None
+    if len(content) > FILE_BYTES_MAX:
+        raise BadSettings(f"{name}: {quoted(str(path))} has more than {FILE_BYTES_MAX:,} bytes")
+    if not text:
+        raise BadSettings(f"{name}: {quoted(str(path))} is empty")
+    if mode & stat.S_IROTH and path not in _said_open:
+        _said_open.add(path)
+        log.warning("%s: every user of this machine can read %s: `chmod o-r` it", name, path)
+    return text
+
+
+#: Files of which it was said that others can read them: settings are read more than once.
+_said_open: Final[set[Path]] = set()
 
 
 class Settings(BaseSettings):
@@ -77,7 +173,10 @@ class Settings(BaseSettings):
     read its settings without it.
     """
 
-    model_config = SettingsConfigDict(env_prefix="GRAB_", env_file=".env", extra="ignore", frozen=True)
+    # Without the input, which may hold a password, errors of a program that makes its Settings itself.
+    model_config = SettingsConfigDict(
+        env_prefix="GRAB_", env_file=".env", extra="ignore", frozen=True, hide_input_in_errors=True
+    )
 
     redis_url: Annotated[str, _setting("Redis that decides; it must never evict keys.")] = (
         f"redis://127.0.0.1:{REDIS_PORT}/0"
@@ -86,6 +185,80 @@ class Settings(BaseSettings):
         str | None, _setting("Redis for caches, another server than GRAB_REDIS_URL; absent: memory.")
     ] = None
     kafka: Annotated[str, _setting("Kafka brokers to connect to first.")] = f"127.0.0.1:{KAFKA_PORT}"
+    kafka_security_protocol: Annotated[
+        Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"],
+        _setting("How brokers are spoken to, by Kafka's names; SSL means TLS, SASL a login."),
+    ] = "PLAINTEXT"
+    kafka_sasl_mechanism: Annotated[
+        Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN", "OAUTHBEARER"],
+        _setting("How a login is proved; with OAUTHBEARER by a token of GRAB_KAFKA_TOKEN_URL."),
+    ] = "SCRAM-SHA-512"
+    kafka_username: Annotated[
+        str, _setting("User of Kafka; with OAUTHBEARER the id of the client that asks for tokens.")
+    ] = ""
+    kafka_password: Annotated[
+        SecretStr, _setting("Password of that user; with OAUTHBEARER the secret of that client.")
+    ] = SecretStr("")
+    kafka_ca: Annotated[
+        str,
+        _setting("Authorities that brokers' certificates are verified with, a file; absent: the system's."),
+    ] = ""
+    kafka_certificate: Annotated[
+        str, _setting("File of the certificate that brokers verify this client with; absent: none is sent.")
+    ] = ""
+    kafka_key: Annotated[
+        str, _setting("File of the private key of GRAB_KAFKA_CERTIFICATE; absent: it is in that file.")
+    ] = ""
+    kafka_token_url: Annotated[
+        str, _setting("Issuer of tokens for OAUTHBEARER, an https URL (http to this machine).")
+    ] = ""
+    kafka_token_scope: Annotated[str, _setting("Scope of these tokens; absent: none is asked for.")] = ""
+    kafka_request_timeout_ms: Annotated[
+        int | None,
+        _setting(
+            "How long brokers may take for a request; absent: 10 s for relays, 8 s for readers of the "
+            "journal, 40 s otherwise.",
+            "ms",
+            ge=10_000,  # above the 6 s that a rebalance of the deciders may take
+            le=300_000,
+        ),
+    ] = None
+    kafka_retry_backoff_ms: Annotated[
+        int,
+        _setting("Pause before a request to a broker that failed is made again.", "ms", ge=10, le=1_000),
+    ] = 100
+    kafka_connections_max_idle_ms: Annotated[
+        int,
+        _setting(
+            "How long a connection to a broker without requests is kept; less than what balancers and "
+            "firewalls on the way allow.",
+            "ms",
+            ge=10_000,
+            le=3_600_000,
+        ),
+    ] = 540_000
+    redis_ca: Annotated[
+        str,
+        _setting(
+            "File of the authorities that the certificates of Redis are verified with, for rediss:// and "
+            "rediss-cluster://; absent: the system's."
+        ),
+    ] = ""
+    redis_certificate: Annotated[
+        str, _setting("File of the certificate that Redis verifies this client with; absent: none is sent.")
+    ] = ""
+    redis_key: Annotated[
+        str, _setting("File of the private key of GRAB_REDIS_CERTIFICATE; absent: it is in that file.")
+    ] = ""
+    redis_timeout_ms: Annotated[
+        int, _setting("How long Redis may take to connect, and to reply.", "ms", ge=100, le=60_000)
+    ] = 5_000
+    redis_connections_max: Annotated[
+        int, _setting("Connections of one client to one Redis server.", "connections", ge=8, le=10_000)
+    ] = 256
+    cache_ca: Annotated[str, _setting("As GRAB_REDIS_CA, for GRAB_CACHE_URL.")] = ""
+    cache_certificate: Annotated[str, _setting("As GRAB_REDIS_CERTIFICATE, for GRAB_CACHE_URL.")] = ""
+    cache_key: Annotated[str, _setting("As GRAB_REDIS_KEY, for GRAB_CACHE_URL.")] = ""
     replication: Annotated[
         int | None,
         _setting(
@@ -109,7 +282,10 @@ class Settings(BaseSettings):
     ] = 8
     seal_keys: Annotated[
         SecretStr,
-        _setting("Keys that seal seeds and codes, `id:key,…`; the first one seals. Part of every backup."),
+        _setting(
+            "Keys that seal seeds and codes, `id:key,…`; the first one seals. Part of every backup. Gates "
+            "that hand out no codes need their sealing parts only (`config --sealing-keys`)."
+        ),
     ] = SecretStr("")
     ticket_keys: Annotated[
         SecretStr,
@@ -125,8 +301,29 @@ class Settings(BaseSettings):
             "there are no payment tokens, and every receipt is refused."
         ),
     ] = SecretStr("")
+    journal_keys: Annotated[
+        SecretStr,
+        _setting(
+            "Private keys with which relays sign the journal, `id:key,…`; the first one signs. Only workers "
+            "that relay need them."
+        ),
+    ] = SecretStr("")
+    journal_public_keys: Annotated[
+        str,
+        _setting(
+            "Public keys of relays, `id:key,…`. Once a shard of the journal is signed, only records that one "
+            "of them signed count."
+        ),
+    ] = ""
     payment_callback_url: Annotated[
         str | None, _setting("Address for receipts, which payment tokens name: the gateway's callback.")
+    ] = None
+    payment_pay_url: Annotated[
+        str | None,
+        _setting(
+            "Address at which the page of an offer pays with a payment token, as `grabstream fake-payments` "
+            "has one; absent: the page cannot pay."
+        ),
     ] = None
     payment_query_url: Annotated[
         str | None,
@@ -142,6 +339,52 @@ class Settings(BaseSettings):
             le=30_000,
         ),
     ] = 2_000
+    issuer_seeds: Annotated[
+        bool,
+        _setting(
+            "Whether the opener of an envelope may choose its seed, and with it every part; for tests and "
+            "reproductions."
+        ),
+    ] = False
+    seal_metadata: Annotated[
+        bool,
+        _setting(
+            "Whether the metadata of grabs are sealed under a key of their user, so that `forget` can make "
+            "them unreadable; the same for all gates, gateways and workers."
+        ),
+    ] = False
+    beacon_required: Annotated[
+        bool,
+        _setting(
+            "Whether an envelope must await a round of a public randomness beacon (`beacon`), from which its "
+            "parts follow too."
+        ),
+    ] = False
+    operator_keys: Annotated[
+        str,
+        _setting(
+            "Public keys of operators, `id:key,…` (Ed25519); with any, `open`, `load`, `amend`, `pause`, "
+            "`resume`, `close` and `adjust` need a signature (`approvals`). An id names the operator, up to "
+            "its first `.`."
+        ),
+    ] = ""
+    adjust_two_signatures_above: Annotated[
+        int | None,
+        _setting(
+            "Above this sum of its transfers, an `adjust` needs the signatures of two operators; absent: "
+            "never. Needs GRAB_OPERATOR_KEYS.",
+            "minor units",
+            ge=0,
+        ),
+    ] = None
+    operations_on_commands: Annotated[
+        bool,
+        _setting(
+            "Whether the topic of commands also takes those of operators (`open`, `load`, `amend`, `pause`, "
+            "`resume`, `close`, `adjust`), as before version 0.2: whoever may send grabs may then adjust the "
+            "books. For the time of an upgrade; the next release has no such setting."
+        ),
+    ] = False
     outbox_events_max: Annotated[
         int, _setting("Events that an outbox may hold before grabs are answered `busy`.", "events", ge=1)
     ] = 200_000
@@ -267,6 +510,13 @@ class Settings(BaseSettings):
             ge=0,
         ),
     ] = 1
+    refusals_topic: Annotated[
+        bool,
+        _setting(
+            "Whether gates write the refusals that they keep to the topic `<prefix>.refusals` too, without "
+            "the texts of answers; `init` creates the topic."
+        ),
+    ] = False
     refusals_per_second_max: Annotated[
         int,
         _setting(
@@ -298,6 +548,63 @@ class Settings(BaseSettings):
             le=100,
         ),
     ] = 18
+    s3_endpoint: Annotated[
+        str | None,
+        _setting(
+            "Address of the S3-compatible store of archives and checkpoints, `https://host:port`; absent: "
+            "that of AWS, or of AWS_ENDPOINT_URL_S3."
+        ),
+    ] = None
+    s3_region: Annotated[
+        str,
+        _setting(
+            "Region of the store; absent: as for other AWS clients (AWS_DEFAULT_REGION, `~/.aws`).",
+            pattern="^[A-Za-z0-9-]{0,64}$",
+        ),
+    ] = ""
+    s3_access_key: Annotated[
+        str,
+        _setting(
+            "Id of the key that logs in to the store; absent: as for other AWS clients (AWS_ACCESS_KEY_ID, "
+            "`~/.aws`, the role of the instance).",
+            pattern=r"^[!-~]{0,256}$",
+        ),
+    ] = ""
+    s3_secret_key: Annotated[SecretStr, _setting("Secret of GRAB_S3_ACCESS_KEY.")] = SecretStr("")
+    s3_ca: Annotated[
+        str,
+        _setting("File of the authorities that the store's certificate is verified with; absent: the usual."),
+    ] = ""
+    s3_timeout_ms: Annotated[
+        int,
+        _setting(
+            "How long a connection to the store may take, and how long nothing may arrive; a request is made "
+            "up to 4 times.",
+            "ms",
+            ge=100,
+            le=300_000,
+        ),
+    ] = 20_000
+    metrics_listen: Annotated[
+        str | None,
+        _setting(
+            "Address on which a worker or gateway serves /metrics, /health/live and /health/ready to whoever "
+            "reaches it, `127.0.0.1:9464`; port 0: any free one, which the log names; absent: nowhere."
+        ),
+    ] = None
+    traces_url: Annotated[
+        str | None,
+        _setting(
+            "Address of a collector of OpenTelemetry to which workers and gateways send traces (OTLP over "
+            "HTTP), `http://127.0.0.1:4318/v1/traces`; absent: nothing is traced."
+        ),
+    ] = None
+    traces_one_in: Annotated[
+        int, _setting("One event in how many of a shard is traced.", "events", ge=1, le=10**9)
+    ] = 1_000
+    log: Annotated[
+        Literal["text", "json"], _setting("Form of log lines: for people, or one JSON object a line.")
+    ] = "text"
     fail_at: Annotated[
         str,
         _setting(
@@ -317,7 +624,14 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The sources, the strongest first: arguments, the environment, `.env`."""
-        return init_settings, _Environment(settings_cls), dotenv_settings, file_secret_settings
+        assert isinstance(dotenv_settings, DotEnvSettingsSource)
+        env_file = _EnvFile(settings_cls, env_file=dotenv_settings.env_file)
+        return init_settings, _Environment(settings_cls), env_file, file_secret_settings
+
+    def __repr_args__(self) -> Any:
+        """The fields, as a traceback or a log may show them: without passwords."""
+        for name, value in super().__repr_args__():
+            yield name, without_password(value) if name in ADDRESSES and isinstance(value, str) else value
 
     @field_validator("redis_url", "cache_url")
     @classmethod
@@ -383,10 +697,29 @@ class Settings(BaseSettings):
             read_rates(value)
         return value
 
-    @field_validator("jwt_jwks")
+    @field_validator("metrics_listen")
     @classmethod
-    def _is_file_or_url(cls, value: str) -> str:
-        if "://" not in value:
+    def _is_listened_on(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        host_and_port(value)
+        return value
+
+    @field_validator(*FILES)
+    @classmethod
+    def _can_be_opened(cls, value: str) -> str:
+        if value:
+            try:
+                with open(value, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)):
+                    pass
+            except OSError as error:
+                raise ValueError(f"must be a file that can be read: {error.strerror}") from None
+        return value
+
+    @field_validator("jwt_jwks", "kafka_token_url")
+    @classmethod
+    def _is_file_or_url(cls, value: str, info: ValidationInfo) -> str:
+        if not value or ("://" not in value and info.field_name == "jwt_jwks"):
             return value
         url = urlsplit(value)
         if url.username is not None or url.password is not None:
@@ -395,7 +728,8 @@ class Settings(BaseSettings):
             return value
         if url.scheme == "http" and url.hostname in ("localhost", "127.0.0.1", "::1"):
             return value
-        raise ValueError("must be a file, an https URL, or an http URL of this machine (127.0.0.1)")
+        file = "a file, " if info.field_name == "jwt_jwks" else ""
+        raise ValueError(f"must be {file}an https URL, or an http URL of this machine (127.0.0.1)")
 
     @field_validator("kafka")
     @classmethod
@@ -416,6 +750,8 @@ class Settings(BaseSettings):
             parts = conninfo_to_dict(value)
             if not parts or not all(map(_is_port, str(parts.get("port") or "1").split(","))):
                 raise ProgrammingError
+            if not re.fullmatch("[1-9]|[1-5][0-9]|60", str(parts.get("connect_timeout") or "1")):
+                raise ValueError("connect_timeout must be from 1 to 60 s, so that an end is seen in time")
         except ProgrammingError:
             raise ValueError(
                 "must be postgresql://[user:password@]host:port/database, or host=… port=… dbname=…"
@@ -449,7 +785,18 @@ class Settings(BaseSettings):
             SigningKeys.from_text("GRAB_PAYMENT_KEYS", value.get_secret_value())
         return value
 
-    @field_validator("payment_callback_url", "payment_query_url")
+    @field_validator("operator_keys")
+    @classmethod
+    def _are_public_keys(cls, value: str) -> str:
+        if value and installed("jwt"):
+            from grabstream.lua.gate.signing import PublicKeys
+
+            PublicKeys.from_text("GRAB_OPERATOR_KEYS", value)
+        return value
+
+    @field_validator(
+        "payment_callback_url", "payment_pay_url", "payment_query_url", "traces_url", "s3_endpoint"
+    )
     @classmethod
     def _is_address(cls, value: str | None) -> str | None:
         if value is not None and not _is_http(value):
@@ -460,11 +807,148 @@ class Settings(BaseSettings):
             )
         return value
 
+    @field_validator("payment_pay_url")
+    @classmethod
+    def _can_be_in_a_policy(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9.:\[\]-]+", urlsplit(value).netloc):
+            raise ValueError(
+                "must have a host of letters, digits, dots and hyphens: pages name it to browsers"
+            )
+        return value
+
+    @field_validator("journal_public_keys")
+    @classmethod
+    def _can_be_checked_with(cls, value: str) -> str:
+        if value and installed("cryptography"):
+            from grabstream.streams.journal_keys import JournalKeys
+
+            JournalKeys.from_text("", value)
+        return value
+
+    @field_validator("journal_keys")
+    @classmethod
+    def _can_sign_the_journal(cls, value: SecretStr) -> SecretStr:
+        if value.get_secret_value() and installed("cryptography"):
+            from grabstream.streams.journal_keys import JournalKeys
+
+            JournalKeys.from_text(value.get_secret_value(), "")
+        return value
+
+    @model_validator(mode="after")
+    def _has_one_key_an_id(self) -> Self:
+        self._read_journal_keys()
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_signed(self) -> Self:
+        if self.adjust_two_signatures_above is not None and not self.operator_keys:
+            raise ValueError("GRAB_ADJUST_TWO_SIGNATURES_ABOVE needs GRAB_OPERATOR_KEYS")
+        return self
+
+    @model_validator(mode="after")
+    def _has_refusals(self) -> Self:
+        if self.refusals_topic and not self.refusals_one_in:
+            raise ValueError("GRAB_REFUSALS_TOPIC needs GRAB_REFUSALS_ONE_IN above 0: with 0, none is kept")
+        return self
+
     @model_validator(mode="after")
     def _can_ask(self) -> Self:
         if self.payment_query_url is not None and not self.payment_keys.get_secret_value():
             raise ValueError("GRAB_PAYMENT_QUERY_URL needs GRAB_PAYMENT_KEYS: questions are signed")
         return self
+
+    @model_validator(mode="after")
+    def _has_both_parts_of_a_key(self) -> Self:
+        if bool(self.s3_access_key) is not bool(self.s3_secret_key.get_secret_value()):
+            raise ValueError("GRAB_S3_ACCESS_KEY and GRAB_S3_SECRET_KEY need each other: set both, or none")
+        return self
+
+    @model_validator(mode="after")
+    def _can_log_in(self) -> Self:
+        protocol, mechanism = self.kafka_security_protocol, self.kafka_sasl_mechanism
+        if protocol.startswith("SASL"):
+            needed = {"KAFKA_USERNAME": self.kafka_username, "KAFKA_PASSWORD": self.kafka_password}
+            if mechanism == "OAUTHBEARER":
+                needed["KAFKA_TOKEN_URL"] = self.kafka_token_url
+            for name, value in needed.items():
+                if not (value.get_secret_value() if isinstance(value, SecretStr) else value):
+                    raise ValueError(
+                        f"GRAB_KAFKA_SECURITY_PROTOCOL={protocol} with {mechanism} needs GRAB_{name}"
+                    )
+        elif self.kafka_username or self.kafka_password.get_secret_value():
+            raise ValueError(
+                f"GRAB_KAFKA_USERNAME and GRAB_KAFKA_PASSWORD need GRAB_KAFKA_SECURITY_PROTOCOL=SASL_SSL (or "
+                f"SASL_PLAINTEXT), it is {protocol}"
+            )
+        if not protocol.endswith("SSL") and (self.kafka_ca or self.kafka_certificate or self.kafka_key):
+            raise ValueError(
+                "GRAB_KAFKA_CA, GRAB_KAFKA_CERTIFICATE and GRAB_KAFKA_KEY need "
+                f"GRAB_KAFKA_SECURITY_PROTOCOL=SSL or SASL_SSL, it is {protocol}"
+            )
+        for name, url in (("REDIS", self.redis_url), ("CACHE", self.cache_url or "")):
+            files = [getattr(self, f"{name.lower()}_{what}") for what in ("ca", "certificate", "key")]
+            if any(files) and not url.startswith("rediss"):
+                raise ValueError(
+                    f"GRAB_{name}_CA, GRAB_{name}_CERTIFICATE and GRAB_{name}_KEY need a GRAB_{name}_URL of "
+                    "TLS, which begins with rediss:// or rediss-cluster://"
+                )
+        return self
+
+    @property
+    def brokers(self) -> "Brokers":
+        """The brokers of GRAB_KAFKA, with the login of these settings, for clients of this process."""
+        from grabstream.streams.brokers import Brokers, Login, Times
+
+        login = Login(
+            self.kafka_security_protocol, self.kafka_sasl_mechanism, self.kafka_username,
+            self.kafka_password.get_secret_value(), self.kafka_ca, self.kafka_certificate, self.kafka_key,
+            self.kafka_token_url, self.kafka_token_scope,
+        )  # fmt: skip
+        times = Times(
+            self.kafka_request_timeout_ms, self.kafka_retry_backoff_ms, self.kafka_connections_max_idle_ms
+        )
+        return Brokers(self.kafka, login, times)
+
+    @property
+    def store_login(self) -> "StoreLogin":
+        """How to reach the S3-compatible store of these settings."""
+        from grabstream.streams.buckets import StoreLogin
+
+        return StoreLogin(
+            self.s3_endpoint or "", self.s3_region, self.s3_access_key, self.s3_secret_key.get_secret_value(),
+            self.s3_ca, self.s3_timeout_ms,
+        )  # fmt: skip
+
+    def store(self, address: str | Path) -> "Store":
+        """Where an archive is: a directory, or `s3://bucket/prefix`; raises ValueError for another text."""
+        from grabstream.streams.history.stores import open_store
+
+        return open_store(address, self.store_login)
+
+    def kafka_options(self) -> dict[str, Any]:
+        """aiokafka's options that log in to the brokers, and bound its requests, such as `KafkaClient`
+        takes.
+        """
+        from grabstream.streams import brokers
+
+        options = brokers.at(self.brokers)
+        del options["bootstrap_servers"]
+        return options
+
+    def _read_journal_keys(self) -> "JournalKeys | None":
+        private, public = self.journal_keys.get_secret_value(), self.journal_public_keys
+        if not installed("cryptography"):
+            return None
+        from grabstream.streams.journal_keys import JournalKeys
+
+        return JournalKeys.from_text(private, public)
+
+    def use_journal_keys(self) -> None:
+        """Makes the keys of the journal known to every reader and relay of this process."""
+        if (keys := self._read_journal_keys()) is not None:
+            from grabstream.streams.journal_keys import use_keys
+
+            use_keys(keys)
 
     def require_seal_keys(self) -> None:
         """Raises BadSettings with the way out when there are no seal keys."""
@@ -475,10 +959,31 @@ class Settings(BaseSettings):
                 "keep it in every backup"
             )
 
+    def require_opening_keys(self, who: str) -> None:
+        """Raises BadSettings when there are no seal keys, or a key is a sealing part, which `who` cannot do
+        with: it opens what others have sealed.
+        """
+        self.require_seal_keys()
+        from grabstream.lua.gate.sealing import Sealer
+
+        if only := Sealer.from_text(self.seal_keys.get_secret_value()).only_sealing:
+            raise BadSettings(
+                f"GRAB_SEAL_KEYS: key {', '.join(only)} is a sealing part, which opens nothing, and {who} "
+                "opens what is sealed: give it the whole key (docs/operating.md, Processes that only seal)"
+            )
+
 
 def listed(text: str) -> list[str]:
     """The members of `one,two,…`, without spaces around them; none of an empty text."""
     return [part for part in map(str.strip, text.split(",")) if part]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The host and the port of `host:port` or `[address]:port`; raises ValueError that shows the form."""
+    matched = re.fullmatch(r"(?:\[([0-9a-fA-F:.]{2,45})\]|([A-Za-z0-9._-]{1,253})):([0-9]{1,5})", address)
+    if matched is None or int(matched[3]) > 65_535:
+        raise ValueError("must be host:port, such as 127.0.0.1:9464 or [::1]:9464")
+    return matched[1] or matched[2], int(matched[3])
 
 
 def _is_broker(text: str) -> bool:
@@ -552,9 +1057,15 @@ def without_password(address: str) -> str:
 
 
 def load_settings(env_file: Path | None = None) -> Settings:
-    """The settings in force; raises BadSettings that names each wrong variable, the problem and the value."""
+    """The settings in force; raises BadSettings that names each wrong or unknown variable, the problem and
+    the value. From then on, the journal is read and written with its keys.
+    """
+    if unknown := unknown_names(env_file):
+        raise BadSettings("; ".join(unknown))
     try:
-        return Settings(_env_file=env_file) if env_file else Settings()  # type: ignore[call-arg]
+        settings = Settings(_env_file=env_file) if env_file else Settings()  # type: ignore[call-arg]
+        settings.use_journal_keys()
+        return settings
     except ValidationError as error:
         lines = []
         for problem in error.errors():
@@ -569,6 +1080,10 @@ def load_settings(env_file: Path | None = None) -> Settings:
             got = "" if field in SECRETS else f" (got {quoted(value)})"
             lines.append(f"{name}: {message}{got}")
         raise BadSettings("; ".join(lines)) from None
+    except SettingsError as error:
+        if isinstance(error.__cause__, BadSettings):
+            raise BadSettings(str(error.__cause__)) from None
+        raise
 
 
 def variable_of(field: str) -> str:
@@ -577,36 +1092,61 @@ def variable_of(field: str) -> str:
 
 
 def origins() -> dict[str, str]:
-    """The origin of each variable's value: `environment`, `.env` or `default`."""
-    return dict.fromkeys(map(variable_of, Settings.model_fields), "default") | {
-        name: origin for origin, names in _names_given().items() for name in names
-    }
+    """The origin of each variable's value: `environment`, `.env` or `default`; with `, file` when the
+    variable with _FILE after its name gave it.
+    """
+    found = dict.fromkeys(map(variable_of, Settings.model_fields), "default")
+    for origin, variables in _given_in(Path(".env")).items():
+        for name in variables:
+            if name in found:
+                found[name] = origin
+            elif name in _files():
+                found[name.removesuffix("_FILE")] = f"{origin}, file"
+    return found
 
 
-def unknown_names() -> list[str]:
+def unknown_names(env_file: Path | None = None) -> list[str]:
     """A line for each GRAB_ variable that is not a setting, with the setting of the most similar name.
 
     Variables that container platforms set for their services, such as GRAB_WORKER_PORT_80_TCP, are left out.
     """
-    known = [*map(variable_of, Settings.model_fields), "GRAB_SERVICES"]
+    settings = [*map(variable_of, Settings.model_fields), *_files()]
     lines = []
-    for origin, names in _names_given().items():
-        for name in sorted(names - {*known, *OF_TESTS}):
-            if "_PORT" in name or "_SERVICE_" in name:
+    for origin, variables in _given_in(env_file or Path(".env")).items():
+        for name in sorted(variables.keys() - {*settings, *NO_SETTINGS}):
+            if any(of.fullmatch(name) and like.fullmatch(variables[name]) for of, like in _OF_PLATFORMS):
                 continue
-            near = get_close_matches(name, known, 1, 0)[0]
-            where = "in .env" if origin == ".env" else "in the environment"
-            lines.append(f"{name} {where} is not a setting and is ignored; the nearest is {near}")
+            near = get_close_matches(name, [*settings, "GRAB_SERVICES"], 1, 0)[0]
+            where = f"in {env_file or '.env'}" if origin == ".env" else "in the environment"
+            lines.append(f"{shortened(name)} {where} is not a setting (the nearest is {near})")
     return lines
 
 
-def _names_given() -> dict[str, set[str]]:
+def files_of(fields: Sequence[str]) -> dict[str, Path]:
+    """The files that give the values of fields, by field."""
+    found: dict[str, Path] = {}
+    for variables in _given_in(Path(".env")).values():
+        for field in fields:
+            name = variable_of(field)
+            if name in variables:
+                found.pop(field, None)
+            if path := variables.get(f"{name}_FILE"):
+                found[field] = Path(path)
+    return found
+
+
+def _files() -> list[str]:
+    """The variables that name a file with the value of another variable."""
+    return [f"{variable_of(field)}_FILE" for field in FROM_FILES]
+
+
+def _given_in(env_file: Path) -> dict[str, dict[str, str]]:
     """The GRAB_ variables of each origin. The environment comes last, because it wins over .env."""
-    keys = set(map(variable_of, SECRETS))
-    variables: dict[str, Mapping[str, Any]] = {".env": dotenv_values(".env"), "environment": os.environ}
+    keys = {*map(variable_of, SECRETS), *_files()}
+    variables: dict[str, Mapping[str, Any]] = {".env": dotenv_values(env_file), "environment": os.environ}
     return {
         origin: {
-            name.upper()
+            name.upper(): value or ""
             for name, value in values.items()
             if name.upper().startswith("GRAB_") and (value or name.upper() not in keys)
         }
@@ -616,4 +1156,8 @@ def _names_given() -> dict[str, set[str]]:
 
 def child_environment(**overrides: str) -> dict[str, str]:
     """This process's environment with some GRAB_ variables replaced, for a child process."""
-    return {**os.environ, **{f"GRAB_{name.upper()}": value for name, value in overrides.items()}}
+    replaced = {f"GRAB_{name.upper()}": value for name, value in overrides.items()}
+    inherited = {
+        name: value for name, value in os.environ.items() if name.removesuffix("_FILE") not in replaced
+    }
+    return {**inherited, **replaced}

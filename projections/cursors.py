@@ -1,9 +1,10 @@
 """Cursors: the position of a projection in each shard, written in the transaction that writes its rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
 
@@ -33,6 +34,30 @@ class Fact(NamedTuple):
 
 #: Makes a Fact from a tuple, in half the time of its constructor.
 _fact = partial(tuple.__new__, Fact)
+
+
+class _NotComputed(tuple[Any, ...]):
+    """In place of the transfers of a fact whose reader asked for none. To use it is an error: without it, a
+    reader that needs them after all would find that no money moved.
+    """
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("the transfers of these facts were not computed")
+
+    __len__ = __bool__ = __getitem__ = __iter__  # type: ignore[assignment]
+
+
+NOT_COMPUTED: Final = _NotComputed()
+
+
+def facts_without_transfers(
+    lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyLine]
+) -> list[Fact]:
+    """A fact for each line of a block; its transfers are NOT_COMPUTED, which is a tenth less work."""
+    none = repeat(NOT_COMPUTED, len(events))
+    return list(map(_fact, zip(lines, hashes, events, none, strict=True)))
 
 
 def facts_of(lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyLine]) -> list[Fact]:

@@ -24,6 +24,8 @@ from psycopg.errors import (
 )
 from psycopg.rows import class_row
 
+from grabstream.projections import reports
+from grabstream.projections.database.grants import give, grants_of
 from grabstream.projections.definitions import PROJECTIONS, cursor_tables, definition_of
 
 log = logging.getLogger(__name__)
@@ -256,6 +258,7 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
                 sql.Identifier(view), sql.SQL(columns), sql.Identifier(table)
             )
             await connection.execute(statement)
+    await connection.execute(reports.reports()[reports.OF_READ_MODELS].encode())
     functions = files("grabstream.projections.migrations") / "0013_user_transfers.sql"
     await connection.execute(functions.read_text().encode())
 
@@ -278,6 +281,10 @@ async def complete(connection: AsyncConnection[Any], projection: str) -> None:
         await connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(table)))
     for part in ("constraints", "views"):
         await connection.execute(definition.parts[part].encode())
+    [home, main] = await (
+        await connection.execute("SELECT current_schema(), (current_schemas(false))[2]")
+    ).fetchone() or ["", ""]
+    await reports.record_text(connection, main, home, definition.parts["views"])
 
 
 async def set_phase(connection: AsyncConnection[Any], schema: str, version: Version, phase: str) -> Version:
@@ -324,8 +331,18 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
     if live is not None and has_tables and live.version != version.version:
         await _freeze(connection, live, live.definition == version.definition)
     obsolete = set(await _views(connection, live.schema)) if live is not None and has_tables else set()
-    for view, columns in (await _views(connection, version.schema)).items():
-        obsolete.discard(view)
+    granted = await reports.report_grants(connection, schema)
+    obsolete -= await _show_views(connection, schema, version)
+    for view in sorted(obsolete):
+        await _drop_view(connection, schema, view)
+    await show_cursors(connection, schema)
+    await reports.renew_reports(connection, schema, granted)
+
+
+async def _show_views(connection: AsyncConnection[Any], schema: str, version: Version) -> set[str]:
+    """Makes the views of the main schema show those of a version; returns their names."""
+    views = await _views(connection, version.schema)
+    for view, columns in views.items():
         selected = sql.SQL(", ").join(map(sql.Identifier, columns))
         await _replace_view(
             connection,
@@ -333,9 +350,37 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
             view,
             sql.SQL("SELECT {} FROM {}").format(selected, sql.Identifier(version.schema, view)),
         )
-    for view in sorted(obsolete):
-        await _drop_view(connection, schema, view)
-    await show_cursors(connection, schema)
+    return set(views)
+
+
+async def renew_views(connection: AsyncConnection[Any], schema: str) -> None:
+    """Replaces the views of complete versions of this code's definitions where their text has changed, in
+    place, so that their tables need no rebuild; then the reports and comments. In the caller's transaction.
+
+    Other programs' views stay, because columns are only added at the end.
+    """
+    recorded = await reports.recorded_texts(connection, schema)
+    granted = await reports.report_grants(connection, schema)
+    candidates = [
+        version
+        for version in await versions(connection, schema)
+        if version.projection in PROJECTIONS
+        and version.state != "discarded"
+        and version.definition == definition_of(version.projection).number
+        and recorded.get(version.schema) != reports.digest(definition_of(version.projection).parts["views"])
+    ]
+    gone = await lost(connection, candidates)
+    for version in candidates:
+        # A version that is being loaded gets its views when it is complete.
+        if version in gone or not await _views(connection, version.schema):
+            continue
+        text = definition_of(version.projection).parts["views"]
+        await use_version(connection, schema, version)
+        await connection.execute(text.encode())
+        await reports.record_text(connection, schema, version.schema, text)
+        if version.state == "live":
+            await _show_views(connection, schema, version)
+    await reports.renew_reports(connection, schema, granted)
 
 
 async def mend_cursors(connection: AsyncConnection[Any], schema: str) -> None:
@@ -411,24 +456,16 @@ async def _replace_view(
         async with connection.transaction():
             await connection.execute(sql.SQL("CREATE OR REPLACE ") + statement)
     except InvalidTableDefinition:
-        rows = await connection.execute(
-            "SELECT CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END, privilege_type, "
-            "is_grantable "
-            "FROM pg_class, aclexplode(relacl) WHERE oid = %s::regclass AND grantee <> relowner",
-            (name.as_string(connection),),
-        )
-        grants = await rows.fetchall()
+        granted = await grants_of(connection, schema, view)
         await _drop_view(connection, schema, view)
         await connection.execute(sql.SQL("CREATE ") + statement)
-        for grantee, privilege, with_option in grants:
-            # regrole quotes names of roles; privileges are words of PostgreSQL.
-            option = " WITH GRANT OPTION" if with_option else ""
-            await connection.execute(sql.SQL(f"GRANT {privilege} ON {{}} TO {grantee}{option}").format(name))
+        await give(connection, schema, view, granted)
 
 
 async def _drop_view(connection: AsyncConnection[Any], schema: str, view: str) -> None:
     try:
         async with connection.transaction():
+            await reports.drop_reports(connection, schema)  # they may read it; the caller renews them
             await connection.execute(sql.SQL("DROP VIEW IF EXISTS {}").format(sql.Identifier(schema, view)))
     except DependentObjectsStillExist as error:
         raise ViewsInUse(

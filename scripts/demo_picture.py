@@ -1,8 +1,8 @@
-"""Draws the picture of the demo in the README: runs `grabstream rehearse` in a pseudo-terminal and saves the
-screen as SVG.
+"""Draws the picture of the demo in the README (`make demo PICTURES=yes`): runs `grabstream rehearse` in a
+pseudo-terminal, shows its output, and saves the screen as SVG.
 
-`scripts/demo_picture.py docs/images/demo.svg [options of rehearse]`. Servers must be running. The exit code
-is that of the demo.
+`scripts/demo_picture.py docs/images/demo.svg [options of rehearse]`; without options, a small demo. Servers
+must be running. The exit code is that of the demo; unless it is 0, no picture is saved.
 """
 
 import fcntl
@@ -24,12 +24,15 @@ from rich.text import Text
 COLUMNS: Final = 100
 #: More lines than the demo prints, so that none scrolls off the screen.
 ROWS: Final = 100
+SMALL: Final = (
+    "--seed", "7", "--parts", "10000", "--envelopes", "8", "--small-parts", "200", "--deadline", "12",
+)  # fmt: skip
 #: Sequences that move the cursor or erase. All others are colours, which stay in the text.
 _control = re.compile(r"\x1b\[(\d*)([AK])|\x1b\[\?\d+[hl]|([\r\n])")
 
 
 def run(command: list[str]) -> tuple[str, int]:
-    """Runs a command in a terminal; returns its output and its exit code."""
+    """Runs a command in a terminal and shows its output; returns it, and the exit code."""
     reading_end, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
@@ -44,6 +47,8 @@ def run(command: list[str]) -> tuple[str, int]:
         if not piece:
             break
         output += piece
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
     os.close(reading_end)
     return output.decode(), running.wait()
 
@@ -72,7 +77,7 @@ def picture(lines: list[str], title: str) -> str:
     """The lines as SVG, without the fonts that rich would load from the network."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     for line in lines:
-        console.print(Text.from_ansi(line), no_wrap=True)
+        console.print(Text.from_ansi(line))
     svg = console.export_svg(title=title, theme=SVG_EXPORT_THEME, unique_id="demo")
     svg = re.sub(r"\s*@font-face \{.*?\n    \}", "", svg, flags=re.DOTALL)
     return svg.replace("Fira Code, monospace", "monospace")
@@ -80,8 +85,10 @@ def picture(lines: list[str], title: str) -> str:
 
 def main() -> int:
     """Runs the demo and saves its picture; returns the exit code."""
-    file, options = Path(sys.argv[1]), sys.argv[2:]
+    file, options = Path(sys.argv[1]), sys.argv[2:] or SMALL
     output, code = run([sys.executable, "-m", "grabstream.ops.cli", "rehearse", *options])
+    if code != 0:
+        return code
     lines = [line.rstrip() for line in screen(output)]
     while lines and not lines[-1]:
         lines.pop()

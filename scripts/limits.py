@@ -12,16 +12,18 @@ from annotated_types import Ge, Gt, Le
 
 from grabstream.gateway import bounds as http
 from grabstream.lua import loader
-from grabstream.lua.gate import gate, queue, refusals, sizes, staging, tickets
+from grabstream.lua.gate import gate, personal, queue, refusals, sizes, staging, tickets
 from grabstream.models import bounds, calendar, commands, identifiers, money, offers, payments
 from grabstream.models.rules import grabbing, settling, state
 from grabstream.ops.formats import offer_files
 from grabstream.ops.rehearsal import payment_provider
 from grabstream.ops.settings import SECRETS, Settings
+from grabstream.ops.verification import evidence
 from grabstream.projections.records import api_keys, webhooks
-from grabstream.streams import topics
+from grabstream.streams import buckets, topics
 from grabstream.streams.deciding import backlog, decider, payment_side, understanding
 from grabstream.streams.deciding import payments as hold_queries
+from grabstream.streams.history import archive, stores
 from grabstream.streams.relaying import blocks, ownership
 from grabstream.streams.webhooks import addresses, sending
 
@@ -229,11 +231,18 @@ def of_commands() -> list[Row]:
         Row(
             "`metadata`",
             f"{commands.METADATA_PAIRS_MAX} pairs, {size(commands.METADATA_BYTES_MAX)} as JSON without "
-            "spaces; names are ids, values one line",
+            f"spaces, {personal.SEALED_BYTES_MAX} bytes where it is sealed; names are ids, values one line",
             "the answer and the events contain it; a queued grab keeps it in Redis",
             INVALID,
         ),
         Row("`ticket`", f"{commands.TICKET_LENGTH_MAX:,} characters", "", INVALID),
+        Row("`receipt` of a `confirm`", f"{commands.RECEIPT_LENGTH_MAX:,} characters", "", INVALID),
+        Row(
+            "`approvals` of a command of operators",
+            f"{commands.APPROVALS_MAX} of {commands.APPROVAL_LENGTH_MAX:,} characters each",
+            "",
+            INVALID,
+        ),
         Row("grabs in a basket", f"{bounds.BASKET_GRABS_MAX}", "one call decides them", INVALID),
         Row(
             "`max_per_grab` where grabs get codes",
@@ -388,7 +397,7 @@ def of_processes() -> list[Row]:
             "the rest is read next time",
         ),
         Row(
-            "refusals of a gate that are not written to SQL yet",
+            "refusals of a gate that are not written yet: to SQL, and to the topic of refusals",
             f"{refusals.RefusalSample().waiting_max:,}",
             "memory of a gate",
             "the rest is only counted in `demand`",
@@ -447,6 +456,30 @@ def of_processes() -> list[Row]:
             f"{offer_files.PROBLEMS_MAX:,}",
             "",
             "the next check reports the rest",
+        ),
+        Row(
+            "the manifest of an archive, and a file of it",
+            f"{size(stores.MANIFEST_BYTES_MAX)}, {size(archive.FILE_BYTES_MAX)}",
+            "a reader takes it into memory",
+            "refused",
+        ),
+        Row(
+            "a checkpoint",
+            size(evidence.FILE_BYTES_MAX),
+            "as above; one of 4,096 shards fits",
+            "refused",
+        ),
+        Row(
+            "the key or prefix in an address of an object store",
+            f"{buckets.KEY_BYTES_MAX} characters",
+            "stores take 1,024 bytes, and an archive adds names",
+            "wrong usage",
+        ),
+        Row(
+            "attempts of a request to an object store",
+            f"{buckets.ATTEMPTS_MAX}, each within `GRAB_S3_TIMEOUT_MS` of silence",
+            "a store that is away must be said",
+            "exit code 3",
         ),
     ]
 
@@ -516,13 +549,38 @@ def of_requests() -> list[Row]:
             "memory of a gateway",
             f"{busy}; the connection ends",
         ),
+        Row(
+            "connections that a turn of the event loop reads",
+            f"{http.READ_AT_ONCE}",
+            "a command needs several turns: they stay short in a crowd",
+            "the others wait for the next turn; a grab that has waited longer than "
+            f"{http.COMMAND_SECONDS_TARGET:g} s is {busy}",
+        ),
         Row("requests in work", "`GRAB_GATEWAY_REQUESTS_MAX`", "answers stay fast under overload", busy),
-        Row("… of these, questions", f"{http.QUESTIONS_MAX}", "commands keep their room", busy),
+        Row(
+            "… of these, commands",
+            f"{http.COMMANDS_FIRST:,} at first; fewer, down to {http.COMMANDS_MIN}, while commands take "
+            f"longer than {http.COMMAND_SECONDS_TARGET:g} s, more while they do not",
+            "answers stay fast under overload",
+            busy,
+        ),
+        Row(
+            "… of these, questions",
+            f"{http.QUESTIONS_MAX}; {http.QUESTIONS_USER_MAX} of one end user",
+            "commands keep their room, and users theirs",
+            busy,
+        ),
         Row(
             "the time of a question in PostgreSQL",
             f"{http.QUESTION_MS_MAX / 1000:.0f} s, in one of `GRAB_GATEWAY_SESSIONS_MAX` sessions",
             "one question must not hold up the others",
             "503 `unavailable`",
+        ),
+        Row(
+            "the time of a change of webhooks in PostgreSQL; offers whose events are listed for one webhook",
+            f"{http.CHANGE_MS_MAX / 1000:.0f} s; {http.WEBHOOK_OFFERS_MAX}",
+            "100,000 parked events may be sent again; a page for people",
+            "503 `unavailable`, and nothing is changed; what is parked, then the oldest",
         ),
         Row(
             "the time that a question waits for a session",
@@ -543,6 +601,32 @@ def of_requests() -> list[Row]:
             "it is read again; the least recently used are dropped",
         ),
         Row(
+            "… while another gateway makes the next one (`GRAB_CACHE_URL`)",
+            f"{http.CACHE_SECONDS + http.CACHE_STALE_SECONDS_MAX:.0f} s",
+            "gateways need not all ask the same",
+            f"a gateway waits for the other one, at most {http.CACHE_WAIT_SECONDS_MAX * 1000:.0f} ms, then "
+            "asks itself",
+        ),
+        Row(
+            "offers in a random order that are read once for all visitors; such lists that are kept ready",
+            f"{http.SHUFFLED_OFFERS_MAX:,}; {http.SHUFFLED_LISTS_MAX}",
+            "the gateway puts them into the order of each visitor",
+            "PostgreSQL sorts them, once for each visitor; the list is read again",
+        ),
+        Row(
+            "an answer that gateways share",
+            size(http.SHARED_ANSWER_BYTES_MAX),
+            "memory of the cache Redis",
+            "each gateway keeps its own",
+        ),
+        Row(
+            "the time that the cache Redis has for a command",
+            f"{http.CACHE_SERVER_SECONDS_MAX * 1000:.0f} ms, over {http.CACHE_SERVER_CONNECTIONS_MAX} "
+            "connections",
+            "a cache must not make answers slower",
+            "it is not used until it answers again",
+        ),
+        Row(
             "a payment token, and a receipt",
             f"{payments.TOKEN_LENGTH_MAX:,} characters, checked before anything is decoded",
             "memory of a gateway",
@@ -554,7 +638,85 @@ def of_requests() -> list[Row]:
             "it is a part of every payment token",
             "the process does not start, and names the setting",
         ),
+        Row(
+            "queries that a gateway remembers as parsed, and targets whose answers it keeps",
+            f"{http.PARSED_MAX:,} of at most {http.PARSED_BYTES_MAX} bytes",
+            "memory of a gateway",
+            "a forgotten or longer one is parsed again, or answered a moment later",
+        ),
+        Row(
+            "streams of events of a gateway",
+            f"{http.STREAMS_MAX:,}, each for {http.STREAM_SECONDS_MAX / 60:.0f} min; "
+            f"{http.STREAMS_USER_MAX} of one end user, {http.STREAMS_JOINING_MAX} that begin at once",
+            "memory of a gateway",
+            "503 `busy`, with Retry-After; the client connects again and resumes",
+        ),
+        Row(
+            "what a stream of events has not sent yet",
+            f"{size(http.STREAM_BYTES_MAX)}, {size(http.STREAMS_BYTES_MAX)} in all streams; "
+            f"{http.WRITE_SECONDS_MAX:.0f} s for 64 KiB",
+            "as above",
+            "the stream ends; the client connects again and resumes",
+        ),
+        Row(
+            "events that a stream reads when it resumes",
+            f"{http.STREAM_MISSED_SEQS_MAX:,}: of its offer; in the stream of a user, of all offers",
+            "work of PostgreSQL",
+            "`event: reset`; the stream continues with what comes next",
+        ),
+        Row(
+            "the window of `/v1/demand`",
+            f"{http.DEMAND_SECONDS_MAX} s, {http.DEMAND_SECONDS} without `seconds`; at once, "
+            f"{http.DEMAND_EVENTS_MAX:,} events of a shard are read",
+            "its cost does not grow with the journal",
+            "400 `invalid`; `since` says from when on the counts are complete",
+        ),
+        Row(
+            "recoveries, differences and stopped shards in `/v1/system`; sums in `/v1/books`",
+            f"{http.SYSTEM_ROWS_MAX} of each; {http.BOOK_SUMS_MAX:,}",
+            "a page for people",
+            "the newest are shown; the first by asset",
+        ),
+        Row(
+            "frames and grabs of the film of an offer; places whose fairness is measured",
+            f"{http.FILM_FRAMES}, {http.FILM_GRABS}; {http.FAIRNESS_GRABS_MAX:,}",
+            "a page for people",
+            "frames are longer; the newest grabs; the first places",
+        ),
+        Row(
+            "positions of a waiting list that a user is told",
+            f"{http.WAITING_POSITIONS_MAX:,}",
+            "one list is read for all who wait",
+            "the position is absent",
+        ),
+        Row(
+            "grabs of a user whose positions a stream tells, and how often",
+            f"{http.STREAM_WAITS_MAX}, those that joined first; once in {http.POSITIONS_SECONDS:.0f} s, or "
+            f"in {http.POSITIONS_REST_TIMES} times what reading the list takes, up to "
+            f"{http.POSITIONS_REST_SECONDS_MAX:.0f} s",
+            "as above",
+            "`GET /v1/users/{user}/grabs?offer=…` has the others",
+        ),
+        Row(
+            "the pause after a list, or a user who waits, could not be read",
+            f"{http.POSITIONS_SECONDS:.0f} s, twice as long each time, up to "
+            f"{http.POSITIONS_FAILED_SECONDS_MAX:.0f} s",
+            "as above",
+            "–",
+        ),
+        Row(
+            "`why` and `doctor` over HTTP",
+            f"{http.EXAMINATIONS_MAX} at a time, {http.EXAMINATION_SECONDS_MAX:.0f} s each",
+            "they connect to the servers themselves",
+            "503 `busy`, `unavailable`",
+        ),
         Row("rows of a page", f"{http.PAGE_ROWS_MAX}, {http.PAGE_ROWS} without `limit`", "", "400 `invalid`"),
+        Row(
+            "connections accepted in one turn of the event loop",
+            f"{http.ACCEPTED_AT_ONCE}",
+            "new clients do not wait behind those that are served",
+            "the rest waits for the next turn",
+        ),
         Row(
             "connections",
             "`GRAB_GATEWAY_CONNECTIONS_MAX`, and the open files of the process",

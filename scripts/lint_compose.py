@@ -2,24 +2,33 @@
 exists.
 """
 
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import tomllib
 from pathlib import Path
 
 import yaml
 
 from grabstream.ops.commands.local.services import CLUSTER_SERVERS
+from grabstream.ops.services.container_files import Places, write
 from grabstream.ops.services.servers import kafka_version
-from grabstream.ops.settings import cluster_address
+from grabstream.ops.settings import Settings, cluster_address, host_and_port
 
 #: Services that run once and end.
-ONE_SHOT = ("seal-key", "init", "redis-cluster", "cluster-init")
+ONE_SHOT = ("seal-key", "init", "redis-cluster", "cluster-init", "certificates", "init-secure")
+#: The services of the profile `secure`.
+SECURED = (
+    "certificates", "redis-secure", "kafka-secure", "postgres-secure", "init-secure", "worker-secure",
+    "gateway-secure",
+)  # fmt: skip
 
 compose = yaml.safe_load(Path("compose.yaml").read_text())
 services = compose["services"]
 problems = []
-for name in ("redis", "kafka", "postgres", "seal-key", "init", "decide", "project"):
+for name in ("redis", "cache", "kafka", "postgres", "seal-key", "init", "decide", "project", "gateway"):
     if name not in services:
         problems.append(f"service {name} is missing")
 for name, service in services.items():
@@ -53,13 +62,22 @@ def follows(name: str, other: str) -> bool:
 for name, service in services.items():
     if service["image"] != "grabstream:local":
         continue
+    if service.get("command", [""])[0] in ("worker", "gateway"):
+        port = host_and_port(service["environment"].get("GRAB_METRICS_LISTEN", ":"))[1]
+        if f"http://127.0.0.1:{port}/health/ready" not in str(service["healthcheck"]["test"]):
+            problems.append(f"{name}: its healthcheck does not ask its own /health/ready")
+    if not service.get("read_only") or service.get("cap_drop") != ["ALL"]:
+        problems.append(f"{name}: it has privileges, or a root that can be written to")
     if f"keys:{service.get('working_dir')}" not in service.get("volumes", []):
         problems.append(f"{name}: its working directory is not the volume keys")
     if name != "seal-key" and not follows(name, "seal-key"):
         problems.append(f"{name} does not start after seal-key")
     if service["environment"].get("GRAB_SEAL_KEYS", "") is not None:
         problems.append(f"{name}: GRAB_SEAL_KEYS must be passed on unchanged, and left out if it is not set")
-    if f"install -d -m 700 -o grabstream {service.get('working_dir')}" not in Path("Dockerfile").read_text():
+    if (
+        f"install -d -m 700 -o 1000 -g 1000 {service.get('working_dir')}"
+        not in Path("Dockerfile").read_text()
+    ):
         problems.append(f"{name}: the Dockerfile does not make {service.get('working_dir')} for its user")
 if "keys" not in compose["volumes"]:
     problems.append("volume keys is missing")
@@ -91,9 +109,57 @@ for name in CLUSTER_SERVERS:
         ):
             problems.append(f"{name} is not a voter, or not in GRAB_KAFKA")
 cluster_address(environment["GRAB_REDIS_URL"])
+# The secured servers: each gets the files that the service certificates makes, and no other; nobody is
+# trusted without a password; what reaches them has settings that fit together.
+with tempfile.TemporaryDirectory() as folder:
+    made = set(write(Path(folder), Places()))
+    named_by_redis = re.findall(r"/tls/([\w.-]+)", (Path(folder) / "redis.conf").read_text())
+for name in SECURED:
+    if name not in services:
+        problems.append(f"service {name} is missing")
+        continue
+    service = services[name]
+    if service.get("profiles") != ["secure"]:
+        problems.append(f"{name} is not in the profile secure")
+    if name != "certificates" and not follows(name, "certificates"):
+        problems.append(f"{name} does not start after certificates")
+    used = re.findall(r"/(?:certificates|tls)/([\w.-]+)", str(service))
+    # Copied from the folder of all files to that of the server.
+    copied = re.search(r"install -o \w+ -m 600 (.*?) /tls\)", " ".join(service["command"]))
+    used += copied[1].split() if copied else []
+    problems += [
+        f"{name}: certificates does not make {file}" for file in sorted(set(used)) if file not in made
+    ]
+    of_server = re.findall(r"/tls/([\w.-]+)", str(service)) + named_by_redis * (name == "redis-secure")
+    problems += [
+        f"{name}: {file} is not copied to /tls"
+        for file in sorted(set(of_server) - set(copied[1].split() if copied else ()))
+    ]
+    for volume in service["volumes"]:
+        if volume.split(":")[0] not in compose["volumes"]:
+            problems.append(f"{name}: volume {volume} is not declared")
+        if volume.startswith("certificates:") and name != "certificates" and not volume.endswith(":ro"):
+            problems.append(f"{name} can write to the certificates")
+    if "trust" in str(service.get("environment", {}).get("POSTGRES_HOST_AUTH_METHOD", "")):
+        problems.append(f"{name} trusts everybody")
+    plain = services.get(name.removesuffix("-secure"), service)
+    if service["image"] != plain["image"]:
+        problems.append(f"{name} has the image {service['image']}, and not {plain['image']}")
+secured = services["worker-secure"]["environment"]
+unknown = {name.removesuffix("_FILE").removeprefix("GRAB_").lower() for name in secured} - set(
+    Settings.model_fields
+)
+problems += [f"worker-secure: GRAB_{name.upper()} is not a setting" for name in sorted(unknown)]
+if secured["GRAB_KAFKA"] != f"{Places().kafka.host}:{Places().kafka.port}":
+    problems.append("worker-secure: GRAB_KAFKA is not where kafka-secure listens")
 if not kafka_version()[0].isdigit():
     problems.append(f"Kafka's version cannot be read from its image: {kafka_version()!r}")
 dockerfile = Path("Dockerfile").read_text()
+problems += [
+    f"the Dockerfile does not copy {link.name}/, to which grabstream/{link.name} leads"
+    for link in Path("grabstream").iterdir()
+    if link.is_symlink() and f"\nCOPY {link.name} {link.name}\n" not in dockerfile
+]
 for line in dockerfile.splitlines():
     words = line.split()
     if words and words[0] == "COPY" and "--from" not in line:
@@ -102,6 +168,26 @@ for line in dockerfile.splitlines():
             for path in words[1:-1]
             if not Path(path).exists()
         ]
+# The image has what the tests have run with.
+locked = set(Path("requirements.lock").read_text().replace("\\\n", "").split("\n"))
+for lock in ("requirements-runtime.lock", "requirements-archives.lock", "requirements-build.lock"):
+    pins = [line for line in Path(lock).read_text().replace("\\\n", "").split("\n") if "==" in line]
+    problems += [
+        f"{lock}: {pin.split()[0]} is not as in requirements.lock: run `make lock-image`"
+        for pin in pins
+        if not pin.startswith("#") and pin not in locked
+    ]
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+for lock, extras in (
+    ("requirements-runtime.lock", ["server"]),
+    ("requirements-archives.lock", ["server", "analysts", "s3"]),
+):
+    text = Path(lock).read_text()
+    needed = [one for extra in extras for one in project["optional-dependencies"][extra]]
+    for requirement in (*project["dependencies"], *needed):
+        named = re.split(r"[\[=<>~]", requirement)[0].lower()
+        if f"\n{named}==" not in f"\n{text}":
+            problems.append(f"{lock} lacks {named}: run `make lock-image`")
 if (
     shutil.which("docker")
     and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0

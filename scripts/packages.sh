@@ -14,5 +14,12 @@ if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
     exit 1
 fi
 echo "installing ${missing[*]}"
+# The programs are wanted, not the services that some packages start: this file keeps Debian from starting them.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+    trap 'rm -f "$policy"' EXIT
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+fi
 apt-get update -qq
 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

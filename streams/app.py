@@ -17,11 +17,11 @@ except BadSettings as error:
     sys.exit(2)
 
 app = build_app(
-    _settings.kafka,
+    _settings.brokers,
     _settings.prefix,
     _settings.shards,
     make_projectors(
-        _settings.kafka, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_
+        _settings.brokers, _settings.prefix, _settings.shards, _settings.postgres, _settings.schema_
     ),
     partial(wait_until_known, _settings),
 )

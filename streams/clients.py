@@ -6,6 +6,7 @@ as if it were ours, or may swallow ours. None of this may end or block the calle
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaConnectionError
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,12 @@ CLOSE_SECONDS_MAX: Final = 5.0
 FETCHER_IDLE_MS: Final = 60_000
 #: How long it may take until an outage of a server is logged.
 UNEXPLAINED_SECONDS: Final = 10.0
+#: How often brokers that name no controller are asked again.
+CONTROLLER_POLL_SECONDS: Final = 0.2
+#: Trouble that comes back within this time is the same one, though something has succeeded in between. If it
+#: comes back more often than a few times, it is logged again only after this time.
+STEADY_SECONDS: Final = 30.0
+RETURNS_LOGGED_MAX: Final = 3
 
 Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
 
@@ -33,9 +41,25 @@ async def started(client: Client) -> AsyncIterator[Client]:
     """
     try:
         await client.start()
+        if isinstance(client, AIOKafkaAdminClient):
+            await _until_controller_is_known(client)
         yield client
     finally:
         await close(client.close() if isinstance(client, AIOKafkaAdminClient) else client.stop())
+
+
+async def _until_controller_is_known(client: AIOKafkaAdminClient) -> None:
+    """Asks until the brokers name their controller; raises KafkaConnectionError if they do not within the
+    time of a request. A broker that has stood still for seconds names none until it has found it again, and
+    requests of aiokafka then end with an AttributeError.
+    """
+    connection = client._client
+    deadline = time.monotonic() + connection._request_timeout_ms / 1000
+    while connection.cluster.controller is None:
+        if time.monotonic() > deadline:
+            raise KafkaConnectionError(f"the brokers at {connection._bootstrap_servers} name no controller")
+        await asyncio.sleep(CONTROLLER_POLL_SECONDS)
+        await connection.force_metadata_update()
 
 
 async def close(closing: Coroutine[Any, Any, Any]) -> None:
@@ -83,6 +107,15 @@ class Outages:
         self._away.discard(server)
         self._ended_at = time.monotonic()
 
+    @property
+    def away(self) -> frozenset[str]:
+        """The servers that do not answer now, as they were reported."""
+        return frozenset(self._away)
+
+    def explains(self, since: float) -> bool:
+        """Whether there is an outage, or one has ended after `since`."""
+        return bool(self._away) or self._ended_at > since
+
     def may_explain(self, since: float) -> bool:
         """Whether an outage is, or may turn out to be, the cause of trouble that began at `since`."""
         if not self.is_watched:
@@ -103,6 +136,10 @@ class Trouble:
         self._log, self._where = log, where
         self._words = ""
         self._since = 0.0
+        #: When it was over the last time, how often it has come back soon, and when it was last logged as a
+        #: warning.
+        self._over_at = self._warned_at = -math.inf
+        self._returns = 0
         #: The text last logged as a warning, and the text last logged at any level.
         self._warned, self._logged = "", ""
 
@@ -113,19 +150,26 @@ class Trouble:
 
     def say(self, words: str) -> None:
         """Records a failed attempt; it will be repeated."""
-        if not self._words:
-            self._since = time.monotonic()
+        now = time.monotonic()
+        if not self._words and now - self._over_at < STEADY_SECONDS:
+            self._returns += 1
+        elif not self._words:
+            self._since, self._returns = now, 0
         self._words = words
         if OUTAGES.may_explain(self._since):
             if words != self._logged:
                 self._log.info("%s: %s; trying again", self._where, words)
-        elif words != self._warned:
+        elif words != self._warned and (
+            self._returns <= RETURNS_LOGGED_MAX or now - self._warned_at >= STEADY_SECONDS
+        ):
             self._log.warning("%s: %s; trying again", self._where, words)
-            self._warned = words
+            self._warned, self._warned_at = words, now
         self._logged = words
 
     def over(self) -> None:
         """Records a successful attempt."""
         if self._words:
             self._log.log(logging.WARNING if self._warned else logging.INFO, "%s: continues", self._where)
+            # What an outage explains has ended with it.
+            self._over_at = -math.inf if OUTAGES.explains(self._since) else time.monotonic()
         self._words = self._warned = self._logged = ""

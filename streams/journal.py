@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
-from grabstream.models.journal import Cursor, Headers
+from grabstream.models.journal import Authority, Block, Cursor, Headers, is_signed_owner, named
+from grabstream.streams import brokers
 from grabstream.streams.clients import FETCHER_IDLE_MS, started
+from grabstream.streams.journal_keys import journal_keys
 
 FETCH_WAIT_MS: Final = 500
 LOOK_BACK_RECORDS: Final = 16
@@ -34,6 +36,20 @@ class JournalReader:
     def __init__(self, consumer: AIOKafkaConsumer, topic: str) -> None:
         self._consumer = consumer
         self._topic = topic
+        #: By shard: up to which offset no relay has signed a record, and whether one has there.
+        self._unsigned_to: dict[int, tuple[int, bool]] = {}
+
+    def block(self, record: Record) -> Block:
+        """The block in a record of this topic; raises Corrupt like `JournalKeys.block`."""
+        return journal_keys().block(self._topic, record.shard, record.headers, record.value)
+
+    def authority(self, record: Record) -> tuple[Authority, str]:
+        """Whether a known relay signed the headers of a record, and why it did not."""
+        return journal_keys().authority(self._topic, record.shard, record.headers)
+
+    def is_signed(self, record: Record) -> bool:
+        """Whether a known relay signed the headers of a record."""
+        return self.authority(record)[0] == "signed"
 
     def of_topic(self, topic: str) -> "JournalReader":
         """A reader of another topic with the same consumer; only one of them can read at a time."""
@@ -53,18 +69,26 @@ class JournalReader:
         partition = TopicPartition(self._topic, shard)
         return int((await self._consumer.beginning_offsets([partition]))[partition])
 
-    async def last_seq(self, shard: int) -> int:
+    async def last_seq(self, shard: int, owner: str = "") -> int:
         """The highest seq among the newest blocks; 0 if the partition has markers only. Includes blocks that
         do not count.
+
+        `owner` is the last owner that is known: if it signs, and keys are known, only what relays signed is
+        looked at, as far as there is any.
         """
         beginning, start = await self.beginning(shard), await self.end(shard)
-        last, look_back = 0, LOOK_BACK_RECORDS
+        must_be_signed = is_signed_owner(owner) and bool(journal_keys().public)
+        last, last_unsigned, look_back = 0, 0, LOOK_BACK_RECORDS
         while not last and start > beginning:
             end, start = start, max(start - look_back, beginning)
             async for records in self.read(shard, start, end):
-                last = max(last, *(last_seq_of(record.headers) for record in records))
+                for record in records:
+                    if must_be_signed and not self.is_signed(record):
+                        last_unsigned = max(last_unsigned, last_seq_of(record.headers))
+                    else:
+                        last = max(last, last_seq_of(record.headers))
             look_back *= 4
-        return last
+        return last or last_unsigned
 
     async def seq_before(self, shard: int, cursor: Cursor) -> int | None:
         """The last seq that the cursor's owner wrote before the cursor; 0 if that is its marker only. All
@@ -77,40 +101,92 @@ class JournalReader:
         if start > await self.end(shard):
             return None
         owner, look_back = cursor.owner.encode(), LOOK_BACK_RECORDS
+        must_be_signed = is_signed_owner(cursor.owner) and bool(journal_keys().public)
         while start > beginning:
             end, start = start, max(start - look_back, beginning)
             seqs = [
                 last_seq_of(record.headers)
                 async for records in self.read(shard, start, end)
                 for record in records
-                if dict(record.headers).get("owner") == owner
+                if named(record.headers).get("owner") == owner
+                and (not must_be_signed or self.is_signed(record))
             ]
             if seqs:
                 return max(seqs)
             look_back *= 4
         return None
 
-    async def confirms(self, shard: int, cursor: Cursor) -> bool:
+    async def has_head(self, shard: int, cursor: Cursor) -> bool:
+        """Whether a record before a cursor's offset ends at its seq with its hash: a block, or an anchor.
+        Where its owner signs, and keys are known, the record must be signed. Reads back as far as needed.
+        """
+        must_be_signed = is_signed_owner(cursor.owner) and bool(journal_keys().public)
+        beginning, start = await self.beginning(shard), cursor.next_offset
+        look_back, head = LOOK_BACK_RECORDS, cursor.head.hex().encode()
+        while start > beginning:
+            end, start = start, max(start - look_back, beginning)
+            async with aclosing(self.read(shard, start, end)) as lists:
+                async for records in lists:
+                    for record in records:
+                        is_there = named(record.headers).get("head") == head and (
+                            reached_by(record.headers) == cursor.seq
+                        )
+                        if is_there and (not must_be_signed or self.is_signed(record)):
+                            return True
+            look_back *= 4
+        return False
+
+    async def confirms(self, shard: int, cursor: Cursor, is_published: bool = False) -> bool:
         """Whether the journal contains the event of the cursor's seq with the cursor's hash, and whether the
         cursor's term and owner are in force at its offset.
 
-        Looks for the event's block among the records directly before the offset, not in the whole journal.
+        Looks for the event's block among the records directly before the offset, not in the whole journal. A
+        cursor that `is_published` was found in a topic: where keys are known, a relay must have signed the
+        block as well, or no relay anything before the offset.
         """
+        if not journal_keys().public:
+            return await self._confirms(shard, cursor, False, False)
+        is_signed = is_signed_owner(cursor.owner)
+        found = await self._confirms(shard, cursor, is_signed, is_signed and is_published)
+        if found and is_published and not is_signed:
+            return not await self._is_signed_before(shard, cursor.next_offset)
+        return found
+
+    async def _is_signed_before(self, shard: int, offset: int) -> bool:
+        """Whether a relay signed a record before an offset. Reads from the beginning, once."""
+        start, is_signed = self._unsigned_to.get(shard, (await self.beginning(shard), False))
+        if start >= offset or is_signed:
+            return is_signed and start < offset
+        async with aclosing(self.read(shard, start, offset)) as lists:
+            async for records in lists:
+                for record in records:
+                    if self.is_signed(record):
+                        self._unsigned_to[shard] = record.offset, True
+                        return True
+        self._unsigned_to[shard] = offset, False
+        return False
+
+    async def _confirms(
+        self, shard: int, cursor: Cursor, is_marker_signed: bool, is_block_signed: bool
+    ) -> bool:
         beginning, start = await self.beginning(shard), cursor.next_offset
         if start > await self.end(shard):
             return False
         look_back, newest = LOOK_BACK_RECORDS, (0, b"")
         while start > beginning and look_back <= CONFIRM_RECORDS_MAX:
             end, start = start, max(start - look_back, beginning)
-            read = [record.headers async for records in self.read(shard, start, end) for record in records]
-            for headers in reversed(read):
-                named = dict(headers)
-                term = _term_of(headers)
-                if named.get("count") == b"0":
+            read = [record async for records in self.read(shard, start, end) for record in records]
+            for record in reversed(read):
+                headers, given = record.headers, named(record.headers)
+                term = term_of(headers)
+                is_marker = given.get("count") == b"0"
+                if (is_marker_signed if is_marker else is_block_signed) and not self.is_signed(record):
+                    continue
+                if is_marker:
                     # The first marker of the highest term counts: it is the last one on the way back.
-                    newest = max((term, named.get("owner", b"")), newest, key=lambda marker: marker[0])
-                elif last_seq_of(headers) == cursor.seq and named.get("head") == cursor.head.hex().encode():
-                    in_force = newest if newest[0] > term else (term, named.get("owner"))
+                    newest = max((term, given.get("owner", b"")), newest, key=lambda marker: marker[0])
+                elif last_seq_of(headers) == cursor.seq and given.get("head") == cursor.head.hex().encode():
+                    in_force = newest if newest[0] > term else (term, given.get("owner"))
                     if in_force == (cursor.term, cursor.owner.encode()):
                         return True
             look_back *= 4
@@ -159,18 +235,27 @@ class JournalReader:
 
 def last_seq_of(headers: Headers) -> int:
     """The last seq in a record's headers; 0 for a marker, and for a record that is not a block."""
-    named = dict(headers)
+    given = named(headers)
     try:
-        count = int(named["count"])
-        return int(named["first_seq"]) + int(named.get("seqs", count)) - 1 if count else 0
+        count = int(given["count"])
+        return int(given["first_seq"]) + int(given.get("seqs", count)) - 1 if count else 0
     except (KeyError, ValueError):
         return 0
 
 
-def _term_of(headers: Headers) -> int:
+def reached_by(headers: Headers) -> int:
+    """The seq to which the `head` in a record's headers belongs, also in those of an anchor."""
+    given = named(headers)
+    try:
+        return last_seq_of(headers) if given.get("count") != b"0" else int(given["first_seq"]) - 1
+    except (KeyError, ValueError):
+        return 0
+
+
+def term_of(headers: Headers) -> int:
     """The term in a record's headers; 0 for a record that has none."""
     try:
-        return int(dict(headers)["term"])
+        return int(named(headers)["term"])
     except (KeyError, ValueError):
         return 0
 
@@ -178,8 +263,9 @@ def _term_of(headers: Headers) -> int:
 @asynccontextmanager
 async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader]:
     """A reader; its consumer is closed at the end."""
+    # A broker that dies in the middle of an answer is noticed after 8 s, not after the client's 40 s.
     consumer = AIOKafkaConsumer(
-        bootstrap_servers=bootstrap,
+        **brokers.at(bootstrap, timeout_ms=8_000),
         auto_offset_reset="none",
         enable_auto_commit=False,
         max_partition_fetch_bytes=RECORD_BYTES_MAX,
@@ -187,9 +273,6 @@ async def open_reader(bootstrap: str, topic: str) -> AsyncIterator[JournalReader
         # partition.
         fetch_max_wait_ms=10,
         consumer_timeout_ms=FETCHER_IDLE_MS,
-        # A broker that dies in the middle of an answer is noticed after this time, not after the client's 40
-        # s.
-        request_timeout_ms=8_000,
     )
     async with started(consumer):
         yield JournalReader(consumer, topic)

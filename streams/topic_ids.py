@@ -13,6 +13,7 @@ from aiokafka.errors import UnknownTopicOrPartitionError, for_code
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
 
+from grabstream.streams import brokers
 from grabstream.streams.clients import started
 
 REQUEST_TIMEOUT_MS = 8_000
@@ -116,7 +117,7 @@ async def find_topic(bootstrap: str, name: str) -> Topic | None:
     """The topic with a name, None if it does not exist; raises aiokafka's errors if the brokers cannot be
     reached.
     """
-    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=REQUEST_TIMEOUT_MS)
+    client = AIOKafkaAdminClient(**brokers.at(bootstrap, timeout_ms=REQUEST_TIMEOUT_MS))
     async with started(client):
         answer = await client._send_request(_MetadataRequest(name))
     [(code, _, topic_id, _, partitions, *_)] = answer.topics

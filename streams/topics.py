@@ -3,16 +3,27 @@
 Partition = shard, so every topic but `rejected` has as many partitions as there are shards.
 """
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import TopicAlreadyExistsError, for_code
+from aiokafka.errors import KafkaTimeoutError, TopicAlreadyExistsError, for_code
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
+from grabstream.models.commands import AnyCommand, OfferCommand
+from grabstream.streams import brokers
 from grabstream.streams.clients import started
 
+#: How long the brokers may need to learn of a new topic.
+TOPIC_SECONDS_MAX: Final = 120.0
+_POLL_SECONDS: Final = 0.05
 DAY_MS: Final = 24 * 3600 * 1000
+#: Brokers refuse records whose time is more than an hour ahead of their clocks, which may differ from ours.
+AHEAD_MS_MAX: Final = 1_800_000
 REPLICATION_MAX: Final = 3
 #: The broker unpacks compressed batches, so `max.message.bytes` bounds the unpacked size.
 COMPRESSION: Final = "uncompressed"
@@ -27,12 +38,21 @@ class Topics(NamedTuple):
 
     @property
     def commands(self) -> str:
-        """Commands to decide: one JSON object per record, or an array of them."""
+        """Commands that users cause: one JSON object per record, or an array of them."""
         return f"{self.prefix}.commands"
 
     @property
+    def operations(self) -> str:
+        """Commands of operators about offers, in the same form."""
+        return f"{self.prefix}.operations"
+
+    def of(self, command: AnyCommand) -> str:
+        """The topic that takes a command: who may write to one may not need to write to the other."""
+        return self.operations if isinstance(command, OfferCommand) else self.commands
+
+    @property
     def results(self) -> str:
-        """Answers to commands from the commands topic."""
+        """Answers to commands from both topics of commands."""
         return f"{self.prefix}.results"
 
     @property
@@ -50,34 +70,49 @@ class Topics(NamedTuple):
         """The original bytes of records that could not be decoded."""
         return f"{self.prefix}.rejected"
 
+    @property
+    def refusals(self) -> str:
+        """A sample of refusals, where the settings want it."""
+        return f"{self.prefix}.refusals"
 
-def retention_ms(topics: Topics) -> dict[str, int]:
-    """How long each topic keeps its records, in milliseconds; -1 is for ever."""
-    return {
+
+def retention_ms(topics: Topics, refusals: bool = True) -> dict[str, int]:
+    """How long each topic keeps its records, in milliseconds; -1 is for ever. Without `refusals`, only the
+    topics that every system has.
+    """
+    kept = {
         topics.commands: 7 * DAY_MS,
+        topics.operations: 7 * DAY_MS,
         topics.results: 7 * DAY_MS,
         topics.journal: -1,
         topics.events: -1,
         topics.rejected: 90 * DAY_MS,
     }
+    return kept | ({topics.refusals: 7 * DAY_MS} if refusals else {})
 
 
 async def create_topics(
-    bootstrap: str, topics: Topics, shards: int, replication: int | None = None
+    bootstrap: str,
+    topics: Topics,
+    shards: int,
+    replication: int | None = None,
+    refusals: bool = False,
 ) -> list[str]:
     """Creates the missing topics and returns their names. Existing topics are not changed, except by
     `bound_batches`.
 
     `replication` is the number of copies; by default one per broker, three at most. With three copies or
-    more, a record is acknowledged by at least two brokers. Raises aiokafka's errors if the brokers cannot be
+    more, a record is acknowledged by at least two brokers. With `refusals`, the topic of refusals is created
+    too. Raises aiokafka's errors if the brokers cannot be
     reached or refuse.
     """
     if replication is None:
-        async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
+        async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
             replication = min(len((await client.describe_cluster())["brokers"]), REPLICATION_MAX)
-    created = await _create(bootstrap, _wanted(topics, shards, replication))
-    if topics.commands not in created:
-        await bound_batches(bootstrap, topics.commands)
+    created = await make_topics(bootstrap, _wanted(topics, shards, replication, refusals))
+    for name in (topics.commands, topics.operations):
+        if name not in created:
+            await bound_batches(bootstrap, name)
     return created
 
 
@@ -96,7 +131,7 @@ async def bound_batches(bootstrap: str, name: str) -> None:
     """Makes a topic refuse batches that are too large when unpacked, because a reader unpacks a whole batch,
     however large.
     """
-    async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
+    async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
         settings = await keeps_compressed(client, name)
         if settings is None:
             return
@@ -113,14 +148,14 @@ async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -
     """
     copies = len((await partitions_of(bootstrap, like))[0]["replicas"])
     configs = {"retention.ms": "-1", "max.message.bytes": str(RECORD_BYTES_MAX)}
-    await _create(
+    await make_topics(
         bootstrap, [NewTopic(name, num_partitions=shards, replication_factor=copies, topic_configs=configs)]
     )
 
 
 async def partitions_of(bootstrap: str, name: str) -> list[dict[str, Any]]:
     """The partitions of a topic as the brokers describe them; empty if there is no such topic."""
-    async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
+    async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
         described = await client.describe_topics([name])
     return list(described[0]["partitions"])
 
@@ -130,20 +165,56 @@ def delete_command(bootstrap: str, name: str) -> str:
     return f"kafka-topics.sh --bootstrap-server {bootstrap} --delete --topic {name}"
 
 
-async def _create(bootstrap: str, wanted: list[NewTopic]) -> list[str]:
-    """Creates the missing topics; returns their names."""
-    async with started(AIOKafkaAdminClient(bootstrap_servers=bootstrap)) as client:
-        response = await client.create_topics(wanted)
+def record_time_ms(at_ms: int) -> int:
+    """The time of the record of something that was decided at `at_ms`: the same, or now where that is far
+    ahead. A shard whose clock was ahead goes on at that time, which never goes back.
+    """
+    now_ms = time.time_ns() // 1_000_000
+    return at_ms if at_ms <= now_ms + AHEAD_MS_MAX else now_ms
+
+
+@asynccontextmanager
+async def known_in_time(what: str) -> AsyncIterator[None]:
+    """Bounds a wait until the brokers know a topic; raises KafkaTimeoutError."""
+    try:
+        async with asyncio.timeout(TOPIC_SECONDS_MAX):
+            yield
+    except TimeoutError:
+        raise KafkaTimeoutError(
+            f"after {TOPIC_SECONDS_MAX:.0f} s, brokers do not know {what}; their logs say why"
+        ) from None
+
+
+async def make_topics(bootstrap: str, wanted: list[NewTopic]) -> list[str]:
+    """Creates the missing topics, and returns their names when all can be used; raises aiokafka's errors."""
     created = []
-    for name, code, message, *_ in response.topic_errors:
-        if code == 0:
-            created.append(name)
-        elif code != TopicAlreadyExistsError.errno:
-            raise for_code(code)(f"topic {name}: {message}")
+    async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
+        response = await client.create_topics(wanted)
+        for name, code, message, *_ in response.topic_errors:
+            if code == 0:
+                created.append(name)
+            elif code != TopicAlreadyExistsError.errno:
+                raise for_code(code)(f"topic {name}: {message}")
+        # The controller answers before the brokers know: until then a topic seems not to exist.
+        async with known_in_time("a topic that was created"):
+            while True:
+                described = await client.describe_topics([one.name for one in wanted])
+                if all(_is_usable(one, one["topic"] in created) for one in described):
+                    return created
+                await asyncio.sleep(_POLL_SECONDS)
     return created
 
 
-def _wanted(topics: Topics, shards: int, replication: int) -> list[NewTopic]:
+def _is_usable(described: dict[str, Any], is_new: bool) -> bool:
+    """Whether a broker knows a topic and, if it is new, a leader of each partition. Leaders of others may be
+    away.
+    """
+    partitions = described["partitions"]
+    is_led = all(not one["error_code"] and one["leader"] >= 0 for one in partitions)
+    return not described["error_code"] and bool(partitions) and (is_led or not is_new)
+
+
+def _wanted(topics: Topics, shards: int, replication: int, refusals: bool) -> list[NewTopic]:
     configuration = {"max.message.bytes": str(RECORD_BYTES_MAX), "compression.type": COMPRESSION}
     if replication >= REPLICATION_MAX:
         configuration["min.insync.replicas"] = "2"
@@ -154,5 +225,5 @@ def _wanted(topics: Topics, shards: int, replication: int) -> list[NewTopic]:
             replication_factor=replication,
             topic_configs={"retention.ms": str(kept_ms), **configuration},
         )
-        for name, kept_ms in retention_ms(topics).items()
+        for name, kept_ms in retention_ms(topics, refusals).items()
     ]

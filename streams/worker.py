@@ -1,6 +1,6 @@
 """A worker: the roles of one process, started and stopped together.
 
-- `decide` answers commands of the topic.
+- `decide` answers commands of the two topics.
 - `relay` copies outboxes to the journal.
 - `sweep` ends holds and offers that are due, and copies counts of refusals to SQL. It runs where the shard is
   relayed.
@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.ending import end
+from grabstream.lua.ending import end, running
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
+from grabstream.lua.gate.personal import UserKeys
 from grabstream.lua.gate.refusals import RefusalLog, writing
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys
@@ -32,6 +33,8 @@ from grabstream.lua.trouble import is_trouble
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
+from grabstream.streams.deciding.understanding import Authority
+from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.recovery import Recovered, Snapshots
 from grabstream.streams.relaying.relay import Duty, ShardRelay, Step
@@ -62,6 +65,7 @@ class WorkerSettings(NamedTuple):
     gate: GateLimits
     block_events_max: int
     lease_ms: int
+    operations_on_commands: bool = False
 
 
 Role = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
@@ -82,13 +86,17 @@ def roles_of(
     ready: Callable[[str], None] = lambda role: None,
     relays: Callable[[Sequence[int]], None] = lambda shards: None,
     payment_side: PaymentSide | None = None,
+    measures: WorkerMeasures | None = None,
+    user_keys: UserKeys | None = None,
 ) -> dict[str, Role]:
     """The roles to play as functions of a stop event; raises ValueError for a role that does not exist.
 
     `ready` is called with each of the roles returned once it has started, also when it starts again; before
     it, `relays` is called with the shards that this worker relays and sweeps then. `payment_side` is asked
-    about holds that end soon.
+    about holds that end soon. `measures` counts what the roles do. `user_keys` has the keys under which the
+    decider seals the metadata of grabs, if it does.
     """
+    counted = measures or WorkerMeasures()
     for role in roles:
         if role not in ROLES:
             raise ValueError(f"role {role!r}: must be one of {', '.join(ROLES)}")
@@ -98,23 +106,27 @@ def roles_of(
         KeySpace(settings.prefix, settings.shards, settings.redis_database),
         Topics(settings.prefix),
     )
-    running: dict[str, Role] = {}
+    played: dict[str, Role] = {}
 
     if "decide" in roles:
 
         async def decide(stop: asyncio.Event) -> None:
-            gate = Gate(redis, keys, sealer, settings.gate, tickets=tickets, refusals=refusals)
+            gate = Gate(
+                redis, keys, sealer, settings.gate, tickets=tickets, refusals=refusals,
+                measures=counted.gate,
+                user_keys=user_keys,
+            )  # fmt: skip
+            counted.gate_load = lambda: (gate.queued, gate.calls_in_flight)
             gate.start()
             try:
                 async with writing(refusals):
-                    decider = Decider(
-                        gate, settings.kafka, topics, settings.shards, functools.partial(ready, "decide")
+                    await decide_topics(
+                        gate, settings, topics, functools.partial(ready, "decide"), counted, stop
                     )
-                    await decider.run(stop)
             finally:
                 await gate.close()
 
-        running["decide"] = decide
+        played["decide"] = decide
 
     if "relay" in roles:
         queries_of: Callable[[ShardKeys], HoldQueries] | None = None
@@ -124,14 +136,14 @@ def roles_of(
             relay = ShardRelay(
                 redis, of_shard, settings.shards, settings.kafka, topics.journal, sealer,
                 settings.block_events_max, step,
-                snapshots, report_recovery, duty=duty,
+                snapshots, report_recovery, duty=duty, measures=counted.relay,
             )  # fmt: skip
             tasks: list[Any] = [relay.run()]
             if "sweep" in roles:
                 skew_ms_max = settings.gate.clock_skew_ms_max
                 sweeper = Sweeper(
                     redis, of_shard, settings.shards, skew_ms_max, record_demand, duty.decided,
-                    lambda: duty.is_waiting, queries_of(of_shard) if queries_of else None,
+                    lambda: duty.is_waiting, queries_of(of_shard) if queries_of else None, counted.swept,
                 )  # fmt: skip
                 tasks.append(sweeper.run())
             return tasks
@@ -150,22 +162,61 @@ def roles_of(
                     queries_of = await stack.enter_async_context(
                         open_queries(payment_side, redis, keys, sealer, settings.gate)
                     )
-                await Leases(redis, keys, settings.lease_ms, tasks_of, requested).run(stop)
+                leases = Leases(redis, keys, settings.lease_ms, tasks_of, requested)
+                counted.leases_held, counted.shards_relayed = lambda: leases.held, lambda: leases.relayed
+                await leases.run(stop)
 
-        running["relay"] = relay
+        played["relay"] = relay
 
-    running.update(
-        (role, restarting(role, of_books[role]))
+    played.update(
+        (role, restarting(role, of_books[role], counted.restarts))
         for role in ("project", "publish", "verify", "webhooks")
         if role in roles and role in of_books
     )
-    return running
+    return played
 
 
-def restarting(name: str, role: Role) -> Role:
-    """The role, restarted whenever it fails or ends before `stop`: after a second, then after ever longer
-    pauses.
+async def decide_topics(
+    gate: Gate,
+    settings: WorkerSettings,
+    topics: Topics,
+    ready: Callable[[], None],
+    measures: WorkerMeasures,
+    stop: asyncio.Event,
+) -> None:
+    """Decides the commands of both topics until `stop`; calls `ready` when both are read. Raises the first
+    error of a decider.
     """
+    authority = Authority(topics, settings.operations_on_commands)
+    reading: set[str] = set()
+
+    def reads(topic: str) -> None:
+        reading.add(topic)
+        if len(reading) == len(deciders):
+            ready()
+
+    deciders = [
+        Decider(
+            gate, settings.kafka, topics, settings.shards, functools.partial(reads, topic), measures,
+            topic=topic, authority=authority,
+        )
+        for topic in (topics.operations, topics.commands)
+    ]  # fmt: skip
+    async with running(*(decider.run(stop) for decider in deciders)) as tasks:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+
+
+def restarting(name: str, role: Role, restarts: dict[str, int] | None = None) -> Role:
+    """The role, restarted whenever it fails or ends before `stop`: after a second, then after ever longer
+    pauses. `restarts` counts them, by name.
+    """
+
+    if restarts is not None:
+        # From the start, so that the first restart is an increase of the metric.
+        restarts[name] += 0
 
     async def run(stop: asyncio.Event) -> None:
         pause_seconds = RESTART_SECONDS_MIN
@@ -188,6 +239,8 @@ def restarting(name: str, role: Role) -> Role:
                     pause_seconds,
                     exc_info=True,
                 )
+            if restarts is not None and not stop.is_set():
+                restarts[name] += 1
             if time.monotonic() - began > RESTART_SECONDS_MAX:
                 pause_seconds = RESTART_SECONDS_MIN
             with contextlib.suppress(TimeoutError):

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ TEST_ROLE = "grabstream_test_system"
 #: one process runs all of them, one after the other.
 ONE_BY_ONE = (
     "tests/drill/", "tests/gateway/test_faults.py", "tests/gateway/test_stopping.py",
-    "tests/lua/gate/test_burst.py", "tests/ops/test_backup.py",
+    "tests/lua/gate/test_burst.py", "tests/ops/metrics/", "tests/ops/test_backup.py",
+    "tests/ops/test_logging.py", "tests/ops/test_secured.py",
     "tests/ops/test_side_by_side.py", "tests/ops/rehearsal/test_rehearsal.py",
     "tests/ops/rehearsal/test_stories.py",
     "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py",
@@ -73,6 +74,14 @@ ANYWHERE = (
     "tests/test_mutations.py",
     "tests/ops/commands/test_offer_verbs.py",
 )
+
+
+def some_by_day(cases: Iterable[Any], one_in: int) -> list[Any]:
+    """Cases of a parametrized test of which each run plays one in so many; `make nightly` plays all."""
+    return [
+        case if number % one_in == 0 else pytest.param(case, marks=pytest.mark.nightly)
+        for number, case in enumerate(cases)
+    ]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -105,6 +114,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Lists the tests whose time ran out and that `make test` ran once more, with what they waited for."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = (crash.message if crash else str(report.longrepr)).partition("\n")[0]
+        terminalreporter.write_line(f"RERUN {report.nodeid} - {reason}")
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Groups the tests that one process of a parallel run must run. (With pytest 9, xdist 3.8 does not group
     by marks.)
@@ -273,10 +290,15 @@ def private_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local
     services.remove()
 
 
+#: Bounds of waits are written for a machine that does nothing else. They end what hangs, and judge no speed.
+BUSY_MACHINE = 3
+
+
 async def until(condition: Callable[[], object], seconds: float = 60.0, what: str = "it") -> object:
     """Polls a condition (sync or async) until its value is true, and returns that value. Raises
-    AssertionError after `seconds`.
+    AssertionError after `seconds` of an idle machine.
     """
+    seconds *= BUSY_MACHINE
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
         value = condition()
@@ -291,6 +313,7 @@ async def until(condition: Callable[[], object], seconds: float = 60.0, what: st
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0, what: str = "it") -> None:
     """`until` for fixtures without an event loop."""
+    seconds *= BUSY_MACHINE
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

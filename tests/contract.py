@@ -125,6 +125,8 @@ async def check_topics(settings: Settings) -> dict[str, Counter[str]]:
     await consumer.start()
     try:
         for channel, definition in ASYNCAPI["channels"].items():
+            if channel == "refusals" and not settings.refusals_topic:
+                continue
             topic = definition["address"].replace("{prefix}", settings.prefix)
             partition_count = definition["bindings"]["kafka"]["partitions"]
             partitions = [TopicPartition(topic, number) for number in range(partition_count)]

@@ -115,6 +115,20 @@ MUTATIONS: Final = (
         _in("tests/lua/test_restoring.py", "test_columns_hold_what_follows_each_other_in_one_envelope"),
     ),
     Mutation(
+        "server of a checkpoint",
+        "streams/relaying/ownership.py",
+        '        return await self.run("read", keys, ownership, command, len(arguments), *arguments)\n',
+        "        return await self.redis.execute_command(command, *keys[key is None :][-1:], *arguments)\n",
+        _in("tests/streams/relaying/test_two_servers.py", "test_a_takeover_reads_the_server_of_its_scripts"),
+    ),
+    Mutation(
+        "server of what an owner reads",
+        "lua/ownership/read.lua",
+        "if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then",
+        "if false then",
+        _STRANGER,
+    ),
+    Mutation(
         "layout of an emptied shard",
         "streams/relaying/takeover.py",
         "last_grab is not None and is_single(last_grab)",
@@ -138,7 +152,7 @@ MUTATIONS: Final = (
     Mutation(
         "counts that are damaged",
         "streams/relaying/recovery.py",
-        "if await self._has_sound_counts():",
+        "if await self._has_sound_counts(ownership):",
         "if True:",
         _in(LAYOUTS, "test_a_rebuild_keeps_sound_counts_of_refusals_only"),
     ),
@@ -169,6 +183,13 @@ MUTATIONS: Final = (
         " and server_epoch() == epoch",
         "",
         _STRANGER,
+    ),
+    Mutation(
+        "a caller's own time",
+        "lua/includes/decide.lua",
+        "redis.call('HGET', KEYS[1], 'clock') ~= 'caller'",
+        "false",
+        _in(SCRIPTS, "test_a_caller_cannot_set_the_clock_of_a_shard[server]"),
     ),
     Mutation(
         "server epoch of a deciding script",
@@ -359,6 +380,27 @@ MUTATIONS: Final = (
         "if block.term > self.term:\n                after",
         "if True:\n                after",
         (JOURNAL,),
+    ),
+    Mutation(
+        "unsigned records after the first signed marker",
+        "models/journal.py",
+        'block.authority == "unsigned" and is_signed_owner(self.owner)',
+        "False",
+        ("tests/models/test_signed_records.py",),
+    ),
+    Mutation(
+        "records that claim to be signed",
+        "models/journal.py",
+        'block.authority == "forged" or (',
+        "False or (",
+        ("tests/models/test_signed_records.py",),
+    ),
+    Mutation(
+        "the partition of a signature",
+        "models/journal.py",
+        '[SIGNATURE_PURPOSE, journal.encode(), b"%d" % shard,',
+        "[SIGNATURE_PURPOSE, journal.encode(),",
+        ("tests/models/test_signed_records.py",),
     ),
     Mutation(
         "a cursor that moved",

@@ -51,7 +51,8 @@ from grabstream.models.payments import decode_answer as decode_payments
 from grabstream.models.upcasting import UpcastFailed
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.ops.settings import BadSettings, Settings, load_settings
-from grabstream.streams.deciding.understanding import Pace, Rejected, understand
+from grabstream.streams.deciding.understanding import Authority, Pace, Rejected, understand
+from grabstream.streams.topics import Topics
 from tests.support.odd_values import (
     ENVELOPE,
     ODD_TEXTS,
@@ -112,6 +113,8 @@ of_record = st.one_of(
     ),
 )
 
+EVERY_COMMAND: Final = Authority(Topics("t"), operations_on_commands=True)
+
 
 class Record(NamedTuple):
     value: bytes | None
@@ -142,7 +145,7 @@ TORN_BASKET: Final = (
 @given(value=of_record, key=st.one_of(st.none(), st.binary(max_size=50)))
 def test_record_of_the_topic_is_a_command_or_is_kept(value: bytes, key: bytes | None) -> None:
     found = bounded(len(value), lambda: list(commands_of(value)))
-    understood = asyncio.run(understand(Record(value, key), Pace()))
+    understood = asyncio.run(understand(Record(value, key), Pace(), EVERY_COMMAND))
     bad = [one for one in found if isinstance(one, Undecodable)]
     for one in bad:
         assert 0 < len(one.reason.encode()) <= REASON_BYTES_MAX

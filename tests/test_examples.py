@@ -7,13 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import psycopg
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient
 
 from grabstream import (
     AnyCommand,
@@ -22,6 +26,7 @@ from grabstream import (
     Grab,
     GrabConfirmed,
     GrabGranted,
+    GrabHeld,
     Open,
     Return,
     Settings,
@@ -34,7 +39,9 @@ from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import child_environment
-from tests.conftest import Worker, wait_until
+from grabstream.streams.clients import started
+from tests.conftest import NIGHTLY, Worker, wait_until
+from tests.streams.replaying.test_documented import examples
 from tests.support.command_line import env_of
 from tests.support.nodejs import need_node
 
@@ -61,6 +68,8 @@ GRABS: Final[list[AnyCommand]] = [
     Confirm(id="pay-2", offer="friday:phone", grab="ann-1", payment="pay-2", paid=3 * 9_900, currency="CNY"),
     Return(id="back-1", offer="friday:phone", grab="ann-1", quantity=1),
 ]
+#: What follows the name of the agent in the changelogs of its tables.
+AGENT_CHANGELOGS: Final = ("-grabs-changelog", "-last-seq-changelog")
 
 
 class Stage:
@@ -76,7 +85,7 @@ class Stage:
 
     def run(self, *words: str, folder: Path = EXAMPLES) -> str:
         done = subprocess.run(
-            words, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=120
+            words, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -106,6 +115,28 @@ class Stage:
 
         wait_until(caught_up, 60, "the books")
 
+    def until_published(self) -> None:
+        """Waits until `grab.events` has all events so far."""
+        topic = f"{self.settings.prefix}.events"
+        lines = self.run("grabstream", "replay", "--into", "-").splitlines()
+        events = sum(decode_line(line.encode()).seqs for line in lines)
+
+        def published() -> bool:
+            words = ("kcat", "-C", "-b", self.settings.kafka, "-t", topic, "-e", "-q", "-f", "%p %h\n")
+            return len(set(re.findall(r"ce_id=[0-9-]+", self.run(*words)))) >= events
+
+        wait_until(published, 60, "the events")
+
+    def grabs_by_minute(self) -> dict[tuple[str, int], int]:
+        """How many grabs each offer had in each minute (ms since 1970 UTC), by the journal."""
+        lines = self.run("grabstream", "replay", "--into", "-").encode().splitlines()
+        return Counter(
+            (event.offer, event.at // 60_000 * 60_000)
+            for line in lines
+            for event in singles(decode_line(line))
+            if isinstance(event, GrabGranted | GrabHeld)
+        )
+
 
 @pytest.fixture(scope="module")
 def stage(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
@@ -124,6 +155,21 @@ def stage(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     finally:
         worker.stop()
         asyncio.run(take_down(settings))
+        asyncio.run(delete_topics_of_agent(settings))
+
+
+async def topics_of_agent(settings: Settings) -> dict[str, int]:
+    """The topics that the Faust agent created, with the numbers of their partitions."""
+    async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
+        names = [name for name in await client.list_topics() if name.startswith(f"{settings.prefix}.demand")]
+        described = await client.describe_topics(names) if names else []
+    return {topic["topic"]: len(topic["partitions"]) for topic in described}
+
+
+async def delete_topics_of_agent(settings: Settings) -> None:
+    if names := list(await topics_of_agent(settings)):
+        async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
+            await client.delete_topics(names)
 
 
 def test_service_gets_its_answers(stage: Stage) -> None:
@@ -151,7 +197,7 @@ def test_each_instance_of_a_service_finds_its_own_answers(stage: Stage) -> None:
         )
         for user in ("gina", "hugo")
     ]
-    printed = [one.communicate(timeout=120)[0] for one in running]
+    printed = [one.communicate(timeout=600)[0] for one in running]
     for user, line in zip(("gina", "hugo"), printed, strict=True):
         assert re.fullmatch(rf"{user}-1 granted \d+\n", line)
 
@@ -163,7 +209,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("node") / "service-node"
     shutil.copytree(EXAMPLES / "service-node", folder, ignore=shutil.ignore_patterns("node_modules"))
     done = subprocess.run(
-        ["npm", "ci", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True, timeout=120
+        ["npm", "ci", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -186,47 +232,140 @@ def test_lock_file_of_node_names_no_registry() -> None:
         assert not name or one["integrity"].startswith("sha512-")
 
 
-def cells(notebook: Path) -> list[str]:
-    """The code of a notebook, which must be stored without output."""
-    found = json.loads(notebook.read_text())
+def test_verifier_in_node_finds_the_heads_of_the_books(stage: Stage, tmp_path: Path) -> None:
+    """Of what `grabstream dump` writes, and of what kcat does."""
+    need_node("the verifier examples/verify-journal.mjs")
+    stage.until_booked()
+    dump = tmp_path / "journal.jsonl"
+    dump.write_text(stage.run("grabstream", "dump"))
+    settings = stage.settings
+    kcat = tmp_path / "kcat.jsonl"
+    kcat.write_text(
+        stage.run("kcat", "-C", "-b", settings.kafka, "-t", f"{settings.prefix}.journal", "-e", "-q", "-J")
+    )
+    booked = {
+        shard: (seq, head.hex())
+        for shard, seq, head in stage.rows("SELECT shard, seq, head FROM cursors WHERE projection = 'ledger'")
+    }
+    assert sum(seq for seq, _ in booked.values()) >= len(OPENS + GRABS)
+    for file in (dump, kcat):
+        found = json.loads(stage.run("node", "verify-journal.mjs", "--json", str(file)))
+        assert found["topic"] == f"{settings.prefix}.journal"
+        assert {one["verdict"] for one in found["shards"].values()} == {"whole"}
+        assert {int(shard): (one["seq"], one["head"]) for shard, one in found["shards"].items()} == booked
+    planned = json.loads(stage.run("grabstream", "dump", "--dry-run", "--json", "--shard", "0"))
+    assert planned["records"] == sum(json.loads(line)["partition"] == 0 for line in dump.open())
+
+
+def test_notebook_is_stored_without_output() -> None:
+    found = json.loads((EXAMPLES / "notebook.ipynb").read_text())
     assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in found["cells"]}) == len(found["cells"])
     code = [cell for cell in found["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    return ["".join(cell["source"]) for cell in code]
-
-
-#: Runs cells as a notebook does: one after the other, in one namespace, with `await` at the top.
-RUNS_CELLS: Final = """
-import ast, asyncio, json, sys
-async def run(cells):
-    names = {"__name__": "__main__"}
-    for number, cell in enumerate(cells):
-        code = compile(cell, f"<cell {number}>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        if (waiting := eval(code, names)) is not None:
-            await waiting
-asyncio.run(run(json.load(sys.stdin)))
-"""
 
 
 def test_notebook_runs(stage: Stage, tmp_path: Path) -> None:
+    """Its numbers are those of the ledger, and its charts those of docs/notebook.md."""
     stage.until_booked()
-    done = subprocess.run(
-        [sys.executable, "-c", RUNS_CELLS],
-        input=json.dumps(cells(EXAMPLES / "notebook.ipynb")),
-        cwd=tmp_path,
-        env=stage.environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    charts = str(PROJECT / "scripts" / "notebook_charts.py")
+    # The folder of a script is no place for modules: `limits` is a library, too.
+    output = stage.run(sys.executable, "-P", charts, ".", folder=tmp_path)
     [(amount,)] = stage.rows("SELECT sum(amount)::bigint FROM transfers WHERE debit = 'offer:lunch'")
-    printed = done.stdout.splitlines()
+    printed = output.splitlines()
     assert any(re.fullmatch(r"lunch +envelope +\d+", line) for line in printed)
     assert any(line.startswith("place 1: ") for line in printed)
     assert "3 of 5 held units were paid" in printed
+    assert "5 units held, 3 confirmed: events and views agree" in printed
+    assert any(re.fullmatch(r"friday:phone +9 offered +2 grabs +0 refused", line) for line in printed)
+    assert any(line.startswith("double_mean 1,000/20, place 1: ") for line in printed)
     assert printed[-1] == f"1 offers, {amount:,} units of value: events and books agree"
+    made = {path.name for path in tmp_path.glob("*.svg")}
+    pictures = list((PROJECT / "docs" / "images").glob("notebook-*"))
+    page = (PROJECT / "docs" / "notebook.md").read_text()
+    assert len(made) == 6
+    assert {path.name for path in pictures} == set(re.findall(r"\(images/(.*?)\)", page)) == made
+    for path in pictures:
+        assert path.read_text().rstrip().endswith("</svg>")
+
+
+def test_events_are_as_their_schemas_say(stage: Stage) -> None:
+    """The recipe of docs/recipes.md, with what kcat prints."""
+    stage.until_published()
+    settings = stage.settings
+    kcat = ("kcat", "-C", "-b", settings.kafka, "-t", f"{settings.prefix}.events", "-e", "-q", "-J")
+    printed = stage.run(*kcat)
+    [code] = [one for one in examples("recipes.md") if "ce_dataschema" in one]
+
+    def check(records: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            input=records,
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    done = check(printed)
+    assert done.returncode == 0, done.stderr
+    count = len(printed.splitlines())
+    assert count >= len(OPENS + GRABS)
+    assert done.stdout == f"{count} events are as their schemas say\n"
+    wrong = check(printed.replace('\\"quantity\\":1', '\\"quantity\\":\\"1\\"', 1))
+    assert (wrong.returncode, "'1' is not of type 'integer'" in wrong.stderr) == (1, True)
+
+
+def test_agent_counts_grabs_by_minute(stage: Stage) -> None:
+    """The counts are those of the events; at night, also when the agent is started again. All its topics are
+    there before it starts: Faust would skip the records that come before it knows a changelog.
+    """
+    stage.run(sys.executable, "-c", "import asyncio, demand_agent as d; asyncio.run(d.create_topics())")
+    names = [f"{stage.settings.prefix}.demand{rest}" for rest in ("", *AGENT_CHANGELOGS)]
+    topics = dict.fromkeys(names, stage.settings.shards)
+    assert asyncio.run(topics_of_agent(stage.settings)) == topics
+    stage.until_published()
+    expected = stage.grabs_by_minute()
+    assert sum(expected.values()) >= 4
+    with running_agent(stage) as counted:
+        wait_until(lambda: counted() == expected, 120, "the counts of the events")
+    assert asyncio.run(topics_of_agent(stage.settings)) == topics
+    if not NIGHTLY:
+        return
+    # What the table has is read again, and counted on.
+    [answer] = stage.answers(Grab(id="agent-1", offer="lunch", user="agent"))
+    assert answer.outcome == "granted"
+    stage.until_published()
+    expected = stage.grabs_by_minute()
+    with running_agent(stage) as counted:
+        wait_until(lambda: counted() == expected, 120, "the counts of one grab more")
+
+
+@contextmanager
+def running_agent(stage: Stage) -> Iterator[Callable[[], dict[tuple[str, int], int]]]:
+    """Runs the agent; what it yields reads the counts from its topic."""
+    topic = f"{stage.settings.prefix}.demand"
+    words = [sys.executable, "demand_agent.py", "worker", "--without-web", "-l", "warn"]
+    with tempfile.TemporaryFile() as log:
+        agent = subprocess.Popen(words, cwd=EXAMPLES, env=stage.environment, stdout=log, stderr=log)
+
+        def counted() -> dict[tuple[str, int], int]:
+            log.seek(0)
+            assert agent.poll() is None, log.read().decode()
+            kcat = ["kcat", "-C", "-b", stage.settings.kafka, "-t", topic, "-e", "-q"]
+            lines = subprocess.run(kcat, capture_output=True, text=True, timeout=60).stdout.splitlines()
+            return {(one["offer"], one["minute"]): one["grabs"] for one in map(json.loads, lines)}
+
+        try:
+            yield counted
+        finally:
+            agent.terminate()
+            try:
+                agent.wait(30)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+                raise
 
 
 def test_points_are_counted(stage: Stage, tmp_path: Path) -> None:
@@ -253,7 +392,7 @@ def test_replay_job_writes_the_same_file_from_both_sources(stage: Stage, tmp_pat
     done = subprocess.run(
         words, cwd=EXAMPLES, env=stage.environment, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, "the day is not over" in done.stderr) == (2, True)
+    assert (done.returncode, f"{today} is not over in UTC" in done.stderr) == (2, True)
     empty = stage.run(sys.executable, "replay_job.py", "2024-02-29", "--folder", str(tmp_path))
     columns = "shard,seq,at,offer,user,grab,quantity,amount,asset"
     assert Path(empty.strip()).read_text().splitlines() == [columns]

@@ -126,7 +126,19 @@ def test_commands_of_all_steps_can_be_started() -> None:
         for before, word in zip(step.command, step.command[1:], strict=False)
         if before == "-m"
     ]
-    assert {"tests.drill", "tests.drill.upgrade", "tests.mutations", "grabstream.ops.cli", "pytest"} <= set(
-        modules
-    )
+    assert set(modules) >= {
+        "tests.drill", "tests.drill.upgrade", "tests.mutations", "tests.soak", "grabstream.ops.cli", "pytest"
+    }  # fmt: skip
     assert len({step.name for step in steps()}) == len(steps())
+
+
+def test_the_table_of_contributors_has_every_step_and_its_bound() -> None:
+    text = (nightly.PROJECT / "CONTRIBUTING.md").read_text()
+    lines = text.partition("| step | runs | at most |")[2].partition("\n\n")[0].splitlines()[2:]
+    listed: list[tuple[str, float]] = []
+    for line in lines:
+        names, _, bounds = line.strip("| ").split(" | ")
+        listed += zip(
+            [name.strip("` ") for name in names.split(",")], map(float, bounds.split(",")), strict=True
+        )
+    assert listed == [(step.name, step.minutes_max) for step in steps()]

@@ -177,6 +177,8 @@ export interface Taken {
 
 export interface UserGrab extends Omit<Taken, 'user'> {
   offer: string
+  /** On the waiting list; 1 is served next. Told where one offer is asked about. */
+  position?: number
   back: number
   due?: number
   currency?: string
@@ -224,6 +226,32 @@ export class OutcomeUnknown extends Error {
   readonly id: string
 }
 
+/** `after` is the `id` of an event, or 0 for the first event of an offer; absent: what comes next. */
+export interface EventsOptions {
+  after?: string | 0
+  signal?: AbortSignal
+}
+
+/** Where a grab stands on its waiting list; 1 is served next. */
+export interface WaitingPosition {
+  offer: string
+  grab: string
+  position: number
+}
+
+/** `onPosition` is called when a grab of the user stands elsewhere on its waiting list. What it throws ends
+ *  the loop. */
+export interface UserEventsOptions extends EventsOptions {
+  onPosition?: (position: WaitingPosition) => void
+}
+
+/** An event; of the type `reset`, `event.reason` says why the stream could not resume. */
+export interface StreamedEvent {
+  id: string
+  type: string
+  event: Record<string, unknown>
+}
+
 /** A client of a gateway. Every method rejects with RequestProblem or OutcomeUnknown. */
 export class Client {
   constructor(url: string | URL, options?: { key?: string; timeoutMs?: number })
@@ -239,7 +267,9 @@ export class Client {
 
   confirm(
     offer: string, grab: string, user: string,
-    more?: { payment?: string; paid?: number; currency?: string; quantity?: number } & CommandOptions,
+    more?: {
+      payment?: string; paid?: number; currency?: string; quantity?: number; receipt?: string
+    } & CommandOptions,
   ): Promise<Answer>
   release(offer: string, grab: string, user: string, more?: CommandOptions): Promise<Answer>
   extend(offer: string, grab: string, user: string, more?: CommandOptions): Promise<Answer>
@@ -257,6 +287,10 @@ export class Client {
   userBalances(user: string, asked?: PageAsked): Promise<Page & { balances: Balance[] }>
   userGrabs(user: string, asked?: PageAsked): Promise<Page & { grabs: UserGrab[] }>
   userTransfers(user: string, asked?: PageAsked): Promise<Page & { transfers: UserTransfer[] }>
+
+  /** Connects again by itself, and resumes, until the loop ends or `signal` is aborted. */
+  offerEvents(offer: string, options?: EventsOptions): AsyncGenerator<StreamedEvent, void, void>
+  userEvents(user: string, options?: UserEventsOptions): AsyncGenerator<StreamedEvent, void, void>
 
   pages<P extends Page>(ask: (asked: any) => Promise<P>, asked?: object): AsyncGenerator<P, void, void>
 }

@@ -13,6 +13,8 @@ const PAUSE_MS_MAX = 5_000
 // gateway says that nothing was decided; a proxy may send them for a request that the gateway has decided.
 const PASSING = new Set([408, 425, 429])
 const UNDECIDED = new Set([408, 425, 429, 503])
+// A stream of events says every 15 s that it lives.
+const SILENT_MS_MAX = 45_000
 
 // The gateway refused a request, or did not serve it in time; no command was decided.
 export class RequestProblem extends Error {
@@ -137,6 +139,69 @@ export class Client {
     }
   }
 
+  // The events of an offer as they come: for await (const { id, type, event } of client.offerEvents('dinner')) …
+  // `after` is the `id` of one, or 0. Connects again by itself, and resumes, until the loop ends or `signal` is
+  // aborted. The type `reset` says that it could not resume: ask for the state anew.
+  offerEvents(offer, options) {
+    return this.#events(path('offers', offer, 'events'), options)
+  }
+
+  // The events that name a user, of all offers. `onPosition` is called with { offer, grab, position } when a grab
+  // stands elsewhere on its waiting list.
+  userEvents(user, options) {
+    return this.#events(path('users', user, 'events'), options)
+  }
+
+  async *#events(where, { after, signal, onPosition } = {}) {
+    let place = after
+    let isOfCaller = false
+    for (let attempt = 0; ; attempt++) {
+      let askedMs = 0
+      const control = new AbortController()
+      const abort = () => control.abort(signal?.reason)
+      let silent = setTimeout(abort, SILENT_MS_MAX)
+      signal?.addEventListener('abort', abort)
+      try {
+        signal?.throwIfAborted()
+        const headers = this.#key === undefined ? {} : { Authorization: `Bearer ${this.#key}` }
+        if (place !== undefined) headers['Last-Event-ID'] = String(place)
+        const reply = await fetch(this.#url + where, { headers, redirect: 'manual', signal: control.signal })
+        if (reply.ok && reply.body !== null) {
+          for await (const { id, event, data } of messagesOf(reply.body)) {
+            clearTimeout(silent)
+            silent = setTimeout(abort, SILENT_MS_MAX)
+            attempt = 0
+            if (id === undefined) {
+              if (onPosition) {
+                const position = JSON.parse(data)
+                // What the caller throws is no failure of the connection.
+                isOfCaller = true
+                onPosition(position)
+                isOfCaller = false
+              }
+              continue
+            }
+            place = id
+            if (event !== undefined) yield { id, type: event, event: JSON.parse(data) }
+          }
+        } else {
+          const text = await reply.text()
+          if (!PASSING.has(reply.status) && reply.status < 500) {
+            throw problemOf(reply.status, 'GET', where, parsed(text), text)
+          }
+          const asked = reply.headers.get('retry-after') ?? ''
+          if (/^[0-9]{1,5}$/.test(asked)) askedMs = Number(asked) * 1_000
+        }
+      } catch (error) {
+        if (isOfCaller || error instanceof RequestProblem || signal?.aborted) throw error
+      } finally {
+        clearTimeout(silent)
+        signal?.removeEventListener('abort', abort)
+      }
+      await pause(askedMs, attempt)
+    }
+  }
+
   #onOffer(type, offer, { id = newId(), ...more } = {}) {
     return this.#decide('POST', `${path('offers', offer)}/${type}`, id, more, { offer })
   }
@@ -218,6 +283,34 @@ export class Client {
       }
       await new Promise((resolve) => setTimeout(resolve, pauseMs))
     }
+  }
+}
+
+// Waits before the next attempt: what the gateway asks for, and a random time that grows.
+function pause(askedMs, attempt) {
+  const ms = askedMs + Math.random() * Math.min(PAUSE_MS_MAX, PAUSE_MS_FIRST * 2 ** Math.min(attempt, 16))
+  return new Promise((resolve) => setTimeout(resolve, ms))
+}
+
+// The messages of a stream of Server-Sent Events that have an id, or are positions, as a gateway writes them.
+async function* messagesOf(body) {
+  const reader = body.getReader()
+  const decoder = new TextDecoder()
+  let text = ''
+  try {
+    for (;;) {
+      const { done, value } = await reader.read()
+      if (done) return
+      const parts = (text + decoder.decode(value, { stream: true })).split('\n\n')
+      text = parts.pop()
+      for (const part of parts) {
+        const fields = Object.fromEntries(part.split('\n').map((line) => line.split(/: (.*)/s, 2)))
+        if (fields.id !== undefined || fields.event === 'position') yield fields
+      }
+    }
+  } finally {
+    // The loop may have ended before the stream.
+    await reader.cancel().catch(() => {})
   }
 }
 

@@ -9,7 +9,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/command.lua; a body: {whole: the event's fields as text, operator}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {whole: the event's fields as text, operator, signers}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 14 adjusted
 -- Events: ledger.adjusted
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
@@ -18,7 +18,7 @@
 --- @include "command"
 
 return carry_out(function(call, offer, id, digest, body)
-  add_line(call, event_head(call, offer, 'ledger.adjusted', id) .. body.whole .. operator_text(body)
+  add_line(call, event_head(call, offer, 'ledger.adjusted', id) .. body.whole .. senders_text(body)
     .. ',"digest":"' .. digest .. '"}')
   return {CODE.adjusted, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

@@ -10,7 +10,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/command.lua; a body: {changes, json: the changes as JSON text, operator}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {changes, json: the changes as text, operator, signers}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over ·
 --   33 not_enough_left · 6 amended
 -- Events: offer.amended · grab.held (waited)
@@ -21,7 +21,7 @@
 --- @include "queue"
 --- @include "command"
 
-local OF_ENVELOPE = {title = true, opens_at = true, closes_at = true}
+local OF_ENVELOPE = {title = true, opens_at = true, closes_at = true, beacon = true, beacon_round = true}
 
 -- The reason why these changes are invalid for this offer at this time, or nil.
 local function unfit(offer, changes, now)
@@ -31,6 +31,14 @@ local function unfit(offer, changes, now)
       if not OF_ENVELOPE[name] then
         return 'changes: the money, parts and law of an envelope cannot change'
       end
+    end
+  end
+  if changes.beacon then
+    if not rules.beacon_round then return 'changes.randomness: the offer awaits no beacon' end
+    if rules.beacon then return 'changes.randomness: it has been given already' end
+    if now < rules.beacon_at then return 'changes.randomness: the round has not come yet' end
+    if changes.beacon_round ~= rules.beacon_round then
+      return 'changes.randomness: the offer awaits round ' .. int(rules.beacon_round)
     end
   end
   if changes.opens_at and now >= offer.opens_at then return 'changes.opens_at: the offer is already open' end
@@ -75,7 +83,7 @@ return carry_out(function(call, offer, id, digest, body)
     .. offer.asset
     .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. int(added) or '')
     .. (added < 0 and ',"removed":' .. int(-added) or '')
-    .. ',"left":' .. int(offer.units_left) .. operator_text(body) .. ',"digest":"' .. digest .. '"}')
+    .. ',"left":' .. int(offer.units_left) .. senders_text(body) .. ',"digest":"' .. digest .. '"}')
   local row = {CODE.amended, call.seq, call.now, 0, 0, 0, offer.units_left}
   serve(call, offer, id)
   row[7] = offer.units_left

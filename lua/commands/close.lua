@@ -10,7 +10,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/command.lua; a body: {operator}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {operator, signers: a JSON array as text}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 29 over · 7 closed
 -- Events: offer.closed
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
@@ -20,6 +20,6 @@
 
 return carry_out_for_offer(function(call, offer, id, digest, body)
   local amount, left = offer.amount_left, offer.units_left
-  close_offer(call, offer, 'command', id, digest, body.operator)
+  close_offer(call, offer, 'command', id, digest, senders_text(body))
   return {CODE.closed, call.seq, call.now, amount, 0, 0, left}, true
 end)

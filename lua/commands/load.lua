@@ -10,7 +10,7 @@
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] outbox events max
 -- ARGV[6] msgpack, see includes/command.lua; a body: {what, chunk, chunks, items,
---         other_names: names of codes under other seal keys, see includes/codes.lua, operator}
+--         other_names: names of codes under other seal keys, see includes/codes.lua, operator, signers}
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 29 over ·
 --   13 loaded
 -- Events: offer.loaded
@@ -107,7 +107,7 @@ local function load(call, offer, id, digest, body)
     .. body.chunk
     .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":["'
     .. table.concat(body.items, '","') .. '"]'
-    .. operator_text(body) .. ',"digest":"' .. digest .. '"}')
+    .. senders_text(body) .. ',"digest":"' .. digest .. '"}')
   return {CODE.loaded, call.seq, call.now, 0, listed, 0, offer.units_left}, true
 end
 

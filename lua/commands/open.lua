@@ -13,9 +13,10 @@
 --   ARGV[5] outbox events max
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1),
 --         digests, terms}; terms: kind, issuer, asset, total, units, opens_at, closes_at (0: not given),
---         life_ms, json, offsets_json, zone_json, rules (stored as they are), operator if given; for an
---         envelope also funding, law, min, max, draw, seed, seed_sha256, sealed_seed, and, if its parts are
---         staged, staged: the number of the string that has them (from 1)
+--         life_ms, json, offsets_json, zone_json, rules (stored as they are), operator and approved_until
+--         (ms) if given; for an envelope also funding, law, min, max, draw, seed, seed_sha256, sealed_seed,
+--         beacon_at (ms, if it awaits a round of a beacon), and, if its parts are staged, staged: the number
+--         of the string that has them (from 1)
 -- ARGV[6 + i] parts of the i-th command, 6 bytes each, or '' when there are none; if they are staged, the
 --   server epoch in which they were staged
 -- Outcomes: 21 fenced · 22 busy (whole call) · 23 conflict (also: the id was used before) · 20 invalid ·
@@ -45,7 +46,7 @@ local function opened_line(offer, id, digest, terms, campaign_zone)
     .. (campaign_zone and ',"campaign_zone":' .. campaign_zone or '')
     .. (terms.seed and ',"seed_sha256":"' .. terms.seed_sha256 .. '","sealed_seed":"' .. terms.sealed_seed
     .. '"' or '')
-    .. (terms.operator and ',"operator":"' .. terms.operator .. '"' or '') .. ',"digest":"' .. digest .. '"}'
+    .. senders_text(terms) .. ',"digest":"' .. digest .. '"}'
 end
 
 -- The key of staged parts; false if they are incomplete: the server epoch has changed, or they were deleted.
@@ -72,6 +73,7 @@ for i = 1, #ids do
   local field = refusal_field(campaign.name, id)
   local refusal = refusal_that_counts(call, campaign, field, redis.call('HGET', KEYS[3], field))
   local row = repeated_row(record, refusal, {digest = digest, offer = name}, call.now, campaign.name)
+  row = row or unapproved_row(call, terms)
   if not row and (seen[name] or redis.call('EXISTS', state_key) == 1 or has_retired(call, name)) then
     row = {CODE.conflict, 0, call.now}
   end
@@ -81,6 +83,9 @@ for i = 1, #ids do
     if closes_at <= opens_at then
       row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0,
         {message = 'terms.closes_at: must be after opens_at and after now'}}
+    elseif terms.beacon_at and terms.beacon_at <= call.now then
+      row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0,
+        {message = 'terms.beacon: the round has come already; name one that is still to come'}}
     else
       local staged = terms.staged and staged_key(terms, ARGV[6 + i], staged_from)
       if staged == false then

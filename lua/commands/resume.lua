@@ -9,7 +9,7 @@
 -- KEYS[13 …] ten keys for each offer, then five for each campaign, see includes/offers.lua
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
--- ARGV[6] msgpack, see includes/command.lua; a body: {operator}
+-- ARGV[6] msgpack, see includes/command.lua; a body: {operator, signers}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 29 over · 9 resumed
 -- Events: offer.resumed
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
@@ -19,7 +19,7 @@
 
 return carry_out_for_offer(function(call, offer, id, digest, body)
   offer.paused = false
-  add_line(call, event_head(call, offer, 'offer.resumed', id) .. operator_text(body) .. ',"digest":"'
+  add_line(call, event_head(call, offer, 'offer.resumed', id) .. senders_text(body) .. ',"digest":"'
     .. digest .. '"}')
   return {CODE.resumed, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

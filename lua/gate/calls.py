@@ -14,9 +14,11 @@ from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, Read
 
 from grabstream.lua import loader
 from grabstream.lua.gate import encoding
+from grabstream.lua.gate.authority import NO_KEYS, Authority
 from grabstream.lua.gate.staging import ScriptCall, discard, stage
 from grabstream.lua.keys import KeySpace, ShardKeys, state_key_beside
 from grabstream.lua.library import LibraryMissing, is_missing, library, why_unusable
+from grabstream.lua.measures import FUNCTION_SECONDS
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome
@@ -61,7 +63,7 @@ _in_script = re.compile(r"\bon @user_(script|function)\b|\buser_(script|function
 
 class GateLimits(NamedTuple):
     """Bounds of a gate: commands per call, commands queued per shard, events in an outbox; time-out and clock
-    skew in ms.
+    skew in ms; whether an `open` may have a seed of its own, and must name a beacon; who must sign commands.
     """
 
     batch_commands_max: int = 512
@@ -69,6 +71,14 @@ class GateLimits(NamedTuple):
     outbox_events_max: int = 200_000
     timeout_ms: int = 2_000
     clock_skew_ms_max: int = 5_000
+    #: A gate that is made from the settings accepts none, unless GRAB_ISSUER_SEEDS says so.
+    issuer_seeds: bool = True
+    #: Whether an envelope must await a round of a public randomness beacon.
+    beacon_required: bool = False
+    #: Whether the metadata of grabs must be sealed: the gate has keys of users.
+    seals_metadata: bool = False
+    #: The signatures that commands must carry.
+    authority: Authority = NO_KEYS
 
 
 def now_ms() -> int:
@@ -226,6 +236,14 @@ async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequ
 
     Raises LibraryMissing if the server does not have the library now, and the client's errors.
     """
+    began = time.perf_counter()
+    try:
+        return await _run(redis, name, keys, arguments)
+    finally:
+        FUNCTION_SECONDS[name].observe(time.perf_counter() - began)
+
+
+async def _run(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
     state = state_key_beside(keys[0])
     if is_plain(redis, state):
         return await _run_plain(redis, name, keys, arguments)
@@ -238,8 +256,8 @@ async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequ
                 return await _run_plain(redis, name, keys, arguments)
             if not await redis.hexists(state, "plain"):
                 raise LibraryMissing(
-                    f"the server of the shard does not have the library {library().name}: the shard's next "
-                    "takeover loads it, or `grabstream init`"
+                    "run `grabstream init`: the server of the shard does not have the library "
+                    f"{library().name} (a worker that takes the shard over loads it, too)"
                 ) from None
         elif not why_unusable(error):
             raise

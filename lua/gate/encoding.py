@@ -20,6 +20,8 @@ from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.answers import Answer, LimitState
+from grabstream.models.approvals import read_approvals
+from grabstream.models.beacon import beacon_of, round_of
 from grabstream.models.calendar import Offsets, offsets_of
 from grabstream.models.commands import (
     Adjust,
@@ -44,6 +46,7 @@ from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import (
     ENVELOPE_LIFE_MS,
     TIME_MS_MAX,
+    Changes,
     CouponTerms,
     EnvelopeTerms,
     PieceTerms,
@@ -55,6 +58,12 @@ from grabstream.models.offers import (
 )
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
 from grabstream.models.splitting import check_split, pack_parts, split_ahead
+
+#: In place of coupon codes, of a gate that has the sealing part of their key alone.
+CODES_ELSEWHERE = (
+    "the coupon code is sealed, and this gate cannot open it: send the same command through a gate that has "
+    "the whole seal key, which answers with the code"
+)
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
@@ -69,7 +78,9 @@ _OF_CONFIRMED = {"number"}
 
 
 class Secrets(NamedTuple):
-    """The keys with which a gate opens sealed seeds and codes, and checks signed tickets."""
+    """The keys with which a gate seals seeds and codes, opens codes for their takers, and checks signed
+    tickets.
+    """
 
     sealer: Sealer
     tickets: TicketKeys
@@ -327,6 +338,8 @@ def _open_columns(
         row = terms_row(c.offer, c.terms, offsets_of(c.terms.timezone, now_ms))
         if c.operator is not None:
             row["operator"] = c.operator
+        if c.approvals:
+            row |= _approved(c)
         drawn = b""
         if isinstance(c.terms, EnvelopeTerms):
             seed = c.terms.seed or secrets.token_hex(32)
@@ -382,7 +395,11 @@ def _rules(terms: Terms, offsets: Offsets) -> dict[str, Any]:
     if terms.audience != "everyone":
         rules["audience"] = terms.audience
     if isinstance(terms, EnvelopeTerms):
-        return rules | {"funding": terms.funding}
+        rules["funding"] = terms.funding
+        if terms.beacon:
+            beacon = beacon_of(terms.beacon)
+            rules |= {"beacon_round": beacon.number, "beacon_at": beacon.at}
+        return rules
     return rules | _piece_rules(terms)
 
 
@@ -407,6 +424,17 @@ def limit_rows(limits: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"by": limit.by, "per": limit.per, "max": limit.max, "scope": limit.scope} for limit in limits]
 
 
+def changes_row(changes: Changes) -> dict[str, Any]:
+    """Returns changes as the scripts take them."""
+    fields = changes.fields()
+    if "limits" in fields:
+        fields["limits"] = limit_rows(fields["limits"])
+    if "randomness" in fields:
+        given = round_of(fields.pop("randomness"))
+        fields |= {"beacon": given.randomness, "beacon_round": given.number}
+    return fields
+
+
 def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
     """Returns the terms of an envelope that terms_row lacks, as the scripts take them."""
     most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
@@ -417,10 +445,21 @@ def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
         "max": most,
         "draw": terms.draw,
         "seed": seed,
-    }
+    } | ({"beacon_at": beacon_of(terms.beacon).at} if terms.beacon else {})
 
 
 # -- other commands ------------------------------------------------------------------------------------------
+
+
+def _approved(command: OfferCommand) -> dict[str, Any]:
+    """What a script needs of approvals that were verified: who signed, and until when they count. The script
+    alone knows whether a command is a repeat, which needs no approval any more.
+    """
+    approvals = read_approvals(command)
+    return {
+        "signers": _json([approval.signer for approval in approvals]).decode(),
+        "approved_until": min(approval.expires_at for approval in approvals),
+    }
 
 
 def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
@@ -428,6 +467,8 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if isinstance(command, OfferCommand) and command.operator is not None:
         body["operator"] = command.operator
+    if isinstance(command, OfferCommand) and command.approvals:
+        body |= _approved(command)
     if isinstance(command, GrabCommand):
         body["grab"] = command.grab
         if command.user is not None:
@@ -441,10 +482,7 @@ def _body(shard: int, command: AnyCommand, sealer: Sealer) -> dict[str, Any]:
     elif isinstance(command, Unredeem):
         body["order"] = command.order
     elif isinstance(command, Amend):
-        changes = command.changes.fields()
-        if "limits" in changes:
-            changes["limits"] = limit_rows(changes["limits"])
-        body |= {"changes": changes, "json": _json(command.changes).decode()}
+        body |= {"changes": changes_row(command.changes), "json": _json(command.changes).decode()}
     elif isinstance(command, Load):
         items: Sequence[str] = command.items
         if command.what == "codes":
@@ -539,6 +577,14 @@ def with_metadata(commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> 
     ]
 
 
+def as_sent(commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> list[Answer]:
+    """Returns answers that have metadata, which were sealed, with those of their commands."""
+    return [
+        answer if answer.metadata is None else msgspec.structs.replace(answer, metadata=metadata_of(command))
+        for command, answer in zip(commands, answers, strict=True)
+    ]
+
+
 def _compared(
     command: AnyCommand, row: Sequence[Any], details: dict[str, Any], sealer: Sealer
 ) -> Sequence[Any]:
@@ -569,6 +615,9 @@ def _fields_of_details(
     if "number" in details:
         fields["coupon_code"] = str(details["number"])
     if "codes" in details:
+        if any(map(sealer.only_seals, details["codes"])):
+            # The command is decided. A repeat gets this answer with the code.
+            return fields | {"message": CODES_ELSEWHERE}
         codes = tuple(sealer.open(shard, command.offer, "code", sealed) for sealed in details["codes"])
         fields |= {"coupon_code": codes[0], "coupon_codes": codes if len(codes) > 1 else ()}
     return fields

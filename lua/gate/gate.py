@@ -24,13 +24,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import groupby
-from typing import Any, Final, Literal
+from operator import itemgetter
+from typing import Any, Final
 
 from grabstream.lua.ending import end
-from grabstream.lua.gate import encoding
+from grabstream.lua.gate import encoding, personal
 from grabstream.lua.gate.calls import (
     BUSY_RETRY_MS,
     AnotherHistory,
@@ -39,9 +40,11 @@ from grabstream.lua.gate.calls import (
     Calls,
     GateLimits,
     Undecidable,
+    now_ms,
 )
 from grabstream.lua.gate.decided import DecidedAnswers, ReportLost
-from grabstream.lua.gate.journaled import HistoryChanged, Journaled
+from grabstream.lua.gate.journaled import HistoryChanged, Journaled, settle
+from grabstream.lua.gate.personal import KeysUnavailable, UserKeys
 from grabstream.lua.gate.queue import (
     OFFERS_IN_CALL_MAX,
     CallOrder,
@@ -54,29 +57,34 @@ from grabstream.lua.gate.queue import (
 )
 from grabstream.lua.gate.refusals import RefusalLog
 from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.single import Promise, SingleCommand, Then, not_journaled
 from grabstream.lua.gate.sizes import CALL_BYTES_MAX, PLAIN_GRABS_MAX, fitting
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
+from grabstream.lua.measures import GateMeasures
+from grabstream.lua.traces import traces
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import (
     AnyCommand,
     Confirm,
     Grab,
+    Open,
     are_right_confirmations,
     basket_of,
     check,
     offer_of_plain,
+    secret_of,
     torn_baskets,
     user_of,
 )
 from grabstream.models.identifiers import are_ids, may_be_reserved
 from grabstream.models.money import Invalid
+from grabstream.models.offers import EnvelopeTerms, Terms
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome, OutcomeUnknown
 
 log = logging.getLogger(__name__)
 
-Promise = Literal["journaled", "decided"]
 IN_FLIGHT_MAX: Final = 2
 #: Commands that a call beside another one has at least, whatever it costs the server …
 BESIDE_COMMANDS_MIN: Final = 64
@@ -86,6 +94,8 @@ BESIDE_FAST_COMMANDS_MIN: Final = 8
 FAST_SECONDS: Final = 0.002
 RETRY_SECONDS: Final = 0.05
 WATCH_EVERY_SECONDS: Final = 0.1
+#: Entries of other types that a call leaves out at most, while it takes those of its own type.
+LEFT_OUT_MAX: Final = 512
 #: Commands per call of these scripts, fewer than of others: each is large, or no more fit into a call by
 #: their cost (lua/includes/cost.lua), and those that do not fit are sent again.
 AT_ONCE_MAX: Final = {"open": 16, "load": 8, "confirm": 192}
@@ -95,8 +105,24 @@ SHARDS_KNOWN_MAX: Final = 100_000
 BREAKS_MAX: Final = 3
 
 
+#: The outcome's code in a row of a reply.
+_code_of = itemgetter(0)
+
 #: Called for a command that no script can decide, with its index in the caller's list and the error.
 ReportUndecidable = Callable[[int, str], None]
+
+#: The answer to an `open` with a seed, unless the gate accepts them.
+SEED_REFUSED: Final = (
+    "terms.seed: is refused, because whoever chooses the seed can choose who gets which part. Leave it out: "
+    "the gate draws it. (GRAB_ISSUER_SEEDS=true accepts it, for tests and reproductions.)"
+)
+
+
+#: The answer to an `open` of an envelope without a beacon, where the gate requires one.
+BEACON_REQUIRED: Final = (
+    "terms.beacon: GRAB_BEACON_REQUIRED is set: name <chain>/<round> of a public randomness beacon, a round "
+    "still to come, and draw at_grab"
+)
 
 
 class Gate:
@@ -106,7 +132,8 @@ class Gate:
     `redis` is a client of redis.asyncio (one server or cluster) that does not decode replies. `clock` returns
     a time in ms that replaces the server's, for tests and simulation; without it the scripts use the server's
     clock. `tickets` checks signed tickets. `report_lost` receives answers that were given as decided and that
-    a recovery lost. `refusals` keeps a sample of the refusals.
+    a recovery lost. `refusals` keeps a sample of the refusals. `measures` counts what the gate does.
+    `user_keys` has the keys under which the metadata of grabs are sealed; without it, they are not.
     """
 
     def __init__(
@@ -119,7 +146,13 @@ class Gate:
         tickets: TicketKeys | None = None,
         report_lost: ReportLost | None = None,
         refusals: RefusalLog | None = None,
+        measures: GateMeasures | None = None,
+        user_keys: UserKeys | None = None,
     ) -> None:
+        self.measures = measures or GateMeasures()
+        if refusals is not None:
+            self.measures.refusals_dropped = refusals.dropped
+        self._user_keys = user_keys
         self._redis = redis
         self._refusals = refusals
         self._keys = keys
@@ -136,6 +169,16 @@ class Gate:
     def start(self) -> None:
         """Starts to follow which events are journaled."""
         self.journaled.start()
+
+    @property
+    def queued(self) -> int:
+        """Commands that wait in the queues of all shards."""
+        return sum(shard.queued for shard in self._shards)
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Script calls that have no reply yet."""
+        return sum(len(shard.in_flight) for shard in self._shards)
 
     async def close(self) -> None:
         """Ends all calls in flight. Callers that still wait get no answers."""
@@ -173,6 +216,37 @@ class Gate:
         error of each command that no script can decide; the answer to it is `invalid`. `of_system` is for
         commands that the system sends itself, whose ids are reserved (`models/payments.py`).
         """
+        fixed = (promise, patience_ms, timeout_ms, reader, report_undecidable, of_system)
+        if self._user_keys is None:
+            return await self._decide(commands, *fixed)
+        # The caller may change its list meanwhile.
+        commands = list(commands)
+        if reader is not None:
+            async with AsyncExitStack() as held:
+                for number in sorted({self._shard(command.offer) for command in commands}):
+                    await held.enter_async_context(reader.sealing(number))
+                sealed = await personal.sealed_when_possible(commands, self._user_keys)
+        else:
+            try:
+                sealed = await personal.sealed(commands, self._user_keys)
+            except KeysUnavailable as error:
+                return [_busy(command, f"the keys of users: {error}") for command in commands]
+        if sealed is None:
+            return await self._decide(commands, *fixed)
+        # Nothing may be awaited between the end of `sealing` and the queue.
+        answers = await self._decide(sealed, *fixed)
+        return encoding.as_sent(commands, answers)
+
+    async def _decide(
+        self,
+        commands: Sequence[AnyCommand],
+        promise: Promise,
+        patience_ms: int,
+        timeout_ms: int | None,
+        reader: CallOrder | None,
+        report_undecidable: ReportUndecidable,
+        of_system: bool,
+    ) -> list[Answer]:
         timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
         deadline = math.inf if reader else time.monotonic() + timeout_seconds
         if len(commands) == 1 and reader is None and basket_of(commands[0]) is None:
@@ -223,9 +297,45 @@ class Gate:
                 for index, answer in zip(indexes, entry.answers, strict=True):
                     answers[index] = answer
             return answers  # type: ignore[return-value]
+        except OutcomeUnknown:
+            self.measures.unknown += 1
+            raise
         finally:
             for entry in entries:
                 entry.give()
+
+    def decide_soon(
+        self,
+        command: AnyCommand,
+        then: Then,
+        promise: Promise = "journaled",
+        timeout_ms: int | None = None,
+        of_system: bool = False,
+    ) -> None:
+        """Decides a command that comes alone, as `decide` does, and calls `then` with its answer, or with
+        what `decide` would raise; at once if the command must not reach a script.
+        """
+        if self._user_keys is not None and type(command) is Grab and command.metadata:
+            task = asyncio.create_task(self._decide_sealed(command, then, promise, timeout_ms, of_system))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        deadline = time.monotonic() + (timeout_ms or self._limits.timeout_ms) / 1000
+        self._begin(command, promise, deadline, 0.0, then, of_system)
+
+    async def _decide_sealed(
+        self, command: AnyCommand, then: Then, promise: Promise, timeout_ms: int | None, of_system: bool
+    ) -> None:
+        """Decides a command whose metadata must be sealed before, for `decide_soon`."""
+        result: Answer | BaseException
+        try:
+            [result] = await self.decide([command], promise, timeout_ms=timeout_ms, of_system=of_system)
+        except asyncio.CancelledError as error:
+            then(error)
+            raise
+        except Exception as error:
+            result = error
+        then(result)
 
     async def _decide_one(
         self,
@@ -237,28 +347,52 @@ class Gate:
         of_system: bool,
     ) -> Answer:
         """Decides a command that comes alone, as `decide` does: most of a crowd's do."""
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        then = partial(settle, answered)
+        single = self._begin(command, promise, deadline, patience_seconds, then, of_system)
+        try:
+            return await answered
+        finally:
+            if single is not None:
+                single.leave()
+                if single.fault is not None:
+                    report_undecidable(0, single.fault)
+
+    def _begin(
+        self,
+        command: AnyCommand,
+        promise: Promise,
+        deadline: float,
+        patience_seconds: float,
+        then: Then,
+        of_system: bool,
+    ) -> SingleCommand | None:
+        """Sends a command that comes alone on its way; returns None if it is answered already."""
         plain = offer_of_plain((command,))
-        if plain is None and (refused := _refused(command, of_system)) is not None:
-            return refused
+        if plain is None:
+            refused = _refused(command, of_system, self._limits)
+            if refused is not None:
+                self.measures.answers[type(command).__name__.lower()][refused.code] += 1
+                then(refused)
+                return None
         number = self._shard(command.offer)
         script = "grab" if plain is not None else type(command).__name__.lower()
         entry = QueueEntry(Lane(), script, (command,), deadline, patience_seconds, plain=plain)
         self._submit(number, entry, bounded=True, before=None)
-        try:
-            if promise == "decided":
-                # Who waits for the journal may have to wait for another future.
-                await entry.done
-            else:
-                await self._answers_ready(number, entry, promise)
-            if entry.fault is not None:
-                report_undecidable(0, entry.fault)
+        return SingleCommand(self, number, entry, promise, then)
+
+    def ended(self, number: int, entry: QueueEntry, promise: Promise, error: BaseException | None) -> None:
+        """A single command has its answer, or an error."""
+        if error is None:
             self._remember(number, entry, promise)
-            return entry.answers[0]
-        finally:
-            entry.give()
+        elif isinstance(error, OutcomeUnknown):
+            self.measures.unknown += 1
 
     def _remember(self, number: int, entry: QueueEntry, promise: Promise) -> None:
         """Keeps what a shard has decided until it is journaled, and a sample of its refusals."""
+        if not entry.history:
+            # What a script has decided is counted when its reply is read.
+            self.measures.answers[entry.script].update(answer.code for answer in entry.answers)
         if promise == "decided":
             self._decided.keep(number, entry.history, entry.commands, entry.answers)
         if self._refusals is not None:
@@ -272,7 +406,12 @@ class Gate:
         self, commands: Sequence[AnyCommand], answers: list[Answer | None], of_system: bool
     ) -> Sequence[int]:
         """Returns the indexes of the valid commands; answers the others `invalid`."""
-        if commands and type(commands[0]) is Confirm and are_right_confirmations(commands):
+        if (
+            commands
+            and type(commands[0]) is Confirm
+            and not self._limits.authority.needs_receipts
+            and are_right_confirmations(commands)
+        ):
             return range(len(commands))
         names: list[str] = []
         ids: list[str] = []
@@ -303,13 +442,16 @@ class Gate:
     ) -> Sequence[int]:
         valid = []
         for index, command in enumerate(commands):
-            if (refused := _refused(command, of_system)) is None:
+            if (refused := _refused(command, of_system, self._limits)) is None:
                 valid.append(index)
             else:
                 answers[index] = refused
         if any(map(basket_of, commands)):
             _check_baskets(commands, answers)
-            return [index for index in valid if answers[index] is None]
+            valid = [index for index in valid if answers[index] is None]
+        for command, answer in zip(commands, answers, strict=True):
+            if answer is not None:
+                self.measures.answers[type(command).__name__.lower()][answer.code] += 1
         return valid
 
     def _split(
@@ -384,15 +526,13 @@ class Gate:
             except HistoryChanged:
                 # The decisions may be lost with their history: all entries of the lane are decided again, and
                 # only the new answers count.
-                self._ask_again(self._shards[number], entry)
+                self.ask_again(number, entry)
             except TimeoutError:
-                raise OutcomeUnknown(
-                    f"decided, but not journaled within the time-out (shard {number}, seq {last}; is a relay "
-                    "running?): send the commands again under their ids"
-                ) from None
+                raise not_journaled(number, last) from None
 
-    def _ask_again(self, shard: ShardQueue, entry: QueueEntry) -> None:
-        lane = entry.lane
+    def ask_again(self, number: int, entry: QueueEntry) -> None:
+        """Has the entries of a lane decided again whose history is lost."""
+        shard, lane = self._shards[number], entry.lane
         if entry not in lane.decided:
             return  # an earlier entry of the lane has already caused this
         if lane.in_flight:
@@ -434,10 +574,13 @@ class Gate:
         call must be decided (0: any), and the last event that their callers know to be journaled.
 
         The entries have one type, none of their lanes is in flight, and the decided entries of their lanes
-        were decided in one history.
+        were decided in one history. Entries of other types between them keep their place: only the order of
+        one lane counts, and the lane of an entry that is left out has no other entry in the call.
         """
         entries: list[QueueEntry] = []
         offers: set[str] = set()
+        left: list[QueueEntry] = []
+        lanes_left: set[Lane] = set()
         count = history = size_bytes = 0
         queue = shard.queue
         most = self._limits.batch_commands_max
@@ -452,8 +595,13 @@ class Gate:
                 shard.queued -= len(queue.popleft().commands)
                 continue
             if entries:
-                size = self._most_at_once(entry.script, most)
-                if entry.script != entries[0].script or count + len(entry.commands) > size:
+                if entry.script != entries[0].script or lane in lanes_left:
+                    if len(left) == LEFT_OUT_MAX:
+                        break
+                    left.append(queue.popleft())
+                    lanes_left.add(lane)
+                    continue
+                if count + len(entry.commands) > self._most_at_once(entry.script, most):
                     break
                 if size_bytes + entry.bytes > CALL_BYTES_MAX:
                     break
@@ -463,17 +611,18 @@ class Gate:
                     break
                 if len(offers) >= OFFERS_IN_CALL_MAX and not entry.offers <= offers:
                     break
+            if lane.in_flight or (lane.decided and history and lane.history != history):
+                break
             if entry.plain is None:
                 offers |= entry.offers
             else:
                 offers.add(entry.plain)
-            if lane.in_flight or (lane.decided and history and lane.history != history):
-                break
             if lane.decided:
                 history = lane.history
             entries.append(queue.popleft())
             count += len(entry.commands)
             size_bytes += entry.bytes
+        queue.extendleft(reversed(left))
         shard.queued -= count
         for entry in entries:
             entry.lane.in_flight = True
@@ -490,6 +639,7 @@ class Gate:
         )
         again: list[QueueEntry] = []
         pause = True
+        not_decided = self.measures.not_decided
         began = time.monotonic()
         try:
             plains = {entry.plain for entry in entries}
@@ -497,23 +647,29 @@ class Gate:
                 shard.keys, entries[0].script, commands, history, journaled_seq,
                 plains.pop() if len(plains) == 1 else None,
             )  # fmt: skip
-            shard.is_fast = time.monotonic() - began < FAST_SECONDS
-            again, pause = self._answer(shard, entries, commands, reply), False
+            seconds = time.monotonic() - began
+            shard.is_fast = seconds < FAST_SECONDS
+            again, pause = self._answer(shard, entries, commands, reply, seconds), False
             if shard.refuses:
                 log.warning("shard %d decides again", shard.keys.shard)
                 shard.refuses = ""
         except CallRefused as error:
+            not_decided["refused"] += 1
             again = self._on_refused(shard, entries, error)
         except AnotherHistory as error:
+            not_decided["history"] += 1
             for entry in entries:
                 entry.lane.stale |= entry.lane.history != error.history
             again, pause = entries, False
         except Undecidable as error:
+            not_decided["undecidable"] += 1
             again, pause = self._on_undecidable(entries, error), False
         except BrokenOff as error:
+            not_decided["broken_off"] += 1
             again = self._on_broken_off(entries, error)
         except BaseException as error:
             if is_trouble(error):
+                not_decided["trouble"] += 1
                 again = self._on_trouble(shard, entries, error)
             else:
                 for entry in entries:
@@ -538,17 +694,26 @@ class Gate:
         entries: list[QueueEntry],
         commands: Sequence[AnyCommand],
         reply: encoding.Reply,
+        seconds: float,
     ) -> list[QueueEntry]:
-        """Answers the decided commands; returns entries of the commands that did not fit, in order."""
+        """Answers the commands that a call of so many seconds decided; returns entries of the commands that
+        did not fit, in order.
+        """
         number, history = shard.keys.shard, reply.history_or_retry_at
         answers = encoding.granted_answers(number, commands, reply.run) if reply.run else []
         rows = reply.rows_or_message
+        counts = self.measures.answers[entries[0].script]
+        counts[Outcome.granted] += len(answers)
         if entries[0].script == "confirm" and encoding.are_confirmed(rows):
             answers = encoding.confirmed_answers(number, commands, rows)  # type: ignore[arg-type]
+            counts[Outcome.confirmed] += len(answers)
         else:
+            counts.update(map(_code_of, rows))
             answers += map(partial(self._answer_of, number), commands[len(answers) :], rows)
             if entries[0].script == "grab" and any(entry.plain is None for entry in entries):
                 answers = encoding.with_metadata(commands, answers)
+        if (traced := traces()) is not None:
+            traced.answered("decide", answers, seconds, function=entries[0].script, commands=len(commands))
         index = 0
         rest: list[QueueEntry] = []
         for entry in entries:
@@ -721,10 +886,17 @@ def _partial_answer(shard: int, command: AnyCommand, row: Sequence[Any], error: 
     )
 
 
-def _refused(command: AnyCommand, of_system: bool) -> Answer | None:
+def _refused(command: AnyCommand, of_system: bool, limits: GateLimits) -> Answer | None:
     """The answer `invalid` to a command that must not reach a script; None for others."""
     try:
         check(command, of_system)
+        if not limits.issuer_seeds and secret_of(command) == "terms.seed":
+            raise Invalid(SEED_REFUSED)
+        if limits.beacon_required and isinstance(command, Open) and _lacks_beacon(command.terms):
+            raise Invalid(BEACON_REQUIRED)
+        if limits.seals_metadata:
+            personal.must_be_sealed(command)
+        limits.authority.check(command, of_system)
     except Exception as error:
         # Any error: no other command of the list may be affected.
         if not isinstance(error, Invalid | TypeError):
@@ -737,6 +909,18 @@ def _refused(command: AnyCommand, of_system: bool) -> Answer | None:
             user=user_of(command),
         )
     return None
+
+
+def _busy(command: AnyCommand, message: str) -> Answer:
+    """The answer to a command that cannot be decided now, and was not sent."""
+    return refusal(
+        command.id, Outcome.busy, command.offer, message, user=user_of(command),
+        retry_at=now_ms() + BUSY_RETRY_MS,
+    )  # fmt: skip
+
+
+def _lacks_beacon(terms: Terms) -> bool:
+    return isinstance(terms, EnvelopeTerms) and terms.beacon is None
 
 
 def _check_baskets(commands: Sequence[AnyCommand], answers: list[Answer | None]) -> None:

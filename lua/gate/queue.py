@@ -26,6 +26,11 @@ class CallOrder:
 
     def __init__(self) -> None:
         self._lanes: dict[int, Lane] = {}
+        self._sealing: dict[int, asyncio.Lock] = {}
+
+    def sealing(self, shard: int) -> asyncio.Lock:
+        """Held by a call whose metadata are being sealed: those after it in the shard wait."""
+        return self._sealing.setdefault(shard, asyncio.Lock())
 
     def lane(self, shard: int) -> "Lane":
         """Returns the commands of this order in a shard."""

@@ -2,13 +2,13 @@
 
 Refusals are not events, and deciding does not wait for them. The gate passes its answers here without
 waiting. Refusals above the bounds are counted and dropped; the others are written, many at once, by the
-function that the caller gives.
+functions that the caller gives, one for each place. A place that is away holds up no other.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 from zlib import crc32
@@ -54,7 +54,7 @@ Write = Callable[[Sequence[Refusal]], Coroutine[Any, Any, None]]
 
 class RefusalSample(NamedTuple):
     """Which refusals are kept: those of one user in `one_in` (0: of no user), at most `per_second_max` per
-    second, and at most `waiting_max` that are not written yet.
+    second, and at most `waiting_max` that are not written yet to a place.
     """
 
     one_in: int = 1
@@ -63,21 +63,27 @@ class RefusalSample(NamedTuple):
 
 
 class RefusalLog:
-    """Keeps a sample of refusals until they are written. `take` returns at once; `run` writes until it is
-    cancelled; call `close` after it.
+    """Keeps a sample of refusals until they are written to each of the places. `take` returns at once; `run`
+    writes until it is cancelled; call `close` after it.
 
-    All refusals of a sampled user are kept, so that the user's history is complete. `write` raises OSError
-    when it cannot write now; what it has not written within WRITE_SECONDS_MAX is written again, and may then
-    exist twice.
+    All refusals of a sampled user are kept, so that the user's history is complete. A function of `writes`
+    raises OSError when it cannot write now; what it has not written within WRITE_SECONDS_MAX is written
+    again, and may then exist twice. `end` is called by `close`, after the last write. `dropped` counts, by
+    place, refusals of the sample that are not written there.
     """
 
-    def __init__(self, write: Write, sample: RefusalSample | None = None) -> None:
-        self._write = write
+    def __init__(
+        self,
+        writes: Mapping[str, Write],
+        sample: RefusalSample | None = None,
+        end: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         self._sample = sample or RefusalSample()
-        self._waiting: list[Refusal] = []
+        self._places = {name: _Place(name, write) for name, write in writes.items()}
+        self._end = end
         self._second = 0
         self._taken = 0
-        self.dropped = 0
+        self.dropped = dict.fromkeys(writes, 0)
 
     def take(self, commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> None:
         """Keeps the refusals among these answers, as far as there is room. A repeated answer was kept the
@@ -98,44 +104,89 @@ class RefusalLog:
         now = time.time_ns() // 1_000_000
         if now // 1000 != self._second:
             self._second, self._taken = now // 1000, 0
-        if self._taken >= sample.per_second_max or len(self._waiting) >= sample.waiting_max:
-            self.dropped += 1
+        is_too_much = self._taken >= sample.per_second_max
+        open_places = []
+        for place in self._places.values():
+            if is_too_much or len(place.waiting) >= sample.waiting_max:
+                self.dropped[place.name] += 1
+            else:
+                open_places.append(place)
+        if not open_places:
             return
         self._taken += 1
         limit = answer.limit
-        self._waiting.append(
-            Refusal(
-                answer.at or now, str(command.__struct_config__.tag), command.id, command.offer, user, grab,
-                getattr(command, "quantity", None), answer.code, answer.retry_at,
-                f"{limit.by}/{limit.per}" if limit else None,
-                limit.left if limit else None, answer.left, answer.message,
-            )
+        refusal = Refusal(
+            answer.at or now, str(command.__struct_config__.tag), command.id, command.offer, user, grab,
+            getattr(command, "quantity", None), answer.code, answer.retry_at,
+            f"{limit.by}/{limit.per}" if limit else None,
+            limit.left if limit else None, answer.left, answer.message,
         )  # fmt: skip
+        for place in open_places:
+            place.waiting.append(refusal)
 
     async def run(self) -> None:
         """Writes kept refusals until cancelled; those that cannot be written now are kept, as far as there is
         room.
         """
+        tasks = [asyncio.create_task(self._run(place)) for place in self._places.values()]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await end(tasks)
+
+    async def _run(self, place: "_Place") -> None:
         logged = 0
         while True:
             await asyncio.sleep(seconds_to_tick(FLUSH_EVERY_SECONDS))
-            if self.dropped > logged:
-                log.info("%d refusals were too many to be kept; `demand` counts them", self.dropped - logged)
-                logged = self.dropped
+            if (dropped := self.dropped[place.name]) > logged:
+                log.info(
+                    "%d refusals were too many for %s; `demand` counts them", dropped - logged, place.name
+                )
+                logged = dropped
             try:
-                await self.flush()
+                await place.flush()
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                log.warning("refusals wait to be written: %s", error)
+                log.warning("refusals wait to be written to %s: %s", place.name, error)
 
     async def flush(self) -> None:
-        """Writes kept refusals; raises OSError when they cannot be written now."""
-        while self._waiting:
-            refusals = self._waiting[:BATCH_MAX]
+        """Writes kept refusals to all places; raises OSError when one cannot be written to now."""
+        done = await asyncio.gather(
+            *(place.flush() for place in self._places.values()), return_exceptions=True
+        )
+        for error in done:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def close(self) -> None:
+        """Writes kept refusals within CLOSE_SECONDS_MAX; the process does not wait longer for them."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS_MAX):
+                await self.flush()
+        except OSError as error:  # a TimeoutError is one
+            waiting = {name: len(place.waiting) for name, place in self._places.items() if place.waiting}
+            log.info("refusals that were not written: %s (%r)", waiting, error)
+        finally:
+            if self._end is not None:
+                await self._end()
+
+
+class _Place:
+    """Where refusals are written: `waiting` are those that are not there yet."""
+
+    def __init__(self, name: str, write: Write) -> None:
+        self.name = name
+        self.waiting: list[Refusal] = []
+        self._write = write
+
+    async def flush(self) -> None:
+        """Writes what waits; raises OSError when it cannot be written now."""
+        while self.waiting:
+            refusals = self.waiting[:BATCH_MAX]
             await self._write_within(refusals)
             # Deletes by count, since more refusals may have been added after these.
-            del self._waiting[: len(refusals)]
+            del self.waiting[: len(refusals)]
 
     async def _write_within(self, refusals: Sequence[Refusal]) -> None:
         """Writes refusals; raises TimeoutError when that takes too long, even if the client swallows its
@@ -150,14 +201,6 @@ class RefusalLog:
             writing.result()
         finally:
             writing.cancel()
-
-    async def close(self) -> None:
-        """Writes kept refusals within CLOSE_SECONDS_MAX; the process does not wait longer for them."""
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS_MAX):
-                await self.flush()
-        except OSError as error:  # a TimeoutError is one
-            log.info("%d refusals were not written: %r", len(self._waiting), error)
 
 
 @asynccontextmanager

@@ -57,6 +57,11 @@ class TicketKeys:
         """
         return cls(read_keys("GRAB_TICKET_KEYS", text))
 
+    def replace(self, other: "TicketKeys") -> None:
+        """Takes other keys in place of these. Tickets that were verified are verified again."""
+        self._keys = other._keys
+        self._verified = lru_cache(REMEMBERED_MAX)(self._verify)
+
     def read(self, token: str, user: str, offer: str) -> Ticket | None:
         """Returns the ticket in a token (a compact JWT); None when none of the keys signed it, or when it is
         not for this user and offer.

@@ -51,6 +51,7 @@ do
     local sent = {digest = digest, offer = name, whole = body.whole}
     local row, has_event = repeated_row(record, refusal, sent, call.now, campaign.name, offer and offer.parts)
     local is_repeat = row ~= nil
+    row = row or unapproved_row(call, body)
     if not row and not offer then
       row = act_without_offer and act_without_offer(call, name, id, digest, body, campaign)
         or refused_row(call, CODE.no_such_offer)
@@ -113,8 +114,4 @@ local function carry_out_for_offer(act)
     if offer.closed then return refused_row(call, CODE.over) end
     return act(call, offer, id, digest, body)
   end)
-end
-
-local function operator_text(body)
-  return body.operator and ',"operator":"' .. body.operator .. '"' or ''
 end

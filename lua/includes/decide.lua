@@ -92,7 +92,8 @@ end
 --     be decided before them. The seq is that of an earlier command whose event is journaled: a server that
 --     has less lags behind the journal, such as a former master in a divided network.
 --   ARGV[2] the caller's time, ms
---   ARGV[3] a time to use in place of the server's, ms, or ''
+--   ARGV[3] a time to use in place of the server's, ms, or ''. Only a shard whose field `clock` is 'caller'
+--     accepts one: a shard of a test or a rehearsal (let_callers_set_time in lua/server.py)
 --   ARGV[4] allowed clock skew, ms
 --   ARGV[5] the number of events at which the outbox is full, or '' for commands that a full outbox must take
 local begin_call
@@ -125,6 +126,10 @@ do
   function begin_call()
     local clock = time_of_server()
     if ARGV[3] ~= '' then
+      if redis.call('HGET', KEYS[1], 'clock') ~= 'caller' then
+        return nil, {CODE.fenced, clock + 1000,
+          'a caller names a time to decide at, which only shards of tests and rehearsals accept'}
+      end
       clock = tonumber(ARGV[3])
     else
       local skew = clock - tonumber(ARGV[2])

@@ -11,7 +11,7 @@
 -- most `most` of them), from the first place that is free.
 local function part_at(offer, most)
   if offer.draw == 'at_grab' then
-    return next_part(offer.law, offer.amount_left, offer.units_left, offer.min, offer.max, offer.seed,
+    return next_part(offer.law, offer.amount_left, offer.units_left, offer.min, offer.max, offer.source,
       offer.places + 1)
   end
   if not offer.parts_read then
@@ -88,7 +88,7 @@ do
     end
     for i = 1, grabs do
       amounts[i] = next_part(offer.law, amount_left, offer.units_left - i + 1, offer.min, offer.max,
-        offer.seed, offer.places + i)
+        offer.source, offer.places + i)
       amount_left = amount_left - amounts[i]
     end
     return amounts

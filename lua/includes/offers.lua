@@ -99,6 +99,8 @@ do
     if offer.kind == 'envelope' then
       offer.law, offer.min, offer.max, offer.draw, offer.seed = f.law, tonumber(f.min), tonumber(f.max),
         f.draw, f.seed
+      -- What the parts are drawn from: the seed, and the randomness of the beacon's round.
+      offer.source = offer.rules.beacon and f.seed .. ':' .. offer.rules.beacon or f.seed
       offer.held = 0
     else
       offer.pieces = true
@@ -137,6 +139,7 @@ local refusal_of_offer
 do
   local function is_incomplete(offer)
     if offer.rules.codes and not offer.loads.codes then return true end
+    if offer.rules.beacon_round and not offer.rules.beacon then return true end
     for _, list in pairs(offer.loads) do
       if list.loaded < list.chunks then return true end
     end
@@ -189,16 +192,30 @@ local function end_offer(offer, reason, now)
   offer.due = due_when_closed(offer, now)
 end
 
--- Closes an offer: what is left returns to the issuer, and the seed is revealed. `digest` is nil if no
--- command closes it. The reason `drained` belongs to the grab before it.
-local function close_offer(call, offer, reason, command, digest, operator)
+-- Who sent a command of an operator, and who signed it (a JSON array), as fields of its event.
+local function senders_text(body)
+  return (body.operator and ',"operator":"' .. body.operator .. '"' or '')
+    .. (body.signers and ',"signers":' .. body.signers or '')
+end
+
+-- The row for a command that is not known yet, and whose approvals are over at the time of the shard; nil if
+-- they are not. A repeat gets its first answer however old its approvals are.
+local function unapproved_row(call, body)
+  if not body.approved_until or body.approved_until > call.now then return nil end
+  return {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0,
+    {message = 'approvals: expires_at: is over; sign the command again'}}
+end
+
+-- Closes an offer: what is left returns to the issuer, and the seed is revealed. `digest` and
+-- `senders` are nil if no command closes it. The reason `drained` belongs to the grab before it.
+local function close_offer(call, offer, reason, command, digest, senders)
   local amount, left = offer.amount_left, offer.units_left
   end_offer(offer, reason, call.now)
   add_line(call, event_head(call, offer, 'offer.closed', command)
     .. ',"reason":"' .. reason .. '","asset":"' .. offer.asset .. '","amount":' .. int(amount)
     .. ',"left":' .. int(left) .. ',"refund_to":"' .. returns_to(offer) .. '"'
     .. (offer.seed and ',"seed":"' .. offer.seed .. '"' or '')
-    .. (operator and ',"operator":"' .. operator .. '"' or '')
+    .. (senders or '')
     .. (digest and ',"digest":"' .. digest .. '"}' or '}'), reason == 'drained')
 end
 

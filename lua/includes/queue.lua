@@ -56,7 +56,8 @@ end
 
 -- Serves the queue: units that are left go, as holds, to the first grab for which they suffice, of the first
 -- CONSIDERED_MAX grabs; at most SERVED_AT_ONCE_MAX grabs per command, the sweeper serves the others. Grabs
--- for which the units do not suffice keep their positions.
+-- for which the units do not suffice keep their positions. Afterwards, an open offer is due when it closes,
+-- or at once, if the sweeper has grabs to serve.
 local serve
 do
   -- The number of units that a queued grab gets when it is served.
@@ -68,6 +69,7 @@ do
 
   function serve(call, offer, command)
     if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
+    if offer.rules.waiting_list then offer.due = offer.closes_at end
     -- This is known from an earlier test, unless a grab has left the queue since.
     if offer.units_left < (offer.least_wanted or 0) then return end
     local served, i, least = 0, 1, math.huge

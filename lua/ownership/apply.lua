@@ -334,7 +334,7 @@ do
 end
 
 -- Leaves to the sweeper what the deciding call left to it: units for queued grabs, when a call had served as
--- many grabs as it may.
+-- many grabs as it may. After the closing time nobody is served, so what changes from then on leaves nothing.
 local function leave_to_sweeper(offer)
   if offer.closed or not offer.pieces or not offer.rules.waiting_list then return end
   if available(offer) == offer.units_left then
@@ -389,12 +389,14 @@ for i, event in ipairs(events) do
     keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount,
       event.asset)
   else
-    offer.offer_seq, offer.changed = event.offer_seq, true
+    local is_open = event.at < offer.closes_at
+    if offer.was_open and not is_open then leave_to_sweeper(offer) end
+    offer.offer_seq, offer.changed, offer.was_open = event.offer_seq, true, is_open
     APPLY[event.type](offer, event)
   end
 end
 for _, offer in ipairs(offers) do
-  if offer and offer.changed then leave_to_sweeper(offer) end
+  if offer and offer.was_open then leave_to_sweeper(offer) end
 end
 write_all(call, offers, campaigns)
 for _, offer_and_time in ipairs(gone) do remove_offer(unpack(offer_and_time)) end

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Deletes keys of a shard that is to be rebuilt, a bounded number per call. Of the shard hash, only term,
--- owner and `plain` remain, and the layout in which the shard is rebuilt: that which an operator has raised
--- it to, else its own.
+-- owner, `plain` and `clock` remain, and the layout in which the shard is rebuilt: that which an operator has
+-- raised it to, else its own.
 --
 -- KEYS[1] shard hash · KEYS[2 …] keys to delete
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] reason in words ·
@@ -13,12 +13,14 @@
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
-local plain, named, raised = unpack(redis.call('HMGET', KEYS[1], 'plain', 'layout', 'raised_layout'))
+local plain, named, raised, clock = unpack(redis.call('HMGET', KEYS[1], 'plain', 'layout', 'raised_layout',
+  'clock'))
 local layout = tonumber(named or 0)
 if layout < LAYOUT_MIN then layout = tonumber(ARGV[5]) end
 layout = math.max(layout, raised_layout_of(raised), tonumber(ARGV[6]))
 redis.call('DEL', KEYS[1])
 if plain then redis.call('HSET', KEYS[1], 'plain', plain) end
+if clock then redis.call('HSET', KEYS[1], 'clock', clock) end
 redis.call('HSET', KEYS[1], 'term', ARGV[1], 'owner', ARGV[2], 'partial', '1', 'fault', ARGV[4], 'layout',
   layout)
 for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from grabstream.models.answers import Answer
+from grabstream.models.beacon import mixed
 from grabstream.models.bounds import BASKET_GRABS_MAX, CODES_PER_GRAB_MAX
 from grabstream.models.calendar import opens_next
 from grabstream.models.commands import Grab, metadata_of
@@ -91,8 +92,11 @@ def _not_open_yet(state: ShardState, command: Grab, offer: Offer, now: int, draw
     opens = opens_next(offer.hours, offer.offsets, now)
     if opens is not None:
         return refused(state, command, Outcome.not_open_yet, now, retry_at=opens)
-    incomplete = offer.awaits_codes or any(
-        offer.loaded[what] < chunks for what, chunks in offer.chunks.items()
+    awaits_beacon = offer.beacon is not None and offer.randomness is None
+    incomplete = (
+        offer.awaits_codes
+        or awaits_beacon
+        or any(offer.loaded[what] < chunks for what, chunks in offer.chunks.items())
     )
     return refused(state, command, Outcome.not_open_yet, now) if incomplete else None
 
@@ -209,8 +213,9 @@ def draw_part(
     if offer.parts:
         amount = offer.parts[offer.places]
     else:
+        source = mixed(offer.seed, offer.randomness)
         amount = next_part(
-            terms.law, offer.amount_left, offer.units_left, terms.min, offer.max_part, offer.seed, place
+            terms.law, offer.amount_left, offer.units_left, terms.min, offer.max_part, source, place
         )
     offer.places, offer.units_left, offer.amount_left = (
         place,
@@ -380,7 +385,7 @@ def coupon_fields(offer: Offer, grab: PieceGrab, codes: tuple[str, ...]) -> dict
 
 def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEvent]:
     """Holds the units left for queued grabs, in order, for at most SERVED_AT_ONCE_MAX grabs; if more can be
-    served, the offer becomes due now.
+    served, the offer becomes due now, otherwise when it closes.
 
     The first CONSIDERED_MAX grabs are considered. A grab for which the units do not suffice stays in the
     queue.
@@ -388,6 +393,7 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
     terms, events, index = offer.terms, list[AnyEvent](), 0
     if isinstance(terms, EnvelopeTerms) or offer.closed_reason or now >= offer.closes_at:
         return events
+    offer.due = offer.closes_at
     while offer.units_left and index < min(len(offer.queue), CONSIDERED_MAX):
         grab = offer.grabs[offer.queue[index]]
         quantity = _units_for(offer, grab)

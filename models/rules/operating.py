@@ -9,9 +9,21 @@ import msgspec
 from msgspec import UNSET
 
 from grabstream.models.answers import Answer
+from grabstream.models.approvals import signers_of
+from grabstream.models.beacon import beacon_of, round_of
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
 from grabstream.models.calendar import offsets_of
-from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Load, Open, Pause, Resume
+from grabstream.models.commands import (
+    Adjust,
+    Amend,
+    AnyCommand,
+    Close,
+    Load,
+    OfferCommand,
+    Open,
+    Pause,
+    Resume,
+)
 from grabstream.models.entries import BookedEntry
 from grabstream.models.events import (
     AnyEvent,
@@ -58,6 +70,7 @@ from grabstream.models.splitting import check_split, split_ahead
 from grabstream.models.transfers import source_of
 
 RETIRE_AGAIN_MS = 60_000
+BEACON_TOO_EARLY = "terms.beacon: the round has come already; name one that is still to come"
 CLOSES_TOO_EARLY = "terms.closes_at: must be after opens_at and after now"
 
 
@@ -72,6 +85,8 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
     )
     if closes_at <= opens_at:
         return Decided(refused(state, command, Outcome.invalid, now, message=CLOSES_TOO_EARLY), [])
+    if isinstance(terms, EnvelopeTerms) and terms.beacon and beacon_of(terms.beacon).at <= now:
+        return Decided(refused(state, command, Outcome.invalid, now, message=BEACON_TOO_EARLY), [])
     offsets = offsets_of(terms.timezone, drawn.get("clock_ms", now))
     offer_zone = CampaignZone(terms.timezone, offsets)
     zone = state.zones.setdefault(campaign_of(command.offer), offer_zone)
@@ -97,12 +112,17 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
         campaign_zone=zone if zone != offer_zone else None,
         seed_sha256=sha256(bytes.fromhex(seed)).hexdigest() if seed else None,
         sealed_seed=drawn.get("sealed_seed") if seed else None,
-        operator=command.operator,
+        **_senders(command),
         digest=digest,
     )
     answer = answered(state, command, Outcome.opened, now, amount=terms.total, left=offer.units_left)
     state.answers[offer.campaign, command.id] = Remembered(answer, state.digests.remembered(command))
     return Decided(answer, [event])
+
+
+def _senders(command: OfferCommand) -> dict[str, Any]:
+    """Who sent a command, and who signed it, as fields of its event."""
+    return {"operator": command.operator, "signers": signers_of(command)}
 
 
 def _draw(offer: Offer, terms: Terms, drawn: Drawn) -> str | None:
@@ -129,7 +149,11 @@ def _pause(state: ShardState, command: Pause, offer: Offer, digest: str, now: in
     if refusal := closed(state, command, offer, now):
         return Decided(refusal, [], False)
     offer.paused = True
-    event = OfferPaused(**head_of(state, offer, command.id, now), operator=command.operator, digest=digest)
+    event = OfferPaused(
+        **head_of(state, offer, command.id, now),
+        **_senders(command),
+        digest=digest,
+    )
     return Decided(answered(state, command, Outcome.paused, now, left=offer.units_left), [event])
 
 
@@ -137,7 +161,11 @@ def _resume(state: ShardState, command: Resume, offer: Offer, digest: str, now: 
     if refusal := closed(state, command, offer, now):
         return Decided(refusal, [], False)
     offer.paused = False
-    event = OfferResumed(**head_of(state, offer, command.id, now), operator=command.operator, digest=digest)
+    event = OfferResumed(
+        **head_of(state, offer, command.id, now),
+        **_senders(command),
+        digest=digest,
+    )
     return Decided(answered(state, command, Outcome.resumed, now, left=offer.units_left), [event])
 
 
@@ -145,7 +173,9 @@ def _close(state: ShardState, command: Close, offer: Offer, digest: str, now: in
     if refusal := closed(state, command, offer, now):
         return Decided(refusal, [], False)
     amount, left = offer.amount_left, offer.units_left
-    event = close_offer(state, offer, "command", command.id, digest, now, command.operator)
+    event = close_offer(
+        state, offer, "command", command.id, digest, now, command.operator, signers_of(command)
+    )
     return Decided(answered(state, command, Outcome.closed, now, amount=amount or None, left=left), [event])
 
 
@@ -157,6 +187,7 @@ def close_offer(
     digest: str | None,
     now: int,
     operator: str | None = None,
+    signers: tuple[str, ...] = (),
 ) -> OfferClosed:
     """Closes an offer: the rest goes back to its issuer and the seed is revealed. Holds can still be paid.
     The sweeper removes queued grabs later.
@@ -171,7 +202,7 @@ def close_offer(
     return OfferClosed(
         **head, reason=reason, asset=offer.asset, amount=amount, left=left, refund_to=offer.returns_to,
         seed=offer.seed,
-        operator=operator, digest=digest,
+        operator=operator, signers=signers, digest=digest,
     )  # fmt: skip
 
 
@@ -194,7 +225,10 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
         offer.units_left + added,
         offer.amount_left + (0 if offer.is_envelope else added),
     )
-    offer.terms = msgspec.structs.replace(offer.terms, **changes.fields())
+    fields = changes.fields()
+    if randomness := fields.pop("randomness", None):
+        offer.randomness = round_of(randomness).randomness
+    offer.terms = msgspec.structs.replace(offer.terms, **fields)
     if changes.opens_at is not UNSET:
         offer.opens_at = changes.opens_at
     if changes.closes_at is not UNSET:
@@ -204,7 +238,7 @@ def _amend(state: ShardState, command: Amend, offer: Offer, digest: str, now: in
         asset=offer.asset,
         source=source_of(offer.asset, getattr(offer.terms, "funding", None), offer.terms.issuer),
         added=max(added, 0),
-        removed=max(-added, 0), left=offer.units_left, operator=command.operator, digest=digest,
+        removed=max(-added, 0), left=offer.units_left, **_senders(command), digest=digest,
     )  # fmt: skip
     events = [event, *serve(state, offer, command.id, now)]
     answer = answer_to(state, command, Outcome.amended, now, left=offer.units_left, seq=event.seq)
@@ -216,6 +250,8 @@ def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
     fields = changes.fields()
     if offer.is_envelope and not fields.keys() <= ENVELOPE_CHANGES:
         return "changes: the money, parts and law of an envelope cannot change"
+    if message := _unfit_randomness(offer, changes, now):
+        return message
     if changes.opens_at is not UNSET and now >= offer.opens_at:
         return "changes.opens_at: the offer is already open"
     opens_at, closes_at = fields.get("opens_at", offer.opens_at), fields.get("closes_at", offer.closes_at)
@@ -237,6 +273,20 @@ def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
         return "changes.grace_ms: goes together with late: grace"
     if (fields.get("price", terms.price) or 0) * fields.get("max_per_grab", terms.max_per_grab) > AMOUNT_MAX:
         return "changes.price: price × max_per_grab is too much"
+    return None
+
+
+def _unfit_randomness(offer: Offer, changes: Changes, now: int) -> str | None:
+    if changes.randomness is UNSET:
+        return None
+    if offer.beacon is None:
+        return "changes.randomness: the offer awaits no beacon"
+    if offer.randomness is not None:
+        return "changes.randomness: it has been given already"
+    if now < offer.beacon.at:
+        return "changes.randomness: the round has not come yet"
+    if round_of(changes.randomness).number != offer.beacon.number:
+        return f"changes.randomness: the offer awaits round {offer.beacon.number}"
     return None
 
 
@@ -265,7 +315,7 @@ def _load(state: ShardState, command: Load, offer: Offer, digest: str, now: int)
     event = OfferLoaded(
         **head_of(state, offer, command.id, now), what=what, chunk=command.chunk, chunks=command.chunks,
         count=count,
-        items=command.items, operator=command.operator, digest=digest,
+        items=command.items, **_senders(command), digest=digest,
     )  # fmt: skip
     return Decided(
         answered(state, command, Outcome.loaded, now, quantity=count, left=offer.units_left), [event]
@@ -302,7 +352,7 @@ def _adjust(state: ShardState, command: Adjust, offer: Offer, digest: str, now: 
     event = LedgerAdjusted(
         **head_of(state, offer, command.id, now), transfers=transfers, reason=command.reason,
         approved_by=command.approved_by,
-        operator=command.operator, digest=digest,
+        **_senders(command), digest=digest,
     )  # fmt: skip
     return Decided(answered(state, command, Outcome.adjusted, now, left=offer.units_left), [event])
 

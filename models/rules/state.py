@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from grabstream.models.answers import Answer
+from grabstream.models.beacon import Beacon, beacon_of
 from grabstream.models.calendar import Offsets
 from grabstream.models.commands import Command, Grab, identity_of, metadata_of, user_of
 from grabstream.models.digests import Digests
@@ -156,6 +157,8 @@ class Offer:
     units_left: int
     due: int
     seed: str | None = None
+    #: Of the round of the beacon that the offer awaits; None until it is given.
+    randomness: str | None = None
     max_part: int = 0
     parts: list[int] = field(default_factory=list)
     offsets: Offsets = ()
@@ -200,6 +203,12 @@ class Offer:
     def is_envelope(self) -> bool:
         """Whether the offer is an envelope."""
         return isinstance(self.terms, EnvelopeTerms)
+
+    @property
+    def beacon(self) -> Beacon | None:
+        """The round of a beacon from which the parts follow too."""
+        text = self.terms.beacon if isinstance(self.terms, EnvelopeTerms) else None
+        return None if text is None else beacon_of(text)
 
     @property
     def hours(self) -> list[tuple[int, int]]:

@@ -55,9 +55,12 @@ class Command(Model, extra="forbid", frozen=True):
 
 
 class OfferCommand(Command, frozen=True):
-    """A command of an operator about an offer; `operator` says who sent it."""
+    """A command of an operator about an offer; `operator` says who sent it, `approvals` are the signatures of
+    the operators who approve it.
+    """
 
     operator: Text | None = omitted(None)
+    approvals: tuple[Text, ...] = omitted(())
 
 
 class Open(OfferCommand, Wired[wire.Open], frozen=True):
@@ -143,7 +146,7 @@ class GrabCommand(Command, frozen=True):
 
 class Confirm(GrabCommand, Wired[wire.Confirm], frozen=True):
     """Reports that a hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its
-    units (absent: all that are held).
+    units (absent: all that are held). `receipt` is the signature of the payment side.
     """
 
     type: Literal["confirm"] = "confirm"
@@ -151,6 +154,7 @@ class Confirm(GrabCommand, Wired[wire.Confirm], frozen=True):
     paid: Whole = omitted(0)
     currency: Text | None = omitted(None)
     quantity: Whole | None = omitted(None)
+    receipt: Text | None = omitted(None)
 
 
 class Release(GrabCommand, Wired[wire.Release], frozen=True):

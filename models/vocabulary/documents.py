@@ -79,6 +79,9 @@ class UserGrab(Document):
     amount: int
     asset: str
     place: int
+    position: int | None = Field(
+        None, description="On the waiting list; 1 is served next. Told where one offer is asked about."
+    )
     held: int
     taken: int
     redeemed: int
@@ -157,6 +160,399 @@ class TransferPage(Page):
     transfers: tuple[UserTransfer, ...]
 
 
+class DemandSecond(Document):
+    """Answers to grabs in one second (since 1970 UTC): their number by outcome."""
+
+    second: int
+    outcomes: dict[str, int]
+
+
+class DemandWindow(Document):
+    """Answers to grabs in the last seconds: what was granted, held or queued by the events of the audit
+    trail, and refusals as they are counted. The counts are complete from the second `since` on; seconds
+    without answers are left out.
+    """
+
+    since: int
+    until: int
+    seconds: tuple[DemandSecond, ...]
+
+
+class OfferRefusals(Document):
+    """The refusals of an offer since it was opened, by outcome."""
+
+    offer: str
+    refusals: dict[str, int]
+
+
+class WaitingGrab(Document):
+    """A grab on a waiting list; position 1 is served next."""
+
+    position: int
+    user: str
+    grab: str
+    quantity: int
+    at: int
+
+
+class WaitingPage(Page):
+    """A page of the waiting list of an offer."""
+
+    waiting: tuple[WaitingGrab, ...]
+
+
+class FilmFrame(Document):
+    """An offer at the end of a frame, by the events up to `seq`, the last of which is of the time `at`."""
+
+    at: int
+    seq: int
+    state: OfferState
+    total: int
+    units_left: int
+    amount_left: int
+    grabs: int
+    given: int
+    held: int
+    waiting: int
+    refunded: int
+
+
+class FilmGrab(Document):
+    """A grab as it was answered. `left` units were left after it."""
+
+    seq: int
+    at: int
+    outcome: Literal["granted", "held", "waiting"]
+    user: str
+    grab: str
+    quantity: int
+    amount: int
+    asset: str
+    place: int
+    left: int
+
+
+class Film(Document):
+    """An offer from its opening to a time: `now` is its state then, `frames` are states before, in order, and
+    `grabs` are the last ones until then, the newest first.
+    """
+
+    offer: str
+    kind: str
+    asset: str
+    now: FilmFrame
+    frames: tuple[FilmFrame, ...]
+    grabs: tuple[FilmGrab, ...]
+
+
+class FairnessBin(Document):
+    """How many grabs got an amount from `least` to `most`, and how many the law of the envelope gives on
+    average.
+    """
+
+    least: int
+    most: int
+    grabs: int
+    expected: float | None = None
+
+
+class FairnessPlaces(Document):
+    """The mean amount of the grabs at the places from `first` to `last`."""
+
+    first: int
+    last: int
+    grabs: int
+    mean: float
+
+
+class Fairness(Document):
+    """How the amounts of the first `grabs` places are distributed. Of an envelope: its `law`, and the `mean`
+    that it gives to every place.
+    """
+
+    offer: str
+    kind: str
+    asset: str
+    grabs: int
+    law: str | None = None
+    mean: float | None = None
+    bins: tuple[FairnessBin, ...]
+    places: tuple[FairnessPlaces, ...]
+
+
+class Shard(Document):
+    """A shard as Redis has it. `waiting` events are decided, but not journaled yet. `fault` says why it
+    decides nothing; `relay` is the worker that holds its lease.
+    """
+
+    shard: int
+    server: str
+    seq: int | None = None
+    journaled_seq: int | None = None
+    waiting: int | None = None
+    time: int | None = Field(None, description="Of the last event, by the clock of the shard.")
+    term: int | None = None
+    relay: str | None = None
+    fault: str | None = None
+
+
+class ReadModelShard(Document):
+    """How far a read model is in a shard. It is `behind` the journal by so many events, and by so many ms
+    between the last event of the shard and the last one that it has. Both are absent while Redis is away.
+    """
+
+    projection: str
+    shard: int
+    seq: int
+    behind: int | None = None
+    behind_ms: int | None = None
+
+
+class VerifiedShard(Document):
+    """Up to which event the verifier has compared the books with the journal, and when it did so last."""
+
+    shard: int
+    seq: int
+    rounds: int
+    at: int | None = None
+
+
+class StoppedShard(Document):
+    """A read model that has stopped at an event of a shard, and why."""
+
+    projection: str
+    shard: int
+    seq: int
+    reason: str
+    at: int
+
+
+class Recovery(Document):
+    """A recovery of a shard in Redis from the journal: `applied` events in `seconds`."""
+
+    shard: int
+    term: int
+    kind: str
+    problem: str
+    redis_seq: int
+    journal_seq: int
+    applied: int
+    seconds: float
+    at: int
+
+
+class Difference(Document):
+    """An open difference that the verifier found."""
+
+    id: int
+    kind: str
+    shard: int
+    subject: str
+    seq: int | None = None
+    what: str
+    at: int
+
+
+class SystemState(Document):
+    """Shards, read models and what went wrong. `redis` says why Redis has no answer."""
+
+    at: int
+    redis: str | None = None
+    shards: tuple[Shard, ...]
+    read_models: tuple[ReadModelShard, ...]
+    verified: tuple[VerifiedShard, ...]
+    stopped: tuple[StoppedShard, ...]
+    differences: tuple[Difference, ...]
+    recoveries: tuple[Recovery, ...]
+
+
+class BookSum(Document):
+    """The sum of all accounts of a kind (`offer`, `wallet`, `hold`, `external` and so on) in an asset."""
+
+    asset: str
+    kind: str
+    accounts: int
+    sum: int
+
+
+class BookSums(Document):
+    """The sums of the ledger. Those of one asset add up to 0."""
+
+    at: int
+    sums: tuple[BookSum, ...]
+
+
+class ServerAnswer(Document):
+    """Whether a server answers; `problem` says why not."""
+
+    server: str
+    problem: str | None = None
+
+
+class DoctorFinding(Document):
+    """What is stuck or at risk, what it means, and the command that mends it."""
+
+    check: str
+    severity: Literal["stuck", "risk", "note"]
+    what: str
+    means: str
+    command: str
+    since: int | None = None
+
+
+class DoctorReport(Document):
+    """What `grabstream doctor` says."""
+
+    at: int
+    healthy: bool
+    servers: tuple[ServerAnswer, ...]
+    findings: tuple[DoctorFinding, ...]
+    passed: tuple[str, ...]
+    not_checked: tuple[str, ...]
+
+
+class WebhookSummary(Document):
+    """A subscription to events. `types` and `offers` are empty where all are wanted. `reason` says why the
+    system has paused it. `waiting` and `parked` events are not delivered.
+    """
+
+    webhook: str
+    url: str
+    types: tuple[str, ...]
+    offers: tuple[str, ...]
+    state: Literal["active", "paused"]
+    reason: str | None = None
+    from_ms: int
+    delivered: int
+    delivered_at: int | None = None
+    waiting: int
+    parked: int
+
+
+class WebhookList(Document):
+    """All webhooks, the oldest first."""
+
+    at: int
+    webhooks: tuple[WebhookSummary, ...]
+
+
+class WebhookDelivery(Document):
+    """The `events` of an offer that a webhook has not delivered. `event` is the first of them, which the
+    others wait for; `status` and `problem` are those of its last attempt, `due_at` the time of the next one.
+    """
+
+    state: Literal["waiting", "parked"]
+    offer: str
+    events: int
+    event: str
+    type: str
+    at: int
+    attempts: int
+    status: int | None = None
+    problem: str | None = None
+    due_at: int
+
+
+class WebhookDeliveries(Document):
+    """What a webhook has not delivered, by offer: what is parked first, then the oldest."""
+
+    at: int
+    webhook: str
+    deliveries: tuple[WebhookDelivery, ...]
+
+
+class WebhookState(Document):
+    """A webhook that was paused or resumed."""
+
+    webhook: str
+    state: Literal["active", "paused"]
+
+
+class WebhookResent(Document):
+    """How many parked events will be sent again."""
+
+    webhook: str
+    resent: int
+
+
+class WebhookDiscarded(Document):
+    """Whether an event was given up for a webhook; false: it was not waiting, and not parked."""
+
+    webhook: str
+    event: str
+    discarded: bool
+
+
+class LimitCount(Document):
+    """A counter of a limit before and after a moment."""
+
+    scope: str
+    by: str
+    per: str
+    value: str
+    before: int
+    after: int
+    max: int
+
+
+class StoryMoment(Document):
+    """An event, or a refusal: `what` is its type or outcome, `since_opening_ms` the time since the offer
+    opened. It came `late_ms` after `late_behind`, such as the close; negative: before it. `details` depend on
+    `what`.
+    """
+
+    at: int
+    since_opening_ms: int
+    what: str
+    refused: bool
+    command: str
+    grab: str | None = None
+    details: dict[str, Any]
+    late_ms: int | None = None
+    late_behind: str | None = None
+    limits: tuple[LimitCount, ...]
+
+
+class StoryTransfer(Document):
+    """A movement in the ledger that belongs to the story."""
+
+    seq: int
+    leg: int
+    asset: str
+    debit: str
+    credit: str
+    amount: int
+    at: int
+
+
+class UnbookedEvent(Document):
+    """An event whose transfers the ledger lacks, and why."""
+
+    seq: int
+    type: str
+    because: str
+
+
+class Story(Document):
+    """Everything that happened between a user and an offer, as `grabstream why` tells it. Of
+    `refusals_of_offer` refusals, `refusals_kept` are kept one by one. `redis` is what Redis has now.
+    """
+
+    user: str
+    offer: str
+    kind: str
+    title: str
+    state: OfferState
+    opens_at: int
+    story: tuple[StoryMoment, ...]
+    ledger: tuple[StoryTransfer, ...]
+    not_in_ledger: tuple[UnbookedEvent, ...]
+    refusals_of_offer: int
+    refusals_kept: int
+    lost: tuple[dict[str, Any], ...]
+    redis: dict[str, Any]
+
+
 class PaymentResult(Document):
     """What has become of a payment. `confirmed`: its units are the user's for good. `refund_due`: they are
     not, and it is journaled that the money is to be paid back. `released`: the hold has ended. `unchanged`:
@@ -176,4 +572,15 @@ DOCUMENTS: dict[str, type[Document]] = {
     "user_balances": BalancePage,
     "user_grabs": UserGrabPage,
     "user_transfers": TransferPage,
+    "demand": DemandWindow,
+    "system": SystemState,
+    "books": BookSums,
+    "doctor": DoctorReport,
+    "user_why": Story,
+    "offer_waiting": WaitingPage,
+    "offer_demand": OfferRefusals,
+    "offer_film": Film,
+    "offer_fairness": Fairness,
+    "webhooks": WebhookList,
+    "webhook_deliveries": WebhookDeliveries,
 }

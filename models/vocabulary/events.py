@@ -85,6 +85,7 @@ class OfferOpened(Event, Wired[wire.OfferOpened], frozen=True):
     seed_sha256: Text | None = omitted(None)
     sealed_seed: Text | None = omitted(None)
     operator: Text | None = omitted(None)
+    signers: tuple[Text, ...] = omitted(())
     digest: Text
 
 
@@ -101,6 +102,7 @@ class OfferLoaded(Event, Wired[wire.OfferLoaded], frozen=True):
     count: Whole
     items: tuple[Text, ...]
     operator: Text | None = omitted(None)
+    signers: tuple[Text, ...] = omitted(())
     digest: Text
 
 
@@ -118,6 +120,7 @@ class OfferAmended(Event, Wired[wire.OfferAmended], frozen=True):
     removed: Whole = omitted(0)
     left: Whole
     operator: Text | None = omitted(None)
+    signers: tuple[Text, ...] = omitted(())
     digest: Text
 
 
@@ -127,6 +130,7 @@ class OfferPaused(Event, Wired[wire.OfferPaused], frozen=True):
     type: Literal["offer.paused"] = "offer.paused"
     v: V1
     operator: Text | None = omitted(None)
+    signers: tuple[Text, ...] = omitted(())
     digest: Text
 
 
@@ -136,6 +140,7 @@ class OfferResumed(Event, Wired[wire.OfferResumed], frozen=True):
     type: Literal["offer.resumed"] = "offer.resumed"
     v: V1
     operator: Text | None = omitted(None)
+    signers: tuple[Text, ...] = omitted(())
     digest: Text
 
 
@@ -153,6 +158,7 @@ class OfferClosed(Event, Wired[wire.OfferClosed], frozen=True):
     refund_to: Text
     seed: Text | None = omitted(None)
     operator: Text | None = omitted(None)
+    signers: tuple[Text, ...] = omitted(())
     digest: Text | None = omitted(None)
 
 
@@ -333,6 +339,7 @@ class LedgerAdjusted(Event, Wired[wire.LedgerAdjusted], frozen=True):
     reason: Text
     approved_by: Text
     operator: Text | None = omitted(None)
+    signers: tuple[Text, ...] = omitted(())
     digest: Text
 
 

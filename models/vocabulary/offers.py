@@ -63,7 +63,8 @@ class CommonTerms(Model, extra="forbid", frozen=True):
 
 class EnvelopeTerms(CommonTerms, Wired[wire.EnvelopeTerms], frozen=True):
     """Terms of an envelope: `total` minor units of the currency `asset` in `parts` random parts, one for each
-    user. A part has `min` to `max` minor units. `seed` is hexadecimal, 16 to 64 bytes.
+    user. A part has `min` to `max` minor units. `seed` is hexadecimal, 16 to 64 bytes; `beacon` is
+    `<chain>/<round>`.
     """
 
     kind: Literal["envelope"] = "envelope"
@@ -75,6 +76,7 @@ class EnvelopeTerms(CommonTerms, Wired[wire.EnvelopeTerms], frozen=True):
     max: Whole | None = omitted(None)
     draw: Draw = omitted("ahead")
     seed: Text | None = omitted(None)
+    beacon: Text | None = omitted(None)
 
 
 class PieceTerms(CommonTerms, frozen=True):
@@ -140,6 +142,7 @@ class Changes(Model, Wired[wire.Changes], extra="forbid", frozen=True):
     grace_ms: Absent[Whole] = omitted(None)
     return_restores: Absent[Flag] = omitted(None)
     valid_until: Absent[Whole] = omitted(None)
+    randomness: Absent[Text] = omitted(None)
 
     def fields(self) -> dict[str, Any]:
         """What changes, by name."""

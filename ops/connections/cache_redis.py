@@ -13,6 +13,7 @@ from redis.backoff import NoBackoff
 
 from grabstream.gateway.bounds import CACHE_SERVER_CONNECTIONS_MAX, CACHE_SERVER_SECONDS_MAX
 from grabstream.gateway.cache_server import CacheServer, IsTheCore
+from grabstream.ops.connections.logins import tls_options
 from grabstream.ops.connections.opening import cancellable, open_redis
 from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.settings import BadSettings, Settings
@@ -33,6 +34,7 @@ async def open_cache(settings: Settings) -> AsyncIterator[CacheServer | None]:
         socket_timeout=CACHE_SERVER_SECONDS_MAX,
         socket_connect_timeout=CACHE_SERVER_SECONDS_MAX,
         retry=Retry(NoBackoff(), 0),
+        **tls_options(settings.cache_url, settings.cache_ca, settings.cache_certificate, settings.cache_key),
     )
     client = cancellable(redis.asyncio.Redis.from_pool(pool))
     core = open_redis(settings)

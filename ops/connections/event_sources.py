@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,7 +10,10 @@ from psycopg import AsyncConnection, OperationalError
 
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.settings import Settings
+from grabstream.projections.cursors import facts_of
+from grabstream.streams.history.archive_source import open_archive_source
 from grabstream.streams.history.sources import Source, open_source
+from grabstream.streams.projecting.projector import FactsOf
 from grabstream.streams.topics import Topics
 
 
@@ -23,16 +27,31 @@ def _warn(text: str) -> None:
 
 @asynccontextmanager
 async def open_history(
-    settings: Settings, name: str, seeks: bool = False, warn: Callable[[str], None] = _warn
+    settings: Settings,
+    name: str,
+    seeks: bool = False,
+    warn: Callable[[str], None] = _warn,
+    archive: Path | str | None = None,
+    facts_of: FactsOf = facts_of,
 ) -> AsyncIterator[Source]:
-    """The source of this name, `journal` or `audit`.
+    """The source of this name, `journal`, `audit`, or `archive`: what is in the directory or at the address
+    `archive`, and the journal after it.
 
     A journal that is read from its middle (`seeks`) asks the audit trail whether the blocks there count;
     without PostgreSQL, or without a trail, it calls `warn` and is read from its beginning. Raises NoTrail
-    when the source is the trail and the schema has none.
+    when the source is the trail and the schema has none. `facts_of` makes the facts of the journal.
     """
     async with AsyncExitStack() as stack:
         books = None
+        if name == "archive":
+            assert archive is not None
+            journal = Topics(settings.prefix).journal
+            yield await stack.enter_async_context(
+                open_archive_source(
+                    settings.store(archive), settings.prefix, settings.shards, settings.brokers, journal
+                )
+            )
+            return
         if name == "audit" or seeks:
             try:
                 books = await stack.enter_async_context(_open_books(settings))
@@ -42,7 +61,9 @@ async def open_history(
                 reason = str(error).strip()
                 warn(f"reading the journal from its beginning, because PostgreSQL cannot be asked: {reason}")
         journal = Topics(settings.prefix).journal
-        yield await stack.enter_async_context(open_source(name, settings.kafka, journal, books))
+        yield await stack.enter_async_context(
+            open_source(name, settings.brokers, journal, books, facts_of=facts_of)
+        )
 
 
 @asynccontextmanager

@@ -150,7 +150,7 @@ def _encoded(settings: Settings, identity: Identity) -> bytes:
 async def find_journal(settings: Settings) -> Topic | None:
     """The journal's topic, or None; raises OtherSystem when it was created for another number of shards."""
     name = Topics(settings.prefix).journal
-    topic = await find_topic(settings.kafka, name)
+    topic = await find_topic(settings.brokers, name)
     if topic is not None and topic.partitions != settings.shards:
         raise OtherSystem(
             f"GRAB_SHARDS is {settings.shards}, but {name} has {topic.partitions} partitions: the number of "
@@ -175,7 +175,7 @@ async def unknown_cursors(
     ]
     if journal_exists and positions:
         # The journal is read after the cursors, so it holds every block that they have read.
-        async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+        async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
             positions = [
                 (name, shard, cursor)
                 for name, shard, cursor in positions

@@ -5,9 +5,9 @@ import.
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import redis.asyncio
@@ -17,11 +17,13 @@ from psycopg.rows import tuple_row
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
+from grabstream.lua.gate.authority import Authority
 from grabstream.lua.gate.calls import GateLimits, now_ms
 from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, writing
+from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, Write, writing
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.signing import SigningKeys
 from grabstream.lua.gate.tickets import TicketKeys
@@ -39,8 +41,13 @@ from grabstream.ops.connections.identity import (
     require_prefix,
     require_schema,
 )
+from grabstream.ops.connections.journal_keys import compare, record_own
+from grabstream.ops.connections.key_files import keys_of
+from grabstream.ops.connections.logins import raise_refusal, tls_options
 from grabstream.ops.connections.redis_cluster import ClusterClient
 from grabstream.ops.connections.redis_servers import information
+from grabstream.ops.connections.seal_keys import require_seal_keys
+from grabstream.ops.connections.user_keys import KeysOfUsers
 from grabstream.ops.settings import BadSettings, Settings, cluster_address, is_cluster
 from grabstream.projections.checking.snapshots import events_of, last_grab, newest, payments_of, trail_of
 from grabstream.projections.database.migrate import use_schema
@@ -50,30 +57,36 @@ from grabstream.projections.records import refusals
 from grabstream.projections.records.recoveries import record_lost, record_recovery
 from grabstream.streams.clients import in_words
 from grabstream.streams.deciding.payments import PaymentSide
-from grabstream.streams.following.user_projection import System
+from grabstream.streams.deciding.refusal_topic import RefusalTopic
+from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.relaying.recovery import Recovered, Snapshot, Snapshots
 from grabstream.streams.topics import Topics
-from grabstream.streams.worker import WorkerSettings
+
+if TYPE_CHECKING:
+    from grabstream.streams.following.user_projection import System
+    from grabstream.streams.worker import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-SOCKET_TIMEOUT_SECONDS = 5.0
 CHECK_AGAIN_SECONDS = 2.0
 
 
 class _Cancellable:
     """A connection that does not lose a cancellation. redis-py sends with `asyncio.wait_for`, which may
-    swallow a cancellation before Python 3.12: a worker that was asked to stop would then never end.
+    swallow a cancellation before Python 3.12, whether the sending succeeds or fails: a worker that was asked
+    to stop would then never end.
     """
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         task = asyncio.current_task()
         before = task.cancelling() if task else 0
-        await super().send_packed_command(command, check_health)  # type: ignore[misc]
-        if task and task.cancelling() > before:
-            # The reply will still arrive, but no caller will read it.
-            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
-            raise asyncio.CancelledError
+        try:
+            await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        finally:
+            if task and task.cancelling() > before:
+                # The reply may still arrive, but no caller will read it.
+                await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+                raise asyncio.CancelledError
 
 
 class PlainConnection(_Cancellable, redis.asyncio.Connection):  # type: ignore[misc]
@@ -90,11 +103,13 @@ def open_redis(settings: Settings) -> Any:
 
     `redis-cluster://host:port,host:port` is a Redis Cluster; the client connects to these hosts first.
     """
+    seconds = settings.redis_timeout_ms / 1000
     options: dict[str, Any] = {
-        "socket_timeout": SOCKET_TIMEOUT_SECONDS,
-        "socket_connect_timeout": SOCKET_TIMEOUT_SECONDS,
+        "socket_timeout": seconds,
+        "socket_connect_timeout": seconds,
         "retry": Retry(NoBackoff(), 0),
-        "max_connections": 256,
+        "max_connections": settings.redis_connections_max,
+        **tls_options(settings.redis_url, settings.redis_ca, settings.redis_certificate, settings.redis_key),
     }
     if not is_cluster(settings.redis_url):
         return cancellable(ScriptClient.from_url(settings.redis_url, **options))
@@ -149,10 +164,14 @@ async def check_system(
     redis: Any = None,
     journal: bool = True,
     say: Callable[[str, str], object] = log.warning,
+    seals: bool = False,
+    relays: bool = False,
 ) -> Identity | None:
     """Compares schema, journal and prefix; raises BadSettings when they do not belong to one system.
 
-    Every process does this before anything else. Without `journal`, Kafka is not asked. A Redis or PostgreSQL
+    Every process does this before anything else. Without `journal`, Kafka is not asked. With `seals`, the
+    seal keys must be those of the system; of a process that `relays`, also the keys of the journal, of which
+    its own is recorded. A Redis or PostgreSQL
     that cannot be reached is only logged, with `say`: code that needs the server raises its own error.
     Returns the system, or None while the schema does not name one.
     """
@@ -161,7 +180,14 @@ async def check_system(
     try:
         async with await connect(settings.postgres, settings.schema_) as connection:
             identity = await require_schema(connection, settings)
+            if seals:
+                await use_schema(connection, settings.schema_)
+                await require_seal_keys(connection, settings)
+            if relays and journal_keys().public:
+                await use_schema(connection, settings.schema_)
+                compare(journal_keys(), await record_own(connection, settings))
     except psycopg.OperationalError as error:
+        await raise_refusal(settings, error)
         say("PostgreSQL cannot be reached yet: %s", str(error).strip())
     if identity is not None and journal:
         compare_journal(settings, identity, topic)
@@ -176,6 +202,8 @@ async def check_system(
     except BaseException as error:
         if not is_trouble(error):
             raise
+        if isinstance(error, RedisError):
+            await raise_refusal(settings, error)
         say("Redis cannot be reached yet: %s", in_words(error))
     finally:
         if redis is None:
@@ -229,6 +257,15 @@ def gate_limits(settings: Settings) -> GateLimits:
         outbox_events_max=settings.outbox_events_max,
         timeout_ms=settings.gate_timeout_ms,
         clock_skew_ms_max=settings.clock_skew_ms_max,
+        issuer_seeds=settings.issuer_seeds,
+        beacon_required=settings.beacon_required,
+        seals_metadata=settings.seal_metadata,
+        authority=Authority(
+            settings.prefix,
+            payment_keys(settings),
+            keys_of(settings, "operator_keys"),
+            settings.adjust_two_signatures_above,
+        ),
     )
 
 
@@ -237,18 +274,30 @@ def sealer(settings: Settings) -> Sealer:
     return Sealer.from_text(settings.seal_keys.get_secret_value())
 
 
+def user_keys(settings: Settings) -> KeysOfUsers | None:
+    """The keys under which the metadata of grabs are sealed; None where they are not. Raises BadSettings when
+    a seal key only seals: such a process cannot read the keys.
+    """
+    if not settings.seal_metadata:
+        return None
+    settings.require_opening_keys("a process that seals metadata (GRAB_SEAL_METADATA)")
+    return KeysOfUsers(settings.postgres, settings.schema_, sealer(settings))
+
+
 def ticket_keys(settings: Settings) -> TicketKeys:
     """The keys that verify tickets; raises ValueError that names GRAB_TICKET_KEYS when they cannot be
     read.
     """
-    return TicketKeys.from_text(settings.ticket_keys.get_secret_value())
+    keys: TicketKeys = keys_of(settings, "ticket_keys")
+    return keys
 
 
 def payment_keys(settings: Settings) -> SigningKeys | None:
     """The keys shared with the payment side; None without any. Raises ValueError that names
     GRAB_PAYMENT_KEYS when they cannot be read.
     """
-    return SigningKeys.from_text("GRAB_PAYMENT_KEYS", settings.payment_keys.get_secret_value())
+    keys: SigningKeys | None = keys_of(settings, "payment_keys")
+    return keys
 
 
 def payment_side(settings: Settings) -> PaymentSide | None:
@@ -259,22 +308,28 @@ def payment_side(settings: Settings) -> PaymentSide | None:
     return PaymentSide(settings.payment_query_url, keys, settings.payment_query_timeout_ms / 1000)
 
 
-def worker_settings(settings: Settings) -> WorkerSettings:
+def worker_settings(settings: Settings) -> "WorkerSettings":
     """The part of the settings that a worker uses."""
+    # Imported here: all roles of a worker come with it, and other processes connect too.
+    from grabstream.streams.worker import WorkerSettings
+
     return WorkerSettings(
-        kafka=settings.kafka,
+        kafka=settings.brokers,
         prefix=settings.prefix,
         shards=settings.shards,
         redis_database=redis_database(settings),
         gate=gate_limits(settings),
         block_events_max=settings.block_events_max,
         lease_ms=settings.lease_ms,
+        operations_on_commands=settings.operations_on_commands,
     )
 
 
 def refusal_log(settings: Settings) -> RefusalLog | None:
-    """The log that keeps a sample of refusals in PostgreSQL; None when the settings keep no refusals."""
-    if not settings.refusals_one_in or not settings.refusals_kept_max:
+    """The log that keeps a sample of refusals in PostgreSQL and, if the settings want it, in a topic; None
+    when they keep no refusals.
+    """
+    if not settings.refusals_one_in:
         return None
 
     async def write(rows: Sequence[Refusal]) -> None:
@@ -287,7 +342,14 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
         except (psycopg.Error, OtherSystem) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
 
-    return RefusalLog(write, RefusalSample(settings.refusals_one_in, settings.refusals_per_second_max))
+    writes: dict[str, Write] = {"books": write} if settings.refusals_kept_max else {}
+    end = None
+    if settings.refusals_topic:
+        topic = RefusalTopic(settings.brokers, Topics(settings.prefix).refusals, settings.shards)
+        writes["topic"], end = topic.write, topic.close
+    if not writes:
+        return None
+    return RefusalLog(writes, RefusalSample(settings.refusals_one_in, settings.refusals_per_second_max), end)
 
 
 def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
@@ -333,7 +395,14 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
         async with connected() as connection:
             return await last_grab(connection, shard)
 
-    return Snapshots(open_snapshot, newest_cursor, last_grab_of)
+    async def recorded_keys() -> Mapping[str, str]:
+        try:
+            async with checked_books(settings) as connection:
+                return await record_own(connection, settings)
+        except (psycopg.Error, OtherSystem) as error:
+            raise OSError(f"PostgreSQL: {str(error).strip()}") from None
+
+    return Snapshots(open_snapshot, newest_cursor, last_grab_of, recorded_keys)
 
 
 async def report_recovery(settings: Settings, recovered: Recovered) -> None:
@@ -378,9 +447,12 @@ async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
         raise OSError(f"PostgreSQL: {error}") from None
 
 
-def system_of(settings: Settings) -> System:
+def system_of(settings: Settings) -> "System":
     """The part of the settings that a user projection gets."""
-    return System(settings.kafka, settings.postgres, settings.prefix, settings.shards, settings.schema_)
+    # Imported here: rebuilding and replaying come with it, and other processes connect too.
+    from grabstream.streams.following.user_projection import System
+
+    return System(settings.brokers, settings.postgres, settings.prefix, settings.shards, settings.schema_)
 
 
 @asynccontextmanager
@@ -388,17 +460,20 @@ async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate. It has its own Redis client, which is closed with it."""
     client = open_redis(settings)
     refusals_kept = refusal_log(settings)
+    keys_of_users = user_keys(settings)
     gate = Gate(
         client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings),
-        refusals=refusals_kept,
+        refusals=refusals_kept, user_keys=keys_of_users,
         report_lost=functools.partial(report_lost, settings),
     )  # fmt: skip
     try:
         await require_core(client)
-        await check_system(settings, client, journal=False)
+        await check_system(settings, client, journal=False, seals=True)
         gate.start()
         async with writing(refusals_kept):
             yield gate
     finally:
         await gate.close()
+        if keys_of_users is not None:
+            await keys_of_users.close()
         await client.aclose()

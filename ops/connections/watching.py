@@ -19,6 +19,7 @@ from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.redis_servers import masters
 from grabstream.ops.settings import Settings, without_password
 from grabstream.projections.database.sessions import connect
+from grabstream.streams import brokers
 from grabstream.streams.clients import OUTAGES, in_words, started
 
 #: The worker's log of its own state, at level INFO even when other loggers are set higher.
@@ -43,7 +44,7 @@ async def watch_servers(settings: Settings, redis: Any, stop: asyncio.Event) -> 
     @asynccontextmanager
     async def open_kafka() -> AsyncIterator[Ask]:
         client = AIOKafkaAdminClient(
-            bootstrap_servers=settings.kafka, request_timeout_ms=int(ANSWER_SECONDS_MAX * 1000)
+            **brokers.at(settings.brokers, timeout_ms_max=int(ANSWER_SECONDS_MAX * 1000))
         )
         async with started(client):
             # Of no topics: the metadata of all topics cost milliseconds of this process.
@@ -74,6 +75,7 @@ async def watch_servers(settings: Settings, redis: Any, stop: asyncio.Event) -> 
 async def _watch(server: str, opened: Callable[[], AbstractAsyncContextManager[Ask]]) -> None:
     away_since: float | None = None
     ask: Ask | None = None
+    was_answered = True
     async with AsyncExitStack() as stack:
         while True:
             was_open = ask is not None
@@ -91,7 +93,11 @@ async def _watch(server: str, opened: Callable[[], AbstractAsyncContextManager[A
                 ask = None
                 with contextlib.suppress(Exception):
                     await stack.aclose()
-                if was_open:
+                # A process that stands still, as when it imports on a busy machine, hears nothing in time
+                # either.
+                is_sure = not was_answered or not (was_open or isinstance(error, TimeoutError))
+                was_answered = False
+                if not is_sure:
                     continue
                 if away_since is None:
                     away_since = time.monotonic()
@@ -100,6 +106,7 @@ async def _watch(server: str, opened: Callable[[], AbstractAsyncContextManager[A
                         "%s does not answer: %s; trying again", server, " ".join(in_words(error).split())
                     )
             else:
+                was_answered = True
                 if away_since is not None:
                     log.warning("%s answers again, after %.0f s", server, time.monotonic() - away_since)
                     OUTAGES.ended(server)
@@ -113,6 +120,11 @@ class Readiness:
     def __init__(self, parts: set[str], words: Callable[[], str]) -> None:
         self._missing = set(parts)
         self._words = words
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """The parts that have not started yet."""
+        return frozenset(self._missing)
 
     def __call__(self, part: str) -> None:
         """Notes that a part has started. A part may report this more than once."""

@@ -1,8 +1,13 @@
-"""Log lines as JSON, one object a line, for programs that collect logs."""
+"""Log lines as JSON, one object a line, for programs that collect logs (GRAB_LOG=json)."""
 
 import json
 import logging
+import sys
+import threading
 from datetime import UTC, datetime
+from types import TracebackType
+
+log = logging.getLogger("grabstream")
 
 
 class JsonLines(logging.Formatter):
@@ -24,6 +29,23 @@ class JsonLines(logging.Formatter):
 
 
 def log_as_json() -> None:
-    """Makes all handlers of the process write JSON."""
+    """Makes the process write nothing but JSON to its log: records, warnings of Python, and errors that end
+    the process or a thread.
+    """
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonLines())
+    logging.captureWarnings(True)
+    sys.excepthook = _log_error
+    threading.excepthook = lambda failed: _log_error(
+        failed.exc_type, failed.exc_value or failed.exc_type(), failed.exc_traceback
+    )
+
+
+def logs_json() -> bool:
+    """Whether the process writes its log as JSON."""
+    handlers = logging.getLogger().handlers
+    return bool(handlers) and all(isinstance(handler.formatter, JsonLines) for handler in handlers)
+
+
+def _log_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    log.critical("unknown error: the process or a thread of it ends", exc_info=(kind, error, traceback))

@@ -8,11 +8,36 @@ from typing import Any, Final
 
 import click
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 
 #: Characters. Without a terminal, lines may be this long, so that tables do not cut ids in a pipe.
 WIDTH_WITHOUT_TERMINAL: Final = 500
+
+
+#: Characters that change how other characters of a line look: they reorder it (bidirectional controls), or
+#: end it. Titles and reasons of strangers may have them. ESC and other controls never get that far.
+_DECEPTIVE: Final = dict.fromkeys(
+    [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)], "\N{REPLACEMENT CHARACTER}"
+)
+
+
+class _Visible:
+    """What is printed, with a mark in place of each deceptive character."""
+
+    def __init__(self, printed: ConsoleRenderable) -> None:
+        self._printed = printed
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._printed, options):
+            yield Segment(segment.text.translate(_DECEPTIVE), segment.style, segment.control)
+
+
+class _Unmasking(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Has all that is printed without deceptive characters."""
+        return [_Visible(one) for one in renderables]
 
 
 class Output(Console):
@@ -20,6 +45,7 @@ class Output(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, **options)
+        self.push_render_hook(_Unmasking())
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints like a Console, but without cropping."""

@@ -9,9 +9,11 @@ from typing import Any, Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import AsyncConnection
 
-from grabstream.models.journal import Cursor
+from grabstream.models.journal import Cursor, is_signed_owner, named
 from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
+from grabstream.ops.diagnosis.hooks import HookReading, read_hooks
+from grabstream.ops.diagnosis.seal_keys import SealKeyReadings, read_seal_keys
 from grabstream.ops.diagnosis.topics import LATE_MS, Lag, lags
 from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
@@ -19,10 +21,13 @@ from grabstream.projections.checking import verified
 from grabstream.projections.checking.verified import OpenFinding, VerifiedTo
 from grabstream.projections.cursors import Stop
 from grabstream.projections.database.migrate import PROJECTIONS, missing_migrations
+from grabstream.projections.database.system import read_identity
+from grabstream.projections.records import journal_keys as recorded_keys
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.projections.versions import Version, lost, versions, writable_version
 from grabstream.streams.journal import JournalReader
+from grabstream.streams.journal_keys import journal_keys, lacking
 from grabstream.streams.projecting.publisher import event_source, newest_cursor
 from grabstream.streams.topics import Topics, delete_command
 
@@ -63,6 +68,10 @@ class BookReadings(NamedTuple):
     gone: Sequence[Version] = ()
     #: (projection, shard) → when its cursor was last moved, ms since 1970 UTC
     moved_at: Mapping[tuple[str, int], int] = {}
+    hooks: Sequence[HookReading] = ()
+    seal_keys: SealKeyReadings = SealKeyReadings()
+    #: The public keys with which relays sign, by id.
+    journal_keys: Mapping[str, str] = {}
 
 
 async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookReadings:
@@ -98,7 +107,15 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
         await verified.progress(connection),
         LostDecisions(*await _one(connection, _LOST_DECISIONS, LOST_DAYS)),
         await _without_version(connection, schema), moved_at=await _moved_at(connection),
+        hooks=await read_hooks(connection),
+        seal_keys=await read_seal_keys(connection),
+        journal_keys=await _journal_keys(connection, schema),
     )  # fmt: skip
+
+
+async def _journal_keys(connection: AsyncConnection[Any], schema: str) -> Mapping[str, str]:
+    identity = await read_identity(connection, schema)
+    return await recorded_keys.find_all(connection, identity.journal) if identity else {}
 
 
 async def _moved_at(connection: AsyncConnection[Any]) -> dict[tuple[str, int], int]:
@@ -179,7 +196,7 @@ async def _past_markers(
             continue
         reader, first = JournalReader(consumer, partition.topic), max(offset, beginnings[partition])
         async for records in reader.read(partition.partition, first, ends[partition]):
-            with_events = [record.offset for record in records if dict(record.headers).get("count") != b"0"]
+            with_events = [record.offset for record in records if named(record.headers).get("count") != b"0"]
             if with_events:
                 first = with_events[0]
                 break
@@ -222,13 +239,53 @@ async def read_jumps(settings: Settings, books: BookReadings, consumer: AIOKafka
     return jumps
 
 
-async def read_last_seqs(settings: Settings, consumer: AIOKafkaConsumer) -> dict[int, int]:
-    """The seq of the last event in the journal, by shard."""
+async def read_last_seqs(
+    settings: Settings, audit: Mapping[int, Cursor], consumer: AIOKafkaConsumer
+) -> dict[int, int]:
+    """The seq of the last event in the journal, by shard, given the cursors of the audit trail."""
     reader = JournalReader(consumer, Topics(settings.prefix).journal)
-    return {shard: await reader.last_seq(shard) for shard in range(settings.shards)}
+    return {
+        shard: await reader.last_seq(shard, audit.get(shard, Cursor()).owner)
+        for shard in range(settings.shards)
+    }
 
 
 # -- checks --------------------------------------------------------------------------------------------------
+
+
+def journal_keys_missing(readings: BookReadings, settings: Settings) -> list[Finding]:
+    """Public keys that relays sign with, and that these settings lack."""
+    why = lacking(journal_keys(), readings.journal_keys)
+    if not why:
+        return []
+    what, _, mend = why.partition(". ")
+    return [
+        Finding(
+            "stuck",
+            what,
+            "relays with these settings refuse their shards, and read models stop where that key signed",
+            f"{mend[0].lower()}{mend[1:]}   # docs/operating.md, Signing the journal",
+        )
+    ]
+
+
+def signatures_not_checked(readings: BookReadings, settings: Settings) -> list[Finding]:
+    """A signed journal that these settings read without knowing whose signatures count."""
+    signed = [
+        shard
+        for shard, cursor in readings.positions.get("audit", {}).items()
+        if is_signed_owner(cursor.owner)
+    ]
+    if not signed or settings.journal_public_keys or settings.journal_keys.get_secret_value():
+        return []
+    return [
+        Finding(
+            "risk",
+            f"{of_shards(signed)}: the journal is signed, and GRAB_JOURNAL_PUBLIC_KEYS is not set here",
+            "what reads the journal with these settings counts what anybody writes to it",
+            "set GRAB_JOURNAL_PUBLIC_KEYS   # docs/operating.md, Signing the journal",
+        )
+    ]  # fmt: skip
 
 
 def tables_missing(readings: BookReadings, settings: Settings) -> list[Finding]:

@@ -28,7 +28,8 @@ FULL_SHARE: Final = 0.8
 MEMORY_FULL_SHARE: Final = 0.9
 
 _number = re.compile(r"\d+")
-_event_at = re.compile(rb'"at":(\d+)').search
+#: Finds the time of an event, ms since 1970 UTC, in its text.
+event_at = re.compile(rb'"at":(\d+)').search
 
 
 class ShardReadings(NamedTuple):
@@ -152,7 +153,7 @@ async def _read_shard(redis: Any, keys: ShardKeys) -> ShardReadings:
         entry = await redis.xrange(keys.outbox, min=f"{journaled + 1}-0", count=1) or await redis.xrange(
             keys.outbox, count=1
         )
-        at = _event_at(next(iter(entry[0][1].values()))) if entry else None
+        at = event_at(next(iter(entry[0][1].values()))) if entry else None
         oldest_unjournaled_at = int(at.group(1)) if at else None
     first_due, first_hold = (int(first[0][1]) if first else None for first in (due, holds))
     server_epoch = await server_epoch_of(redis, keys.state)
@@ -242,6 +243,23 @@ def memory_is_short(readings: CoreReadings, settings: Settings) -> list[Finding]
                 )
             )  # fmt: skip
     return findings
+
+
+def clock_of_callers(readings: CoreReadings, settings: Settings) -> list[Finding]:
+    """Shards whose callers may name the time."""
+    shards = [shard for shard in readings.shards if shard.fields["clock"] == "caller"]
+    if not shards:
+        return []
+    keys = KeySpace(settings.prefix, settings.shards)
+    return [
+        Finding(
+            "risk",
+            f"{of_shards([shard.number for shard in shards])}: callers may name the time to decide at, as in "
+            "a test or a rehearsal",
+            "a caller with a wrong time ends holds and offers, and moves the shard's clock for ever",
+            "; ".join(f"redis-cli HDEL {keys.shard(shard.number).state} clock" for shard in shards),
+        )
+    ]
 
 
 def silent(readings: CoreReadings, settings: Settings) -> list[Finding]:

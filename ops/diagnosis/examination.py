@@ -12,14 +12,16 @@ from redis.exceptions import RedisError
 from grabstream.lua.gate.calls import now_ms
 from grabstream.ops.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
 from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
-from grabstream.ops.diagnosis import books, core, machine, topics
+from grabstream.ops.diagnosis import books, core, hooks, machine, seal_keys, topics
 from grabstream.ops.diagnosis.books import BookReadings, Jump
 from grabstream.ops.diagnosis.core import CoreReadings
 from grabstream.ops.diagnosis.findings import Finding
+from grabstream.ops.diagnosis.seal_keys import SealKeyReadings
 from grabstream.ops.diagnosis.topics import Lag, TopicReadings
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.streams import brokers
 from grabstream.streams.clients import started
 
 #: How long the examination waits for a server.
@@ -86,6 +88,17 @@ def _books(check: Callable[[BookReadings, Settings], list[Finding]]) -> Callable
     return lambda readings: check(readings.books, readings.settings) if readings.books else []
 
 
+def _seal_keys(
+    check: Callable[[SealKeyReadings, Settings], list[Finding]],
+) -> Callable[[Readings], list[Finding]]:
+    # Tables without a migration have their own finding.
+    return lambda readings: (
+        check(readings.books.seal_keys, readings.settings)
+        if readings.books and not readings.books.missing and not readings.books.gone
+        else []
+    )
+
+
 def _commands_wait(readings: Readings) -> list[Finding]:
     return (
         topics.commands_wait(readings.topics, readings.settings, readings.now_ms) if readings.topics else []
@@ -142,6 +155,10 @@ def _not_verified(readings: Readings) -> list[Finding]:
     return books.not_verified(readings.books, readings.settings, readings.now_ms) if readings.books else []
 
 
+def _not_delivered(readings: Readings) -> list[Finding]:
+    return hooks.not_delivered(readings.books.hooks, readings.now_ms) if readings.books else []
+
+
 def _clocks_apart(readings: Readings) -> list[Finding]:
     clocks = {"Redis": readings.core, "PostgreSQL": readings.books}
     return machine.clocks_apart(
@@ -164,9 +181,12 @@ JOURNAL_CHECK: Final = "the journal has what is known of it"
 CHECKS: Final = (
     Check("seal keys are set", (), lambda readings: machine.seal_keys_missing(readings.settings)),
     Check(SYSTEM_CHECK, (), _mixed_up),
+    Check("seal keys are those of the system", ("postgres",), _seal_keys(seal_keys.wrong)),
     Check("topics are there", ("kafka",), _topics(topics.missing)),
     Check(JOURNAL_CHECK, ("kafka", "postgres"), _journal_lost),
     Check("tables are there", ("postgres",), _books(books.tables_missing)),
+    Check("the journal's keys are known", ("postgres",), _books(books.journal_keys_missing)),
+    Check("signed records are checked", ("postgres",), _books(books.signatures_not_checked)),
     Check("the number of shards is that of the system", ("redis",), _core(core.other_shards)),
     Check("clocks agree", (), _clocks_apart),
     Check("Redis never evicts", ("redis",), _core(core.may_evict)),
@@ -177,6 +197,7 @@ CHECKS: Final = (
     Check("commands are bounded", ("kafka",), _topics(topics.keeps_batches_compressed)),
     Check("PostgreSQL waits for its disk", ("postgres",), _books(books.may_forget)),
     Check("disks have room", (), _disks),
+    Check("shards have the clock of Redis", ("redis",), _core(core.clock_of_callers)),
     Check("servers of the Redis Cluster answer", ("redis",), _core(core.silent)),
     Check("shards decide", ("redis",), _core(core.fenced)),
     Check("Redis has the functions", ("redis",), _core(core.without_functions)),
@@ -184,6 +205,7 @@ CHECKS: Final = (
     Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
     Check("holds and offers end in time", ("redis",), _core(core.not_swept)),
     Check("commands are read", ("kafka",), _commands_wait),
+    Check("operations have a topic of their own", ("kafka",), _topics(topics.operations_on_commands)),
     Check("commands can be decided", ("kafka",), _commands_set_aside),
     Check("read models are of this release", ("postgres",), _books(books.of_another_release)),
     Check("read models go on", ("postgres",), _books(books.stopped)),
@@ -192,7 +214,9 @@ CHECKS: Final = (
     Check("somebody verifies", ("postgres",), _not_verified),
     Check("the books agree", ("postgres",), _books(books.differs)),
     Check("no decision was lost", ("postgres",), _books(books.lost_decisions)),
+    Check("webhooks are delivered", ("postgres",), _not_delivered),
     Check("nothing is set aside", ("postgres",), _books(books.put_aside)),
+    Check("old seal keys are retired", ("postgres",), _seal_keys(seal_keys.old)),
 )
 
 
@@ -297,15 +321,14 @@ async def _read_journal(
         return (
             await books.read_lags(settings, of_books, consumer),
             jumps,
-            await books.read_last_seqs(settings, consumer),
+            await books.read_last_seqs(settings, of_books.positions.get("audit", {}), consumer),
         )
 
 
 def _consumer(settings: Settings) -> AIOKafkaConsumer:
     return AIOKafkaConsumer(
-        bootstrap_servers=settings.kafka, auto_offset_reset="earliest", enable_auto_commit=False,
-        request_timeout_ms=topics.TIMEOUT_MS,
-        fetch_max_wait_ms=10,
+        **brokers.at(settings.brokers, timeout_ms_max=topics.TIMEOUT_MS), auto_offset_reset="earliest",
+        enable_auto_commit=False, fetch_max_wait_ms=10,
     )  # fmt: skip
 
 

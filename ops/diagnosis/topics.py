@@ -11,10 +11,13 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorForGroupError
 
+from grabstream.models.journal import named
 from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import Finding, of_shards, spans
 from grabstream.ops.settings import Settings
+from grabstream.streams import brokers
 from grabstream.streams.clients import started
+from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
 from grabstream.streams.topics import COMPRESSION, DAY_MS, Topics, keeps_compressed, retention_ms
 
@@ -62,26 +65,33 @@ class SetAside(NamedTuple):
     at: int
 
 
+class Reading(NamedTuple):
+    """A topic of commands: how many deciders read it, and where they lag; its `compression.type` when it
+    keeps batches compressed, else None.
+    """
+
+    deciders: int
+    lag: list[Lag]
+    compression: str | None
+
+
 class TopicReadings(NamedTuple):
-    """Partitions of every topic (an empty list: the topic is missing), the journal's settings, how many
-    deciders read the commands and where they lag, and the newest undecidable commands.
+    """Partitions of every topic (an empty list: the topic is missing), the journal's settings, the topics of
+    commands that exist, and the newest undecidable commands.
     """
 
     partitions: dict[str, list[Partition]]
     journal_config: dict[str, str]
-    #: `compression.type` of the topic of commands when it keeps batches compressed, else None
-    commands_compression: str | None
-    deciders: int
-    commands_lag: list[Lag]
+    of_commands: dict[str, Reading]
     set_aside: Sequence[SetAside] = ()
 
 
 async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicReadings:
     """Reads the topics once; raises the client's errors."""
     topics = Topics(settings.prefix)
-    names = list(retention_ms(topics))
+    names = list(retention_ms(topics, settings.refusals_topic))
     async with started(
-        AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=TIMEOUT_MS)
+        AIOKafkaAdminClient(**brokers.at(settings.brokers, timeout_ms_max=TIMEOUT_MS))
     ) as client:
         described = await client.describe_topics(names)
         partitions = {
@@ -91,17 +101,25 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
             for topic in described
         }
         config = await _config_of(client, topics.journal) if partitions.get(topics.journal) else {}
-        compression = (
-            await _compression_of(client, topics.commands) if partitions.get(topics.commands) else None
-        )
-        deciders, committed = await _group(client, f"{settings.prefix}.decider")
-    at = {
-        TopicPartition(topics.commands, p.number): committed.get((topics.commands, p.number), 0)
-        for p in partitions[topics.commands]
-    }
-    commands_lag = await lags(consumer, at)
+        of_commands = {
+            name: await _reading(client, consumer, topics, name, partitions[name])
+            for name in (topics.commands, topics.operations)
+            if partitions.get(name)
+        }
     aside = await _set_aside(consumer, topics.rejected) if partitions.get(topics.rejected) else []
-    return TopicReadings(partitions, config, compression, deciders, commands_lag, aside)
+    return TopicReadings(partitions, config, of_commands, aside)
+
+
+async def _reading(
+    client: AIOKafkaAdminClient,
+    consumer: AIOKafkaConsumer,
+    topics: Topics,
+    topic: str,
+    partitions: Sequence[Partition],
+) -> Reading:
+    deciders, committed = await _group(client, decider_group(topics, topic))
+    at = {TopicPartition(topic, p.number): committed.get((topic, p.number), 0) for p in partitions}
+    return Reading(deciders, await lags(consumer, at), await _compression_of(client, topic))
 
 
 async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside]:
@@ -120,7 +138,7 @@ async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside
         if not records:
             break
         for record in records:
-            headers = dict(record.headers)
+            headers = named(record.headers)
             if SET_ASIDE_HEADER in headers:
                 commands.append(
                     SetAside(
@@ -212,7 +230,9 @@ def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
     """Topics that do not exist, or have another number of partitions."""
     topics = Topics(settings.prefix)
     findings = []
-    absent = [name for name in retention_ms(topics) if not readings.partitions.get(name)]
+    absent = [
+        name for name in retention_ms(topics, settings.refusals_topic) if not readings.partitions.get(name)
+    ]
     if absent:
         means = "commands, answers or events of these topics can be neither written nor read"
         what = f"topics are missing: {', '.join(absent)}"
@@ -292,29 +312,49 @@ def journal_forgets(readings: TopicReadings, settings: Settings) -> list[Finding
 
 
 def keeps_batches_compressed(readings: TopicReadings, settings: Settings) -> list[Finding]:
-    """A topic of commands that keeps batches compressed, so that their unpacked size has no bound."""
-    if readings.commands_compression is None:
-        return []
-    commands = Topics(settings.prefix).commands
+    """Topics of commands that keep batches compressed, so that their unpacked size has no bound."""
     return [
         Finding(
-            "risk", f"{commands} keeps compressed batches: its compression.type is "
-                    f"{readings.commands_compression}",
+            "risk", f"{commands} keeps compressed batches: its compression.type is {reading.compression}",
             "max.message.bytes bounds only the compressed size of a batch; a decider unpacks the whole batch "
             "and may run out of memory",
             f"grabstream init   # or: kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic "
             f"{commands} "
             f"--add-config compression.type={COMPRESSION}",
         )
+        for commands, reading in readings.of_commands.items()
+        if reading.compression is not None
     ]  # fmt: skip
 
 
 def commands_wait(readings: TopicReadings, settings: Settings, now_ms: int) -> list[Finding]:
     """Commands that no decider reads, or that deciders read too slowly."""
-    waiting = sum(lag.end - lag.next_offset for lag in readings.commands_lag)
-    oldest = min((lag.since for lag in readings.commands_lag if lag.since), default=None)
-    commands = Topics(settings.prefix).commands
-    if not readings.deciders and readings.partitions.get(commands):
+    return [
+        finding
+        for commands, reading in readings.of_commands.items()
+        for finding in _commands_wait(commands, reading, now_ms)
+    ]
+
+
+def operations_on_commands(readings: TopicReadings, settings: Settings) -> list[Finding]:
+    """A topic of commands that takes commands of operators, as before they had a topic of their own."""
+    if not settings.operations_on_commands:
+        return []
+    topics = Topics(settings.prefix)
+    return [
+        Finding(
+            "risk", f"{topics.commands} takes commands of operators: GRAB_OPERATIONS_ON_COMMANDS is set",
+            "whoever may send grabs may also open and close offers and adjust the books",
+            f"send open, load, amend, pause, resume, close and adjust to {topics.operations}, then unset "
+            "GRAB_OPERATIONS_ON_COMMANDS for all workers",
+        )
+    ]  # fmt: skip
+
+
+def _commands_wait(commands: str, reading: Reading, now_ms: int) -> list[Finding]:
+    waiting = sum(lag.end - lag.next_offset for lag in reading.lag)
+    oldest = min((lag.since for lag in reading.lag if lag.since), default=None)
+    if not reading.deciders:
         what = f"no decider reads {commands}" + (
             f": {counted(waiting, 'records')} waiting" if waiting else ""
         )
@@ -324,10 +364,10 @@ def commands_wait(readings: TopicReadings, settings: Settings, now_ms: int) -> l
         ]
     if oldest is None or now_ms - oldest < LATE_MS:
         return []
-    partitions = of_shards(lag.partition for lag in readings.commands_lag).replace("shard", "partition")
+    partitions = of_shards(lag.partition for lag in reading.lag).replace("shard", "partition")
     what = (
         f"{commands}, {partitions}: {counted(waiting, 'records')} waiting, with "
-        f"{counted(readings.deciders, 'deciders')} reading"
+        f"{counted(reading.deciders, 'deciders')} reading"
     )
     means = "senders wait for their answers"
     return [

@@ -521,3 +521,29 @@ def _unchangeable(name: str) -> str:
     if name in _KNOWN_TERMS:
         return f"{name}: cannot be amended; only {', '.join(_KNOWN_CHANGES)} can"
     return f"{name}: there is no such field; the nearest is {_nearest(name, _KNOWN_CHANGES)}"
+
+
+# -- terms by themselves -------------------------------------------------------------------------------------
+
+
+def read_terms(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
+    """Some terms, by name, as values of their fields, and the reasons why what was written is wrong. Whether
+    they fit together, only an offer can tell.
+    """
+    terms, reasons = _terms_of(where, written)
+    converted = {}
+    for name, value in terms.items():
+        if name == "kind":
+            converted[name] = value
+            continue
+        if any(reason.startswith(f"{where}.{name}: ") for reason in reasons):
+            continue
+        try:
+            # The error then begins with the place in the value, which is that of the term.
+            converted[name] = msgspec.convert(value, _TERMS[name].type)
+        except msgspec.ValidationError as error:
+            text = str(error)
+            text = text.replace("`$", f"`$.{name}") if "`$" in text else f"{text} - at `$.{name}`"
+            reason = _explain(text, {name: value})
+            reasons.append(f"{where}.{reason}")
+    return converted, reasons

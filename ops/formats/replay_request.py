@@ -1,31 +1,97 @@
 """Options of a replay or of a view of the past, checked and converted to a request."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
+from grabstream.extras import installed
 from grabstream.models.identifiers import campaign_of, is_id, shard_of
 from grabstream.ops.formats.moments import BadMoment, parse_points
 from grabstream.ops.settings import Settings
+from grabstream.streams.buckets import INSTALL, BadAddress, Place, is_address, parse
 from grabstream.streams.history.chunks import Point
+from grabstream.streams.replaying.filters import Filters, filters_of
 from grabstream.streams.replaying.replay import Stretch
 from grabstream.streams.replaying.replay_schema import Definition
 from grabstream.streams.replaying.selection import Wanted
 
 
+class ArchiveAddress(click.Path):
+    """A directory, or `s3://bucket/prefix`."""
+
+    def __init__(self, exists: bool) -> None:
+        super().__init__(exists=exists, file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, or the address as text."""
+        if not is_address(str(value)):
+            return super().convert(value, param, ctx)
+        try:
+            parse(str(value), needs_key=False)
+        except BadAddress as error:
+            self.fail(str(error), param, ctx)
+        require_store_client(param, ctx)
+        return value
+
+
+class ObjectAddress(click.Path):
+    """A file, or `s3://bucket/key`, with `?versionId=ID` for one version."""
+
+    def __init__(self, is_written: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self._is_written = is_written
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, or the parts of the address."""
+        if isinstance(value, Place) or not is_address(str(value)):
+            return value if isinstance(value, Place) else super().convert(value, param, ctx)
+        try:
+            place = parse(str(value))
+        except BadAddress as error:
+            self.fail(str(error), param, ctx)
+        if place.version and self._is_written:
+            self.fail(f"{value}: the store names the version: leave out ?versionId=", param, ctx)
+        require_store_client(param, ctx)
+        return place
+
+
+def require_store_client(param: click.Parameter | None, ctx: click.Context | None) -> None:
+    """Raises BadParameter where addresses of object stores cannot be used."""
+    if not installed("boto3"):
+        raise click.BadParameter(f"s3:// needs the extra `s3`: {INSTALL}", ctx=ctx, param=param)
+
+
+archive_option = click.option(
+    "--archive",
+    type=ArchiveAddress(exists=True),
+    metavar="ARCHIVE",
+    help="The archive that `grabstream export` has written: a directory, or s3://bucket/prefix.",
+)
+
+
 class Request(NamedTuple):
-    """What to replay, and from which source (`journal` or `audit`)."""
+    """What to replay, and from which source: `journal`, `audit`, or `archive` and where it is. `journal` is
+    Kafka's id of the system's journal; empty where it is not known.
+    """
 
     source: str
     stretches: tuple[Stretch, ...]
     wanted: Wanted
+    archive: Path | str | None = None
+    journal: str = ""
 
     def definition(self, settings: Settings) -> Definition:
         """The request as it is recorded in the schema of a bounded replay."""
         until = {stretch.shard: stretch.last for stretch in self.stretches if stretch.last is not None}
         shards = tuple(stretch.shard for stretch in self.stretches)
         return Definition(settings.prefix, self.source, shards, self.wanted, until)
+
+    def filters(self, settings: Settings) -> Filters:
+        """The request as it is recorded in a file or a topic."""
+        first = {stretch.shard: stretch.first for stretch in self.stretches if stretch.first is not None}
+        return filters_of(settings.prefix, self.journal, self.wanted, first)
 
 
 def request(
@@ -63,6 +129,16 @@ def request(
         _check_order(shard, begin.get(shard), end.get(shard))
     stretches = tuple(Stretch(shard, begin.get(shard), end.get(shard)) for shard in chosen)
     return Request(source, stretches, Wanted(tuple(sorted(set(offers))), tuple(sorted(set(users)))))
+
+
+def require_archive(option: str, source: str, archive: Path | str | None) -> None:
+    """Raises UsageError unless an archive is given exactly when an archive is the source."""
+    if source == "archive" and archive is None:
+        raise click.UsageError(
+            f"{option} archive: name it with --archive: a directory, or s3://bucket/prefix"
+        )
+    if source != "archive" and archive is not None:
+        raise click.UsageError(f"--archive is only for {option} archive")
 
 
 def _check_order(shard: int, first: Point | None, last: Point | None) -> None:

@@ -88,6 +88,10 @@ def _table(rows: list[tuple[str, int, int, int, float]]) -> Table:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for name, done, total, lag, rate in rows:
         left = max(total - done, 0)
-        bar = ProgressBar(total=max(total, 1), completed=min(done, total), width=32)
+        # rich draws an unfinished bar in the red of errors.
+        bar = ProgressBar(
+            total=max(total, 1), completed=min(done, total), width=32, complete_style="cyan",
+            finished_style="green",
+        )  # fmt: skip
         table.add_row(name, bar, f"{done:,}", f"{left:,}", f"{rate:,.0f}", f"{max(lag, 0):,}")
     return table

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -61,6 +63,8 @@ PAUSE_SECONDS_MAX: Final = 5.0
 CALLBACK_SECONDS_MAX: Final = 10.0
 #: A late payment is made so long after the deadline.
 LATE_SECONDS: Final = 0.3
+#: Pages that may read answers, as a pattern of their origins.
+_LOCAL_ORIGIN: Final = r"http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?"
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -124,7 +128,16 @@ class PaymentProvider:
                 Route("/pay", _answering(self._pay), methods=["POST"]),
                 Route("/query", _answering(self._query), methods=["POST"]),
                 Route("/payments/{payment}", _answering(self._payment), methods=["GET"]),
-            ]
+            ],
+            # The page of an offer pays from a browser on this machine.
+            middleware=[
+                Middleware(
+                    CORSMiddleware,
+                    allow_origin_regex=_LOCAL_ORIGIN,
+                    allow_methods=["POST"],
+                    allow_headers=["content-type"],
+                )
+            ],
         )
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The run of a rehearsal: the crowd grabs through two doors, the topic and the gate, and every answer is
+"""The run of a rehearsal: the crowd grabs through the topic, the gate, and over HTTP, and every answer is
 kept.
 
 Nothing depends on how fast the machine is. The crowd starts when the workers answer, deadlines count from
-then, and waiting ends with an error only after STILL_SECONDS without progress.
+then, and waiting ends with an error only after long without progress (`Patience`).
 """
 
 import asyncio
@@ -24,23 +24,24 @@ from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import AnyCommand, Close, Grab, Open, encode_command
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.rehearsal.crowd import Envelope, person_of
-from grabstream.ops.rehearsal.stage import CannotGoOn
+from grabstream.ops.rehearsal.over_http.door import HttpDoor
+from grabstream.ops.rehearsal.stage import CannotGoOn, Patience
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics
 
 GATE_CALLERS = 40
+HTTP_CALLERS = 20
+#: Of the grabs, if there is a gateway: it takes one a request, where topic and gate take lists.
+HTTP_SHARE = 0.04
 GATE_LIST_MAX = 32
 TOPIC_CHUNK = 500
 PATIENCE_MS = 30_000
-#: How long the workers may take to start.
-READY_SECONDS = 120.0
 #: Ids of the grabs that test whether the workers are ready start with this.
 READY = "ready"
-#: How long the rehearsal waits without progress: no event, no answer.
-STILL_SECONDS = 120.0
 LOOK_EVERY_SECONDS = 0.25
 #: How many commands in the topic may be unanswered.
 UNANSWERED_MAX = 20_000
@@ -57,7 +58,7 @@ class Doors(msgspec.Struct):
     #: id → how many answers on the topic are missing; an answer that a rebalance repeats is not counted again
     awaited: Counter[str] = msgspec.field(default_factory=Counter)
     outcomes: Counter[str] = msgspec.field(default_factory=Counter)
-    latencies: dict[str, list[float]] = msgspec.field(default_factory=lambda: {"topic": [], "gate": []})
+    latencies: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
     #: offer → grab → amount that was answered
     granted: dict[str, dict[str, int]] = msgspec.field(default_factory=lambda: defaultdict(dict))
     #: offer → first attempts of the users who were answered `over`
@@ -66,7 +67,7 @@ class Doors(msgspec.Struct):
 
     def take(self, door: str, answer: Answer) -> None:
         """Counts an answer and keeps a grant. A second answer must equal the first."""
-        is_awaited = door == "gate" or self.awaited[answer.id] > 0
+        is_awaited = door != "topic" or self.awaited[answer.id] > 0
         if is_awaited:
             if door == "topic":
                 self.awaited[answer.id] -= 1
@@ -81,10 +82,18 @@ class Doors(msgspec.Struct):
 
 
 class Rehearsal:
-    """A rehearsal against a running system; `doors` has its numbers so far."""
+    """A rehearsal against a running system; `doors` has its numbers so far. With `http`, a part of the crowd
+    comes to the gateway.
+    """
 
     def __init__(
-        self, settings: Settings, gate: Gate, chosen: Sequence[Envelope], grabs: Sequence[Grab], seed: int
+        self,
+        settings: Settings,
+        gate: Gate,
+        chosen: Sequence[Envelope],
+        grabs: Sequence[Grab],
+        seed: int,
+        http: HttpDoor | None = None,
     ) -> None:
         self._settings = settings
         self._gate = gate
@@ -92,9 +101,13 @@ class Rehearsal:
         self._topics = Topics(settings.prefix)
         self.doors = Doors(total=len(grabs))
         split = random.Random(seed)
-        self._by_door: dict[str, list[Grab]] = {"topic": [], "gate": []}
+        self._http = http
+        self._by_door: dict[str, list[Grab]] = {"topic": [], "gate": [], "http": []}
+        share_of_http = HTTP_SHARE if http is not None else 0.0
+        weights = ((1 - share_of_http) / 2, (1 - share_of_http) / 2, share_of_http)
         for grab in grabs:
-            self._by_door["topic" if split.random() < 0.5 else "gate"].append(grab)
+            [door] = split.choices(list(self._by_door), weights)
+            self._by_door[door].append(grab)
         self._sent_at: dict[str, float] = {}
         self._room = asyncio.Condition()
         self.envelopes = len(chosen)
@@ -106,14 +119,12 @@ class Rehearsal:
 
     async def until_ready(self) -> None:
         """Returns when the workers answer in every partition of the topic; raises CannotGoOn when no further
-        partition answers within READY_SECONDS.
+        partition answers for long.
         """
         partitions = set(range(self._settings.shards))
-        producer = AIOKafkaProducer(
-            bootstrap_servers=self._settings.kafka, acks="all", enable_idempotence=True
-        )
+        producer = AIOKafkaProducer(**brokers.at(self._settings.brokers), acks="all", enable_idempotence=True)
         async with started(self._listener()) as consumer, started(producer):
-            patient_until, tries = time.monotonic() + READY_SECONDS, 0
+            patience, tries = Patience(), 0
             while partitions:
                 # The offer does not exist. An answer that says so was decided by Redis, so the shard decides.
                 asked = {f"{READY}-{tries}-{partition}": partition for partition in partitions}
@@ -129,12 +140,8 @@ class Rehearsal:
                             if answer.decided and partition >= 0:
                                 partitions.discard(partition)
                                 self.partitions_ready += 1
-                                patient_until = time.monotonic() + READY_SECONDS
-                    if time.monotonic() > patient_until:
-                        raise CannotGoOn(
-                            f"no answer from partitions {sorted(partitions)} of {self._topics.commands} in "
-                            f"{READY_SECONDS:.0f} s"
-                        )
+                    waiting = f"no answer from partitions {sorted(partitions)} of {self._topics.commands}"
+                    patience.observe(self.partitions_ready, waiting)
                 tries += 1
 
     async def open(self) -> None:
@@ -182,13 +189,13 @@ class Rehearsal:
                 return answers
 
     async def crowd(self) -> float:
-        """Sends all attempts through both doors, and returns the seconds until all were answered."""
+        """Sends all attempts through their doors, and returns the seconds until all were answered."""
         async with started(self._listener()) as consumer:
             listening = asyncio.create_task(self._listen(consumer))
             await self.open_until_deadline()
             began = self.began = time.monotonic()
             try:
-                await asyncio.gather(self._at_the_gate(), self._at_the_topic())
+                await asyncio.gather(self._at_the_gate(), self._at_the_topic(), self._over_http())
                 async with self._room:
                     await self._room.wait_for(
                         lambda: self.doors.answered["topic"] >= self.doors.sent["topic"] or listening.done()
@@ -211,7 +218,7 @@ class Rehearsal:
     def _listener(self) -> AIOKafkaConsumer:
         return AIOKafkaConsumer(
             self._topics.results,
-            bootstrap_servers=self._settings.kafka,
+            **brokers.at(self._settings.brokers),
             auto_offset_reset="earliest",
             enable_auto_commit=False,
         )
@@ -247,10 +254,23 @@ class Rehearsal:
             chunk = again
         self.doors.latencies["gate"].append(time.monotonic() - began)
 
+    async def _over_http(self) -> None:
+        waiting = iter(self._by_door["http"])
+
+        async def caller(door: HttpDoor) -> None:
+            for grab in waiting:
+                self.doors.sent["http"] += 1
+                began = time.monotonic()
+                self.doors.take("http", await door.grab(grab))
+                self.doors.latencies["http"].append(time.monotonic() - began)
+
+        if self._http is not None:
+            await asyncio.gather(*(caller(self._http) for _ in range(HTTP_CALLERS)))
+
     async def _at_the_topic(self) -> None:
         grabs = self._by_door["topic"]
         producer = AIOKafkaProducer(
-            bootstrap_servers=self._settings.kafka, linger_ms=5, acks="all", enable_idempotence=True
+            **brokers.at(self._settings.brokers), linger_ms=5, acks="all", enable_idempotence=True
         )
         async with started(producer):
             for start in range(0, len(grabs), TOPIC_CHUNK):
@@ -331,24 +351,6 @@ async def closed(connection: AsyncConnection[Any]) -> int:
         await connection.execute("SELECT count(*) FROM offers WHERE state = 'closed'")
     ).fetchone() or (0,)
     return int(count)
-
-
-class Patience:
-    """Ends a wait after STILL_SECONDS without progress."""
-
-    def __init__(self) -> None:
-        self._seen: object = None
-        self._until = 0.0
-
-    def observe(self, seen: object, status: str, busy: bool = False) -> None:
-        """Compares `seen` with the last call. Raises CannotGoOn with the status when it was the same for
-        STILL_SECONDS; time during which `busy` is true does not count.
-        """
-        now = time.monotonic()
-        if seen != self._seen or busy or not self._until:
-            self._seen, self._until = seen, now + STILL_SECONDS
-        elif now > self._until:
-            raise CannotGoOn(f"no progress for {STILL_SECONDS:.0f} s: {status}")
 
 
 async def until_in_books(

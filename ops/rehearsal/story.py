@@ -20,24 +20,26 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.tickets import TicketKeys
+from grabstream.lua.server import let_callers_set_time
 from grabstream.models.answers import Answer
 from grabstream.models.commands import ITEMS_MAX, AnyCommand, Confirm, Grab, Load
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import NO_OFFER
-from grabstream.models.journal import Cursor, parse_block
+from grabstream.models.journal import Cursor
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.runs import decode_line, singles
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import console
 from grabstream.ops.console.progress import bar
 from grabstream.ops.rehearsal.clock import Clock, moment, shown
-from grabstream.ops.rehearsal.run import Patience, open_books, until_in_books
-from grabstream.ops.rehearsal.stage import Stage, set_up
+from grabstream.ops.rehearsal.run import open_books, until_in_books
+from grabstream.ops.rehearsal.stage import Patience, Stage, set_up
 from grabstream.ops.rehearsal.tally import Tally
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checks import Check
 from grabstream.ops.verification.verifying import verify
-from grabstream.streams.deciding.sweeper import Sweeper
+from grabstream.projections.records.demand import record
+from grabstream.streams.deciding.sweeper import Sweeper, demand_row
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.topics import Topics
 
@@ -290,9 +292,7 @@ class Story:
             async with aclosing(self._reader.read(self._shard.shard, self._cursor.next_offset, end)) as lists:
                 async for records in lists:
                     for record in records:
-                        self._cursor, accepted = self._cursor.feed(
-                            record.offset, parse_block(record.headers, record.value)
-                        )
+                        self._cursor, accepted = self._cursor.feed(record.offset, self._reader.block(record))
                         for event in (one for line in accepted for one in singles(decode_line(line.line))):
                             self.tally.take(event)
                             self.on_event(event)
@@ -317,6 +317,8 @@ class Story:
 
     async def tell(self) -> None:
         """Plays the story and reads its journal to the end."""
+        if not await self._redis.hexists(self._shard.state, "clock"):
+            await let_callers_set_time(self._redis, self._shard.state)
         self._gate.start()
         try:
             with self.display:
@@ -417,16 +419,22 @@ class Story:
         return Check("money confirmed = issuer's + refunds", sum(paid.values()), "minor units", problems)
 
     async def _demand(self) -> Check:
-        """Checks that the refusals that Redis counted are those that were answered."""
+        """Checks that the refusals that were counted, in Redis and then in PostgreSQL, are those that were
+        answered.
+        """
         answered: Counter[tuple[int, str]] = Counter()
         for command, answer in self.first.values():
             if not answer.positive and answer.seq is None and answer.code not in _NO_DEMAND:
                 offer = NO_OFFER if answer.code == Outcome.no_such_offer else command.offer
                 answered[answer.code, offer] += 1
-        counted: Counter[tuple[int, str]] = Counter()
-        for name, count in (await self._redis.hgetall(self._shard.demand)).items():
-            _, code, offer = name.decode().split(":", 2)
-            counted[int(code), offer] += int(count)
+        rows = list(itertools.starmap(demand_row, (await self._redis.hgetall(self._shard.demand)).items()))
+        async with await open_books(self._settings) as books:
+            # No worker does it, since the seconds are those of the story.
+            await record(books, self._settings.schema_, self._shard.shard, rows)
+            stored = await books.execute(
+                "SELECT code, offer, sum(refusals)::bigint FROM demand GROUP BY code, offer"
+            )
+            counted = Counter({(code, offer): count for code, offer, count in await stored.fetchall()})
         problems = [
             f"outcome {key[0]} of {key[1]}: {counted[key]} counted, {answered[key]} answered"
             for key in sorted(counted.keys() | answered.keys())
@@ -444,7 +452,7 @@ async def tell(
     try:
         async with (
             set_up(settings, Path(".services") / f"rehearsal-{kind.name}.log", keep, WORKERS) as stage,
-            open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
+            open_reader(settings.brokers, Topics(settings.prefix).journal) as reader,
         ):
             story = kind(settings, redis, reader, stage, seed, people, quiet)
             await story.tell()

@@ -7,8 +7,9 @@ from grabstream.models.commands import AnyCommand
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.identifiers import ID_PATTERN
 from grabstream.models.runs import AnyRun
+from grabstream.models.schema_ids import event_name, schema_id
 from grabstream.models.upcasting import FIRST_VERSION
-from grabstream.ops.schemas.documents import ANSWER, DIALECT, event_name, run_name, tag_of
+from grabstream.ops.schemas.documents import ANSWER, DIALECT, REFUSED, run_name, tag_of
 from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics, retention_ms
 
@@ -26,7 +27,10 @@ DESCRIPTION: Final = (
     "Partition = shard = CRC32(campaign) mod shards; the campaign of an offer is its id up to the first `:`."
 )
 DESCRIPTIONS: Final = {
-    "commands": "Commands to decide, in any partition.",
+    "commands": "Commands to decide that users cause, in any partition: grab, confirm, release, extend, "
+    "return, redeem, unredeem.",
+    "operations": "Commands to decide of operators, in any partition: open, load, amend, pause, resume, "
+    "close, adjust.",
     "results": "Answers, after they are journaled, each in the partition of its command. May be repeated.",
     "journal": "Blocks of events: the truth. A marker counts when its term is higher than that of every "
     "marker before it; a block counts when its term and owner are those of the last marker that counts. Drop "
@@ -36,6 +40,8 @@ DESCRIPTIONS: Final = {
     "bytes: drop events whose seq is not above the highest seq read from the partition. Events keep the "
     "version in which they were written.",
     "rejected": "The original bytes of records that are not valid commands, and of undecidable commands.",
+    "refusals": "A sample of refused commands, in no certain order, where GRAB_REFUSALS_TOPIC is set. A "
+    "record may be repeated, and some may be missing.",
 }
 
 
@@ -69,10 +75,12 @@ def _channels() -> Node:
     shards = Settings.model_fields["shards"].default
     channels = {
         topics.commands: ("commands", ["command", "commands"]),
+        topics.operations: ("operations", ["command", "commands"]),
         topics.results: ("results", ["answer"]),
         topics.journal: ("journal", ["block", "marker"]),
         topics.events: ("events", [_message_of(type_) for type_ in CURRENT_VERSIONS]),
         topics.rejected: ("rejected", ["rejected"]),
+        topics.refusals: ("refusals", ["refused"]),
     }
     return {
         name: {
@@ -103,18 +111,25 @@ def _operations() -> Node:
             ("journal", "Blocks of events from a shard's outbox, written by the relay that owns the shard."),
             ("events", "Every event as a single record, for programs that do not read the journal."),
             ("rejected", "Records that could not be decided."),
+            ("refusals", "Refused commands of some users, for programs that watch demand."),
         )
     }
-    decide = {
-        "action": "receive",
-        "channel": {"$ref": "#/channels/commands"},
-        "summary": "Decides commands; those of one record in their order.",
-        "reply": {
-            "channel": {"$ref": "#/channels/results"},
-            "messages": [{"$ref": "#/channels/results/messages/answer"}],
-        },
+    receives = {
+        name: {
+            "action": "receive",
+            "channel": {"$ref": f"#/channels/{channel}"},
+            "summary": summary,
+            "reply": {
+                "channel": {"$ref": "#/channels/results"},
+                "messages": [{"$ref": "#/channels/results/messages/answer"}],
+            },
+        }
+        for name, channel, summary in (
+            ("decide", "commands", "Decides commands; those of one record in their order."),
+            ("operate", "operations", "Decides commands of operators, which do not wait behind grabs."),
+        )
     }
-    return {"decide": decide, **sends}
+    return {**receives, **sends}
 
 
 # -- messages ------------------------------------------------------------------------------------------------
@@ -156,13 +171,21 @@ def _messages() -> Node:
             "contentType": "application/octet-stream",
             "headers": _schema(REJECTED_HEADERS),
         },
+        "refused": _message(
+            "a command that was refused", _schema(_file(REFUSED)), _key("the offer's id", ID_PATTERN)
+        ),
     }
 
 
 def _event(type_: str) -> Node:
     versions = range(FIRST_VERSION, CURRENT_VERSIONS[type_] + 1)
-    files = [_file(event_name(type_, version)) for version in versions]
-    headers = {**EVENT_HEADERS, "properties": {**EVENT_HEADERS["properties"], "ce_type": {"const": type_}}}
+    names = [event_name(type_, version) for version in versions]
+    files = list(map(_file, names))
+    of_type = {
+        "ce_type": {"const": type_},
+        "ce_dataschema": {**_DATASCHEMA, "enum": list(map(schema_id, names))},
+    }
+    headers = {**EVENT_HEADERS, "properties": {**EVENT_HEADERS["properties"], **of_type}}
     payload = _schema(files[0] if len(files) == 1 else {"oneOf": files})
     return {
         **_message(
@@ -210,7 +233,18 @@ _TERM: Final = {
     "term": {**_NUMBER, "description": "raised by each takeover of the shard"},
     "owner": {"type": "string", "description": "a random id of the takeover"},
 }
-MARKER_HEADERS: Final = _headers({**_TERM, "count": {"const": "0"}})
+_SIGNATURE: Final = {
+    "key": {"type": "string", "pattern": ID_PATTERN, "description": "the id of the key that signed"},
+    "sig": {"type": "string", "pattern": "^[0-9a-f]{128}$", "description": "an Ed25519 signature"},
+}
+MARKER_HEADERS: Final = _headers(
+    {**_TERM, "count": {"const": "0"}},
+    {
+        "first_seq": {**_NUMBER, "description": "of an anchor: the seq after the last one that counts"},
+        "head": {**_HASH, "description": "of an anchor: the chain's hash there"},
+        **_SIGNATURE,
+    },
+)
 BLOCK_HEADERS: Final = _headers(
     {
         **_TERM,
@@ -224,9 +258,14 @@ BLOCK_HEADERS: Final = _headers(
             "type": "string",
             "pattern": "^[1-9][0-9]*$",
             "description": "how many seqs the lines take, if some are runs of grabs; absent: one each",
-        }
+        },
+        **_SIGNATURE,
     },
 )
+_DATASCHEMA: Final = {
+    "type": "string",
+    "description": "the `$id` of the schema of the value; records of version 0.1 have no such header",
+}
 EVENT_HEADERS: Final = _headers(
     {
         "content-type": {"const": "application/json"},
@@ -238,10 +277,11 @@ EVENT_HEADERS: Final = _headers(
         "ce_subject": {"type": "string", "pattern": ID_PATTERN, "description": "the offer's id"},
     },
     {
+        "ce_dataschema": _DATASCHEMA,
         "cursor": {
             "type": "string",
             "description": "the publisher's position, on some records; readers ignore it",
-        }
+        },
     },
 )
 REJECTED_HEADERS: Final = _headers(

@@ -12,12 +12,15 @@ import msgspec
 
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand
-from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
+from grabstream.models.events import AnyEvent
 from grabstream.models.payments import PaymentAnswer, PaymentQuery, PaymentToken, Receipt
+from grabstream.models.refused import Refused
 from grabstream.models.runs import RUN_VERSION, AnyRun
+from grabstream.models.schema_ids import event_name, schema_id
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 ANSWER: Final = "answers/answer"
+REFUSED: Final = "answers/refused.v1"
 
 Schema = dict[str, Any]
 
@@ -28,13 +31,23 @@ def documents() -> dict[str, Schema]:
         f"commands/{tag_of(command)}": schema_of(command, tag_of(command)) for command in get_args(AnyCommand)
     }
     schemas[ANSWER] = schema_of(Answer, "answer", nulls=False)
-    schemas |= {
-        event_name(tag_of(event)): schema_of(event, tag_of(event), nulls=False)
-        for event in get_args(AnyEvent)
-    }
+    schemas[REFUSED] = schema_of(Refused, "refused", nulls=False)
+    schemas |= _of_events()
     # The values of a column may be null where a grab has none.
     schemas |= {run_name(tag_of(run)): schema_of(run, f"{tag_of(run)} (run)") for run in get_args(AnyRun)}
     return _identified(schemas)
+
+
+def event_documents() -> dict[str, Schema]:
+    """The schemas of the values of `grab.events`, by the end of their ids: `grab.granted.v1` …"""
+    return {name.removeprefix("events/"): schema for name, schema in _identified(_of_events()).items()}
+
+
+def _of_events() -> dict[str, Schema]:
+    return {
+        event_name(tag_of(event)): schema_of(event, tag_of(event), nulls=False)
+        for event in get_args(AnyEvent)
+    }
 
 
 def payment_documents() -> dict[str, Schema]:
@@ -51,15 +64,7 @@ def payment_documents() -> dict[str, Schema]:
 
 
 def _identified(schemas: dict[str, Schema]) -> dict[str, Schema]:
-    return {
-        name: {"$schema": DIALECT, "$id": f"urn:grabstream:{name.replace('/', ':')}", **schemas[name]}
-        for name in sorted(schemas)
-    }
-
-
-def event_name(type_: str, version: int | None = None) -> str:
-    """The name of the schema of an event; without a version, of the current version."""
-    return f"events/{type_}.v{version or CURRENT_VERSIONS[type_]}"
+    return {name: {"$schema": DIALECT, "$id": schema_id(name), **schemas[name]} for name in sorted(schemas)}
 
 
 def run_name(type_: str) -> str:

@@ -19,7 +19,7 @@ from grabstream.ops.services.servers import Kafka, Postgres, Redis
 MASTERS: Final = 3
 BROKERS: Final = 3
 SLOTS: Final = 16_384
-JOIN_SECONDS: Final = 30.0
+JOIN_SECONDS: Final = 90.0
 
 
 class ClusterPorts(NamedTuple):
@@ -89,7 +89,7 @@ def join_redis(servers: Sequence[Redis], masters: int, report: Say = lambda line
 
     Raises ServiceError when the cluster is not complete within JOIN_SECONDS.
     """
-    clients = [redis.Redis(port=server.port, socket_timeout=5) for server in servers]
+    clients = [server.client() for server in servers]
     try:
         if int(_info(clients[0])["cluster_slots_assigned"]) == 0:
             _form(servers, clients, masters)

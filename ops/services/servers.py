@@ -5,14 +5,15 @@ import hashlib
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psycopg
-import yaml
+import redis
 
 from grabstream.ops.services.process import Process, ServiceError, install
 
@@ -45,8 +46,8 @@ class Redis(Process):
         if shutil.which("redis-server") is None:
             install(report, "redis-server", ["redis-server"])
 
-    def command(self) -> list[str]:
-        """redis-server with all settings as options, so that it needs no configuration file."""
+    def options(self) -> dict[str, object]:
+        """The configuration of the server."""
         options: dict[str, object] = {
             "port": self.port,
             "bind": "127.0.0.1",
@@ -69,10 +70,18 @@ class Redis(Process):
                 "cluster-require-full-coverage": "no",
                 "cluster-allow-replica-migration": "no",
             }
+        return options
+
+    def command(self) -> list[str]:
+        """redis-server with all settings as options, so that it needs no configuration file."""
         return [
             "redis-server",
-            *(word for key, value in options.items() for word in (f"--{key}", str(value))),
+            *(word for key, value in self.options().items() for word in (f"--{key}", str(value))),
         ]
+
+    def client(self) -> Any:
+        """A client that may do everything."""
+        return redis.Redis(port=self.port, socket_timeout=5)
 
     def ready(self) -> bool:
         """Whether the server answers PING, which it does not while it loads its append-only file."""
@@ -116,7 +125,8 @@ class Kafka(Process):
             install(report, "Java 17", ["openjdk-17-jre-headless"])
         self._fetch(report)
         properties = self.directory / "kafka.properties"
-        properties.write_text("".join(f"{key}={value}\n" for key, value in self._properties().items()))
+        properties.touch(mode=0o600)
+        properties.write_text("".join(f"{key}={value}\n" for key, value in self.properties().items()))
         if not (self.directory / "kafka" / "meta.properties").exists():
             # As one word: an id may start with a dash, and would be read as an option.
             format_ = [
@@ -125,10 +135,15 @@ class Kafka(Process):
                 f"--cluster-id={self.cluster_id}",
                 "-c",
                 str(properties),
+                *self.format_options(),
             ]
             done = subprocess.run(format_, capture_output=True, text=True)
             if done.returncode != 0:
                 raise ServiceError(f"Kafka's storage could not be formatted: {done.stdout}{done.stderr}")
+
+    def format_options(self) -> list[str]:
+        """Further options of the program that formats the storage."""
+        return []
 
     def _fetch(self, report: Say) -> None:
         if (self.jars / "complete").exists():
@@ -150,7 +165,8 @@ class Kafka(Process):
             raise ServiceError(f"Maven could not fetch Kafka: {(done.stdout + done.stderr).strip()[-800:]}")
         (self.jars / "complete").touch()
 
-    def _properties(self) -> dict[str, object]:
+    def properties(self) -> dict[str, object]:
+        """The configuration of the broker."""
         brokers = len(self.controller_ports)
         controller_port = self.controller_ports[self.index]
         voters = ",".join(f"{index + 1}@127.0.0.1:{port}" for index, port in enumerate(self.controller_ports))
@@ -195,15 +211,23 @@ class Kafka(Process):
 
     def command(self) -> list[str]:
         """The broker, with a heap of `heap_mb`, since several sets of servers may share the machine."""
-        java = ["java", f"-Xms{self.heap_mb // 2}m", f"-Xmx{self.heap_mb}m", "-cp", f"{self.jars}/*"]
-        return [*java, "kafka.Kafka", str(self.directory / "kafka.properties")]
+        java = ["java", f"-Xms{self.heap_mb // 2}m", f"-Xmx{self.heap_mb}m", *self.system_properties()]
+        return [*java, "-cp", f"{self.jars}/*", "kafka.Kafka", str(self.directory / "kafka.properties")]
+
+    def system_properties(self) -> list[str]:
+        """Further options of the virtual machine."""
+        return []
+
+    def tls(self) -> ssl.SSLContext | None:
+        """How its clients make their connections safe: not at all."""
+        return None
 
     def ready(self) -> bool:
         """Whether the broker answers an ApiVersions request (key 18, version 0), which it does once it serves
         clients.
         """
         request = b"\x00\x12\x00\x00\x00\x00\x00\x01\xff\xff"
-        return len(_ask(self.port, len(request).to_bytes(4, "big") + request)) > 8
+        return len(_ask(self.port, len(request).to_bytes(4, "big") + request, self.tls())) > 8
 
 
 class Postgres(Process):
@@ -243,8 +267,7 @@ class Postgres(Process):
             str(self.data),
             "-U",
             "grabstream",
-            "-A",
-            "trust",
+            *self.initialization(),
             "-E",
             "UTF8",
             "--no-locale",
@@ -252,6 +275,14 @@ class Postgres(Process):
         done = subprocess.run(make, capture_output=True, text=True, user=self.user(), cwd="/")
         if done.returncode != 0:
             raise ServiceError(f"initdb failed: {done.stderr}")
+
+    def initialization(self) -> list[str]:
+        """The options of initdb that say how users prove themselves: not at all."""
+        return ["-A", "trust"]
+
+    def target(self) -> dict[str, Any]:
+        """Where and how its owner connects."""
+        return {"host": "127.0.0.1", "port": self.port, "user": "grabstream", "connect_timeout": 2}
 
     def _binary(self, name: str) -> Path | None:
         """The program of the newest installed version; None when that is older than 15."""
@@ -277,9 +308,8 @@ class Postgres(Process):
 
     def ready(self) -> bool:
         """Whether the server answers queries. Creates the database `grabstream` when it is missing."""
-        target = {"host": "127.0.0.1", "port": self.port, "user": "grabstream", "connect_timeout": 2}
         try:
-            with psycopg.connect(dbname="postgres", autocommit=True, **target) as connection:  # type: ignore[arg-type]
+            with psycopg.connect(dbname="postgres", autocommit=True, **self.target()) as connection:
                 row = connection.execute("SELECT 1 FROM pg_database WHERE datname = 'grabstream'").fetchone()
                 if row is None:
                     connection.execute("CREATE DATABASE grabstream OWNER grabstream")
@@ -299,14 +329,17 @@ def new_cluster_id() -> str:
 
 def kafka_version() -> str:
     """The Kafka version in compose.yaml, which is the only place that has it."""
+    import yaml  # here: only preparing Kafka needs it
+
     compose = yaml.safe_load((PROJECT / "compose.yaml").read_text())
     return str(compose["services"]["kafka"]["image"]).rpartition(":")[2]
 
 
-def _ask(port: int, request: bytes) -> bytes:
+def _ask(port: int, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:
     """The first 1,024 bytes of a server's answer to a request; empty when it does not answer."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as plain:
+            connection = tls.wrap_socket(plain, server_hostname="127.0.0.1") if tls else plain
             connection.sendall(request)
             return connection.recv(1024)
     except OSError:

@@ -10,13 +10,15 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection
 
-from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap, parse_block
+from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap
 from grabstream.models.runs import AnyLine, decode_line
 from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.audit_trail import AuditTrail, SetAsideEvents
+from grabstream.ops.verification.checkpoints import Against
 from grabstream.ops.verification.checks import PROGRESS_SECONDS, Check, Problems, RedisShard, Say, flattened
 from grabstream.ops.verification.journal_positions import PositionChecks
+from grabstream.ops.verification.signatures import Signatures
 from grabstream.projections.checking.rebuilt import REBUILT, RebuiltModels
 from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
@@ -34,7 +36,7 @@ class Books:
 
     def __init__(
         self, connection: AsyncConnection[Any], reader: JournalReader, settings: Settings,
-        shards: Mapping[int, RedisShard], report: Say
+        shards: Mapping[int, RedisShard], report: Say, against: Against | None = None
     ) -> None:  # fmt: skip
         self._connection = connection
         self._reader = reader
@@ -49,6 +51,8 @@ class Books:
             Problems(),
             Problems(),
         )
+        self._signatures = Signatures()
+        self._against = against
         self._events = self._audited = 0
         self.aside: Sequence[SetAside] = ()
         #: Shards whose journal is broken.
@@ -85,6 +89,8 @@ class Books:
             Check(
                 "cursors = journal", len(PROJECTIONS) * self._settings.shards, "cursors", self._cursors.lines
             ),
+            *self._signatures.checks(),
+            *([self._against.check(self.ends)] if self._against is not None else ()),
             *[await self._compared(name) for name in REBUILT],
             await self._solvent(),
             await self._agree(),
@@ -105,6 +111,8 @@ class Books:
                     async for offset, cursor, events in records:
                         positions.after(offset, cursor, events)
                         for accepted, event in zip(events, _decoded(events), strict=True):
+                            if self._against is not None:
+                                self._against.take(shard, accepted.seq, accepted.hash)
                             await self._event(shard, accepted, event, audit)
                             last = accepted
                         self._report_progress(shard, cursor.seq)
@@ -172,12 +180,28 @@ class Books:
             async for records in lists:
                 for record in records:
                     try:
-                        cursor, accepted = _fed(cursor, record)
+                        cursor, accepted = self._fed(cursor, record)
                     except Corrupt:
                         if record.offset not in past:
                             raise
                         cursor, accepted = past[record.offset], ()
                     yield record.offset, cursor, accepted
+
+    def _fed(self, cursor: Cursor, record: Record) -> tuple[Cursor, Sequence[Accepted]]:
+        """The cursor after a record, and its accepted events; raises Corrupt or Gap with the record's
+        offset.
+        """
+        try:
+            block = self._reader.block(record)
+            if block.shard != record.shard and block.authority == "unchecked":
+                raise Corrupt(f"a block of shard {block.shard} in partition {record.shard}")
+            self._signatures.take(record, cursor, block)
+            return cursor.feed(record.offset, block)
+        except (Corrupt, Gap) as error:
+            where = f"offset {record.offset}: "
+            if str(error).startswith(where):
+                raise
+            raise type(error)(where + str(error)) from None
 
     async def _event(
         self, shard: int, accepted: Accepted, event: AnyLine | msgspec.DecodeError, audit: "AuditTrail"
@@ -303,20 +327,6 @@ class Books:
                 f"reading the journal: shard {shard} of {self._settings.shards}, seq {seq:,}; "
                 f"{self._events:,} events in all"
             )
-
-
-def _fed(cursor: Cursor, record: Record) -> tuple[Cursor, Sequence[Accepted]]:
-    """The cursor after a record, and its accepted events; raises Corrupt or Gap with the record's offset."""
-    try:
-        block = parse_block(record.headers, record.value)
-        if block.shard != record.shard:
-            raise Corrupt(f"a block of shard {block.shard} in partition {record.shard}")
-        return cursor.feed(record.offset, block)
-    except (Corrupt, Gap) as error:
-        where = f"offset {record.offset}: "
-        if str(error).startswith(where):
-            raise
-        raise type(error)(where + str(error)) from None
 
 
 def _decoded(events: Sequence[Accepted]) -> list[AnyLine | msgspec.DecodeError]:

@@ -79,7 +79,7 @@ async def _compare_shard(
     settings: Settings, redis: Any, reader: JournalReader, shard: int, trail_is_sound: bool,
     wait_seconds: float, share: float
 ) -> Any:  # fmt: skip
-    settings.require_seal_keys()
+    settings.require_opening_keys("`verify`")
     deadline = time.monotonic() + wait_seconds
     trail = snapshots(settings, slowly=True) if trail_is_sound else None
     async with open_shadow(
@@ -117,7 +117,7 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
             # Differences count only after a second pass that reads the journal alone.
             for trail in (snapshots(settings, slowly=True), None):
                 async with (
-                    open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
+                    open_reader(settings.brokers, Topics(settings.prefix).journal) as reader,
                     open_shadow(
                         redis, key_space(settings), shard, sealer(settings), reader, trail, pace=Pace(share),
                         room=_room_of(redis),

@@ -19,6 +19,7 @@ from psycopg import AsyncConnection, IsolationLevel
 from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.books import Books
+from grabstream.ops.verification.checkpoints import Against, Given
 from grabstream.ops.verification.checks import POLL_SECONDS, UNREADABLE, Check, RedisShard, Say
 from grabstream.ops.verification.redis_keys import redis_check
 from grabstream.projections.cursors import load, stopped
@@ -30,26 +31,28 @@ from grabstream.streams.topics import Topics
 
 async def verify(
     settings: Settings, wait_seconds: float = 30.0, report: Say = lambda line: None, quick: bool = False,
-    share: float = 0.5
+    share: float = 0.5, checkpoint: Given | None = None
 ) -> list[Check]:  # fmt: skip
     """Runs and returns all checks; raises the clients' errors when a server cannot be reached.
 
     Waits up to `wait_seconds` for read models that lag. `report` is called with lines about the progress.
     `quick` skips step 5, which needs room in Redis for a copy of one shard at a time. Step 5 uses at most
-    this `share` of the time, so that users are served; 1 where there are no users.
+    this `share` of the time, so that users are served; 1 where there are no users. With a `checkpoint`, the
+    history must be the one that it names.
     """
     report("reading Redis")
     redis = open_redis(settings)
     try:
         shards = await redis_shards(redis, settings)
         connection = await connect(settings.postgres, settings.schema_)
-        async with connection, open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+        async with connection, open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
             await use_schema(connection, settings.schema_)
             report("waiting for the read models")
             lags = await _wait_for_read_models(connection, shards, wait_seconds)
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             async with connection.transaction():
-                books = Books(connection, reader, settings, shards, report)
+                against = None if checkpoint is None else Against(checkpoint)
+                books = Books(connection, reader, settings, shards, report, against)
                 of_books = await books.checks()
             checks = [_caught_up_check(lags, books), *of_books]
             if quick:

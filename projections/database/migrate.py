@@ -56,6 +56,7 @@ async def migrate(connection: AsyncConnection[Any], schema: str, shards: int) ->
             await versions.show_cursors(connection, schema)
         await versions.mend_cursors(connection, schema)
         await versions.renew_empty(connection, schema, shards)
+        await versions.renew_views(connection, schema)
         kept = [
             version
             for version in await versions.versions(connection, schema)

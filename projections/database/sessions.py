@@ -7,10 +7,12 @@ the projection, because its code may read anything.
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Final
 
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
 from psycopg_pool import AsyncConnectionPool
 
 #: PostgreSQL cuts longer names.
@@ -18,7 +20,16 @@ _NAME_BYTES_MAX: Final = 63
 #: The bytes of a name that identify the system; the rest is for the work.
 _SYSTEM_BYTES_MAX: Final = 40
 _DIGEST_DIGITS: Final = 8
-CONNECT_SECONDS: Final = 5
+#: libpq's parameters of a session, where the DSN does not have them. A server that vanishes without a word is
+#: noticed within a minute: the operating system would wait a quarter of an hour for a reply, and two hours on
+#: a connection that waits for one.
+DEFAULTS: Final = {
+    "connect_timeout": 5,  # s
+    "keepalives_idle": 30,  # s
+    "keepalives_interval": 10,  # s
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,  # ms
+}
 RECONNECT_SECONDS_MAX: Final = 2.0
 
 
@@ -26,7 +37,7 @@ async def connect(postgres: str, schema: str, work: str = "", **options: Any) ->
     """Opens a session of the system in `schema`, in autocommit mode. Its name replaces a name in the DSN.
     `options` are those of psycopg.
     """
-    chosen: dict[str, Any] = {"autocommit": True, "connect_timeout": CONNECT_SECONDS, **options}
+    chosen: dict[str, Any] = {"autocommit": True, **_defaults(postgres), **options}
     name = session_name(schema, work)
     connect: Any = AsyncConnection.connect  # noqa: TID251 - here only
     connection: AsyncConnection[Any] = await connect(postgres, **chosen, application_name=name)
@@ -48,7 +59,7 @@ def open_pool(
     # Statements are not prepared on the server: a switch to a rebuilt read model would make them fail.
     options = {
         "autocommit": True,
-        "connect_timeout": CONNECT_SECONDS,
+        **_defaults(postgres),
         "prepare_threshold": None,
         "application_name": session_name(schema, work),
     }
@@ -66,6 +77,15 @@ def open_pool(
         name=work,
         open=False,
     )
+
+
+def _defaults(postgres: str) -> dict[str, Any]:
+    """DEFAULTS without what the DSN says."""
+    said: dict[str, Any] = {}
+    # A DSN that cannot be read is the error of whoever connects with it.
+    with suppress(ProgrammingError):
+        said = conninfo_to_dict(postgres)
+    return {name: value for name, value in DEFAULTS.items() if name not in said}
 
 
 def session_name(schema: str, work: str = "") -> str:

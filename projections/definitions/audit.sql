@@ -32,11 +32,14 @@ CREATE INDEX audit_1_life ON audit_1 (shard, offer) WHERE type IN ('offer.opened
 
 --- part views
 
-CREATE VIEW audit AS SELECT shard, seq, offer, type, at, body, hash, seqs FROM audit_1;
+-- Replaced in place by `grabstream init`: columns are only added at the end (see balances.sql).
+
+CREATE OR REPLACE VIEW audit AS
+    SELECT shard, seq, offer, type, at, body, hash, seqs, to_timestamp(at::float8 / 1000) AS at_time FROM audit_1;
 
 -- Every event by itself, as on `grab.events`: the grabs of a run one by one, in the form of version 1.
-CREATE VIEW events AS
-    SELECT shard, seq, offer, type, at, body FROM audit_1
+CREATE OR REPLACE VIEW events AS
+    SELECT shard, seq, offer, type, at, body, to_timestamp(at::float8 / 1000) AS at_time FROM audit_1
     WHERE NOT body LIKE '{"type":"grab.%","v":2,%'
     UNION ALL
     SELECT line.shard, line.seq + n - 1, line.offer, line.type, line.at, concat(
@@ -53,7 +56,7 @@ CREATE VIEW events AS
         ',"ticket_ends_at":' || (ticket->>1), ',"basket":"' || run.basket || '"',
         ',"codes":' || nullif(one.codes::text, '[]'),
         ',"digest":"' || coalesce(digest, CASE WHEN run.command IS NULL THEN 'plain' END) || '"', '}'
-    )
+    ), to_timestamp(line.at::float8 / 1000)
     FROM audit_1 AS line,
         LATERAL json_to_record(line.body::json) AS run(
             offer_seq bigint, command text, asset text, place bigint, "left" bigint, basket text,
@@ -80,9 +83,10 @@ CREATE VIEW events AS
     WHERE line.body LIKE '{"type":"grab.%","v":2,%';
 
 -- The commands of operators that made events.
-CREATE VIEW operations AS
+CREATE OR REPLACE VIEW operations AS
     SELECT shard, seq, offer, type, at, body::jsonb->>'operator' AS operator,
-           body::jsonb->>'command' AS command, body
+           body::jsonb->>'command' AS command, body,
+           to_timestamp(at::float8 / 1000) AS at_time
     FROM audit_1
     WHERE type IN ('offer.opened', 'offer.loaded', 'offer.amended', 'offer.paused', 'offer.resumed',
                    'offer.closed', 'ledger.adjusted')

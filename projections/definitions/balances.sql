@@ -1,6 +1,7 @@
 -- Balances of users, and the current state of offers, grabs and payments.
 --- definition 3
 --- changes 2: grabs_1.counted_at grabs_1.uncounted grabs_1.recounted offers_1.opened_seq offers_1.retired_seq
+--- changes 3: grabs_1.metadata
 
 --- part tables
 
@@ -159,14 +160,34 @@ ALTER TABLE payments_1
 
 --- part views
 
-CREATE VIEW balances AS SELECT user_id, asset, available, held FROM balances_1;
-CREATE VIEW offers AS
+-- `grabstream init` replaces these views in place when their text changes (projections/versions.py). So
+-- columns are only added at the end; any other change needs another number of the definition. Each `…_time`
+-- is the integer column beside it, as timestamptz.
+
+CREATE OR REPLACE VIEW balances AS SELECT user_id, asset, available, held FROM balances_1;
+CREATE OR REPLACE VIEW offers AS
     SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at,
            closes_at, closed_at, retired_at, reason, grabs, given, held, waiting, units_left,
            total - given - held - refunded AS amount_left, refunded, seed_sha256, seed,
-           terms - 'limits_since' - 'campaign_zone' AS terms
+           terms - 'limits_since' - 'campaign_zone' AS terms,
+           to_timestamp(opened_at::float8 / 1000) AS opened_time,
+           to_timestamp(opens_at::float8 / 1000) AS opens_time,
+           -- The last time that an offer may have (2100) stands for "does not close".
+           to_timestamp(nullif(closes_at, 4102444800000)::float8 / 1000) AS closes_time,
+           to_timestamp(closed_at::float8 / 1000) AS closed_time,
+           to_timestamp(retired_at::float8 / 1000) AS retired_time,
+           split_part(offer, ':', 1) AS campaign,
+           coalesce(terms->'campaign_zone'->>'timezone', terms->>'timezone', 'UTC') AS campaign_timezone,
+           -- What counts money is NULL for pieces. `units` of an envelope are its parts.
+           CASE kind WHEN 'envelope' THEN total END AS total_amount,
+           CASE kind WHEN 'envelope' THEN given END AS given_amount,
+           CASE kind WHEN 'envelope' THEN total - given - held - refunded END AS left_amount,
+           CASE kind WHEN 'envelope' THEN refunded END AS refunded_amount,
+           CASE kind WHEN 'envelope' THEN grabs ELSE given END AS given_units,
+           CASE WHEN kind <> 'envelope' THEN refunded WHEN closed_at IS NULL THEN 0 ELSE units - grabs END
+               AS refunded_units
     FROM offers_1;
-CREATE VIEW grabs AS
+CREATE OR REPLACE VIEW grabs AS
     SELECT offer, grab, user_id,
            CASE WHEN held > 0 THEN 'held'
                 WHEN state = 'waiting' THEN state
@@ -176,15 +197,21 @@ CREATE VIEW grabs AS
            END AS state,
            quantity, amount, asset, place, shard, seq, at,
            held, quantity - held - back AS taken, redeemed, back, deadline_at, due, currency, paid, refunded,
-           attributes, basket, metadata
+           attributes, basket, metadata,
+           to_timestamp(at::float8 / 1000) AS at_time, to_timestamp(deadline_at::float8 / 1000) AS deadline_time,
+           -- Only assets that are pieces have a colon in their names.
+           CASE WHEN strpos(asset, ':') = 0 THEN amount END AS part_amount
     FROM grabs_1;
-CREATE VIEW payments AS
-    SELECT payment, offer, grab, amount, currency, state, outcome, refunded, shard, seq, at FROM payments_1;
+CREATE OR REPLACE VIEW payments AS
+    SELECT payment, offer, grab, amount, currency, state, outcome, refunded, shard, seq, at,
+           to_timestamp(at::float8 / 1000) AS at_time
+    FROM payments_1;
 
 -- The waiting lists of open offers; position 1 is served next.
-CREATE VIEW waiting AS
+CREATE OR REPLACE VIEW waiting AS
     SELECT g.offer, g.grab, g.user_id, g.quantity, g.at,
-           row_number() OVER (PARTITION BY g.offer ORDER BY g.place) AS position
+           row_number() OVER (PARTITION BY g.offer ORDER BY g.place) AS position,
+           to_timestamp(g.at::float8 / 1000) AS at_time
     FROM grabs_1 AS g JOIN offers_1 AS o USING (offer)
     WHERE g.state = 'waiting' AND o.closed_at IS NULL;
 
@@ -192,7 +219,7 @@ CREATE VIEW waiting AS
 -- since it was added. A limit of a campaign counts the grabs of all its offers since the campaign began
 -- (after all its earlier offers had retired), in the zone of its first offer. Events are ordered by seq,
 -- since the time of a shard may stand still.
-CREATE VIEW limits AS
+CREATE OR REPLACE VIEW limits AS
     WITH begun AS (
         SELECT offer, shard, kind, retired_at, opened_seq, terms, hour_shift_ms,
                split_part(offer, ':', 1) AS campaign,
@@ -257,3 +284,16 @@ CREATE VIEW limits AS
            greatest(max - sum(units), 0)::bigint AS "left"
     FROM counted WHERE value IS NOT NULL
     GROUP BY offer, by, per, scope, value, max;
+
+-- The amounts of parts by their place, over all envelopes of the same terms, beside the mean that the law
+-- gives every place: total ÷ parts.
+CREATE OR REPLACE VIEW fairness AS
+    SELECT o.asset, coalesce(o.terms->>'law', 'double_mean') AS law, o.total, o.units AS parts,
+           coalesce((o.terms->>'min')::bigint, 1) AS min, (o.terms->>'max')::bigint AS max, g.place,
+           count(*) AS grabs, avg(g.amount) AS amount_mean, o.total::numeric / o.units AS law_mean,
+           avg(g.amount) - o.total::numeric / o.units AS difference,
+           stddev_samp(g.amount) / sqrt(count(*)::numeric) AS standard_error,
+           min(g.amount) AS amount_min, max(g.amount) AS amount_max
+    FROM offers_1 AS o JOIN grabs_1 AS g USING (offer)
+    WHERE o.kind = 'envelope'
+    GROUP BY 1, 2, 3, 4, 5, 6, 7;

@@ -81,28 +81,65 @@ ALTER TABLE accounts_1
 
 --- part views
 
-CREATE VIEW accounts AS SELECT account, asset, posted FROM accounts_1;
+-- Replaced in place by `grabstream init`: columns are only added at the end (see balances.sql).
+
+CREATE OR REPLACE VIEW accounts AS SELECT account, asset, posted FROM accounts_1;
 -- `line_seq` is the seq of the line of the journal, and has an index: who looks for a seq also says
 -- `line_seq BETWEEN seq - 999 AND seq`.
-CREATE VIEW transfers AS
-    SELECT shard, seq, leg, offer, asset, debit, credit, amount, at, seq AS line_seq FROM transfers_1
+CREATE OR REPLACE VIEW transfers AS
+    SELECT shard, seq, leg, offer, asset, debit, credit, amount, at, seq AS line_seq,
+           to_timestamp(at::float8 / 1000) AS at_time
+    FROM transfers_1
     UNION ALL
-    SELECT shard, seq + n - 1, 0::smallint, offer, asset, debit, credit_kind || "user", amount, at, seq
+    SELECT shard, seq + n - 1, 0::smallint, offer, asset, debit, credit_kind || "user", amount, at, seq,
+           to_timestamp(at::float8 / 1000)
     FROM transfer_runs_1, unnest(users, amounts) WITH ORDINALITY AS one("user", amount, n);
 
 -- What `user_transfers` reads: transfers that are not in a run, by user (NULL if no account is a user's), and
 -- runs.
-CREATE VIEW transfers_by_user AS
+CREATE OR REPLACE VIEW transfers_by_user AS
     SELECT CASE WHEN debit LIKE 'wallet:%' THEN substr(debit, 8) WHEN debit LIKE 'hold:%' THEN substr(debit, 6)
                 WHEN credit LIKE 'wallet:%' THEN substr(credit, 8)
                 WHEN credit LIKE 'hold:%' THEN substr(credit, 6)
-           END AS user_id, shard, seq, leg, offer, asset, debit, credit, amount, at
+           END AS user_id, shard, seq, leg, offer, asset, debit, credit, amount, at,
+           to_timestamp(at::float8 / 1000) AS at_time
     FROM transfers_1
     UNION ALL
     SELECT substr(credit, position(':' IN credit) + 1), shard, seq, leg, offer, asset, debit, credit, amount,
-           at
+           at, to_timestamp(at::float8 / 1000)
     FROM transfers_1
     WHERE (debit LIKE 'wallet:%' OR debit LIKE 'hold:%') AND (credit LIKE 'wallet:%' OR credit LIKE 'hold:%')
         AND substr(debit, position(':' IN debit)) <> substr(credit, position(':' IN credit));
-CREATE VIEW transfer_runs AS
-    SELECT shard, seq, offer, asset, debit, credit_kind, users, amounts, at FROM transfer_runs_1;
+CREATE OR REPLACE VIEW transfer_runs AS
+    SELECT shard, seq, offer, asset, debit, credit_kind, users, amounts, at,
+           to_timestamp(at::float8 / 1000) AS at_time
+    FROM transfer_runs_1;
+
+-- The sum of the transfers of an offer between each two kinds of accounts: what an account is named before its
+-- first colon.
+CREATE OR REPLACE VIEW flows AS
+    SELECT offer, asset, debit_kind, credit_kind, sum(transfers)::bigint AS transfers, sum(amount) AS amount
+    FROM (
+        SELECT offer, asset, split_part(debit, ':', 1) AS debit_kind, split_part(credit, ':', 1) AS credit_kind,
+               count(*) AS transfers, sum(amount) AS amount
+        FROM transfers_1 GROUP BY 1, 2, 3, 4
+        UNION ALL
+        SELECT offer, asset, split_part(debit, ':', 1), rtrim(credit_kind, ':'), sum(cardinality(users)),
+               sum((SELECT sum(one) FROM unnest(amounts) AS one))
+        FROM transfer_runs_1 GROUP BY 1, 2, 3, 4
+    ) AS both_forms
+    GROUP BY 1, 2, 3, 4;
+
+-- Money that was paid for units, and that is given back, by the minute. (No run moves such money.)
+CREATE OR REPLACE VIEW revenue AS
+    SELECT offer, asset AS currency, at - at % 60000 AS minute_at,
+           count(*) FILTER (WHERE debit LIKE 'external:%') AS payments,
+           coalesce(sum(amount) FILTER (WHERE debit LIKE 'external:%'), 0) AS paid,
+           coalesce(sum(amount) FILTER (WHERE credit LIKE 'refund:%'), 0) AS refunded,
+           coalesce(sum(amount) FILTER (WHERE debit LIKE 'external:%'), 0)
+               - coalesce(sum(amount) FILTER (WHERE credit LIKE 'refund:%'), 0) AS revenue,
+           to_timestamp((at - at % 60000)::float8 / 1000) AS minute_time
+    FROM transfers_1
+    WHERE (debit LIKE 'external:%' AND credit LIKE 'issuer:%')
+        OR (debit LIKE 'issuer:%' AND credit LIKE 'refund:%')
+    GROUP BY offer, asset, at - at % 60000;

@@ -104,6 +104,13 @@ def _of_row(
     return SetAside(id, projection, shard, offset, first_seq, count, after, bytes(value), *rest)
 
 
+def _as_json(headers: Headers) -> str:
+    """Headers as the table keeps them. Any client may have written them: PostgreSQL has no zero byte in
+    texts, and a value may be null.
+    """
+    return json.dumps([[name.replace("\0", "\\x00"), bytes(text or b"").hex()] for name, text in headers])
+
+
 async def set_aside(
     connection: AsyncConnection[Any], projection: str, shard: int, before: Cursor, after: Cursor,
     headers: Headers, value: bytes,
@@ -129,7 +136,7 @@ async def set_aside(
             (
                 projection, shard, after.next_offset - 1, before.seq + 1, after.seq - before.seq,
                 after.head, after.term, after.owner,
-                json.dumps([[name, bytes(text).hex()] for name, text in headers]), value,
+                _as_json(headers), value,
                 sha256(value).digest(),
                 list(offers), readable, json.dumps(missing), refused_because, reason, operator,
             ),

@@ -4,6 +4,7 @@ These tables are no read model. A subscription's cursor is moved in the transact
 of the events before it.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -19,11 +20,15 @@ WAITING_MAX: Final = 10_000
 #: Those that are parked: the subscription is then paused.
 PARKED_MAX: Final = 100_000
 WEBHOOKS_MAX: Final = 100
+#: An event of a shard, as SHARD-SEQ.
+EVENT_PATTERN: Final = "^[0-9]{1,4}-[0-9]{1,15}$"
+_is_event: Final = re.compile(EVENT_PATTERN.strip("^$")).fullmatch
 
 
 class Webhook(NamedTuple):
     """A subscription. `types` and `offers` are empty where all are wanted; `from_ms` (ms since 1970 UTC) is
-    the time from which on. `reason` says why the system has paused it.
+    the time from which on. `reason` says why the system has paused it. After a rotation of the secret, the
+    one before signs too, until `previous_until`.
     """
 
     webhook: str
@@ -37,6 +42,8 @@ class Webhook(NamedTuple):
     created_at: datetime
     delivered: int
     delivered_at: datetime | None
+    previous_sealed_secret: str | None
+    previous_until: datetime | None
 
     def wants(self, type_: str, offer: str) -> bool:
         """Whether it is subscribed to events of a type about an offer."""
@@ -114,6 +121,20 @@ async def add(
             return added
 
 
+async def reseal(
+    connection: AsyncConnection[Any], webhook: Webhook, sealed: str, previous: str | None
+) -> bool:
+    """Replaces the sealed secrets of a subscription, and returns whether it did: not if they are others by
+    now, or if it was removed.
+    """
+    updated = await connection.execute(
+        "UPDATE webhooks SET sealed_secret = %s, previous_sealed_secret = %s WHERE webhook = %s "
+        "AND sealed_secret = %s AND previous_sealed_secret IS NOT DISTINCT FROM %s",
+        (sealed, previous, webhook.webhook, webhook.sealed_secret, webhook.previous_sealed_secret),
+    )
+    return updated.rowcount == 1
+
+
 async def _one(cursor: AsyncCursor[Any]) -> Any:
     row = await cursor.fetchone()
     assert row is not None
@@ -142,6 +163,23 @@ async def set_state(
         "UPDATE webhooks SET state = %s, reason = %s WHERE webhook = %s", (state, reason, webhook)
     )
     return done.rowcount == 1
+
+
+async def rotate(
+    connection: AsyncConnection[Any], webhook: str, sealed_secret: str, grace_ms: int
+) -> Webhook | None:
+    """Gives a subscription a new secret; the one until now signs beside it for a time, one from before it no
+    longer. Returns None when there is no such subscription.
+    """
+    async with connection.cursor(row_factory=class_row(Webhook)) as cursor:
+        await cursor.execute(
+            "UPDATE webhooks SET sealed_secret = %s, "  # noqa: S608
+            "previous_sealed_secret = CASE WHEN %s > 0 THEN sealed_secret END, "
+            "previous_until = CASE WHEN %s > 0 THEN now() + %s * interval '1 millisecond' END "
+            "WHERE webhook = %s RETURNING " + _WEBHOOK,
+            (sealed_secret, grace_ms, grace_ms, grace_ms, webhook),
+        )
+        return await cursor.fetchone()
 
 
 async def remove(connection: AsyncConnection[Any], webhook: str) -> bool:
@@ -335,6 +373,14 @@ async def resend(connection: AsyncConnection[Any], webhook: str, offer: str | No
             {"webhook": webhook, "offer": offer},
         )
     return done.rowcount
+
+
+def event_of(text: str) -> tuple[int, int] | None:
+    """The shard and the seq of an event that is written as SHARD-SEQ; None if it is not."""
+    if _is_event(text) is None:
+        return None
+    shard, _, seq = text.partition("-")
+    return int(shard), int(seq)
 
 
 async def discard(connection: AsyncConnection[Any], webhook: str, shard: int, seq: int) -> bool:

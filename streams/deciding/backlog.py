@@ -108,6 +108,8 @@ class OpenPartition:
         self._open: deque[OpenRecords] = deque()
         #: Of all of them.
         self.records = 0
+        #: The offset after the last record that was read; None before the first one.
+        self.read_to: int | None = None
         self._next_offset: int | None = None
         self._committed: int | None = None
         self._is_long = False
@@ -117,6 +119,7 @@ class OpenPartition:
         records = OpenRecords(self, offsets, keys)
         self._open.append(records)
         self.records += len(offsets)
+        self.read_to = offsets[-1] + 1
         return records
 
     def complete(self) -> int | None:

@@ -1,5 +1,8 @@
-"""The decider: reads commands from the topic, has the gate decide them, and writes answers to the results
-topic when they are journaled.
+"""The decider: reads commands from a topic, has the gate decide them, and writes answers to the results topic
+when they are journaled.
+
+A worker has two, one for each topic of commands, with a consumer and a backlog each: so no crowd of grabs
+delays a `pause`.
 
 For each shard separately: 1. commands are decided · 2. their events are journaled · 3. Kafka acknowledges
 answers and rejected bytes. Then, for each partition: 4. the offset up to which everything is complete is
@@ -10,7 +13,8 @@ After a crash between two steps, Kafka delivers commands again, and a repeated c
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -20,11 +24,13 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 from grabstream.lua.ending import end, first_to_end, running
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import CallOrder
+from grabstream.lua.traces import traces
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand, Grab, basket_of
 from grabstream.models.identifiers import campaign_of, shard_of
+from grabstream.streams import brokers
 from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
 from grabstream.streams.deciding.backlog import (
     HeldCommands,
@@ -33,12 +39,14 @@ from grabstream.streams.deciding.backlog import (
     ShardBacklog,
 )
 from grabstream.streams.deciding.understanding import (
+    Authority,
     Pace,
     Rejected,
     in_runs,
     set_aside,
     understand,
 )
+from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -69,7 +77,7 @@ RETRY_SECONDS_MAX: Final = 5.0
 
 
 class Decider:
-    """Reads the commands topic in a consumer group until stopped; any number of deciders share the
+    """Reads a topic of commands in a consumer group until stopped; any number of deciders share its
     partitions.
 
     Waits for a server that is unreachable, and for a shard that decides nothing: commands in the topic are
@@ -83,7 +91,16 @@ class Decider:
         topics: Topics,
         shards: int,
         ready: Callable[[], None] = lambda: None,
+        measures: WorkerMeasures | None = None,
+        *,
+        topic: str | None = None,
+        authority: Authority | None = None,
     ) -> None:
+        """Decides the commands of `topic`, by default `commands`, that `authority` lets it carry."""
+        self.topic = topic or topics.commands
+        self.takes_grabs = self.topic == topics.commands
+        self.authority = authority or Authority(topics)
+        self.measures = measures or WorkerMeasures()
         self.gate = gate
         self.shards = shards
         # One order for all sessions: commands in flight from an earlier session are carried out before
@@ -98,7 +115,7 @@ class Decider:
         """Decides until `stop`, then answers and commits the commands it has read, except those of shards
         that decide nothing. Raises errors that are not trouble.
         """
-        trouble = Trouble(log, "deciding commands of the topic")
+        trouble = Trouble(log, f"deciding commands of {self.topic}")
         pause = RETRY_SECONDS
         while not stop.is_set():
             try:
@@ -114,8 +131,8 @@ class Decider:
 
     async def _session(self, stop: asyncio.Event, trouble: Trouble) -> None:
         consumer = AIOKafkaConsumer(
-            bootstrap_servers=self._bootstrap,
-            group_id=f"{self._topics.prefix}.decider",
+            **brokers.at(self._bootstrap),
+            group_id=decider_group(self._topics, self.topic),
             auto_offset_reset="earliest",
             enable_auto_commit=False,
             fetch_max_bytes=POLL_BYTES_MAX,
@@ -126,19 +143,29 @@ class Decider:
             heartbeat_interval_ms=1_000,
         )
         producer = AIOKafkaProducer(
-            bootstrap_servers=self._bootstrap,
+            **brokers.at(self._bootstrap),
             enable_idempotence=True,
             acks="all",
             max_batch_size=256 * 1024,
             max_request_size=RECORD_BYTES_MAX,
         )
-        session = _Session(self, consumer, _Answers(producer, self._topics), trouble)
-        consumer.subscribe([self._topics.commands], listener=session)
+        answers = _Answers(producer, self._topics, self.measures)
+        session = _Session(self, consumer, answers, trouble)
+        self.measures.records_waiting[self.topic] = session.records_waiting
+        consumer.subscribe([self.topic], listener=session)
         async with started(producer):
-            await producer.partitions_for(self._topics.results)
+            answers.partitions = len(await producer.partitions_for(self._topics.results))
             async with started(consumer):
                 self._ready()
                 await session.run(stop)
+
+
+def decider_group(topics: Topics, topic: str) -> str:
+    """The consumer group of the deciders of a topic. Operations have one of their own, so that deciders of
+    the release before, which do not read them, get none of their partitions.
+    """
+    group = f"{topics.prefix}.decider"
+    return group if topic == topics.commands else f"{group}.operations"
 
 
 class _Decided(NamedTuple):
@@ -180,6 +207,15 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             await first_to_end(tasks)
             await self._drain(list(self._partitions.values()))
             await self._commit()
+
+    def records_waiting(self) -> int:
+        """Records of this consumer's partitions that are not answered yet, as of its last fetches."""
+        waiting = 0
+        for source, partition in self._partitions.items():
+            waiting += partition.records
+            if partition.read_to is not None and source in self._consumer.assignment():
+                waiting += max(0, (self._consumer.highwater(source) or 0) - partition.read_to)
+        return waiting
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -238,7 +274,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         rejected: list[Rejected] = []
         with_refusals: list[OpenRecords] = []
         for partition, records in fetched:
-            for of_run, grabs in in_runs(records):
+            for of_run, grabs in self._in_runs(records):
                 if partition is None or partition.gone:
                     break
                 if grabs:
@@ -251,7 +287,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
                     opened = partition.add([record.offset], [record.key])
                     opened.open += 1  # until its refusals are sent
                     with_refusals.append(opened)
-                    understood = await understand(record, pace)
+                    understood = await understand(record, pace, self._decider.authority)
                     refused.setdefault(partition.source.partition, []).extend(understood.refused)
                     rejected += understood.rejected
                     self._distribute(
@@ -267,6 +303,10 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             opened.open -= 1
         if fetched:
             self._progress.set()
+
+    def _in_runs(self, records: Sequence[Any]) -> Iterable[tuple[Sequence[Any], Sequence[Grab]]]:
+        """The records in parts, where one may be of grabs: only one topic takes them."""
+        return in_runs(records) if self._decider.takes_grabs else [(records, ())]
 
     def _take_run(self, partition: OpenPartition, records: Sequence[Any], grabs: Sequence[Grab]) -> None:
         """Takes records that each have one plain grab."""
@@ -355,7 +395,15 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
     async def on_partitions_assigned(self, assigned: Any) -> None:
         """Begins to read these partitions, from their committed offsets."""
         self._partitions |= {source: OpenPartition(source) for source in assigned}
-        log.info("deciding commands of %d partitions", len(assigned))
+        log.info("deciding commands of %d partitions of %s", len(assigned), self._decider.topic)
+        beyond = sorted(one.partition for one in assigned if one.partition >= self._answers.partitions)
+        if beyond:
+            log.warning(
+                "%s has partitions (%s) that the topic of answers, with %d, does not have: answers go to the "
+                "partition of that number modulo %d",
+                self._decider.topic, ", ".join(map(str, beyond)), self._answers.partitions,
+                self._answers.partitions,
+            )  # fmt: skip
 
     async def _drain(self, partitions: Sequence[OpenPartition]) -> None:
         """Returns when all records read from partitions are complete, or the rest makes no progress."""
@@ -414,10 +462,12 @@ class _ShardDecider:
                     continue
                 added = asyncio.create_task(self._added.wait())
                 has_room = len(calls) < CALLS_IN_FLIGHT_MAX
-                done, _ = await asyncio.wait(
-                    {*calls, added} if has_room else calls, return_when=asyncio.FIRST_COMPLETED
-                )
-                added.cancel()
+                try:
+                    done, _ = await asyncio.wait(
+                        {*calls, added} if has_room else calls, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    added.cancel()
                 self._added.clear()
                 for task in done & calls:
                     task.result()
@@ -426,6 +476,7 @@ class _ShardDecider:
             await end(calls)
 
     async def _decide(self, held: list[HeldCommands]) -> None:
+        began = time.perf_counter()
         try:
             decided = await self._call_gate(held)
         except Exception as error:
@@ -446,6 +497,9 @@ class _ShardDecider:
             for index, reason in done.undecidable.items():
                 aside += set_aside(*done.held.position(index), done.held.commands[index], reason)
         await self._answers.send(answers, aside)
+        if (traced := traces()) is not None:
+            for of_partition in answers.values():
+                traced.answered("answer", of_partition, time.perf_counter() - began)
         for of_records in held:
             of_records.records.open -= len(of_records)
         self.backlog.done(held)
@@ -483,14 +537,18 @@ class _ShardDecider:
 class _Answers:
     """Writes to the topics of answers and of rejected bytes."""
 
-    def __init__(self, producer: AIOKafkaProducer, topics: Topics) -> None:
+    def __init__(self, producer: AIOKafkaProducer, topics: Topics, measures: WorkerMeasures) -> None:
+        self._measures = measures
         self._producer = producer
         self._topics = topics
+        #: Of the topic of answers.
+        self.partitions = 1
 
     async def send(self, answers: dict[int, list[Answer]], rejected: Sequence[Rejected]) -> None:
         """Sends answers, each to the partition of its command, and rejected bytes; returns when Kafka has
-        acknowledged them.
+        acknowledged them. Somebody may have given the commands more partitions than the answers have.
         """
+        self._measures.rejected += len(rejected)
         sent = [
             await self._producer.send(
                 self._topics.rejected, record.raw, record.key, partition=0, headers=record.headers
@@ -498,7 +556,7 @@ class _Answers:
             for record in rejected
         ]
         for partition, of_partition in answers.items():
-            sent += await self._send_answers(partition, of_partition)
+            sent += await self._send_answers(partition % self.partitions, of_partition)
         await asyncio.gather(*sent)
 
     async def _send_answers(self, partition: int, answers: Sequence[Answer]) -> list[Any]:

@@ -6,6 +6,7 @@ about holds that end soon (`payments.py`).
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -71,7 +72,8 @@ class Sweeper:
 
     Whoever reads new events of the shard sets `decided`: they may be due sooner than what is known. While
     `is_watched` returns True, somebody waits for new events; when nobody does any more, `decided` is set too.
-    `queries` asks the payment side about holds that end soon; without it, nobody is asked.
+    `queries` asks the payment side about holds that end soon; without it, nobody is asked. `swept` counts
+    what is handled, by script.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class Sweeper:
         decided: asyncio.Event | None = None,
         is_watched: Callable[[], bool] = lambda: False,
         queries: HoldQueries | None = None,
+        swept: dict[str, int] | None = None,
     ) -> None:
+        self._swept = defaultdict(int) if swept is None else swept
         self._redis = redis
         self._queries = queries
         self._keys = keys
@@ -297,7 +301,9 @@ class Sweeper:
     async def _run(self, script: str, keys: list[str], at_ms: int | None, packed: bytes) -> int:
         reply = await self._reply(script, keys, at_ms, packed)
         # A fenced shard handles nothing; the next sweep tries again.
-        return int(reply.rows_or_message[0]) if reply.code == 0 else 0
+        handled = int(reply.rows_or_message[0]) if reply.code == 0 else 0
+        self._swept[script] += handled
+        return handled
 
     async def _reply(self, script: str, keys: list[str], at_ms: int | None, *rest: object) -> Any:
         simulated: int | str = "" if at_ms is None else at_ms
@@ -323,9 +329,9 @@ class Sweeper:
         )
         rows, written = [], []
         for field, count in fields.items():
-            counted_in, code, offer = field.decode().split(":", 2)
-            if int(counted_in) < second:
-                rows.append((int(counted_in), int(code), offer, int(count)))
+            row = demand_row(field, count)
+            if row[0] < second:
+                rows.append(row)
                 written.append(field)
         if rows:
             await self._record_demand(self._keys.shard, rows)
@@ -333,3 +339,9 @@ class Sweeper:
 
     async def _redis_time_ms(self) -> int:
         return await time_ms_of(self._redis, self._keys.state)
+
+
+def demand_row(field: bytes, count: bytes) -> tuple[int, int, str, int]:
+    """What a field of the hash of demand counts: the second, the code of the outcome, the offer, how many."""
+    second, code, offer = field.decode().split(":", 2)
+    return int(second), int(code), offer, int(count)

@@ -1,4 +1,4 @@
-"""Decodes records of the commands topic into commands, and keeps the bytes that are not a command.
+"""Decodes records of a topic of commands into commands, and keeps the bytes that are not a command.
 
 Any record costs bounded time, memory and records of `rejected`. Invalid bytes are kept: of each invalid
 element of an array, of the whole record if the record is invalid, and in numbered pieces if they are too many
@@ -6,6 +6,7 @@ for one record.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
@@ -26,11 +27,15 @@ from grabstream.models.commands import (
     encode_command,
     may_be_plain_grab,
     plain_grabs,
+    raws_of,
     secret_of,
     torn_baskets,
     user_of,
 )
 from grabstream.models.outcomes import Outcome
+from grabstream.streams.topics import Topics
+
+log = logging.getLogger(__name__)
 
 #: How long decoding may run before other tasks of the process run.
 SLICE_SECONDS: Final = 0.01
@@ -72,6 +77,33 @@ class Understood(NamedTuple):
     rejected: list[Rejected]
 
 
+class Authority:
+    """Which commands a topic may carry: who may write to `commands` must not be able to open an offer or to
+    adjust the books. With `operations_on_commands`, as before version 0.2, `commands` takes them all.
+    """
+
+    def __init__(self, topics: Topics, operations_on_commands: bool = False) -> None:
+        self._topics = topics
+        self._operations_on_commands = operations_on_commands
+        self._has_warned = False
+
+    def judge(self, command: AnyCommand | Undecodable, topic: str) -> AnyCommand | Undecodable:
+        """The command, or the reason why it must not come by this topic, which names the right one."""
+        if isinstance(command, Undecodable) or (right := self._topics.of(command)) == topic:
+            return command
+        name = type(command).__name__.lower()
+        if self._operations_on_commands and topic == self._topics.commands:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "%s: a command `%s` is taken, since GRAB_OPERATIONS_ON_COMMANDS is set: send it to %s, "
+                    "which is required from the next release on; this is said once", topic, name, right,
+                )  # fmt: skip
+            return command
+        reason = f"type: `{name}` is not taken from {topic}; send it to {right}"
+        return _refused(command, reason)
+
+
 class Pace:
     """Lets other tasks run during long decoding: the caller awaits `step` between two commands."""
 
@@ -97,15 +129,16 @@ def in_runs(records: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Gr
             yield part, plain_grabs([record.value for record in part])
 
 
-async def understand(record: Any, pace: Pace) -> Understood:
-    """Decodes a record into commands. Elements that are not commands keep their bytes, and are answered if
-    their id can be read.
+async def understand(record: Any, pace: Pace, authority: Authority) -> Understood:
+    """Decodes a record into commands. Elements that are not commands of its topic keep their bytes, and are
+    answered if their id can be read.
     """
     value = record.value or b""
     elements: list[AnyCommand | Undecodable] = []
-    for decoded in map(_without_secret, commands_of(value)):
-        elements.append(decoded)
+    for decoded in commands_of(value):
+        elements.append(authority.judge(_without_secret(decoded), record.topic))
         await pace.step()
+    _keep_sent_bytes(elements, value)
     bad = [(index, element) for index, element in enumerate(elements) if isinstance(element, Undecodable)]
     refused = [
         refusal(element.id, Outcome.invalid, element.offer, element.reason, user=element.user)
@@ -136,6 +169,22 @@ async def understand(record: Any, pace: Pace) -> Understood:
     return Understood(commands, indexes, refused, rejected)
 
 
+def _keep_sent_bytes(elements: Sequence[AnyCommand | Undecodable], value: bytes) -> None:
+    """Gives each command that was decoded and then refused the bytes that were sent, in place of its
+    canonical form.
+    """
+    refused = [
+        (index, element)
+        for index, element in enumerate(elements)
+        if isinstance(element, Undecodable) and element.is_decoded
+    ]
+    if not refused:
+        return
+    raws = raws_of(value)
+    for index, element in refused:
+        element.raw = raws[index]
+
+
 def set_aside(position: RecordPosition, index: int, command: AnyCommand, reason: str) -> list[Rejected]:
     """Returns the records that keep a valid command which no script can decide; `doctor` recognises them by
     their header.
@@ -152,7 +201,14 @@ def _without_secret(command: AnyCommand | Undecodable) -> AnyCommand | Undecodab
     if isinstance(command, Undecodable) or (field := secret_of(command)) is None:
         return command
     reason = f"{field}: only a gate accepts it, since the topic would store it unencrypted"
-    return Undecodable(reason, encode_command(command), command.id, command.offer)
+    return _refused(command, reason)
+
+
+def _refused(command: AnyCommand, reason: str) -> Undecodable:
+    """A command that was decoded, and that its topic may not carry."""
+    bad = Undecodable(reason, b"", command.id, command.offer, user_of(command))
+    bad.is_decoded = True
+    return bad
 
 
 def _rejected(position: RecordPosition, index: int, bad: Undecodable) -> Iterator[Rejected]:

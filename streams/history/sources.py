@@ -19,10 +19,10 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
-from aiokafka.errors import KafkaTimeoutError
+from aiokafka.errors import KafkaTimeoutError, OffsetOutOfRangeError
 from psycopg import AsyncConnection
 
-from grabstream.models.journal import Block, Corrupt, Cursor, Gap, chain, parse_block
+from grabstream.models.journal import Block, Corrupt, Cursor, Gap, chain, is_signed_owner
 from grabstream.models.runs import decode_line, decode_lines
 from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
@@ -31,7 +31,7 @@ from grabstream.projections.cursors import Fact, facts_of, follow
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.streams.history.chunks import Chunk, Point
 from grabstream.streams.journal import JournalReader, Record, open_reader
-from grabstream.streams.projecting.projector import Decoded
+from grabstream.streams.projecting.projector import Decoded, FactsOf
 
 #: The search for a point ends within so many records: reading them is as quick as one more step.
 NEAR_RECORDS: Final = 32
@@ -72,7 +72,7 @@ class Source(Protocol):
     def between(self, cursor: Cursor, target: Cursor) -> Start:
         """Starts at a cursor that was verified, and ends at another such cursor."""
 
-    def units(self, start: Start) -> int:
+    def units(self, shard: int, start: Start) -> int:
         """The number of units between start and end."""
 
     def chunks(
@@ -90,16 +90,18 @@ async def open_source(
     journal: str,
     books: AsyncConnection[Any] | None,
     patience_seconds: float | None = PATIENCE_SECONDS,
+    facts_of: FactsOf = facts_of,
 ) -> AsyncIterator[Source]:
     """The source of a name, `journal` or `audit`. `books` is a connection whose unqualified names are the
     system's views: the audit trail is read by it, and the journal is compared with it (None: not compared).
+    The facts of the journal are made by `facts_of`.
     """
     if name == "audit":
         assert books is not None
         yield AuditSource(books)
     else:
         async with open_reader(kafka, journal) as reader:
-            yield JournalSource(reader, books, patience_seconds)
+            yield JournalSource(reader, books, patience_seconds, facts_of)
 
 
 # -- the journal ---------------------------------------------------------------------------------------------
@@ -120,9 +122,11 @@ class JournalSource:
         reader: JournalReader,
         books: AsyncConnection[Any] | None,
         patience_seconds: float | None = PATIENCE_SECONDS,
+        facts_of: FactsOf = facts_of,
     ) -> None:
         self._reader = reader
         self._books = books
+        self._facts_of = facts_of
         self._patience_seconds = patience_seconds
 
     async def end(self, shard: int) -> int:
@@ -137,7 +141,7 @@ class JournalSource:
         """See Source; the target is reached at its offset."""
         return Start(cursor, target.next_offset)
 
-    def units(self, start: Start) -> int:
+    def units(self, shard: int, start: Start) -> int:
         """The number of records."""
         return max(start.end - start.cursor.next_offset, 0)
 
@@ -154,7 +158,7 @@ class JournalSource:
             return Start(Cursor(), end)
         if first.of_end(decode_line(newest.text)) < first.value:
             return Start(proved, end)
-        nearest = await self._block_before(shard, first, proved.next_offset)
+        nearest = await self._block_before(shard, first, proved)
         if nearest is None:
             return Start(Cursor(), end)
         offset, block = nearest
@@ -162,24 +166,28 @@ class JournalSource:
             return Start(Cursor(), end)
         return Start(Cursor(block.first_seq - 1, block.prev, offset, block.term, block.owner), end, proved)
 
-    async def _block_before(self, shard: int, first: Point, end: int) -> tuple[int, Block] | None:
+    async def _block_before(self, shard: int, first: Point, proved: Cursor) -> tuple[int, Block] | None:
         """The offset and block of a record near a point whose first event lies before it; a binary search."""
-        low, high, nearest = 0, end, None
+        low, high, nearest = 0, proved.next_offset, None
         while high - low > NEAR_RECORDS:
             middle = (low + high) // 2
-            probe = await self._next_block(shard, middle, high)
+            probe = await self._next_block(shard, middle, high, is_signed_owner(proved.owner))
             if probe is None or first.of_event(decode_line(probe[1].lines[0])) >= first.value:
                 high = middle
             else:
                 nearest, low = probe, probe[0] + 1
         return nearest
 
-    async def _next_block(self, shard: int, from_offset: int, to_offset: int) -> tuple[int, Block] | None:
+    async def _next_block(
+        self, shard: int, from_offset: int, to_offset: int, is_signed: bool
+    ) -> tuple[int, Block] | None:
+        """The first block from an offset on; where the journal is signed, the first one of a relay."""
         async with aclosing(self._reader.read(shard, from_offset, to_offset)) as lists:
             async for records in lists:
                 for record in records:
-                    block = parse_block(record.headers, record.value)
-                    if block.count:
+                    block = self._reader.block(record)
+                    is_ignored = block.authority == "forged" or (is_signed and block.authority == "unsigned")
+                    if block.count and not is_ignored:
                         return record.offset, block
         return None
 
@@ -200,7 +208,7 @@ class JournalSource:
                 cursor = Cursor()
         async with aclosing(self._lists(shard, cursor.next_offset, start.end)) as lists:
             async for records in lists:
-                for chunk in _follow(cursor, records, set_aside):
+                for chunk in _follow(self._reader, cursor, records, set_aside, self._facts_of):
                     cursor = chunk.after
                     repeated = bisect_right(chunk.facts, handed_on_seq, key=_seq)
                     yield chunk._replace(facts=chunk.facts[repeated:]) if repeated else chunk
@@ -214,7 +222,7 @@ class JournalSource:
         assert self._books is not None
         async with aclosing(self._lists(shard, cursor.next_offset, proved.next_offset)) as lists:
             async for records in lists:
-                chunks = list(_follow(cursor, records, set_aside))
+                chunks = list(_follow(self._reader, cursor, records, set_aside, self._facts_of))
                 after = chunks[-1].after
                 if await trail.hash_at(self._books, shard, after.seq) != after.head:
                     raise Corrupt(f"the audit trail has another history at seq {after.seq}")
@@ -237,25 +245,38 @@ class JournalSource:
                         f"no records of shard {shard} within {self._patience_seconds:.0f} s, though there "
                         "are more"
                     ) from None
+                except OffsetOutOfRangeError:
+                    beginning = await self._reader.beginning(shard)
+                    raise Gap(
+                        f"the journal begins at offset {beginning}, after offset {offset}: older records "
+                        "were deleted; read them from an archive, or from the audit trail"
+                    ) from None
                 if records is None:
                     return
+                offset = records[-1].offset + 1
                 yield records
 
 
-def _follow(cursor: Cursor, records: Sequence[Record], set_aside: Sequence[SetAside]) -> Iterator[Chunk]:
+def _follow(
+    reader: JournalReader,
+    cursor: Cursor,
+    records: Sequence[Record],
+    set_aside: Sequence[SetAside],
+    facts_of: FactsOf,
+) -> Iterator[Chunk]:
     """A chunk for each record that follows a cursor; raises Corrupt or Gap."""
     for record in records:
         try:
-            decoded = Decoded(record)
+            decoded = Decoded(record, reader.block(record))
             after, accepted = cursor.feed(record.offset, decoded.block)
             # What is accepted is always the end of the block.
-            facts = decoded.facts[-len(accepted) :] if accepted else []
+            facts = decoded.facts_by(facts_of)[-len(accepted) :] if accepted else []
         except (Corrupt, Gap):
             skipped = _after_set_aside(cursor, record, set_aside)
             if skipped is None:
                 raise
             after, facts = skipped, []
-        yield Chunk(record.shard, cursor, after, _without(facts, set_aside), 1)
+        yield Chunk(record.shard, cursor, after, without(facts, set_aside), 1)
         cursor = after
 
 
@@ -267,7 +288,7 @@ def _after_set_aside(cursor: Cursor, record: Record, set_aside: Sequence[SetAsid
     return None
 
 
-def _without(facts: list[Fact], set_aside: Sequence[SetAside]) -> list[Fact]:
+def without(facts: list[Fact], set_aside: Sequence[SetAside]) -> list[Fact]:
     """The facts whose events were not set aside."""
     for skipped in set_aside:
         facts = [fact for fact in facts if not skipped.first_seq <= fact.event.seq <= skipped.last_seq]
@@ -315,7 +336,7 @@ class AuditSource:
         """See Source; the target is reached at its seq."""
         return Start(cursor, target.seq)
 
-    def units(self, start: Start) -> int:
+    def units(self, shard: int, start: Start) -> int:
         """The number of events."""
         return max(start.end - start.cursor.seq, 0)
 
@@ -343,13 +364,15 @@ class AuditSource:
         cursor = start.cursor
         async with aclosing(self.lines(shard, cursor, start.end)) as lists:
             async for after, lines, hashes, _ in lists:
-                facts, error = _decode(shard, cursor.seq + 1, lines, hashes)
+                facts, error = decode_verified(
+                    f"audit trail, shard {shard}", shard, cursor.seq + 1, lines, hashes
+                )
                 if error is not None:
                     if facts:
                         before_error = cursor._replace(seq=facts[-1].event.last_seq, head=facts[-1].hash)
-                        yield Chunk(shard, cursor, before_error, _without(facts, set_aside), len(facts))
+                        yield Chunk(shard, cursor, before_error, without(facts, set_aside), len(facts))
                     raise error
-                yield Chunk(shard, cursor, after, _without(facts, set_aside), len(lines))
+                yield Chunk(shard, cursor, after, without(facts, set_aside), len(lines))
                 cursor = after
 
     async def lines(self, shard: int, cursor: Cursor, end: int) -> AsyncGenerator[Lines, None]:
@@ -377,10 +400,10 @@ class AuditSource:
             )
 
 
-def _decode(
-    shard: int, first_seq: int, lines: Sequence[bytes], hashes: Sequence[bytes]
+def decode_verified(
+    where: str, shard: int, first_seq: int, lines: Sequence[bytes], hashes: Sequence[bytes]
 ) -> tuple[list[Fact], Corrupt | None]:
-    """Lines as facts, up to the first that cannot be decoded, and the error there."""
+    """Lines as facts, up to the first that cannot be decoded, and the error there, which names `where`."""
     try:
         events = decode_lines(b"[" + b",".join(lines) + b"]")
         if follow(shard, first_seq - 1, events):
@@ -393,13 +416,10 @@ def _decode(
         try:
             event = decode_line(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return facts, Corrupt(
-                f"audit trail, shard {shard}: the event of seq {seq} cannot be decoded: {error}"
-            )
+            return facts, Corrupt(f"{where}: the event of seq {seq} cannot be decoded: {error}")
         if (event.shard, event.seq) != (shard, seq):
             return facts, Corrupt(
-                f"audit trail, shard {shard}: the text of seq {seq} carries other numbers: shard "
-                f"{event.shard}, seq {event.seq}"
+                f"{where}: the text of seq {seq} carries other numbers: shard {event.shard}, seq {event.seq}"
             )
         facts.append(Fact(line, hash_, event, transfers_of(event)))
         seq = event.last_seq + 1

@@ -24,8 +24,10 @@ from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
+from grabstream.streams.brokers import Brokers, faust_credentials
 from grabstream.streams.clients import FETCHER_IDLE_MS, close
 from grabstream.streams.journal import Record
+from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.projecting.publisher import Publisher, event_source
 from grabstream.streams.projecting.watchdog import until_stalled
@@ -45,6 +47,8 @@ LEFT_APP_PAUSE_SECONDS: Final = 5.0
 COMMIT_SECONDS: Final = 5.0
 #: How long Faust waits for records before it asks again.
 POLL_SECONDS: Final = 30.0
+#: How long Faust's client waits for a request: longer than the 60 s that it allows a rebalance.
+REQUEST_SECONDS: Final = 90.0
 #: The number of apps of this process that did not stop when asked.
 _apps_left = 0
 
@@ -53,17 +57,20 @@ Step = Callable[[str], None]
 
 def make_projectors(
     kafka: str, prefix: str, shards: int, postgres: str, schema: str, names: Sequence[str] = PROJECTIONS,
-    step: Step = lambda name: None,
+    step: Step = lambda name: None, measures: WorkerMeasures | None = None,
 ) -> list[Projector]:  # fmt: skip
     """The projectors of these read models; not connected yet."""
-    topics = Topics(prefix)
+    topics, measured = Topics(prefix), (measures or WorkerMeasures()).projections
     where: dict[str, Any] = {"postgres": postgres, "schema": schema, "journal": topics.journal, "step": step}
     return [
-        Publisher(kafka=kafka, events=topics.events, shards=shards, source=event_source(prefix), **where)
+        Publisher(
+            kafka=kafka, events=topics.events, shards=shards, source=event_source(prefix),
+            measures=measured[name], **where,
+        )
         if name == "events"
-        else Projector(name=name, apply=_APPLY[name], kafka=kafka, **where)
+        else Projector(name=name, apply=_APPLY[name], kafka=kafka, measures=measured[name], **where)
         for name in names
-    ]
+    ]  # fmt: skip
 
 
 def group_of(prefix: str, names: Sequence[str]) -> str:
@@ -188,6 +195,17 @@ class _Monitor(Monitor):  # type: ignore[misc]
         """Returns at once."""
 
 
+def _times_of(kafka: str) -> dict[str, float]:
+    """Settings of Faust from the brokers' times."""
+    if not isinstance(kafka, Brokers):
+        return {}
+    times = kafka.times
+    return {
+        "broker_request_timeout": max(REQUEST_SECONDS, (times.request_timeout_ms or 0) / 1000),
+        "consumer_connections_max_idle_ms": times.connections_max_idle_ms,
+    }
+
+
 class _Transport(faust_kafka.Transport):  # type: ignore[misc]
     """Faust's way to Kafka, with consumers that do nothing while nothing happens."""
 
@@ -205,6 +223,7 @@ def build_app(
     app = faust.App(
         group_of(prefix, [projector.name for projector in projectors]),
         broker=brokers,
+        broker_credentials=faust_credentials(kafka),
         store="memory://",
         value_serializer="raw",
         key_serializer="raw",
@@ -214,6 +233,7 @@ def build_app(
         topic_partitions=shards,
         consumer_auto_offset_reset="earliest",
         broker_session_timeout=10.0,
+        **_times_of(kafka),
         broker_heartbeat_interval=2.0,
         broker_commit_interval=COMMIT_SECONDS,
         Monitor=_Monitor,
@@ -270,6 +290,7 @@ async def run_projections(
     stop: asyncio.Event,
     names: Sequence[str] = PROJECTIONS,
     step: Step = lambda name: None,
+    measures: WorkerMeasures | None = None,
 ) -> None:
     """Runs the app in this event loop until `stop` is set. When the app stalls or ends, a new one is started.
 
@@ -279,7 +300,7 @@ async def run_projections(
     ends_in_a_row = 0
     while not stop.is_set():
         began = time.monotonic()
-        projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step)
+        projectors = make_projectors(kafka, prefix, shards, postgres, schema, names, step, measures)
         app = build_app(kafka, prefix, shards, projectors)
         app.finalize()
         watching = asyncio.create_task(

@@ -11,23 +11,28 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import psycopg
 from psycopg import AsyncConnection
 
+from grabstream.lua.traces import traces
 from grabstream.lua.trouble import is_trouble
-from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
-from grabstream.models.runs import LINES, LineDecoder
+from grabstream.models.journal import Block, Corrupt, Cursor, Gap, Headers
+from grabstream.models.runs import LINES, AnyLine, LineDecoder
 from grabstream.projections import cursors
+from grabstream.projections.checking import verified
+from grabstream.projections.checking.verified import Problem
 from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
 from grabstream.streams.clients import in_words
 from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys
+from grabstream.streams.measures import ProjectionMeasures
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +57,9 @@ FAILED_SECONDS_MAX: Final = 30.0
 #: How often a projector polls whether an operator has resumed shards at which it has stopped.
 POLL_STOPPED_SECONDS: Final = 1.0
 EXIT_UNKNOWN_ERROR: Final = 70
+#: The projection that reports records which no known relay signed: one of them is enough.
+REPORTS_IGNORED: Final = "audit"
+NOT_SIGNED_SUBJECT: Final = "records that no known relay signed"
 #: PostgreSQL rolls back a transaction that is idle for so long.
 HANGS_MS_MAX: Final = 5_000
 
@@ -67,24 +75,37 @@ class CatchUp(NamedTuple):
 class Group(NamedTuple):
     """The contents of one transaction: cursor moves and facts, by shard.
 
-    `records` are the same facts record by record, each with the cursor after it.
+    `records` are the same facts record by record, each with the cursor after it. `ignored` are records that
+    are reported.
     """
 
     moves: dict[int, tuple[Cursor, Cursor]]
     facts: dict[int, list[Fact]]
     records: dict[int, list[tuple[Cursor, Sequence[Fact]]]]
+    ignored: dict[int, "Ignored"]
+
+
+class Ignored(NamedTuple):
+    """The last record of a shard in a group that does not count because no known relay signed it."""
+
+    offset: int
+    seq: int
+    fault: str
+
+
+FactsOf = Callable[[Sequence[bytes], Sequence[bytes], Sequence[AnyLine]], list[Fact]]
 
 
 class Decoded:
     """A decoded record: its block immediately, the facts of its events on demand, if the block counts."""
 
-    def __init__(self, record: Record, lines: LineDecoder = LINES) -> None:
-        """Raises Corrupt when the record contradicts itself."""
-        self.block = parse_block(record.headers, record.value)
+    def __init__(self, record: Record, block: Block, lines: LineDecoder = LINES) -> None:
+        """Takes the block in the record; raises Corrupt if it is of another partition."""
+        self.block = block
         self._lines = lines
         self.size = len(record.value) or 1_000  # a marker has no text, but takes memory
         self._facts: list[Fact] = []
-        if self.block.shard != record.shard:
+        if self.block.shard != record.shard and self.block.authority == "unchecked":
             raise Corrupt(
                 f"offset {record.offset}: a block of shard {self.block.shard} in partition {record.shard}"
             )
@@ -94,6 +115,10 @@ class Decoded:
         """A fact for each line; raises Corrupt if an event cannot be decoded, or has other seqs or another
         shard than its block says.
         """
+        return self.facts_by(facts_of)
+
+    def facts_by(self, facts_of: FactsOf) -> list[Fact]:
+        """The facts as `facts_of` makes them, at the first call."""
         block = self.block
         if block.count and not self._facts:
             try:
@@ -126,7 +151,8 @@ class Decoder:
         key = (topic, record.shard, record.offset, tuple(record.headers))
         decoded = self._newest.get(key)
         if decoded is None:
-            decoded = self._newest[key] = Decoded(record, self._lines)
+            block = journal_keys().block(topic, record.shard, record.headers, record.value)
+            decoded = self._newest[key] = Decoded(record, block, self._lines)
             self._bytes += decoded.size
             while self._bytes > self._bytes_max:
                 self._bytes -= self._newest.popitem(last=False)[1].size
@@ -160,7 +186,9 @@ class Projector:
         journal: str,
         step: Callable[[str], None] = lambda step_name: None,
         decoder: Decoder = _decoder,
+        measures: ProjectionMeasures | None = None,
     ) -> None:
+        self.measures = measures or ProjectionMeasures()
         self.name = name
         self._apply = apply
         self._postgres = postgres
@@ -237,6 +265,7 @@ class Projector:
         """Logs the unknown error that is being handled, and pauses, longer each time. Other read models
         continue.
         """
+        self.measures.failures += 1
         log.critical(
             "projection %s: unknown error; trying again in %.1f s",
             self.name,
@@ -314,6 +343,7 @@ class Projector:
                 if not is_trouble(error):
                     raise
                 log.warning("projection %s: %s; trying again", self.name, in_words(error))
+                self.measures.failures += 1
                 await self._disconnect()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RETRY_SECONDS_MAX)
@@ -352,6 +382,7 @@ class Projector:
             async with self._connection.transaction():
                 await cursors.retry_newer(self._connection, self.name)
             self._cursors = await self._open(self._connection)
+            self.measures.seqs = {shard: cursor.seq for shard, cursor in self._cursors.items()}
             self._stopped = await cursors.stopped(self._connection, self.name)
         return self._connection
 
@@ -408,7 +439,7 @@ class Projector:
     # -- records ---------------------------------------------------------------------------------------------
 
     async def _process(self, items: Sequence[Record | CatchUp], reader: JournalReader) -> None:
-        group = Group({}, {}, {})
+        group = Group({}, {}, {}, {})
         for item in items:
             if item.shard in self._stopped:
                 continue
@@ -453,13 +484,17 @@ class Projector:
         except (Corrupt, Gap) as error:
             await self._write(group)
             await self._stop(shard, cursor, str(error))
-            return Group({}, {}, {})
+            return Group({}, {}, {}, {})
+        if cursor.ignores(decoded.block):
+            self.measures.ignored += 1
+            fault = decoded.block.fault or NOT_SIGNED
+            group.ignored[shard] = Ignored(record.offset, cursor.seq, fault)
         group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], after)
         group.facts.setdefault(shard, []).extend(news)
         group.records.setdefault(shard, []).append((after, news))
         if sum(after.seq - before.seq for before, after in group.moves.values()) >= GROUP_EVENTS_MAX:
             await self._write(group)
-            return Group({}, {}, {})
+            return Group({}, {}, {}, {})
         return group
 
     # -- transactions ----------------------------------------------------------------------------------------
@@ -478,7 +513,7 @@ class Projector:
             cursor, _ = group.moves[shard]
             for after, facts in records:
                 try:
-                    await self._commit(Group({shard: (cursor, after)}, {shard: list(facts)}, {}))
+                    await self._commit(Group({shard: (cursor, after)}, {shard: list(facts)}, {}, {}))
                 except psycopg.Error as error:
                     if not isinstance(error, self.refusals):
                         raise
@@ -495,10 +530,19 @@ class Projector:
                 cursor = after
 
     async def _commit(self, group: Group) -> None:
+        began = time.perf_counter()
         await self._save(group)
+        seconds = time.perf_counter() - began
+        self.measures.transaction_seconds.observe(seconds)
+        if (traced := traces()) is not None:
+            for shard, (before, after) in group.moves.items():
+                seqs = traced.range_of(before.seq + 1, after.seq)
+                traced.add("project", shard, seqs, seconds, projection=self.name)
         self._step(f"{self.name}.committed")
-        for shard, (_, after) in group.moves.items():
+        for shard, (before, after) in group.moves.items():
             self._cursors[shard] = after
+            self.measures.events += after.seq - before.seq
+            self.measures.seqs[shard] = after.seq
 
     async def _save(self, group: Group) -> None:
         connection = await self._connected()
@@ -507,6 +551,17 @@ class Projector:
             await cursors.advance(connection, self.name, group.moves)
             if facts:
                 await self._apply(connection, facts)
+            if group.ignored and self.name == REPORTS_IGNORED:
+                await self._report_ignored(connection, group.ignored)
+
+    async def _report_ignored(self, connection: AsyncConnection[Any], ignored: Mapping[int, Ignored]) -> None:
+        """Records a finding for each shard: the last record that no known relay signed."""
+        for shard, record in ignored.items():
+            what = f"the record at journal offset {record.offset} does not count: {record.fault}"
+            log.warning("shard %d: %s", shard, what)
+            await verified.record_finding(
+                connection, "journal", shard, Problem(NOT_SIGNED_SUBJECT, what, record.seq)
+            )
 
     async def _stop(self, shard: int, cursor: Cursor, reason: str) -> None:
         log.critical("projection %s stops at shard %d, seq %d: %s", self.name, shard, cursor.seq, reason)

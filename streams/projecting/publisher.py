@@ -10,19 +10,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, get_args
 
+import msgspec
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.calendar import utc_text
-from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, parse_block
+from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
+from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, named
+from grabstream.models.schema_ids import event_name, schema_id
 from grabstream.projections.cursors import Fact, single_facts
 from grabstream.projections.records import set_aside
+from grabstream.streams import brokers
 from grabstream.streams.clients import close
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import Group, Projector
+from grabstream.streams.topics import record_time_ms
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +181,7 @@ class PublishedOffsets:
         async for records in self._journal.read(shard, cursor.next_offset, journal_end):
             for record in records:
                 try:
-                    after, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                    after, accepted = cursor.feed(record.offset, self._journal.block(record))
                 except (Corrupt, Gap):
                     return record.offset
                 if accepted:
@@ -203,7 +208,7 @@ def event_source(prefix: str) -> str:
 def make_producer(kafka: str) -> AIOKafkaProducer:
     """A producer for events, not started yet."""
     return AIOKafkaProducer(
-        bootstrap_servers=kafka,
+        **brokers.at(kafka),
         enable_idempotence=True,
         acks="all",
         max_batch_size=512 * 1024,
@@ -211,11 +216,18 @@ def make_producer(kafka: str) -> AIOKafkaProducer:
     )
 
 
+Header = tuple[str, bytes]
+
+
 def event_batches(
-    producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, after: Cursor | None = None
-) -> list[Any]:
+    producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, after: Cursor | None = None,
+    of_first: Sequence[Header] = (), of_each: Sequence[Header] = (),
+) -> list[Any]:  # fmt: skip
     """The events in as few batches as the size of a request allows, each grab of a run by itself. The last
-    event carries the cursor `after`, if given.
+    event carries the cursor `after`, if given; the first one has the headers `of_first`, too, and each one
+    those `of_each`.
+
+    The time of a record is that of its event, if brokers take it (`record_time_ms`).
     """
     batches = [producer.create_batch()]
     facts = single_facts(facts)
@@ -223,10 +235,13 @@ def event_batches(
         headers = event_headers(fact, source)
         if after is not None and fact is facts[-1]:
             headers.append((CURSOR_HEADER, encode_cursor(after)))
+        if fact is facts[0]:
+            headers += of_first
+        headers += of_each
         record = {
             "key": fact.event.offer.encode(),
             "value": fact.line,
-            "timestamp": fact.event.at,
+            "timestamp": record_time_ms(fact.event.at),
             "headers": headers,
         }
         if batches[-1].append(**record) is None:
@@ -235,17 +250,60 @@ def event_batches(
     return batches
 
 
-def event_headers(fact: Fact, source: bytes) -> list[tuple[str, bytes]]:
-    """The headers of an event: CloudEvents in binary mode."""
+class _OfType(NamedTuple):
+    """What all events of a type share: how their lines begin in the current version, and headers."""
+
+    begins: bytes
+    type: Header
+    dataschema: Header
+
+
+def _dataschema(type_: str, version: int) -> Header:
+    return "ce_dataschema", schema_id(event_name(type_, version)).encode()
+
+
+def _of_type(type_: str) -> _OfType:
+    version = CURRENT_VERSIONS[type_]
+    begins = f'{{"type":"{type_}","v":{version},'.encode()
+    return _OfType(
+        begins,
+        ("ce_type", type_.encode()),
+        _dataschema(type_, version),
+    )
+
+
+_CONTENT_TYPE: Final[Header] = ("content-type", b"application/json")
+_SPEC_VERSION: Final[Header] = ("ce_specversion", b"1.0")
+_OF_TYPES: Final = {event: _of_type(str(event.__struct_config__.tag)) for event in get_args(AnyEvent)}
+
+
+class _Written(msgspec.Struct):
+    type: str
+    v: int
+
+
+_decode_written: Final = msgspec.json.Decoder(_Written).decode
+
+
+def event_headers(fact: Fact, source: bytes) -> list[Header]:
+    """The headers of an event: CloudEvents in binary mode. `ce_dataschema` names the schema of the version in
+    which the event was written.
+    """
     event = fact.event
+    of_type = _OF_TYPES[type(event)]
+    dataschema = of_type.dataschema
+    if not fact.line.startswith(of_type.begins):
+        written = _decode_written(fact.line)
+        dataschema = _dataschema(written.type, written.v)
     return [
-        ("content-type", b"application/json"),
-        ("ce_specversion", b"1.0"),
+        _CONTENT_TYPE,
+        _SPEC_VERSION,
         ("ce_id", b"%d-%d" % (event.shard, event.seq)),
-        ("ce_type", str(event.__struct_config__.tag).encode()),
+        of_type.type,
         ("ce_source", source),
         ("ce_time", _rfc3339(event.at)),
         ("ce_subject", event.offer.encode()),
+        dataschema,
     ]
 
 
@@ -296,7 +354,7 @@ async def _find_cursor(
         for cursor, offset in reversed(await _cursors_between(events, shard, source, start, end)):
             if cursor in refused or len(refused) >= COMPARED_CURSORS_MAX:
                 continue
-            if journal is None or await journal.confirms(shard, cursor):
+            if journal is None or await journal.confirms(shard, cursor, is_published=True):
                 return cursor
             log.warning("events, shard %d: the cursor at offset %d is not of this journal", shard, offset)
             refused.append(cursor)
@@ -312,7 +370,7 @@ async def _cursors_between(
     foreign: list[int] = []
     async for records in events.read(shard, start, end):
         for record in records:
-            headers = dict(record.headers)
+            headers = named(record.headers)
             if cursor := _cursor_of(headers, shard, source):
                 cursors.append((cursor, record.offset))
             elif CURSOR_HEADER in headers:
@@ -331,8 +389,8 @@ async def _cursors_between(
 
 def _is_of_publisher(headers: Headers, shard: int, source: str) -> bool:
     """Whether an event that the publisher of this system wrote has these headers."""
-    named = dict(headers)
-    return named.get("ce_source") == source.encode() and named.get("ce_id", b"").startswith(b"%d-" % shard)
+    given = named(headers)
+    return given.get("ce_source") == source.encode() and given.get("ce_id", b"").startswith(b"%d-" % shard)
 
 
 def _cursor_of(headers: Mapping[str, bytes], shard: int, source: str) -> Cursor | None:

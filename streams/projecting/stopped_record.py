@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from grabstream.models.journal import Block, Corrupt, Cursor, Gap, parse_block
+from grabstream.models.journal import Block, Corrupt, Cursor, Gap
 from grabstream.models.runs import AnyLine, decode_line
 from grabstream.projections.cursors import follow
 from grabstream.streams.journal import JournalReader, Record
@@ -57,7 +57,7 @@ async def find_stopped_record(reader: JournalReader, shard: int, cursor: Cursor)
     async with aclosing(_records(reader, shard, cursor.next_offset, end)) as records:
         async for record in records:
             try:
-                after, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                after, accepted = cursor.feed(record.offset, reader.block(record))
             except Gap as gap:
                 raise CannotSetAside(
                     f"events are missing from the journal before this record ({gap}): nothing can be set "
@@ -90,8 +90,10 @@ async def _after_corrupt(reader: JournalReader, cursor: Cursor, record: Record, 
     async with aclosing(_records(reader, record.shard, record.offset + 1, end)) as records:
         async for later in records:
             try:
-                block = parse_block(later.headers, later.value)
+                block = reader.block(later)
             except Corrupt:
+                continue
+            if probe.ignores(block):
                 continue
             if block.count == 0:
                 if block.term > probe.term:

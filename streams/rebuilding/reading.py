@@ -15,8 +15,11 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
-from grabstream.streams.history.chunks import Chunk
+from grabstream.streams.history.archive import BadArchive
+from grabstream.streams.history.archive_source import ArchiveSource, open_archive_source
+from grabstream.streams.history.chunks import Chunk, Point, up_to
 from grabstream.streams.history.sources import Source, open_source
+from grabstream.streams.history.stores import Store
 
 #: How long the audit trail may lag behind the live version of the read model that is rebuilt from it.
 AUDIT_LAG_SECONDS: Final = 5.0
@@ -33,7 +36,7 @@ class Unreadable(RebuildRefused):
 
 class Servers(NamedTuple):
     """The system whose read models are rebuilt: `kafka` bootstrap servers, `journal` topic, `postgres` DSN,
-    main schema, number of shards.
+    main schema, number of shards, prefix.
     """
 
     kafka: str
@@ -41,6 +44,7 @@ class Servers(NamedTuple):
     postgres: str
     schema: str
     shards: int
+    prefix: str = ""
 
 
 class RebuildSource:
@@ -54,8 +58,15 @@ class RebuildSource:
 
     @property
     def name(self) -> str:
-        """`journal` or `audit`."""
-        return self._source.name
+        """`journal` or `audit`. An archive is the older part of the journal, and a build may continue from
+        either.
+        """
+        return "audit" if self._source.name == "audit" else "journal"
+
+    @property
+    def archive(self) -> Store | None:
+        """Where the archive is that is read before the journal, if any."""
+        return self._source.archive.store if isinstance(self._source, ArchiveSource) else None
 
     @property
     def skips_set_aside(self) -> bool:
@@ -77,8 +88,49 @@ class RebuildSource:
 
         Raises Unreadable when they do not lead from one to the other.
         """
+        if isinstance(self._source, ArchiveSource):
+            return self._of_archive(self._source, shard, cursor, target, skipped)
         read = self._of_journal if self.name == "journal" else self._of_audit_trail
         return read(shard, cursor, target, skipped)
+
+    async def _of_archive(
+        self,
+        source: ArchiveSource,
+        shard: int,
+        cursor: Cursor,
+        target: Cursor,
+        skipped: Sequence[SetAside],
+    ) -> AsyncGenerator[Chunk, None]:
+        """The archive up to the target, or all of it and then the journal. Where the archive reaches the
+        target's seq and hash, the target's offset is taken over.
+        """
+        end = source.archive.end(shard)
+        if target.seq == 0 < target.term and target.next_offset <= end.next_offset:
+            # A live read model without events: before it are markers only, which no archive has.
+            yield Chunk(shard, cursor, target, [], 0)
+            return
+        if not 0 < target.seq <= end.seq:
+            async with aclosing(self._of_journal(shard, cursor, target, skipped)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        try:
+            read = up_to(source.archived(shard, cursor, skipped), Point(seq=target.seq))
+            async with aclosing(read) as chunks:
+                async for chunk in chunks:
+                    cursor = chunk.after
+                    if cursor.seq < target.seq:
+                        yield chunk
+                    elif cursor[:2] == target[:2]:
+                        yield chunk._replace(after=target)
+        except Corrupt as error:
+            raise Unreadable(str(error)) from None
+        if cursor[:2] != target[:2]:
+            raise Unreadable(
+                f"archive {source.archive.store}, shard {shard}: it has another history at seq "
+                f"{target.seq} than the live read model"
+            )
+        yield Chunk(shard, target, target, [], 0)
 
     async def _of_journal(
         self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside]
@@ -96,6 +148,8 @@ class RebuildSource:
                 async for chunk in chunks:
                     cursor = chunk.after
                     yield chunk
+        except BadArchive as error:
+            raise Unreadable(str(error)) from None
         except (Corrupt, Gap) as error:
             raise Unreadable(
                 f"journal, shard {shard}, after seq {cursor.seq}, offset {cursor.next_offset}: {error}"
@@ -135,9 +189,10 @@ class RebuildSource:
 
 @asynccontextmanager
 async def open_rebuild_source(
-    name: str, where: Servers, skip_set_aside_of: str | None = None
+    name: str, where: Servers, skip_set_aside_of: str | None = None, archive: Store | None = None
 ) -> AsyncIterator[RebuildSource]:
-    """The source `journal` or `audit`, with connections that are closed at the end.
+    """The source `journal` or `audit`, with connections that are closed at the end. With `archive`,
+    its lines are read before the journal; raises Unreadable if it is damaged or of another system.
 
     `skip_set_aside_of` names the projection whose set-aside records are skipped.
     """
@@ -147,8 +202,18 @@ async def open_rebuild_source(
             books = await stack.enter_async_context(await connect(where.postgres, where.schema))
             await use_schema(books, where.schema)
         # Both ends are known cursors, so the journal proves itself. A rebuild waits for Kafka without bound.
-        source = await stack.enter_async_context(
-            open_source(name, where.kafka, where.journal, books, patience_seconds=None)
-        )
+        source: Source
+        if archive is None:
+            opened = open_source(name, where.kafka, where.journal, books, patience_seconds=None)
+            source = await stack.enter_async_context(opened)
+        else:
+            try:
+                source = await stack.enter_async_context(
+                    open_archive_source(
+                        archive, where.prefix, where.shards, where.kafka, where.journal, patience_seconds=None
+                    )
+                )
+            except BadArchive as error:
+                raise Unreadable(str(error)) from None
         load = partial(set_aside.load, books, skip_set_aside_of) if books and skip_set_aside_of else None
         yield RebuildSource(source, load)

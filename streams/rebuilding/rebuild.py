@@ -36,6 +36,7 @@ from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.projections.versions import Version
 from grabstream.streams.history.chunks import Chunk, gathered, read_ahead
+from grabstream.streams.history.stores import Store
 from grabstream.streams.rebuilding.loading import deal, in_processes
 from grabstream.streams.rebuilding.reading import RebuildRefused, RebuildSource, Servers, open_rebuild_source
 from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of
@@ -254,7 +255,7 @@ class Rebuild:
         try:
             await in_processes(
                 load_part,
-                (self._where, self._projection, source.name, source.skips_set_aside),
+                (self._where, self._projection, source.name, source.skips_set_aside, source.archive),
                 targets,
                 hands,
                 update_progress,
@@ -492,14 +493,14 @@ def _in_words(cursor: Cursor) -> str:
 
 
 async def load_part(
-    where: Servers, projection: str, source_name: str, keeps_set_aside: bool, targets: Mapping[int, Cursor],
-    step: Step
+    where: Servers, projection: str, source_name: str, keeps_set_aside: bool, archive: Store | None,
+    targets: Mapping[int, Cursor], step: Step
 ) -> None:  # fmt: skip
     """Loads some shards in a separate process, for a rebuild that another process controls and reports."""
     past = projection if keeps_set_aside else None
     async with (
         _connections(where) as (control, writer),
-        open_rebuild_source(source_name, where, past) as source,
+        open_rebuild_source(source_name, where, past, archive) as source,
     ):
         await Rebuild(where, projection, control, writer, step=step).load_shards(source, targets)
 

@@ -27,7 +27,15 @@ from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import raise_term
 from grabstream.models.bounds import RECORD_BYTES_MAX
-from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, marker_headers, parse_block
+from grabstream.models.journal import (
+    SIGNED_OWNER,
+    Corrupt,
+    Cursor,
+    Gap,
+    block_headers,
+    is_signed_owner,
+    marker_headers,
+)
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections import versions
@@ -38,9 +46,11 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version
+from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.history.sources import AuditSource
 from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.projecting.publisher import Publisher, newest_cursor
 from grabstream.streams.rebuilding.reading import RebuildRefused, Servers, Unreadable
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, ReportRebuild, hold_projection
@@ -178,6 +188,12 @@ class Restore:
             for index, plan in enumerate(plans):
                 problems += await _problems(connection, plan, self._events)
                 plans[index] = await _with_restored(journal, plan, delete)
+        if journal_keys().signer is None and any(
+            is_signed_owner(cursor.owner) for plan in plans for _, cursor in plan.cursors
+        ):
+            problems.append(
+                "the journal was signed: set GRAB_JOURNAL_KEYS, so that the new one is signed too"
+            )
         if problems:
             if not self._accept_loss and any(
                 cursor.seq > plan.end.seq for plan in plans for _, cursor in plan.cursors
@@ -228,7 +244,7 @@ class Restore:
                 await hold_projection(connection, self._where.schema, projection, "rebuild journal")
             last: dict[int, tuple[Fact, Cursor]] = {}
             producer = AIOKafkaProducer(
-                bootstrap_servers=self._where.kafka,
+                **brokers.at(self._where.kafka),
                 enable_idempotence=True,
                 acks="all",
                 max_request_size=RECORD_BYTES_MAX,
@@ -257,7 +273,7 @@ class Restore:
 
     async def _raise_term(self, plan: ShardPlan) -> tuple[str, int, str]:
         """Takes the shard from any relay that may still run, by a term above every known one."""
-        owner = OWNER + secrets.token_hex(8)
+        owner = OWNER + secrets.token_hex(8) + (SIGNED_OWNER if journal_keys().signer else "")
         floor = max(cursor.term for _, cursor in [*plan.cursors, ("", plan.restored)])
         (term, server_epoch, *_), _ = await raise_term(
             self._redis, self._keys.shard(plan.shard).state, floor, owner
@@ -392,6 +408,8 @@ class _ShardWriter:
             self.anchors[self._cursor.seq] = self._cursor
 
     async def _send(self, value: bytes, headers: list[tuple[str, bytes]]) -> int:
+        if signer := journal_keys().signer:
+            headers = signer.signed(self._topic, self._plan.shard, headers)
         metadata = await self._producer.send_and_wait(
             self._topic, value, partition=self._plan.shard, headers=headers
         )
@@ -476,8 +494,8 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
         async with aclosing(reader.read(plan.shard, 0, await reader.end(plan.shard))) as lists:
             async for records in lists:
                 for record in records:
-                    block = parse_block(record.headers, record.value)
-                    if block.count and not block.owner.startswith(OWNER):
+                    block = reader.block(record)
+                    if block.count and not cursor.ignores(block) and not block.owner.startswith(OWNER):
                         raise RebuildRefused(
                             f"shard {plan.shard}: the journal contains events, seq {block.first_seq} to "
                             f"{block.last_seq} at offset {record.offset}. "

@@ -182,6 +182,11 @@ class Leases:
         return sorted(self._running)
 
     @property
+    def relayed(self) -> dict[int, bool]:
+        """For each of them, whether it has taken the shard over and relays it now."""
+        return {shard: held.duty.is_relaying for shard, held in self._running.items()}
+
+    @property
     def _renew_seconds(self) -> float:
         """The time between two renewals, and the longest time that one may take."""
         return self._lease_ms / 1000 / RENEWALS_PER_LEASE

@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.server import raise_term
-from grabstream.models.journal import Cursor
+from grabstream.models.journal import SIGNED_OWNER, Cursor, is_signed_owner
 
 READ_ENTRIES_MAX: Final = 16
 #: The bytes of a damaged value that are shown at most.
@@ -95,11 +95,17 @@ class OwnedShard:
         #: Why the owner runs plain scripts, in words; '' if it uses functions.
         self.plain = ""
 
-    async def raise_term(self, floor: int) -> Raised:
+    async def is_signed(self) -> bool:
+        """Whether the owner of the last checkpoint signs its records. A hint: the journal decides."""
+        owner = await self.redis.hget(self.keys.state, "journaled_owner") or b""
+        return is_signed_owner(owner.decode(errors="replace"))
+
+    async def raise_term(self, floor: int, signs: bool = False) -> Raised:
         """The first step of a takeover: a term above `floor`; raises NewerProgram and DamagedState. The
-        server has the library then, unless the shard says why functions cannot be used.
+        server has the library then, unless the shard says why functions cannot be used. The id of an owner
+        that `signs` says so.
         """
-        owner = secrets.token_hex(8)
+        owner = secrets.token_hex(8) + (SIGNED_OWNER if signs else "")
         try:
             reply, self.plain = await raise_term(self.redis, self.keys.state, floor, owner)
         except ResponseError as error:
@@ -146,12 +152,25 @@ class OwnedShard:
         """Stops all deciding in the shard."""
         await self.run("fence", [self.keys.state], ownership, reason)
 
-    async def checkpoint(self) -> Cursor:
+    async def read(self, ownership: Ownership, command: str, key: str | None, *arguments: object) -> Any:
+        """The reply of a reading command from the server of the takeover; raises SteppedDown. The client's
+        other connections may lead to another server, after a failover: what was read there would be taken for
+        the state of this one.
+        """
+        keys = [self.keys.state] if key is None else [self.keys.state, key]
+        return await self.run("read", keys, ownership, command, len(arguments), *arguments)
+
+    async def layout(self, ownership: Ownership) -> int | None:
+        """The key layout of the shard; None if it has none."""
+        [layout] = await self.read(ownership, "HMGET", self.keys.state, "layout")
+        return None if layout is None else int(layout)
+
+    async def checkpoint(self, ownership: Ownership) -> Cursor:
         """The cursor of the last trim; the journal's beginning if there was none. Raises DamagedState."""
-        fields = await self.redis.hmget(
-            self.keys.state,
-            ["journaled_seq", "journaled_head", "journaled_offset", "journaled_term", "journaled_owner"],
-        )
+        fields = await self.read(
+            ownership, "HMGET", self.keys.state,
+            "journaled_seq", "journaled_head", "journaled_offset", "journaled_term", "journaled_owner",
+        )  # fmt: skip
         if fields[0] is None:
             return Cursor()
         seq, head, offset, term, owner = fields

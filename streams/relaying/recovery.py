@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Final, Literal, NamedTuple
@@ -54,6 +54,7 @@ WIPE_KEYS_A_STEP: Final = 500
 #: step.
 WIPE_PARTS_WEIGHT: Final = 10
 RETIRED_A_STEP: Final = 1_000
+SCAN_COUNT: Final = 1_000
 PROGRESS_SECONDS: Final = 1.0
 #: A field of the counts of refusals: second, code and offer.
 _COUNTED: Final = re.compile(rb"\d{1,12}:\d{1,3}:.+", re.DOTALL).fullmatch
@@ -94,6 +95,7 @@ class Snapshot(NamedTuple):
 OpenSnapshot = Callable[[int], AbstractAsyncContextManager[Snapshot | None]]
 NewestCursor = Callable[[int], Awaitable[Cursor]]
 LastGrab = Callable[[int], Awaitable[bytes | None]]
+RecordedKeys = Callable[[], Awaitable[Mapping[str, str]]]
 
 
 class Recovered(NamedTuple):
@@ -122,11 +124,14 @@ class SameIds(Impossible):
 
 
 class Snapshots(NamedTuple):
-    """The functions that read snapshots."""
+    """The functions that read snapshots, and `keys`, which records the key that this process signs with, and
+    returns the public keys of all relays by id.
+    """
 
     open: OpenSnapshot
     newest: NewestCursor
     last_grab: LastGrab
+    keys: RecordedKeys
 
 
 class Recovery:
@@ -153,6 +158,12 @@ class Recovery:
         self._layout = LAYOUT
         self._layout_least = LAYOUT_MIN
         self._seeds: dict[str, str] = {}
+
+    async def recorded_keys(self) -> Mapping[str, str]:
+        """The public keys of the relays, by id, with that of this process; raises OSError when they cannot be
+        read.
+        """
+        return {} if self._snapshots is None else await self._snapshots.keys()
 
     async def newest_snapshot(self) -> Cursor:
         """The cursor of the newest snapshot; the journal's beginning if there is none."""
@@ -297,7 +308,7 @@ class Recovery:
                 await self._apply_past(ownership, snapshot.past[start : start + RETIRED_A_STEP], ())
             async for payments in snapshot.payments:
                 await self._apply_past(ownership, (), payments)
-            layout = await self._layout_here()
+            layout = await self._layout_here(ownership)
             async for events in snapshot.events:
                 await self._apply_all(ownership, events, None, layout)
             await self._apply(ownership, [], "", snapshot.cursor.seq, snapshot.at)
@@ -309,7 +320,7 @@ class Recovery:
         waiting: list[bytes] = []
         cursor: Cursor | None = None
         read = seq
-        layout = await self._layout_here()
+        layout = await self._layout_here(ownership)
         try:
             async with aclosing(journal) as reading:
                 async for cursor, accepted in reading:
@@ -348,9 +359,9 @@ class Recovery:
 
     # -- applying --------------------------------------------------------------------------------------------
 
-    async def _layout_here(self) -> int:
+    async def _layout_here(self, ownership: Ownership) -> int:
         """The key layout of the shard. It does not change while events are applied."""
-        return int(await self._shard.redis.hget(self._shard.keys.state, "layout") or LAYOUT_MIN)
+        return await self._shard.layout(ownership) or LAYOUT_MIN
 
     async def _apply_all(
         self, ownership: Ownership, lines: Sequence[AnyLine], seq: int | None, layout: int
@@ -426,13 +437,14 @@ class Recovery:
         """
         keys = self._shard.keys
         kept = {key.encode() for key in (keys.state, keys.lease, keys.present)}
-        if await self._has_sound_counts():
+        if await self._has_sound_counts(ownership):
             kept.add(keys.demand.encode())
         step: list[str] = []
         weight = 0
         arguments = ("the shard is being rebuilt from the journal", self._layout, self._layout_least)
         await self._shard.run("wipe", [keys.state], ownership, *arguments)
-        async for name in self._shard.redis.scan_iter(match=f"{literal(keys.tag)}:*", count=1_000):
+        match = f"{literal(keys.tag)}:*"
+        async for name in self._scanned(ownership, "SCAN", None, "MATCH", match):
             if name not in kept:
                 step.append(name.decode())
                 weight += WIPE_PARTS_WEIGHT if name.endswith(b"/parts") else 1
@@ -442,15 +454,31 @@ class Recovery:
         await self._shard.run("wipe", [keys.state, *step], ownership, *arguments)
         self._step("recovery.wiped")
 
-    async def _has_sound_counts(self) -> bool:
+    async def _has_sound_counts(self, ownership: Ownership) -> bool:
         """Whether the counts of refusals are in the form that scripts write: others would fail at them."""
-        redis, key = self._shard.redis, self._shard.keys.demand
-        if await redis.type(key) != b"hash":
+        key = self._shard.keys.demand
+        if await self._shard.read(ownership, "TYPE", key) != b"hash":
             return False
-        async for field, count in redis.hscan_iter(key, count=1_000):
-            if not (_COUNTED(field) and count.isdigit()):
+        is_field = True
+        async for word in self._scanned(ownership, "HSCAN", key):
+            if not (_COUNTED(word) if is_field else word.isdigit()):
                 return False
+            is_field = not is_field
         return True
+
+    async def _scanned(
+        self, ownership: Ownership, command: str, key: str | None, *arguments: str
+    ) -> AsyncIterator[bytes]:
+        """What a scan of the server of the takeover finds."""
+        cursor = b"0"
+        while True:
+            cursor, found = await self._shard.read(
+                ownership, command, key, cursor, *arguments, "COUNT", SCAN_COUNT
+            )
+            for word in found:
+                yield word
+            if cursor == b"0":
+                return
 
     async def _finish(
         self, ownership: Ownership, position: Position, journal_seq: int, snapshot_seq: int, began: float

@@ -9,8 +9,9 @@ with tests/protocol/model.py.
 import asyncio
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -21,11 +22,15 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.library import provide
 from grabstream.lua.ticks import seconds_to_tick
+from grabstream.lua.traces import traces
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import RECORD_BYTES_MAX
-from grabstream.models.journal import Cursor, block_headers, chain
+from grabstream.models.journal import Cursor, Headers, anchor_headers, block_headers, chain, named
+from grabstream.streams import brokers
 from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
-from grabstream.streams.journal import JournalReader
+from grabstream.streams.journal import JournalReader, term_of
+from grabstream.streams.journal_keys import Signer, journal_keys
+from grabstream.streams.measures import RelayMeasures
 from grabstream.streams.relaying.blocks import blocks_of
 from grabstream.streams.relaying.ownership import (
     NewerProgram,
@@ -100,7 +105,9 @@ class ShardRelay:
         report: Callable[[Recovered], Any] | None = None,
         progress: Callable[[int], None] = lambda applied: None,
         duty: Duty | None = None,
+        measures: RelayMeasures | None = None,
     ) -> None:
+        self._measures = measures or RelayMeasures()
         self._duty = duty or Duty()
         self._shard = OwnedShard(redis, keys)
         self._shards = shards
@@ -112,6 +119,10 @@ class ShardRelay:
         self._trouble = Trouble(log, f"shard {keys.shard}")
         self._pause_seconds = RETRY_SECONDS
         self.state = "waiting"
+        #: The key of this tenure. A takeover has recorded it, so a tenure signs with no other one.
+        self._signer: Signer | None = None
+        #: Whether the takeover could not read which keys relays sign with.
+        self._keys_unread = False
 
     async def run(self) -> None:
         """Takes the shard over and relays it, again after every error, until cancelled; or until it no longer
@@ -123,17 +134,20 @@ class ShardRelay:
                     await self._tenure(producer, *await self._take_over(producer))
             except SteppedDown as reason:
                 self.state = "stepped down"
+                self._measures.ended["stepped_down"] += 1
                 log.info("shard %d: stepped down: %s", self._shard.keys.shard, reason)
                 if not self._duty.is_leaving:
                     await asyncio.sleep(RETRY_SECONDS)
             except (NotReconciled, NewerProgram) as reason:
                 self.state = f"fenced: {reason}"
+                self._measures.ended["fenced"] += 1
                 log.error("shard %d stays fenced: %s", self._shard.keys.shard, reason)
                 await asyncio.sleep(FENCED_RETRY_SECONDS)
             except BaseException as error:
                 if not is_trouble(error):
                     raise
                 self.state = f"retrying: {in_words(error)}"
+                self._measures.ended["trouble"] += 1
                 self._trouble.say(in_words(error))
                 await asyncio.sleep(self._pause_seconds)
                 self._pause_seconds = min(self._pause_seconds * 2, RETRY_SECONDS_MAX)
@@ -154,27 +168,31 @@ class ShardRelay:
         async def drain(ownership: Ownership, cursor: Cursor) -> Cursor:
             return await self._drain(producer, ownership, cursor)
 
+        self._signer = journal_keys().signer
         reader = JournalReader(consumer, self._partition.topic)
         return Takeover(self._shard, self._shards, reader, send, drain, self._recovery)
 
     async def _take_over(self, producer: AIOKafkaProducer) -> tuple[Ownership, Cursor]:
         async with self._consumer(TAKEOVER_FETCH_MS) as consumer:
             self.state = "taking over"
-            taken_over = await self._takeover(producer, consumer).run()
+            takeover = self._takeover(producer, consumer)
+            taken_over = await takeover.run()
+            self._keys_unread = takeover.keys_unread
             self._step("relay.took_over")
             return taken_over
 
     async def _tenure(self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor) -> None:
         log.info("shard %d: owner of term %d from seq %d", self._shard.keys.shard, ownership.term, cursor.seq)
         self.state = "relaying"
-        self._trouble.over()
-        self._pause_seconds = RETRY_SECONDS
+        self._measures.takeovers += 1
         tail = _Tail(self._consumer, self._partition, ownership.term, cursor.next_offset)
         watching = asyncio.create_task(tail.watch())
         relaying = asyncio.create_task(self._relay(producer, ownership, cursor, tail))
         tasks = {watching, relaying}
         if self._shard.plain:
             tasks.add(asyncio.create_task(self._functions_again()))
+        if self._keys_unread:
+            tasks.add(asyncio.create_task(self._keys_again()))
         self._duty.is_relaying = True
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -195,11 +213,23 @@ class ShardRelay:
             if not await provide(self._shard.redis, self._shard.keys.state):
                 raise SteppedDown("functions can be used now")
 
+    async def _keys_again(self) -> None:
+        """Tries from time to time to read which keys relays sign with; raises SteppedDown when that is
+        possible, because a takeover compares and records them. Relaying continues meanwhile.
+        """
+        while True:
+            await asyncio.sleep(FENCED_RETRY_SECONDS)
+            with suppress(OSError):
+                await self._recovery.recorded_keys()
+                raise SteppedDown("the keys of relays can be read again")
+
     # -- relaying --------------------------------------------------------------------------------------------
 
     async def _relay(
         self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor, tail: "_Tail"
     ) -> None:
+        if self._signer:
+            cursor = await self._anchor(producer, cursor, tail)
         outbox = await self._shard.read_outbox(ownership, cursor.seq)
         while True:
             entries = outbox.entries
@@ -210,6 +240,7 @@ class ShardRelay:
                 # All its events are journaled: the next takeover rebuilds it.
                 raise SteppedDown("the shard is incomplete")
             if not entries:
+                self._succeeded()
                 self._duty.is_waiting = True
                 await self._wait_for_more(cursor.seq)
                 outbox = await self._shard.read_outbox(ownership, cursor.seq)
@@ -217,18 +248,47 @@ class ShardRelay:
             self._duty.is_waiting = False
             self._duty.decided.set()
             last = cursor.seq + sum(seqs for entry in entries for _, seqs in entry)
+            if _key_id(journal_keys().signer) != _key_id(self._signer):
+                # A takeover records the key, so that relays which lack it take no shard.
+                raise SteppedDown("another key signs now")
             for block in blocks_of(entries, self._block_events_max):
+                began = time.perf_counter()
                 after = await self._append(producer, ownership, cursor, block)
                 if after.next_offset != cursor.next_offset + 1:
                     # Other records lie between: the block counts only if no newer owner wrote one.
                     await tail.reached(after.next_offset - 1)
+                if (traced := traces()) is not None:
+                    traced.add(
+                        "relay", self._shard.keys.shard, traced.range_of(cursor.seq + 1, after.seq),
+                        time.perf_counter() - began, events=after.seq - cursor.seq,
+                        offset=after.next_offset - 1,
+                    )  # fmt: skip
                 self._step("relay.acknowledged")
+                self._measures.events += after.seq - cursor.seq
+                self._succeeded()
                 cursor = after
                 if cursor.seq == last:
                     outbox = await self._shard.trim_and_read(ownership, cursor)
                 else:
                     await self._shard.trim(ownership, cursor)
+                self._measures.cycle_seconds.observe(time.perf_counter() - began)
                 self._step("relay.trimmed")
+
+    def _succeeded(self) -> None:
+        """There is nothing to relay, or a block was: a takeover alone does not show that this works, and each
+        one leaves a marker in the journal.
+        """
+        self._trouble.over()
+        self._pause_seconds = RETRY_SECONDS
+
+    async def _anchor(self, producer: AIOKafkaProducer, cursor: Cursor, tail: "_Tail") -> Cursor:
+        """Signs the history that the takeover has found, which may be unsigned. Returns the cursor after."""
+        offset = await self._send(producer, b"", anchor_headers(cursor, self._shard.keys.shard))
+        _require_after(cursor, offset)
+        if offset != cursor.next_offset:
+            await tail.reached(offset)
+        self._step("relay.anchored")
+        return cursor._replace(next_offset=offset + 1)
 
     async def _drain(self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor) -> Cursor:
         """Journals the rest of the outbox of a shard that decides nothing."""
@@ -239,11 +299,23 @@ class ShardRelay:
             for block in blocks_of(entries, self._block_events_max):
                 after = await self._append(producer, ownership, cursor, block)
                 if after.next_offset != cursor.next_offset + 1:
-                    raise SteppedDown(
-                        f"another record is in the journal before offset {after.next_offset - 1}"
-                    )
+                    await self._require_none_newer(cursor, after.next_offset - 1)
                 cursor = after
             await self._shard.trim(ownership, cursor)
+
+    async def _require_none_newer(self, cursor: Cursor, offset: int) -> None:
+        """Raises SteppedDown if a record between a cursor and an offset may be one of another owner that
+        counts. Where keys are known, what no relay signed does not count.
+        """
+        newer = SteppedDown(f"another record is in the journal before offset {offset}")
+        if not journal_keys().public:
+            raise newer
+        async with self._consumer(TAKEOVER_FETCH_MS) as consumer:
+            reader = JournalReader(consumer, self._partition.topic)
+            async with aclosing(reader.read(self._shard.keys.shard, cursor.next_offset, offset)) as lists:
+                async for records in lists:
+                    if not all(cursor.ignores(reader.block(record)) for record in records):
+                        raise newer
 
     async def _append(
         self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor, block: list[OutboxLine]
@@ -265,6 +337,7 @@ class ShardRelay:
             seqs,
         )
         offset = await self._send(producer, b"\n".join(lines), headers)
+        _require_after(cursor, offset)
         return Cursor(cursor.seq + seqs, head, offset + 1, ownership.term, ownership.owner)
 
     async def _wait_for_more(self, seq: int) -> None:
@@ -278,6 +351,8 @@ class ShardRelay:
         """Returns the offset of the acknowledged record. An unknown offset is an error: the end of the
         journal has to be read again.
         """
+        if self._signer:
+            headers = self._signer.signed(self._partition.topic, self._shard.keys.shard, headers)
         metadata = await producer.send_and_wait(
             self._partition.topic, value, partition=self._partition.partition, headers=headers
         )
@@ -290,11 +365,10 @@ class ShardRelay:
         # Idempotent: a batch that the client sends again must not be appended twice. After an error, a new
         # producer is made.
         producer = AIOKafkaProducer(
-            bootstrap_servers=self._bootstrap,
+            **brokers.at(self._bootstrap, timeout_ms=10_000),
             enable_idempotence=True,
             acks="all",
             max_request_size=RECORD_BYTES_MAX,
-            request_timeout_ms=10_000,
         )
         async with started(producer):
             await producer.partitions_for(self._partition.topic)
@@ -303,7 +377,7 @@ class ShardRelay:
     @asynccontextmanager
     async def _consumer(self, fetch_max_wait_ms: int) -> AsyncIterator[AIOKafkaConsumer]:
         consumer = AIOKafkaConsumer(
-            bootstrap_servers=self._bootstrap,
+            **brokers.at(self._bootstrap),
             auto_offset_reset="none",
             enable_auto_commit=False,
             max_partition_fetch_bytes=RECORD_BYTES_MAX,
@@ -313,6 +387,21 @@ class ShardRelay:
         consumer.assign([self._partition])
         async with started(consumer):
             yield consumer
+
+
+def _require_after(cursor: Cursor, offset: int) -> None:
+    """Raises SteppedDown if a record got an offset that an earlier one had: the journal has lost that one, as
+    when its topic was deleted and created again. The checkpoint stays, so the next takeover fences the shard.
+    """
+    if offset < cursor.next_offset:
+        raise SteppedDown(
+            f"a record got journal offset {offset}, but there were records up to {cursor.next_offset - 1} "
+            "already: the journal has lost some"
+        )
+
+
+def _key_id(signer: Signer | None) -> str:
+    return signer.key_id if signer else ""
 
 
 class _Tail:
@@ -338,9 +427,9 @@ class _Tail:
             fetched = await consumer.getmany(self._partition, timeout_ms=TAIL_FETCH_MS)
             records = fetched.get(self._partition, [])
             for record in records:
-                headers = dict(record.headers)
-                if headers.get("count") == b"0" and int(headers["term"]) > self._term:
-                    raise SteppedDown(f"term {int(headers['term'])} was raised")
+                term = self._raised_by(record.headers)
+                if term > self._term:
+                    raise SteppedDown(f"term {term} was raised")
             if records:
                 # Before anything else runs, so that the client does not fetch what comes next.
                 consumer.pause(self._partition)
@@ -351,6 +440,18 @@ class _Tail:
                     async with asyncio.timeout(TAIL_PAUSE_SECONDS):
                         await self._is_awaited.wait()
                 consumer.resume(self._partition)
+
+    def _raised_by(self, headers: Headers) -> int:
+        """The term of a marker; 0 for any other record, and for one that readers ignore, so that nobody can
+        make the owner step down who cannot take its shard.
+        """
+        given = named(headers)
+        if given.get("count") != b"0":
+            return 0
+        authority, _ = journal_keys().authority(self._partition.topic, self._partition.partition, headers)
+        must_be_signed = journal_keys().signer is not None
+        is_ignored = authority == "forged" or (must_be_signed and authority != "signed")
+        return 0 if is_ignored else term_of(headers)
 
     async def reached(self, offset: int) -> None:
         """Returns when everything up to the offset was read and contained no newer marker."""

@@ -19,7 +19,7 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, STAGED, KeySpace, ShardKeys
 from grabstream.lua.records import Damaged, in_fields, offer_of_answer, offer_of_payment, unpacked
 from grabstream.lua.server import time_ms_of
-from grabstream.models.journal import Accepted, Cursor, parse_block
+from grabstream.models.journal import Accepted, Cursor
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.relaying.ownership import OwnedShard, Ownership
@@ -136,9 +136,7 @@ class Events:
                 async for records in lists:
                     news: list[Accepted] = []
                     for record in records:
-                        self._cursor, accepted = self._cursor.feed(
-                            record.offset, parse_block(record.headers, record.value)
-                        )
+                        self._cursor, accepted = self._cursor.feed(record.offset, self._reader.block(record))
                         news += accepted
                     yield self._cursor, self._keep(news, seq)
                     if self._over:

@@ -11,6 +11,7 @@ events: stay fenced, and state the way out. The order of these steps is the prot
 with tests/protocol/model.py.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -18,9 +19,10 @@ from typing import Final, NamedTuple
 
 from grabstream.lua.gate.sealing import CannotOpen
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
-from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, marker_headers, parse_block
+from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, is_signed_owner, marker_headers
 from grabstream.models.runs import is_run, is_single
 from grabstream.streams.journal import JournalReader
+from grabstream.streams.journal_keys import journal_keys, lacking
 from grabstream.streams.relaying.ownership import (
     DamagedState,
     NotReconciled,
@@ -38,6 +40,13 @@ SNAPSHOT_WORTH_RECORDS: Final = 2_000
 RAISES_MAX: Final = 3
 #: Part of the fault of a shard whose journal has to be restored.
 JOURNAL_LOST: Final = "it has lost events"
+#: The fault of a relay without a key: readers would ignore what it writes.
+#: How long a takeover waits for the keys that relays sign with.
+KEYS_SECONDS_MAX: Final = 10.0
+NO_KEY: Final = (
+    "the shard's records are signed, and this worker has no key to sign with: set GRAB_JOURNAL_KEYS, or run "
+    "it without relays"
+)
 #: The beginning of the fault of a shard that cannot be rebuilt from its journal.
 CANNOT_BE_REBUILT: Final = "the shard cannot be rebuilt from the journal"
 
@@ -78,20 +87,31 @@ class Takeover:
         self._recovery = recovery
         #: Whether the last grab in the journal is a line by itself; None if none was read.
         self._has_singles: bool | None = None
+        self._signs = journal_keys().signer is not None
+        #: Whether it could not be read which keys relays sign with.
+        self.keys_unread = False
+        #: Whether an owner signs in what was read.
+        self._met_signatures = False
 
     async def run(self) -> tuple[Ownership, Cursor]:
         """Reconciles Redis; returns the ownership and the cursor at the journal's end.
 
         Raises SteppedDown, NewerProgram, NotReconciled, and what Redis and Kafka raise.
         """
+        if not self._signs and await self._shard.is_signed():
+            # Before the term is raised: the relay that signs keeps the shard.
+            raise NotReconciled(NO_KEY)
+        await self._require_keys()
         raised, marker = await self._raise(0)
         try:
-            checkpoint = await self._shard.checkpoint()
+            checkpoint = await self._shard.checkpoint(raised.ownership)
         except DamagedState as error:
             await self._shard.fence(raised.ownership, str(error))
             raise
         base = await self._base(raised, checkpoint)
         truth = await self._read_truth(base, checkpoint, marker, raised)
+        if self._met_signatures and not self._signs:
+            raise NotReconciled(NO_KEY)
         if self._has_singles is None and not raised.seq:
             last_grab = await self._recovery.last_grab()
             self._has_singles = last_grab is not None and is_single(last_grab)
@@ -99,8 +119,15 @@ class Takeover:
             if truth.cursor[3:] == raised.ownership[:2]:
                 break
             # A server that was emptied has no terms: raise above the highest term read.
+            before = raised.ownership
             raised, marker = await self._raise(truth.cursor.term)
+            if raised.ownership.server_epoch != before.server_epoch:
+                raise SteppedDown(
+                    "another server has answered: what was read of the shard is not of this one"
+                )
             truth = await self._read_on(truth, marker, raised)
+            if self._met_signatures and not self._signs:
+                raise NotReconciled(NO_KEY)
         else:
             raise SteppedDown(
                 f"the marker of term {raised.ownership.term} does not count, term {truth.cursor.term} is in "
@@ -128,8 +155,29 @@ class Takeover:
         await self._shard.trim(ownership, cursor)
         return cursor
 
+    async def _require_keys(self) -> None:
+        """Raises NotReconciled, before the term is raised, when this process lacks a key that relays sign
+        with: events that were acknowledged would not count. Where the keys cannot be read, Redis has to have
+        what the last owner acknowledged; else this raises the error.
+        """
+        if not journal_keys().public:
+            return
+        try:
+            # A hanging PostgreSQL must not stop a shard that Redis knows.
+            async with asyncio.timeout(KEYS_SECONDS_MAX):
+                recorded = await self._recovery.recorded_keys()
+        except OSError as error:
+            if not await self._shard.is_signed():
+                raise
+            why = str(error) or "PostgreSQL does not answer"
+            log.warning("shard %d: the keys of relays cannot be read: %s", self._shard.keys.shard, why)
+            self.keys_unread = True
+            return
+        if why := lacking(journal_keys(), recorded):
+            raise NotReconciled(why)
+
     async def _raise(self, floor: int) -> tuple[Raised, int]:
-        raised = await self._shard.raise_term(floor)
+        raised = await self._shard.raise_term(floor, self._signs)
         ownership = raised.ownership
         return raised, await self._send(
             b"", marker_headers(self._shard.keys.shard, ownership.term, ownership.owner)
@@ -191,9 +239,15 @@ class Takeover:
             raise _NotTheJournal(f"journal offset {before} was read before, but the journal ends at {marker}")
         async with aclosing(self._reader.read(self._shard.keys.shard, before, before + 1)) as reading:
             async for [record] in reading:
-                block = parse_block(record.headers, record.value)
+                block = self._reader.block(record)
                 of_base = (block.term, block.owner) == base[3:]
-                if block.count and of_base and block.head != base.head:
+                if of_base and block.authority == "forged" and is_signed_owner(base.owner):
+                    # Which record this is, Redis says, not a stranger. What follows it may be acknowledged.
+                    raise NotReconciled(
+                        f"journal offset {before}, which an earlier owner wrote, does not count here: "
+                        f"{block.fault}; complete GRAB_JOURNAL_PUBLIC_KEYS of this worker"
+                    )
+                if block.count and of_base and block.head != base.head and not base.ignores(block):
                     raise _NotTheJournal(f"journal offset {before} contains another block than before")
                 if is_checkpoint and not of_base:
                     raise _NotTheJournal(f"journal offset {before} is of another owner than the checkpoint")
@@ -220,8 +274,9 @@ class Takeover:
         ) as reading:
             async for records in reading:
                 for record in records:
-                    block = parse_block(record.headers, record.value)
+                    block = self._reader.block(record)
                     cursor, accepted = cursor.feed(record.offset, block)
+                    self._met_signatures |= is_signed_owner(cursor.owner)
                     for event in accepted:
                         if is_single(event.line):
                             self._has_singles = True

@@ -31,8 +31,8 @@ class Planned(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The progress of a shard: the cursor after the last event read, and the number of events passed to the
-    sink.
+    """The progress of a shard: the cursor after the last event read, and the number of events that the
+    destination lacked.
     """
 
     shard: int
@@ -56,7 +56,7 @@ async def plan(
             start = await source.resume(stretch.shard, position)
         else:
             start = await source.start(stretch.shard, None if whole else stretch.first)
-        planned.append(Planned(stretch, start, source.units(start)))
+        planned.append(Planned(stretch, start, source.units(stretch.shard, start)))
     return planned
 
 
@@ -85,8 +85,7 @@ async def replay(
                     facts = [
                         fact for fact in facts if stretch.first.of_end(fact.event) >= stretch.first.value
                     ]
-                await sink.write(chunk, facts)
-                events = sum(fact.event.seqs for fact in facts)
+                events = await sink.write(chunk, facts)
                 done[stretch.shard] = Done(stretch.shard, chunk.after, done[stretch.shard].events + events)
                 left -= chunk.read
                 report(chunk.read, events)

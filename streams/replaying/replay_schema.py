@@ -24,6 +24,7 @@ from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
+from grabstream.projections.reports import describe
 from grabstream.projections.versions import create_flat, may_be_version
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.replaying.selection import Wanted
@@ -61,7 +62,8 @@ CREATE TRIGGER only_a_replay AFTER INSERT OR UPDATE ON projection_cursors
 _OFFERS_OF_USERS: Final = (
     "CREATE VIEW offers AS SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, "
     "opened_at, opens_at, closes_at, "
-    "closed_at, retired_at, reason, seed_sha256, seed, terms FROM offers_partial"
+    "closed_at, retired_at, reason, seed_sha256, seed, terms, opened_time, opens_time, closes_time, "
+    "closed_time, retired_time, campaign, campaign_timezone, total_amount FROM offers_partial"
 )
 _BALANCES_OF_USERS: Final = "CREATE VIEW balances AS SELECT * FROM balances_partial WHERE user_id IN ({})"
 
@@ -102,7 +104,7 @@ def partial_views(definition: Definition, shards: int) -> list[str]:
     if wanted.offers or not whole:
         names |= {"accounts", "balances"}
     if wanted.users:
-        names |= {"accounts", "offers", "waiting"}
+        names |= {"accounts", "offers", "waiting", "fairness", "flows", "revenue", "results_by_week"}
     return sorted(names)
 
 
@@ -292,6 +294,7 @@ async def _make(connection: AsyncConnection[Any], schema: str, shards: int, defi
     async with connection.transaction():
         await create_flat(connection, schema, shards)
         await connection.execute(_GUARD)
+        await describe(connection, schema)
         await connection.execute(
             "INSERT INTO replay (definition, until) VALUES (%s, %s)",
             (_json(definition.fixed()), _json(definition.bounds())),

@@ -37,8 +37,10 @@ class Webhooks:
     """Delivers webhooks of one system."""
 
     def __init__(
-        self, postgres: str, schema: str, kafka: str, prefix: str, shards: int, sealer: Sealer, limits: Limits
-    ) -> None:
+        self, postgres: str, schema: str, kafka: str, prefix: str, shards: int, sealer: Sealer,
+        limits: Limits, sent: dict[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self._sent = sent
         self._postgres = postgres
         self._schema = schema
         self._kafka = kafka
@@ -99,7 +101,7 @@ class Webhooks:
         )
         async with pool:
             reader = Reader(pool, self._kafka, self._journal, self._shards, added)
-            sender = Sender(pool, self._sealer, self._limits, added)
+            sender = Sender(pool, self._sealer, self._limits, added, self._sent)
             async with running(reader.run(), sender.run(), self._keep(connection)) as tasks:
                 await first_to_end(tasks)
 

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, Final, NamedTuple
 
@@ -90,7 +91,9 @@ def again_seconds(attempts: int, draw: Callable[[], float] = random.random) -> f
 class _Receiver:
     """What is known of a subscription's receiver, and the requests to it, by offer."""
 
-    def __init__(self) -> None:
+    def __init__(self, webhook: Webhook) -> None:
+        #: As it was last read: its secret may be another one by the next delivery.
+        self.webhook = webhook
         self.failures = 0
         self.not_before = 0.0
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -112,11 +115,13 @@ class _Receiver:
 
 
 class Sender:
-    """Sends deliveries until cancelled. `wake` is set when there are new ones."""
+    """Sends deliveries until cancelled. `wake` is set when there are new ones; `sent` counts the requests."""
 
     def __init__(
-        self, pool: AsyncConnectionPool[Any], sealer: Sealer, limits: Limits, wake: asyncio.Event
-    ) -> None:
+        self, pool: AsyncConnectionPool[Any], sealer: Sealer, limits: Limits, wake: asyncio.Event,
+        sent: dict[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self._sent = {"delivered": 0, "failed": 0} if sent is None else sent
         self._pool = pool
         self._sealer = sealer
         self._limits = limits
@@ -157,12 +162,13 @@ class Sender:
                     if not self._receivers[name].tasks:
                         del self._receivers[name]
                 for webhook in active:
-                    receiver = self._receivers.setdefault(webhook.webhook, _Receiver())
+                    receiver = self._receivers.setdefault(webhook.webhook, _Receiver(webhook))
+                    receiver.webhook = webhook
                     room = receiver.room(time.monotonic())
                     if room <= 0:
                         continue
                     for delivery in await records.due(connection, webhook.webhook, receiver.tasks, room):
-                        task = asyncio.create_task(self._drain(session, webhook, receiver, delivery))
+                        task = asyncio.create_task(self._drain(session, receiver, delivery))
                         receiver.tasks[delivery.offer] = task
         except BaseException as error:
             if not is_trouble(error):
@@ -172,22 +178,21 @@ class Sender:
         else:
             self._trouble.over()
 
-    async def _drain(
-        self, session: aiohttp.ClientSession, webhook: Webhook, receiver: _Receiver, first: Delivery
-    ) -> None:
+    async def _drain(self, session: aiohttp.ClientSession, receiver: _Receiver, first: Delivery) -> None:
         """Sends a delivery, and the next ones of its offer, until one fails or none is left."""
         delivery: Delivery | None = first
         try:
             while delivery is not None:
-                outcome = await self._send(session, webhook, delivery)
+                outcome = await self._send(session, receiver.webhook, delivery)
                 receiver.note(outcome, time.monotonic())
-                delivery = await self._record(webhook, delivery, outcome)
+                self._sent["delivered" if outcome.delivered else "failed"] += 1
+                delivery = await self._record(receiver.webhook, delivery, outcome)
         except BaseException as error:
             # If it was sent, that is not recorded: it is sent again, under the same id.
             if is_trouble(error):
                 self._trouble.say(in_words(error))
             elif isinstance(error, Exception):
-                log.critical("webhook %s: unknown error", webhook.webhook, exc_info=True)
+                log.critical("webhook %s: unknown error", receiver.webhook.webhook, exc_info=True)
             else:
                 raise
             await asyncio.sleep(RETRY_SECONDS)
@@ -218,13 +223,14 @@ class Sender:
     async def _send(self, session: aiohttp.ClientSession, webhook: Webhook, delivery: Delivery) -> Outcome:
         try:
             check_url(webhook.url, self._limits.http, self._limits.private)
-            secret = self._sealer.open(0, webhook.webhook, SEALED_FOR, webhook.sealed_secret)
+            sealed = secrets_now(webhook, datetime.now(UTC))
+            secrets = [self._sealer.open(0, webhook.webhook, SEALED_FOR, one) for one in sealed]
         except (BadUrl, CannotOpen) as error:
             return Outcome(
                 False, problem=_cut(f"the URL: {error}" if isinstance(error, BadUrl) else str(error))
             )
         body = body_of(delivery.type, delivery.at, delivery.body)
-        headers = headers_of(secret, delivery.event, body, time.time())
+        headers = headers_of(secrets, delivery.event, body, time.time())
         try:
             async with session.post(
                 webhook.url, data=body.encode(), headers=headers, allow_redirects=False
@@ -234,6 +240,16 @@ class Sender:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             refused = next((one for one in _causes(error) if isinstance(one, RefusedAddress)), error)
             return Outcome(False, problem=_cut(_words(refused)))
+
+
+def secrets_now(webhook: Webhook, now: datetime) -> list[str]:
+    """The sealed secrets that sign: that of the subscription and, for a time after a rotation, the one
+    before.
+    """
+    before = webhook.previous_sealed_secret
+    if before is None or webhook.previous_until is None or webhook.previous_until <= now:
+        return [webhook.sealed_secret]
+    return [webhook.sealed_secret, before]
 
 
 async def _read_some(answer: aiohttp.ClientResponse) -> None:

@@ -41,9 +41,11 @@ async def _serving(
 
 
 @contextlib.asynccontextmanager
-async def scripted(steps: Iterable[bytes | str]) -> AsyncIterator[tuple[str, list[bytes]]]:
+async def scripted(
+    steps: Iterable[bytes | str], closes: bool = False
+) -> AsyncIterator[tuple[str, list[bytes]]]:
     """A server that takes one step for each request, and repeats the last one: its address, and the requests
-    that it got.
+    that it got. With `closes`, each connection ends after its reply.
     """
     left = list(steps)
     requests: list[bytes] = []
@@ -58,6 +60,8 @@ async def scripted(steps: Iterable[bytes | str]) -> AsyncIterator[tuple[str, lis
                 break
             writer.write(step)
             await writer.drain()
+            if closes:
+                break
         writer.close()
 
     async with _serving(handle) as port:  # type: ignore[arg-type]

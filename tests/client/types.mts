@@ -1,5 +1,5 @@
 // What a service in TypeScript writes; compiled by a test, never run.
-import { Client, OutcomeUnknown, type Answer } from '../../client/javascript/grabstream.mjs'
+import { Client, OutcomeUnknown, type Answer, type WaitingPosition } from '../../client/javascript/grabstream.mjs'
 
 export async function buy(client: Client, user: string): Promise<number> {
   const answer: Answer = await client.grab('fair:lamp', user, { quantity: 2, id: 'g-1' })
@@ -7,6 +7,10 @@ export async function buy(client: Client, user: string): Promise<number> {
   const paid = await client.confirm('fair:lamp', answer.grab!, user, { paid: answer.due!, currency: 'CNY' })
   for await (const page of client.pages((asked) => client.offers(asked), { state: 'open' })) {
     for (const offer of page.offers) console.log(offer.units_left.toFixed())
+  }
+  const onPosition = ({ grab, position }: WaitingPosition) => console.log(grab, position.toFixed())
+  for await (const { type, event } of client.userEvents(user, { after: '0.0', onPosition })) {
+    if (type === 'grab.expired') console.log(event.grab)
   }
   const mine = await client.userGrabs(user, { after: paid })
   return mine.grabs.reduce((sum, row) => sum + row.quantity, 0)

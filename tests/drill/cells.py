@@ -14,6 +14,7 @@ from tests.conftest import until
 from tests.drill.checks import PROBLEMS_MAX, at_rest, level, problems_of
 from tests.drill.faults import FAULTS, Fault
 from tests.drill.gaps import BASELINE_SECONDS, waited
+from tests.drill.pace import until_paced
 from tests.drill.stage import Scene, Servers, scene
 from tests.drill.traffic import SHAPES
 
@@ -21,12 +22,13 @@ from tests.drill.traffic import SHAPES
 DECIDING_SECONDS_MAX: Final = 30.0
 REST_SECONDS_MAX: Final = 60.0
 LOGS: Final = PROJECT / ".services" / "drill"
-#: The cells of `make test`: a fault of Redis, PostgreSQL and a worker, and every shape.
+#: The cells of `make test`: a fault of each kind, and every shape; a run plays three of them.
 SHORT: Final = (
     "redis.aof_tail×amendments",
     "redis.flushall×holds",
     "postgres.commit_reply_lost×grabs",
     "worker.stopped×baskets",
+    "gateway.killed×http",
 )
 
 
@@ -73,7 +75,11 @@ def cells(where: str, patterns: Sequence[str] = ()) -> list[Cell]:
     match one of them.
     """
     playable = [
-        Cell(name, shape) for name, fault in FAULTS.items() if where in fault.where for shape in SHAPES
+        Cell(name, shape)
+        for name, fault in FAULTS.items()
+        if where in fault.where
+        for shape in SHAPES
+        if not fault.shapes or shape in fault.shapes
     ]
     return [
         cell
@@ -143,11 +149,7 @@ async def _played(
     measured |= {"gap_seconds": played.gaps.seconds(), "touched": sorted(played.touched)}
     await played.gaps.stop()
     await traffic.stop()
-    await until(
-        lambda: level(played.settings, played.redis),
-        fault.lag_seconds - (time.monotonic() - ended),
-        "a lag of 0",
-    )
+    await until_paced(lambda: level(played.settings, played.redis), fault.lag_seconds, "a lag of 0", ended)
     measured["lag_seconds"] = round(time.monotonic() - ended, 1)
     await until(lambda: at_rest(played), REST_SECONDS_MAX, "the end of all holds")
     by_check = await problems_of(played, fault.two_servers)

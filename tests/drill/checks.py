@@ -84,7 +84,8 @@ async def problems_of(scene: Scene, two_servers: bool) -> dict[str, list[str]]:
         span for span in scene.observer.spans if not two_servers or span.from_ms > (scene.mended_at_ms or 0)
     ]
     by_check["no acknowledged answer is missing"] = missing(
-        [*scene.traffic.answered, *scene.gaps.answered], events
+        [*scene.traffic.answered, *scene.gaps.answered, *(scene.http.acknowledged if scene.http else ())],
+        events,
     )
     by_check["an answer is given again as it was"] = await repeated(scene)
     by_check["nothing was decided while fenced"] = decided_while_fenced(spans, events)

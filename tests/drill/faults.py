@@ -36,6 +36,7 @@ from tests.drill.cluster_faults import (
     resharded,
     stale_failover,
 )
+from tests.drill.over_http import SHAPE
 from tests.drill.stage import Scene
 
 #: At most so many bytes are cut from the end of the append-only file (AOF).
@@ -63,10 +64,13 @@ class Fault(NamedTuple):
     two_servers: bool = False
     #: Whether shards that the fault does not touch must not be delayed (tests/drill/gaps.py).
     isolates: bool = False
+    #: The shapes of traffic under which it can be played; empty: all.
+    shapes: frozenset[str] = frozenset()
 
 
 SINGLE: Final = frozenset({"single"})
 CLUSTER: Final = frozenset({"cluster"})
+HTTP: Final = frozenset({SHAPE})
 
 
 # -- Redis, one server ---------------------------------------------------------------------------------------
@@ -159,6 +163,8 @@ async def old_primary(scene: Scene) -> None:
         client.replicaof("NO", "ONE")
     scene.servers.redis_switch.point_at(spare.port)
     scene.traffic.join(await scene.another_gate())
+    if scene.http is not None:
+        await scene.http.start_gateway()
     scene.start_deciding()
     await scene.traffic.more(scene.random.randint(100, 200))
     await asyncio.sleep(AWAY_SECONDS)  # both servers decide for this time
@@ -175,6 +181,36 @@ async def _synchronised_spare(scene: Scene) -> Redis:
             "the synchronisation of a replica",
         )
     return spare
+
+
+async def redis_killed(scene: Scene) -> None:
+    """Redis is killed, and started again with all that it had written."""
+    server = scene.servers.single.redis
+    await asyncio.to_thread(server.kill)
+    await asyncio.sleep(AWAY_SECONDS)
+    await asyncio.to_thread(server.start)
+
+
+# -- the gateway ---------------------------------------------------------------------------------------------
+
+
+async def gateway_killed(scene: Scene) -> None:
+    """The gateway is killed twice amid requests, and each time another one takes its place."""
+    assert scene.http is not None
+    for _ in range(2):
+        scene.http.kill_gateway()
+        await scene.http.start_gateway()
+        await scene.traffic.more(scene.random.randint(20, 100))
+
+
+async def cache_killed(scene: Scene) -> None:
+    """The cache Redis is killed: the gateway continues without it. Later it comes again, empty."""
+    assert scene.http is not None
+    await asyncio.to_thread(scene.http.cache.kill)
+    await scene.traffic.more(100)
+    await asyncio.to_thread(shutil.rmtree, scene.http.cache.directory)
+    await asyncio.to_thread(scene.http.cache.start)
+    await scene.traffic.more(100)
 
 
 # -- Kafka ---------------------------------------------------------------------------------------------------
@@ -392,6 +428,9 @@ def _faults() -> list[Fault]:
         Fault("redis.moved_slots", moved_slots, CLUSTER, isolates=True),
         Fault("redis.resharded", resharded, CLUSTER, isolates=True),
         Fault("all.at_once", all_at_once, CLUSTER, lag_seconds=90),
+        Fault("redis.killed", redis_killed, SINGLE),
+        Fault("gateway.killed", gateway_killed, shapes=HTTP),
+        Fault("cache.killed", cache_killed, shapes=HTTP),
         Fault("kafka.killed", broker_killed, lag_seconds=45),
         Fault("kafka.stopped", broker_stopped, lag_seconds=60),
         Fault("kafka.leaderless", leaderless, CLUSTER, lag_seconds=60),

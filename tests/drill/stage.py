@@ -30,6 +30,7 @@ from grabstream.ops.settings import Settings, load_settings
 from tests.conftest import Worker, until
 from tests.drill.gaps import Gaps
 from tests.drill.observer import Observer
+from tests.drill.over_http import SHAPE, HttpGate
 from tests.drill.switch import Switch
 from tests.drill.traffic import Traffic
 
@@ -142,6 +143,7 @@ class Scene:
         traffic: Traffic,
         random: Random,
         logs: Path,
+        http: HttpGate | None = None,
     ) -> None:
         self.servers = servers
         self.settings = settings
@@ -159,6 +161,8 @@ class Scene:
         self.projecting: list[Worker] = []
         #: The folder of the workers' logs.
         self.logs = logs
+        #: The gateway process, if the traffic goes over HTTP.
+        self.http = http
         #: When the fault ended, in ms since 1970; None before.
         self.mended_at_ms: int | None = None
         self._stack = AsyncExitStack()
@@ -214,6 +218,8 @@ class Scene:
         await self.observer.stop()
         for worker in (*self.deciding, *self.projecting):
             worker.kill()
+        if self.http is not None:
+            await self.http.close()
         await self._stack.aclose()
 
 
@@ -244,6 +250,7 @@ async def scene(
             "schema_": name,
             "shards": SHARDS,
             "seal_keys": SecretStr(new_seal_key()),
+            "issuer_seeds": True,
             **servers.environment(),
         }
     )
@@ -253,20 +260,24 @@ async def scene(
     logs.mkdir()
     try:
         async with open_gate(settings) as gate:
+            http = HttpGate(settings, logs) if shape == SHAPE else None
             new = Scene(
                 servers,
                 settings,
                 gate,
                 client,
-                Traffic(shape, gate, key_space(settings), seed),
+                Traffic(shape, http or gate, key_space(settings), seed),
                 Random(seed),
                 logs,
+                http,
             )
             try:
                 first = new.start_deciding(fail_deciding)
                 projecting = new.start_projecting(fail_projecting)
                 await new.relayed_by(first)
                 await new.playing(projecting, new.start_deciding())
+                if http is not None:
+                    await http.start()
                 new.observer.start()
                 yield new
             finally:

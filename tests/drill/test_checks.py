@@ -51,7 +51,7 @@ async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any])
         yield SimpleNamespace(
             settings=settings, redis=redis_client, gate=gate, traffic=traffic, observer=observer, keys=keys,
             mended_at_ms=None,
-            deciding=[], projecting=[], gaps=SimpleNamespace(answered=[]),
+            deciding=[], projecting=[], gaps=SimpleNamespace(answered=[]), http=None,
         )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ async def check_level(settings: Settings, redis: Any) -> None:
     assert not await level(settings, redis), "a shard is being recovered"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 async def test_each_check_fails_when_its_data_are_damaged(scene: Any) -> None:
     assert await failed(scene) == {}
     settings, redis, answered = scene.settings, scene.redis, scene.traffic.answered
@@ -140,7 +140,6 @@ async def test_each_check_fails_when_its_data_are_damaged(scene: Any) -> None:
     assert await failed(scene) == {}
 
 
-@pytest.mark.timeout(120)
 async def test_a_cell_waits_for_holds_and_read_models(scene: Any) -> None:
     """`at_rest` is false while there are holds, `level` while read models lag."""
     assert not await at_rest(scene)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Grab
-from tests.conftest import Worker
+from tests.conftest import Worker, some_by_day
 from tests.drill.__main__ import main
 from tests.drill.cells import SHORT, Cell, cells, play
 from tests.drill.checks import Journaled, decided_while_fenced, ended_by_themselves, missing
@@ -32,7 +32,7 @@ async def drill_servers() -> AsyncIterator[Servers]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", some_by_day(SHORT, 2))
 async def test_a_cell_passes(drill_servers: Servers, name: str) -> None:
     verdict = await play(drill_servers, Cell(*name.split("×")), seed=1)
     assert verdict.passed, verdict
@@ -44,10 +44,10 @@ def test_every_cell_can_be_selected_by_name() -> None:
     assert (
         len({cell.name for cell in single})
         == len(single)
-        == len(SHAPES) * sum("single" in fault.where for fault in FAULTS.values())
+        == sum(len(fault.shapes or SHAPES) for fault in FAULTS.values() if "single" in fault.where)
     )
     assert {cell.name for cell in single} >= set(SHORT)
-    assert [cell.name for cell in cells("single", ["redis.aof*×h*"])] == ["redis.aof_tail×holds"]
+    assert [cell.name for cell in cells("single", ["redis.aof*×ho*"])] == ["redis.aof_tail×holds"]
     listed = CliRunner().invoke(main, ["--list", "--cell", "kafka.leaderless×*", "--cluster"])
     assert listed.output.split() == [f"kafka.leaderless×{shape}" for shape in SHAPES]
     refused = CliRunner().invoke(main, ["--cell", "redis.meteor×*"])

@@ -1,5 +1,5 @@
-"""Traffic: callers of a gate in four shapes, which keep every answer; after a fault every answer must still
-be true.
+"""Traffic: callers of a gate in several shapes, which keep every answer; after a fault every answer must
+still be true.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from grabstream.models.commands import (
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.models.outcomes import OutcomeUnknown
 from tests.conftest import until
+from tests.drill.over_http import SHAPE, HttpGate
 
 CALLERS: Final = 8
 PAUSE_SECONDS: Final = 0.004
@@ -38,13 +39,13 @@ class Traffic:
     answers.
     """
 
-    def __init__(self, shape: str, gate: Gate, keys: KeySpace, seed: str) -> None:
+    def __init__(self, shape: str, gate: Gate | HttpGate, keys: KeySpace, seed: str) -> None:
         self.shape = shape
         self.random = random.Random(seed)
         self.answered: list[tuple[AnyCommand, Answer]] = []
         self.unknown = 0
         self.refused_for_now = 0
-        self._gates = [gate]
+        self._gates: list[Gate | HttpGate] = [gate]
         self._names = a_campaign_of_each_shard(keys)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -66,8 +67,9 @@ class Traffic:
             self._tasks.append(asyncio.create_task(self._call(operator, CALLERS)))
 
     def join(self, gate: Gate) -> None:
-        """Adds a gate: each call uses one of the gates at random."""
-        self._gates.append(gate)
+        """Adds a gate: each call uses one of the gates at random. Traffic over HTTP stays there."""
+        if self.shape != SHAPE:
+            self._gates.append(gate)
 
     async def more(
         self, answers: int, seconds: float = ANSWER_SECONDS_MAX, what: str = "more answers"
@@ -284,4 +286,6 @@ SHAPES: Final[dict[str, tuple[Any, Any]]] = {
     "holds": (buyer, _hold_openings),
     "amendments": (amended_grabber, _amendment_openings),
     "baskets": (basket_buyer, _basket_openings),
+    # Over HTTP, through a gateway process (tests/drill/over_http.py).
+    "http": (grabber, _grab_openings),
 }

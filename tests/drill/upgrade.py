@@ -49,6 +49,11 @@ class Release:
         # In older releases the rooms were top-level packages.
         self._program = "grabstream.ops.cli" if (tree / "grabstream").is_dir() else "ops.cli"
 
+    @property
+    def has_operations(self) -> bool:
+        """Whether commands of operators have a topic of their own."""
+        return "def operations" in (self._tree / "streams" / "topics.py").read_text()
+
     def run(self, *words: str) -> str:
         """Runs a command of the program; returns its output."""
         command = [sys.executable, "-m", self._program, *words]
@@ -72,12 +77,13 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
     sent: set[str] = set()
+    # Workers of an old release may read one topic of commands.
+    topics, has_operations = Topics(settings.prefix), old.has_operations
 
     async def send(commands: Sequence[Any]) -> None:
         for command in commands:
-            await producer.send(
-                Topics(settings.prefix).commands, encode_command(command), key=command.offer.encode()
-            )
+            topic = topics.of(command) if has_operations else topics.commands
+            await producer.send(topic, encode_command(command), key=command.offer.encode())
         await producer.flush()
         sent.update(command.id for command in commands)
 
@@ -120,6 +126,7 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         # Read models with new definitions are built beside those that the old workers still write.
         new.run("rebuild", "all")
         stop_workers(workers[: len(ROLES)])
+        has_operations = True
         await grab()
         await until(lambda: _answered(settings, len(sent)), 90, "answers of both")
         first_grabs = range(len(opened), len(opened) + GRABS_A_STEP)

@@ -3,13 +3,18 @@ own.
 """
 
 import asyncio
+import os
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from playwright.async_api import Browser
 
 from grabstream.gateway.api_keys import digest_of, new_secret
+from grabstream.gateway.books import Books, open_books
 from grabstream.gateway.callers import SCOPES
 from grabstream.models.identifiers import shard_of
 from grabstream.ops.connections.opening import checked_books
@@ -17,6 +22,7 @@ from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
 from tests.conftest import Worker, make_system, until
+from tests.support.browsers import CHROMIUM, chromium
 from tests.support.gateways import Caller, GatewayProcess, calling
 from tests.support.issuer import AUDIENCE, ISSUER, key_set
 from tests.support.receipts import CALLBACK, KEYS_TEXT
@@ -73,6 +79,13 @@ def door(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         asyncio.run(take_down(settings))
 
 
+@pytest.fixture
+def plain_door(door: Door, tmp_path: Path) -> Iterator[Door]:
+    """Another gateway of the same system, without keys of a payment side: a service confirms by itself."""
+    with GatewayProcess(door.settings, tmp_path / "plain.log", gate_timeout_ms="20000") as gateway:
+        yield Door(door.settings, gateway)
+
+
 class Guarded(NamedTuple):
     """A gateway of the same system that asks who is asking, and the secrets of keys: one for each scope, by
     its name, and `all` with all of them.
@@ -115,6 +128,28 @@ async def caller(door: Door) -> AsyncIterator[Caller]:
 
 
 @pytest.fixture
+async def books(door: Door) -> AsyncIterator[Books]:
+    """The books, asked in this process."""
+
+    async def check(connection: Any) -> None:
+        pass
+
+    async with open_books(door.settings.postgres, door.settings.schema_, 2, check) as books:
+        yield books
+
+
+@pytest.fixture
 def offer() -> str:
     """The name of an offer that no other test has."""
     return f"o{secrets.token_hex(5)}"
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    """A Chromium without a past."""
+    if shutil.which(CHROMIUM) is None:
+        if os.environ.get("CI"):
+            pytest.fail("no Chromium, which the pages need", pytrace=False)
+        pytest.skip("no Chromium")
+    async with chromium() as one:
+        yield one

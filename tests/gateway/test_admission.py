@@ -315,3 +315,45 @@ def test_preflight_says_what_may_be_sent() -> None:
     assert found[b"access-control-allow-methods"] == b"GET, HEAD, OPTIONS"
     assert b"Authorization" in found[b"access-control-allow-headers"]
     assert b"access-control-allow-credentials" not in found
+
+
+GRAB = next(operation for operation in OPERATIONS if operation.name == "grab")
+CALLBACK = next(operation for operation in OPERATIONS if operation.name == "payment_callback")
+
+
+def grabbing(*credentials: str) -> Request:
+    headers = [(b"authorization", f"Bearer {one}".encode()) for one in credentials]
+    return Request({"headers": headers, "client": ("127.0.0.1", 1)}, Any, {"offer": "x"})
+
+
+async def test_only_a_service_that_was_admitted_before_needs_no_waiting_for() -> None:
+    """What is let in at once is what `admit` lets in; everything else is left to it."""
+    shop, reader, ending = new_secret(), new_secret(), new_secret()
+    rows = [
+        row(shop, scopes=["grab"]),
+        row(reader, name="reader", scopes=["read"]),
+        row(ending, name="ending", scopes=["grab"]),
+    ]
+    ring = await ring_of(*rows)
+    admission = Admission(ring, None, Counters(), CallerRates())
+    assert not admission.admits_now(GRAB, grabbing(shop))
+    for secret in (shop, ending):
+        await admission.admit(GRAB, grabbing(secret))
+    with pytest.raises(Problem, match="scope"):
+        await admission.admit(GRAB, grabbing(reader))
+    request = grabbing(shop)
+    assert admission.admits_now(GRAB, request)
+    assert (request.service, request.user) == ("shop", None)
+    assert admission.admits_now(CALLBACK, grabbing())
+    # Without credentials, with wrong ones, with two, without the scope, and with a token.
+    for others in ((), (new_secret(),), (shop, shop), (reader,), ("e30.e30.e30",)):
+        assert not admission.admits_now(GRAB, grabbing(*others))
+    # A key that is revoked is not let in any more, although it was valid a moment ago.
+    del rows[2]
+    ring._kept = (await ring_of(*rows))._kept
+    assert not admission.admits_now(GRAB, grabbing(ending))
+    assert admission.admits_now(GRAB, grabbing(shop))
+    # Requests that are counted are counted by `admit`.
+    counted = Admission(ring, None, Counters(), CallerRates(key=read_rates("100/second")))
+    await counted.admit(GRAB, grabbing(shop))
+    assert not counted.admits_now(GRAB, grabbing(shop))

@@ -7,7 +7,8 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from grabstream.gateway.api_keys import digest_of, new_secret
-from grabstream.gateway.bounds import REVOCATION_SECONDS_MAX
+from grabstream.gateway.bounds import QUESTIONS_USER_MAX, REVOCATION_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.services import free_ports
@@ -25,13 +26,16 @@ from tests.conftest import until
 from tests.gateway.conftest import Door, Guarded
 from tests.gateway.test_tokens import FORGED
 from tests.support.command_line import env_of, grabstream
-from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
+from tests.support.gateways import Caller, GatewayProcess, Got, Message, calling, new_key
 from tests.support.issuer import AUDIENCE, ISSUER, token
+from tests.support.projecting import rows
 
 #: What the routes need, written by hand: the scopes of services, and whether an end user may use them.
 ALLOWED: dict[str, tuple[set[str], bool]] = {
     "open": ({"operate"}, False),
     "amend": ({"operate"}, False),
+    "load": ({"operate"}, False),
+    "adjust": ({"operate"}, False),
     "pause": ({"operate"}, False),
     "resume": ({"operate"}, False),
     "close": ({"operate"}, False),
@@ -49,6 +53,22 @@ ALLOWED: dict[str, tuple[set[str], bool]] = {
     "user_balances": ({"read"}, True),
     "user_grabs": ({"read"}, True),
     "user_transfers": ({"read"}, True),
+    "offer_events": ({"read"}, False),
+    "user_events": ({"read"}, True),
+    "demand": ({"read"}, False),
+    "system": ({"read"}, False),
+    "books": ({"read"}, False),
+    "doctor": ({"operate"}, False),
+    "user_why": ({"read"}, False),
+    "offer_waiting": ({"read"}, False),
+    "offer_film": ({"read"}, False),
+    "offer_fairness": ({"read"}, False),
+    "offer_demand": ({"read"}, False),
+    "webhooks": ({"operate"}, False),
+    "webhook_deliveries": ({"operate"}, False),
+    "webhook_amend": ({"operate"}, False),
+    "webhook_resend": ({"operate"}, False),
+    "webhook_discard": ({"operate"}, False),
 }
 
 
@@ -293,6 +313,53 @@ async def test_revoked_rotated_and_expired_keys(anyone: Caller, guarded: Guarded
     assert answers[5][2] == 401
 
 
+async def test_stream_ends_with_its_key_or_token_and_no_other_does(anyone: Caller, guarded: Guarded) -> None:
+    name, secret = f"streaming-{secrets.token_hex(4)}", new_secret()
+    loop = asyncio.get_running_loop()
+    async with checked_books(guarded.settings) as connection, contextlib.AsyncExitStack() as closing:
+        await api_keys.create(connection, name, ["read"], digest_of(secret.encode()), None)
+        keyed = anyone.having(secret, **anyone._always)
+
+        async def is_known() -> bool:
+            return (await keyed.send("GET", "/v1/offers?limit=1")).status == 200
+
+        async def begun(caller: Caller, path: str) -> AsyncGenerator[Message, None]:
+            stream = caller.follow(path)
+            await closing.enter_async_context(contextlib.aclosing(stream))
+            await anext(stream)
+            return stream
+
+        async def end_of(stream: AsyncGenerator[Message, None]) -> float:
+            async for message in stream:
+                assert not message.type, message
+            return loop.time()
+
+        await until(is_known, 20, "the new key")
+        exp = int(time.time()) + 3
+        revoked = [await begun(keyed, path) for path in ("/v1/offers/none/events", "/v1/users/ann/events")]
+        expiring = await begun(user(anyone, "ann", exp=exp), "/v1/users/ann/events")
+        lasting = [
+            asyncio.create_task(end_of(await begun(caller, "/v1/users/ann/events")))
+            for caller in (service(anyone, guarded, "read"), user(anyone, "ann"))
+        ]
+        ending = asyncio.gather(*map(end_of, revoked))
+        await asyncio.sleep(0)
+        assert not ending.done()
+        began = loop.time()
+        await api_keys.revoke(connection, name)
+        async with asyncio.timeout(90):
+            assert max(await ending) - began < 2 * REVOCATION_SECONDS_MAX
+            await end_of(expiring)
+        assert time.time() >= exp
+        assert not any(task.done() for task in lasting)
+        assert is_refused(
+            await keyed.send("GET", "/v1/users/ann/events"), "unauthenticated", 401, "Authorization"
+        )
+        for task in lasting:
+            task.cancel()
+        await asyncio.gather(*lasting, return_exceptions=True)
+
+
 async def test_credentials_elsewhere_are_ignored(anyone: Caller, guarded: Guarded) -> None:
     secret = guarded.secrets["all"]
     for path in (f"/v1/offers?access_token={secret}", f"/v1/offers?authorization=Bearer%20{secret}"):
@@ -465,6 +532,46 @@ async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
 
 
 @pytest.mark.requirement("E11")
+async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Caller, guarded: Guarded) -> None:
+    """A question waits for an event that never comes for 5 s, and the gateway takes a bounded number of
+    those.
+    """
+    path = "/v1/users/{}/grabs?after=0-9999999999999999"
+    ann, bob = user(anyone, "ann"), user(anyone, "bob")
+
+    async def keep_waiting() -> None:
+        while True:
+            got = await ann.send("GET", path.format("ann"))
+            assert is_refused(got, got.body["type"].rpartition("/")[2], 503, got.body.get("field"))
+            await asyncio.sleep(0.2)
+
+    async def is_full() -> bool:
+        got = await ann.send("GET", "/v1/users/ann/balances")
+        if got.status == 200:
+            return False
+        assert is_refused(got, "busy", 503)
+        assert f"ann has {QUESTIONS_USER_MAX} questions in work here" in got.body["detail"]
+        assert got.headers["retry-after"] == "1"
+        return True
+
+    waiting = [asyncio.create_task(keep_waiting()) for _ in range(QUESTIONS_USER_MAX)]
+    try:
+        await until(is_full, 60, "the bound of a user")
+        assert (await bob.send("GET", "/v1/users/bob/balances")).status == 200
+        shop = service(anyone, guarded, "read")
+        assert (await shop.send("GET", "/v1/users/ann/balances")).status == 200
+    finally:
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert not [one for one in waiting if not one.cancelled()]
+
+    async def is_free() -> bool:
+        return (await ann.send("GET", "/v1/users/ann/balances")).status == 200
+
+    await until(is_free, 60, "the end of the questions")
+
+
 async def test_server_that_decides_is_refused_as_cache(door: Door) -> None:
     """Under another name, and another number of the database."""
     same = door.settings.redis_url.replace("127.0.0.1", "localhost").replace("/0", "/5")
@@ -603,3 +710,47 @@ def test_wrong_settings_are_named(door: Door, given: dict[str, str], words: str)
     done = grabstream("gateway", "--port", "0", **environment)
     assert done.returncode == 2, done.stderr
     assert re.search(words, done.stderr), done.stderr
+
+
+async def test_events_of_operators_say_which_key_did_it(anyone: Caller, guarded: Guarded, offer: str) -> None:
+    """Where the body names an operator, it is that one, but not for lists and corrections."""
+    shop = service(anyone, guarded)
+    terms = {
+        "kind": "coupon",
+        "issuer": "shop",
+        "total": 5,
+        "audience": "list",
+        "opens_at": 1_999_999_999_000,
+    }
+    await shop.post("/v1/offers", {"offer": offer, "terms": terms})
+    load = {"what": "audience", "chunk": 1, "chunks": 1, "items": ["ann"]}
+    entry = {"asset": "CNY", "debit": "external:bank", "credit": "wallet:ann", "amount": 1}
+    fix = {"transfers": [entry], "reason": "a complaint"}
+    for route, body, name in (("loads", load, "operator"), ("adjustments", fix, "operator"),
+                              ("adjustments", fix, "approved_by")):  # fmt: skip
+        for other in ("olga", "read", "", None, 7, ["all"]):
+            got = await shop.post(f"/v1/offers/{offer}/{route}", {**body, name: other})
+            assert is_refused(got, "invalid", 400, name)
+    assert (await shop.post(f"/v1/offers/{offer}/loads", load)).body["outcome"] == "loaded"
+    assert (await shop.post(f"/v1/offers/{offer}/adjustments", fix)).body["outcome"] == "adjusted"
+    named = {**fix, "operator": "all", "approved_by": "all"}
+    assert (await shop.post(f"/v1/offers/{offer}/adjustments", named)).body["outcome"] == "adjusted"
+    operate = service(anyone, guarded, "operate")
+    await operate.post(f"/v1/offers/{offer}/pause")
+    await operate.post(f"/v1/offers/{offer}/resume", {"operator": "olga"})
+    last = await operate.post(f"/v1/offers/{offer}/close", b'{"op\\u0065rator": "otto"}')
+    assert last.body["outcome"] == "closed"
+
+    async def are_there() -> object:
+        found = await rows(
+            guarded.settings,
+            "SELECT type, operator, body::jsonb->>'approved_by' FROM operations "
+            f"WHERE offer = '{offer}' ORDER BY seq",
+        )
+        return found if len(found) == 7 else None
+
+    assert await until(are_there, 30) == [
+        ("offer.opened", "all", None), ("offer.loaded", "all", None), ("ledger.adjusted", "all", "all"),
+        ("ledger.adjusted", "all", "all"), ("offer.paused", "operate", None),
+        ("offer.resumed", "olga", None), ("offer.closed", "otto", None),
+    ]  # fmt: skip

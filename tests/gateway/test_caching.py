@@ -31,7 +31,7 @@ async def test_crowd_asks_once() -> None:
     cache, source = Cache(), Source()
     source.open.clear()
     crowd = [asyncio.create_task(cache.document("offers", {}, source.make)) for _ in range(100)]
-    await until(lambda: source.made == 1, 5)
+    await until(lambda: source.made == 1)
     crowd[0].cancel()
     source.open.set()
     got = await asyncio.gather(*crowd, return_exceptions=True)
@@ -50,7 +50,7 @@ async def test_fresh_document_is_made_and_kept_and_never_replaced_by_an_older_on
     cache, source = Cache(), Source()
     source.open.clear()
     older = asyncio.create_task(cache.document("offer", {}, source.make))
-    await until(lambda: source.made == 1, 5)
+    await until(lambda: source.made == 1)
     slow, source.open = source.open, asyncio.Event()
     source.open.set()
     assert (await cache.document("offer", {}, source.make, fresh=True)).body == b"2"

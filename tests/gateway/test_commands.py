@@ -15,6 +15,7 @@ from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
 from tests.support.projecting import rows
+from tests.support.receipts import receipt_for, signed
 
 SALE = {"kind": "stock", "total": 10, "price": 100, "currency": "CNY", "hold_ms": 600_000, "max_per_grab": 5}
 
@@ -56,6 +57,7 @@ async def test_life_of_an_offer(caller: Caller, offer: str, door: Door) -> None:
     assert (held.status, held.body["outcome"], held.body["due"]) == (201, "held", 200)
     grab = f"/v1/offers/{offer}/grabs/g-1"
     paid = {"user": "ann", "payment": "p-1", "paid": 200, "currency": "CNY"}
+    paid["receipt"] = signed(receipt_for(held.body, "p-1"))
     confirmed = await caller.post(f"{grab}/confirm", paid, "c-1")
     assert (confirmed.status, confirmed.body["outcome"]) == (200, "confirmed")
     assert "repeated" not in confirmed.body
@@ -409,9 +411,7 @@ async def test_percent_encoded_id_is_the_same_id(caller: Caller, offer: str) -> 
     assert (got.status, got.body["offer"]) == (201, f"{offer}:a")
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/offers/", "/v1//offers", "/v1/offers/x/grabs/", "/v2/offers"]
-)
+@pytest.mark.parametrize("path", ["/v1", "/v1/offers/", "/v1//offers", "/v1/offers/x/grabs/", "/v2/offers"])
 async def test_unknown_path_is_not_found(caller: Caller, path: str) -> None:
     assert is_problem(await caller.post(path, {}), "not_found", 404)
 
@@ -490,3 +490,93 @@ async def test_types_of_problems_are_explained(caller: Caller) -> None:
         assert got.status == 200
         assert got.body["title"]
     assert is_problem(await caller.send("GET", "/problems/granted"), "not_found", 404)
+
+
+# -- lists and corrections -----------------------------------------------------------------------------------
+
+
+async def test_lists_are_loaded_in_chunks_before_an_offer_takes_grabs(caller: Caller, offer: str) -> None:
+    opens_at = time.time_ns() // 1_000_000 + 2_000
+    await caller.open(offer, total=10, audience="list", opens_at=opens_at)
+    chunks = [["ann", "bob"], ["cat"]]
+    for number, items in enumerate(chunks, 1):
+        refused(await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}), Outcome.not_open_yet)
+        body = {"what": "audience", "chunk": number, "chunks": 2, "items": items, "operator": "olga"}
+        got = await caller.post(f"/v1/offers/{offer}/loads", body, f"load-{number}")
+        assert (got.status, got.body["outcome"]) == (200, "loaded"), got
+        again = await caller.post(f"/v1/offers/{offer}/loads", body, f"load-{number}")
+        assert again.body == {**got.body, "repeated": True}
+
+    async def is_open() -> bool:
+        return (await caller.post(f"/v1/offers/{offer}/grabs", {"user": "cat"})).status == 201
+
+    await until(is_open, 10, "the opening")
+    refused(await caller.post(f"/v1/offers/{offer}/grabs", {"user": "dan"}), Outcome.not_eligible)
+
+
+async def test_codes_are_loaded_over_http_and_sealed_in_the_books(
+    caller: Caller, offer: str, door: Door
+) -> None:
+    await caller.open(offer, total=2, codes=True)
+    codes = [f"secret-{offer}-{number}" for number in range(2)]
+    body = {"what": "codes", "chunk": 1, "chunks": 1, "items": codes}
+    assert (await caller.post(f"/v1/offers/{offer}/loads", body)).body["outcome"] == "loaded"
+    got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, promise="journaled")
+    assert got.status == 201, got
+
+    async def events() -> list[str]:
+        found = await rows(door.settings, f"SELECT body FROM audit WHERE offer = '{offer}' ORDER BY seq")
+        return [text for [text] in found] if len(found) == 3 else []
+
+    texts = "".join(await until(events, 30, "three events"))  # type: ignore[arg-type]
+    assert '"offer.loaded"' in texts
+    assert "secret-" not in texts
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("loads", {"what": "codes", "chunk": 1, "chunks": 1, "items": []}, "items"),
+        ("loads", {"what": "audience", "chunk": 1, "chunks": 1, "items": ["a"] * 1_001}, "items"),
+        ("loads", {"what": "audience", "chunk": 2, "chunks": 1, "items": ["a"]}, "chunk"),
+        ("loads", {"what": "names", "chunk": 1, "chunks": 1, "items": ["a"]}, "what"),
+        ("adjustments", {"transfers": [], "reason": "r", "approved_by": "o"}, "transfers"),
+        ("adjustments", {"transfers": [], "reason": "r"}, "approved_by"),
+        (
+            "adjustments",
+            {
+                "transfers": [{"asset": "CNY", "debit": "wallet:a", "credit": "wallet:b", "amount": 1}],
+                "reason": "r", "approved_by": "o",
+            },
+            "transfers",
+        ),
+    ],
+)  # fmt: skip
+async def test_lists_and_corrections_have_the_bounds_of_commands(
+    caller: Caller, offer: str, route: str, body: dict[str, object], field: str
+) -> None:
+    got = await caller.post(f"/v1/offers/{offer}/{route}", body)
+    refused(got, Outcome.invalid)
+    assert field in got.body.get("field", "") + got.body["detail"], got
+    large = b'{"what":"audience","chunk":1,"chunks":1,"items":["' + b"x" * 140_000 + b'"]}'
+    assert is_problem(await caller.post(f"/v1/offers/{offer}/loads", large), "content_too_large", 413)
+
+
+async def test_correction_is_booked_with_who_approved_it(caller: Caller, offer: str, door: Door) -> None:
+    await caller.open(offer, total=1)
+    entry = {"asset": "CNY", "debit": "external:bank", "credit": f"wallet:{offer}", "amount": 250}
+    body = {"transfers": [entry], "reason": "a complaint", "approved_by": "olga", "operator": "otto"}
+    got = await caller.post(f"/v1/offers/{offer}/adjustments", body)
+    assert (got.status, got.body["outcome"]) == (200, "adjusted"), got
+    after = f"after={got.body['shard']}-{got.body['seq']}"
+    balances = await caller.send("GET", f"/v1/users/{offer}/balances?{after}")
+    assert balances.body["balances"] == [{"asset": "CNY", "available": 250, "held": 0}]
+    query = (
+        "SELECT operator, body::jsonb->>'approved_by' FROM operations "
+        f"WHERE offer = '{offer}' AND type = 'ledger.adjusted'"
+    )
+
+    async def are_there() -> object:
+        return await rows(door.settings, query)
+
+    assert await until(are_there, 30) == [("otto", "olga")]

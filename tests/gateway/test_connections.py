@@ -4,13 +4,18 @@ import asyncio
 import json
 import signal
 import socket
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from grabstream.gateway import protocol, serving
+from grabstream.gateway.app import send_reply
 from grabstream.gateway.bounds import (
     GRAB_BODY_BYTES_MAX,
     HEAD_BYTES_MAX,
@@ -18,6 +23,9 @@ from grabstream.gateway.bounds import (
     PIPELINE_MAX,
     READ_SECONDS_MAX,
 )
+from grabstream.gateway.problems import Reply
+from grabstream.gateway.protocol import WAITED
+from grabstream.lua.ending import running
 from grabstream.ops.settings import Settings
 from tests.conftest import Worker, until
 from tests.gateway.conftest import Door, until_all_decide
@@ -70,6 +78,24 @@ async def connected(port: int) -> AsyncIterator[Connection]:
         yield Connection(reader, writer)
     finally:
         writer.close()
+
+
+class Served(NamedTuple):
+    """A server of this process; it ends when `stop` is set."""
+
+    port: int
+    stop: asyncio.Event
+
+
+@asynccontextmanager
+async def served(application: ASGIApp) -> AsyncIterator[Served]:
+    """Serves an application as a gateway does, until the block has ended."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    bound = serving.bind("127.0.0.1", 0)
+    async with running(serving.serve(application, bound, 100, stop, ready.set)):
+        await ready.wait()
+        yield Served(bound.getsockname()[1], stop)
+        stop.set()
 
 
 @pytest.mark.parametrize(
@@ -265,13 +291,205 @@ async def test_what_others_may_read_in_another_way_is_refused(
     assert left.body["left"] == 4, "nothing was granted to the victim"
 
 
+async def test_kept_lists_are_answered_as_new_ones_are(caller: Caller, door: Door, offer: str) -> None:
+    """A list that is kept is answered without a task: the same bytes, the same checks, the same order."""
+    await caller.open(offer)
+    get = b"GET /v1/offers?issuer=%s HTTP/1.1\r\nHost: %s\r\n%s\r\n"
+    issuer = offer.encode()
+
+    async def once(one: Connection, host: bytes = b"localhost", more: bytes = b"") -> Answered:
+        await one.send(get % (issuer, host, more))
+        return await one.answer()
+
+    async with connected(door.gateway.port) as one:
+        new = await once(one)
+        kept = await once(one)
+        assert (new.status, kept.status) == (200, 200)
+        assert (kept.body, kept.headers["etag"]) == (new.body, new.headers["etag"])
+        assert new.headers.keys() == kept.headers.keys()
+        assert (await once(one, b"evil.example.com")).status == 421
+        assert (
+            await once(one, more=b"If-None-Match: " + kept.headers["etag"].encode() + b"\r\n")
+        ).status == 304
+        # The body of a GET is not the next request.
+        await one.send(get % (issuer, b"localhost", b"Content-Length: 5\r\n") + b"GET /")
+        assert (await one.answer()).status == 200
+        assert (await once(one)).status == 200
+    grab = GRAB + b"Idempotency-Key: k\r\nContent-Length: 15\r\n\r\n" + b'{"user": "ann"}'
+    async with connected(door.gateway.port) as one:
+        plain = get % (issuer, b"localhost", b"")
+        await one.send(
+            plain + grab % offer.encode() + plain + get % (issuer, b"localhost", b"Connection: close\r\n")
+        )
+        assert [(await one.answer()).status for _ in range(4)] == [200, 201, 200, 200]
+        assert await one.is_closed()
+    async with connected(door.gateway.port) as one:
+        await one.send(get % (issuer, b"localhost", b"Connection: close\r\n") + grab % offer.encode())
+        assert (await one.answer()).headers["connection"] == "close"
+        assert await one.is_closed(), "what follows the last request is not read"
+    async with connected(door.gateway.port) as one:
+        await one.send(plain.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert (await one.answer()).status == 200
+        assert await one.is_closed()
+
+
+async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "IDLE_SECONDS_MAX", 1)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_reply(scope, send, Reply(200, b"{}", ()))
+
+    async with served(answer) as server, connected(server.port) as one:
+        began = time.monotonic()
+        for _ in range(2):
+            await one.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await one.answer()).status == 200
+        assert await one.is_closed(seconds=READ_SECONDS_MAX - 2)
+        assert time.monotonic() - began >= 1
+
+
+async def test_each_turn_of_the_loop_reads_a_bounded_number_of_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "READ_AT_ONCE", 2)
+    clients, requests = 20, 3
+    turns = 0
+    began_in: list[int] = []
+    waited: list[float] = []
+
+    def turn(stop: asyncio.Event) -> None:
+        nonlocal turns
+        turns += 1
+        if not stop.is_set():
+            asyncio.get_running_loop().call_soon(turn, stop)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        began_in.append(turns)
+        if WAITED in scope:
+            waited.append(scope[WAITED])
+        await send_reply(scope, send, Reply(200, b'"%s"' % scope["raw_path"], ()))
+
+    async def client(port: int, number: int) -> None:
+        """Sends its requests in two pieces, says that nothing follows, and reads all answers."""
+        async with connected(port) as one:
+            paths = [f"/{number}/{request}" for request in range(requests)]
+            data = "".join(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n" for path in paths).encode()
+            cut = 5 + number % (len(data) - 10)
+            await one.send(data[:cut])
+            is_connected.release()
+            await may_end.wait()
+            await one.send(data[cut:])
+            one.writer.write_eof()
+            for path in paths:
+                got = await one.answer()
+                assert (got.status, got.body) == (200, path)
+            assert await one.is_closed()
+
+    may_end, is_connected = asyncio.Event(), asyncio.Semaphore(0)
+    async with served(answer) as server, asyncio.TaskGroup() as group:
+        for number in range(clients):
+            group.create_task(client(server.port, number))
+        for _ in range(clients):
+            await is_connected.acquire()
+        turn(server.stop)
+        may_end.set()
+    assert len(began_in) == clients * requests
+    # The first request of each client begins when its connection is read.
+    assert max(Counter(began_in).values()) <= 2 * requests
+    assert waited
+    assert max(waited) < 30
+
+
+class Deferring:
+    """Lets a server read the first `read` times that something arrives; what comes then waits until the test
+    has it read.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, read: int) -> None:
+        self._left = read
+        self.connections: asyncio.Queue[protocol.BoundedProtocol] = asyncio.Queue()
+        monkeypatch.setattr(protocol.Turns, "has_room", self._has_room)
+        monkeypatch.setattr(protocol.Turns, "wait", lambda turns, one: self.connections.put_nowait(one))
+
+    def _has_room(self, loop: asyncio.AbstractEventLoop) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+async def test_request_that_waits_for_its_turn_is_answered_whatever_happens_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deferring = Deferring(monkeypatch, 1)
+    gates = {b"/a": asyncio.Event(), b"/b": asyncio.Event()}
+    began: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        began.put_nowait(scope["raw_path"])
+        await gates[scope["raw_path"]].wait()
+        await send_reply(scope, send, Reply(200, b"{}", ()))
+
+    later = asyncio.get_running_loop().time() + 3_600
+    async with served(answer) as server, connected(server.port) as one:
+        await one.send(b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await began.get() == b"/a"
+        await one.send(b"GET /b HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection = await deferring.connections.get()
+        gates[b"/a"].set()
+        assert (await one.answer()).status == 200
+        # Neither idle, nor too slow to send its request.
+        connection.check(later)
+        connection.read_deferred()
+        assert await began.get() == b"/b"
+        connection.check(later)
+        gates[b"/b"].set()
+        assert (await one.answer()).status == 200
+        # Now it is idle.
+        connection.check(later)
+        assert await one.is_closed()
+
+
+async def test_request_that_waits_for_its_turn_is_answered_before_the_server_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deferring = Deferring(monkeypatch, 0)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_reply(scope, send, Reply(200, b"{}", ()))
+
+    async with served(answer) as server, connected(server.port) as one:
+        await one.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await deferring.connections.get()
+        server.stop.set()
+        assert (await one.answer()).status == 200
+        assert await one.is_closed()
+
+
+async def test_requests_that_are_answered_from_memory_in_one_turn_are_bounded() -> None:
+    class Application:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send_reply(scope, send, Reply(200, b'"later"', ()))
+
+        def answer_now(self, scope: Scope) -> Reply | None:
+            return Reply(200, b'"now"', ())
+
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with served(Application()) as server, connected(server.port) as one:
+        for _ in range(2):
+            await one.send(request * (PIPELINE_MAX + 1))
+            answers = [(await one.answer()).body for _ in range(PIPELINE_MAX + 1)]
+            assert answers == ["now"] * PIPELINE_MAX + ["later"]
+        await one.send(request * (3 * PIPELINE_MAX))
+        async with asyncio.timeout(90):
+            assert (await one.reader.read()).count(b"HTTP/1.1 200") == 2 * PIPELINE_MAX + 1
+
+
 async def test_requests_that_wait_for_their_turn_are_bounded(caller: Caller, door: Door, offer: str) -> None:
     await caller.open(offer)
     count = 3 * PIPELINE_MAX
     whole = GRAB + b"Idempotency-Key: k%d\r\nContent-Length: 15\r\n\r\n" + b'{"user": "ann"}'
     async with connected(door.gateway.port) as one:
         await one.send(b"".join(whole % (offer.encode(), number) for number in range(count)))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             answers = await one.reader.read()
     # Some are answered while the others arrive.
     assert 1 <= answers.count(b"HTTP/1.1 201") < count
@@ -287,6 +505,100 @@ async def test_expected_continue_comes(caller: Caller, door: Door, offer: str) -
         assert (await one.answer()).status == 100
         await one.send(b'{"user": "ann"}')
         assert (await one.answer()).status == 201
+
+
+async def test_grab_is_answered_alike_however_it_comes(caller: Caller, door: Door, offer: str) -> None:
+    """In one piece, in pieces, in chunks, in a pipeline, and after leave to send the body."""
+    await caller.open(offer, total=50)
+
+    def grab(name: str, *headers: str) -> bytes:
+        head = GRAB % offer.encode() + f"Idempotency-Key: {name}\r\n".encode()
+        return head + "".join(f"{header}\r\n" for header in headers).encode() + b"\r\n"
+
+    def body(name: str) -> bytes:
+        return f'{{"user": "{name}"}}'.encode()
+
+    async with connected(door.gateway.port) as one:
+        length = f"Content-Length: {len(body('ann'))}"
+        answers = {}
+        await one.send(grab("ann", length) + body("ann"))
+        answers["ann"] = await one.answer()
+        for byte in grab("bob", length) + body("bob"):
+            await one.send(bytes([byte]))
+            await asyncio.sleep(0)
+        answers["bob"] = await one.answer()
+        chunked = b"".join(b"1\r\n%c\r\n" % byte for byte in body("cid")) + b"0\r\n\r\n"
+        await one.send(grab("cid", "Transfer-Encoding: chunked") + chunked)
+        answers["cid"] = await one.answer()
+        await one.send(b"".join(grab(name, length) + body(name) for name in ("dan", "eve", "fay")))
+        for name in ("dan", "eve", "fay"):
+            answers[name] = await one.answer()
+        await one.send(grab("gus", length, "Expect: 100-continue"))
+        assert (await one.answer()).status == 100
+        await one.send(body("gus"))
+        answers["gus"] = await one.answer()
+    for place, (name, got) in enumerate(answers.items(), 1):
+        assert (got.status, got.body["user"], got.body["place"]) == (201, name, place)
+        assert got.headers.keys() - {"connection"} == answers["ann"].headers.keys()
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ("Content-Type: text/plain\r\n", b'{"user": "u"}', 415),
+        ("", b'{"user": "u"}', 415),
+        ("Content-Type: application/json\r\n", b'{"user": "u"', 400),
+        ("Content-Type: application/json\r\nContent-Encoding: gzip\r\n", b'{"user": "u"}', 415),
+        ("Content-Type: application/json\r\nHost: evil\r\n", b'{"user": "u"}', 400),
+    ],
+)
+async def test_bad_grab_is_refused_alike_however_it_comes(
+    door: Door, offer: str, headers: str, body: bytes, status: int
+) -> None:
+    head = f"POST /v1/offers/{offer}/grabs HTTP/1.1\r\nHost: localhost\r\nIdempotency-Key: k\r\n{headers}"
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    chunked = f"{head}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    answers = []
+    for data in (whole, chunked):
+        async with connected(door.gateway.port) as one:
+            await one.send(data)
+            answers.append(await one.answer())
+    assert answers[0].status == status
+    assert answers[0] == answers[1]
+
+
+async def test_client_that_has_gone_keeps_its_grab(caller: Caller, door: Door, offer: str) -> None:
+    await caller.open(offer, total=50)
+    body = b'{"user": "ann"}'
+    request = GRAB % offer.encode() + b"Idempotency-Key: ann\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    for cut in range(len(request) - 3, len(request) + 1):
+        async with connected(door.gateway.port) as one:
+            await one.send(request[:cut])
+
+    async def is_booked() -> bool:
+        got = await caller.send("GET", f"/v1/users/ann/grabs?offer={offer}")
+        return [grab["grab"] for grab in got.body["grabs"]] == ["ann"]
+
+    await until(is_booked, 20, "the grab in the books")
+
+
+async def test_grab_of_a_client_that_is_slow_to_take_answers_is_answered(
+    caller: Caller, door: Door, offer: str
+) -> None:
+    """The grab is decided while the answers before it wait for the client."""
+    await caller.open(offer, total=50)
+    body = b'{"user": "ann"}'
+    grab = GRAB % offer.encode() + b"Idempotency-Key: ann\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    document = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with connected(door.gateway.port) as one:
+        for _ in range(PIPELINE_MAX // 4):
+            await one.send(document)
+        await one.send(grab)
+        await asyncio.sleep(0.3)
+        for _ in range(PIPELINE_MAX // 4):
+            assert (await one.answer()).status == 200
+        got = await one.answer()
+        assert (got.status, got.body["user"]) == (201, "ann")
 
 
 async def test_slow_clients_are_sent_away_and_others_served(caller: Caller, door: Door) -> None:

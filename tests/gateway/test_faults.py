@@ -65,7 +65,6 @@ class Crowd:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("server", ["redis", "kafka", "postgres"])
 async def test_what_is_answered_is_in_the_books_when_a_server_is_killed(
     private: Settings,

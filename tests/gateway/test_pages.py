@@ -20,6 +20,11 @@ from tests.gateway.conftest import Door
 from tests.support.gateways import Caller, environment_of
 
 PAGE = (PROJECT / "docs" / "http.md").read_text()
+#: Fields that tell one kind of document from another.
+KEYS = {
+    "offers", "offer", "grabs", "balances", "transfers", "seconds", "shards", "sums", "healthy", "story",
+    "waiting", "refusals", "frames", "bins", "webhooks",
+}  # fmt: skip
 README = (PROJECT / "README.md").read_text()
 
 
@@ -56,7 +61,7 @@ def wait_until_books_have(door: Door, offer: str) -> None:
     wait_until(lambda: "grab-carol" in run(asked, door.gateway.port, Path()), 30, "the read models")
 
 
-def test_page_of_http_works(door: Door, tmp_path: Path) -> None:
+def test_page_of_http_works(plain_door: Door, tmp_path: Path) -> None:
     blocks = blocks_of(PAGE)
     functions = re.search(r"^api\(\) .*$", PAGE, re.MULTILINE)
     assert functions
@@ -66,12 +71,10 @@ def test_page_of_http_works(door: Door, tmp_path: Path) -> None:
         script = block if "api()" in block else f"{functions[0]}\n{block}"
         if "/users/" in block:
             # Read models lag a moment.
-            wait_until_books_have(door, "dinner")
-        for document in documents(run(script, door.gateway.port, tmp_path)):
+            wait_until_books_have(plain_door, "dinner")
+        for document in documents(run(script, plain_door.gateway.port, tmp_path)):
             if "outcome" not in document and "answers" not in document:
-                questions.append(
-                    sorted(document.keys() & {"offers", "offer", "grabs", "balances", "transfers"})
-                )
+                questions.append(sorted(document.keys() & KEYS))
                 continue
             answers = document.get("answers", [document])
             assert isinstance(answers, list)
@@ -81,11 +84,16 @@ def test_page_of_http_works(door: Door, tmp_path: Path) -> None:
         "opened", "amended", "paused", "resumed", "held", "extended", "confirmed", "returned", "held",
         "released", "held", "closed",
         "opened", "opened", "granted", "granted", "redeemed", "unredeemed",
+        "opened", "loaded", "adjusted",
         "granted", "already_taken",
     ]  # fmt: skip
     assert questions == [
         [],  # the receipt that nobody signed
-        ["offers"], ["grabs", "offer"], ["grabs"], ["balances"], ["grabs"], ["transfers"],
+        ["offers"], ["grabs", "offer", "waiting"], ["grabs"], ["balances"], ["grabs"], ["transfers"],
+        ["seconds"], ["shards"], ["sums"], ["healthy"], ["offer", "story"], ["waiting"],
+        ["frames", "grabs", "offer"], ["bins", "grabs", "offer"], ["offer", "refusals"],
+        ["webhooks"], [], [], [], [],  # there is no such webhook
+        ["offer"], ["offer"],  # events
     ]  # fmt: skip
 
 

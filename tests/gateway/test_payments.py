@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from tests.support.projecting import rows
 from tests.support.receipts import (
     CALLBACK,
     FOREIGN_KEYS,
+    FOREIGN_SECRET,
     KEYS,
     KEYS_TEXT,
     OLD_KEYS,
     SECRET,
+    as_text,
     claims_of,
     read_token,
     receipt_for,
@@ -76,6 +79,7 @@ async def test_answer_to_a_hold_has_a_token_with_what_is_due(caller: Caller, off
     decided = await caller.post(f"/v1/offers/{offer}/grabs?promise=decided", {"user": "bob"}, "g2")
     assert read_token(decided.body["payment_token"]).grab == "g2"
     confirm = {"user": "ann", "payment": "p", "paid": 200, "currency": "CNY"}
+    confirm["receipt"] = signed(receipt_for(got.body, "p"))
     confirmed = await caller.post(f"/v1/offers/{offer}/grabs/g/confirm", confirm)
     assert "payment_token" not in confirmed.body
 
@@ -271,10 +275,13 @@ async def test_caller_cannot_use_the_ids_of_receipts(caller: Caller, offer: str)
 
 
 async def test_service_and_payment_side_may_both_confirm(caller: Caller, offer: str) -> None:
-    """A service that calls `confirm` itself, as before, and a receipt for the same payment."""
+    """A service that calls `confirm` itself, with the receipt, and the payment side that reports it, too."""
     await caller.open(offer, **SALE)
     held = await held_by(caller, offer)
     body = {"user": "ann", "payment": "p", "paid": 100, "currency": "CNY"}
+    refused = await caller.post(f"/v1/offers/{offer}/grabs/{held['grab']}/confirm", body)
+    assert "receipt: is required" in refused.body["detail"]
+    body["receipt"] = signed(receipt_for(held, "p"))
     confirmed = await caller.post(f"/v1/offers/{offer}/grabs/{held['grab']}/confirm", body)
     assert confirmed.body["outcome"] == "confirmed"
     got = await report(caller, receipt_for(held, "p"))
@@ -385,6 +392,32 @@ async def test_receipt_is_safe_when_the_gateway_dies_before_its_answer(
     await until_booked(door, offer, {f"p{number}": "confirmed" for number in range(30)}, 0)
 
 
+@pytest.mark.requirement("E3")
+async def test_a_new_key_of_the_payment_side_needs_no_restart(
+    door: Door, caller: Caller, offer: str, tmp_path: Path
+) -> None:
+    await caller.open(offer, **SALE)
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text(KEYS_TEXT)
+    named = {"payment_keys_file": str(keys), "gate_timeout_ms": "20000"}
+    with GatewayProcess(door.settings, tmp_path / "log", **named) as gateway:
+        async with calling(gateway.port) as rotated:
+            held = await held_by(rotated, offer, "anna")
+            claims = receipt_for(held, "p1")
+            refused = await report(rotated, claims, keys=FOREIGN_KEYS)
+            assert refused.status not in (200, 500), refused
+            (tmp_path / "next").write_text(f"new:{as_text(FOREIGN_SECRET)}")
+            os.replace(tmp_path / "next", keys)
+
+            async def is_taken() -> bool:
+                return (await report(rotated, claims, keys=FOREIGN_KEYS)).status == 200
+
+            await until(is_taken, 60, "the new key")
+            removed = await report(rotated, receipt_for(held, "p2"))
+            assert (removed.status, removed.body) == (refused.status, refused.body)
+
+
 # -- any order -----------------------------------------------------------------------------------------------
 
 
@@ -392,22 +425,23 @@ async def until_booked(door: Door, offer: str, expected: dict[str, str], refunds
     """Returns when the books have each payment once, as expected, and the accounts add up."""
     states = {"confirmed": "served", "refund_due": "refund_due"}
     there = f"SELECT payment, state FROM payments WHERE offer = '{offer}' ORDER BY payment"
+    money = (
+        "SELECT split_part(debit, ':', 2), credit, amount FROM transfers "
+        f"WHERE offer = '{offer}' AND debit LIKE 'external:%' AND asset = 'CNY'"
+    )
 
     async def are_there() -> bool:
+        """In both read models: one may be ahead of the other."""
         return dict(await rows(door.settings, there)) == {
             payment: states[result] for payment, result in expected.items()
-        }
+        } and len(await rows(door.settings, money)) >= len(expected)
 
-    await until(are_there, 30, "the payments")
+    await until(are_there, what="the payments")
     twice = (
         "SELECT body::json->>'payment', count(*) FROM audit "
         f"WHERE offer = '{offer}' AND body::json->>'payment' IS NOT NULL GROUP BY 1 HAVING count(*) <> 1"
     )
     assert await rows(door.settings, twice) == []
-    money = (
-        "SELECT split_part(debit, ':', 2), credit, amount FROM transfers "
-        f"WHERE offer = '{offer}' AND debit LIKE 'external:%' AND asset = 'CNY'"
-    )
     booked = await rows(door.settings, money)
     assert sorted(payment for payment, *_ in booked) == sorted(expected), "each payment moves money once"
     for payment, credit, _ in booked:

@@ -3,19 +3,29 @@
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from psycopg import AsyncConnection
 
+from grabstream.gateway.asking import Questions
+from grabstream.gateway.books import open_books
+from grabstream.gateway.caching import Cache
+from grabstream.gateway.problems import Problem
+from grabstream.gateway.requests import Request
 from grabstream.models.outcomes import Outcome
 from grabstream.models.vocabulary.documents import DOCUMENTS
 from grabstream.ops.services import free_ports
+from grabstream.ops.settings import Settings
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_commands import SALE, is_problem, refused
 from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
 from tests.support.projecting import rows
+from tests.support.receipts import receipt_for, signed
 
 
 def position(got: Got) -> str:
@@ -118,6 +128,88 @@ async def test_random_order_is_stable_for_a_visitor(caller: Caller, offer: str) 
     assert [name for name in with_new if name != f"{offer}:new"] == orders["ann"]
 
 
+@asynccontextmanager
+async def counted(door: Door) -> AsyncIterator[tuple[Questions, list[str]]]:
+    """Questions to the read models of a door, and the queries that they make."""
+
+    async def check(connection: Any) -> None:
+        pass
+
+    settings, queries = door.settings, []
+    async with open_books(settings.postgres, settings.schema_, 2, check) as books:
+        read = books.rows
+
+        async def rows(query: str, parameters: Any = ()) -> Any:
+            queries.append(query)
+            return await read(query, parameters)
+
+        books.rows = rows  # type: ignore[method-assign]
+        yield Questions(books, Cache()), queries
+
+
+async def list_of(questions: Questions, query: str) -> Any:
+    scope = {"query_string": query.encode(), "raw_path": b"/v1/offers", "headers": []}
+    reply = await questions.offers(Request(scope, Any, {}), b"")
+    assert reply.status == 200
+    return json.loads(reply.body)
+
+
+async def pages_of(questions: Questions, query: str) -> list[Any]:
+    found = []
+    page = await list_of(questions, query)
+    while True:
+        found.append(page)
+        if "next" not in page:
+            return found
+        page = await list_of(questions, f"{query}&cursor={page['next']}")
+
+
+async def test_visitors_share_what_is_read_for_a_random_order(
+    caller: Caller, offer: str, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One query for all of them, however many pages they turn; and the pages are those that PostgreSQL sorts.
+    A `next` of one is also the cursor of the other, as when offers become too many.
+    """
+    shop = f"shop-{offer}"
+    for number in range(11):
+        last = await caller.open(f"{offer}:{number}", issuer=shop)
+    await ask(caller, f"/v1/offers?{position(last)}", "offers")
+    ours: dict[str, list[Any]] = {}
+    async with counted(door) as (questions, queries):
+        for visitor in ("ann", "bob", "x:y", "z" * 64):
+            ours[visitor] = await pages_of(questions, f"issuer={shop}&order=random&visitor={visitor}&limit=4")
+            assert [len(page["offers"]) for page in ours[visitor]] == [4, 4, 3]
+        assert len(queries) == 1
+    monkeypatch.setattr("grabstream.gateway.asking.SHUFFLED_OFFERS_MAX", 10)
+    async with counted(door) as (questions, queries):
+        for visitor, pages in ours.items():
+            asked = f"issuer={shop}&order=random&visitor={visitor}&limit=4"
+            assert await pages_of(questions, asked) == pages
+            # Cursors of one go on in the other.
+            assert await list_of(questions, f"{asked}&cursor={pages[0]['next']}") == pages[1]
+        assert len(queries) == 1 + 3 * len(ours)
+
+
+async def test_list_of_a_visitor_is_no_older_than_what_it_was_made_of(
+    caller: Caller, offer: str, door: Door
+) -> None:
+    shop = f"shop-{offer}"
+    first = await caller.open(f"{offer}:0", issuer=shop)
+    await ask(caller, f"/v1/offers?{position(first)}", "offers")
+    async with counted(door) as (questions, queries):
+        asked = f"issuer={shop}&order=random&visitor="
+        assert len((await list_of(questions, f"{asked}ann"))["offers"]) == 1
+        [source] = [kept for kept in questions._cache._kept.values() if kept.body.startswith(b"[")]
+        [made] = [kept for kept in questions._cache._kept.values() if kept.body.startswith(b"{")]
+        assert (made.since, made.until) == (source.since, source.until)
+        # What waits for an event is read anew, and the others get the new list too.
+        second = await caller.open(f"{offer}:1", issuer=shop)
+        assert len((await list_of(questions, f"{asked}ann&{position(second)}"))["offers"]) == 2
+        for visitor in ("ann", "bob"):
+            assert len((await list_of(questions, f"{asked}{visitor}"))["offers"]) == 2
+        assert sum("LIMIT" in query for query in queries) == 2
+
+
 async def test_who_got_what_and_the_luckiest(caller: Caller, offer: str, door: Door) -> None:
     await caller.open(
         offer, kind="envelope", issuer="alice", funding="pay", asset="CNY", total=5_000, parts=25
@@ -153,8 +245,9 @@ async def test_what_a_user_has_and_how_it_came(caller: Caller, offer: str) -> No
     )
     part = await caller.post(f"/v1/offers/{offer}:e/grabs", {"user": user}, "part")
     await caller.open(offer, **SALE)
-    await caller.post(f"/v1/offers/{offer}/grabs", {"user": user, "quantity": 3}, "g")
+    got_held = await caller.post(f"/v1/offers/{offer}/grabs", {"user": user, "quantity": 3}, "g")
     paid = {"user": user, "payment": f"p-{offer}", "paid": 300, "currency": "CNY"}
+    paid["receipt"] = signed(receipt_for(got_held.body, f"p-{offer}"))
     await caller.post(f"/v1/offers/{offer}/grabs/g/confirm", paid)
     await caller.post(f"/v1/offers/{offer}/grabs", {"user": user}, "held")
     last = await caller.post(f"/v1/offers/{offer}/grabs/g/return", {"user": user, "quantity": 1})
@@ -169,6 +262,9 @@ async def test_what_a_user_has_and_how_it_came(caller: Caller, offer: str) -> No
     assert [(row["offer"], row["grab"], row["state"], row["back"]) for row in grabs] == [
         (offer, "held", "held", 0), (offer, "g", "confirmed", 1), (f"{offer}:e", "part", "granted", 0),
     ]  # fmt: skip
+    of_one = f"/v1/users/{user}/grabs?limit=1&offer={offer}"
+    assert await all_pages(caller, of_one, "user_grabs", "grabs") == grabs[:2]
+    assert (await caller.send("GET", f"/v1/users/{user}/grabs?offer=a%20b")).status == 400
     flow = await all_pages(
         caller, f"/v1/users/{user}/transfers?limit=2&{position(last)}", "user_transfers", "transfers"
     )
@@ -289,3 +385,20 @@ async def test_commands_go_on_without_postgresql(
             assert not {str(port), "joe", "secret"} & set(json.dumps(got.body).replace(":", " ").split())
         assert gateway.stop() == 0
         assert "secret" not in gateway.text()
+
+
+async def test_a_missing_right_is_named_in_the_log_only(
+    system: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A role that was made before a view, or by hand."""
+
+    async def may_not_read(connection: AsyncConnection[Any]) -> None:
+        await connection.execute(f"REVOKE SELECT ON {system.schema_}.offers FROM CURRENT_USER".encode())
+
+    async with open_books(system.postgres, system.schema_, 1, may_not_read) as books:
+        with pytest.raises(Problem, match="lacks a right") as raised:
+            await books.rows("SELECT offer FROM offers")
+        assert (raised.value.name, "offers" in raised.value.detail) == ("unavailable", False)
+        assert "permission denied" in caplog.text
+        assert "grabstream grants" in caplog.text
+        assert await books.rows("SELECT 1 AS one") == [{"one": 1}]

@@ -3,7 +3,7 @@
 import json
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
@@ -108,3 +108,21 @@ def test_any_query_is_read_or_refused(query: bytes) -> None:
 )  # fmt: skip
 def test_preference(value: bytes, is_async: bool) -> None:
     assert prefers_async(request(prefer=value)) is is_async
+
+
+def test_query_that_came_before_is_read_alike_for_each_path_and_caller() -> None:
+    def asked(raw: bytes, known: tuple[str, ...]) -> dict[str, str]:
+        scope = {"type": "http", "query_string": raw, "headers": []}
+        return query_of(Request(scope, cast(Any, None), {}), known)
+
+    first = asked(b"a=1&b=%C3%A9", ("a", "b"))
+    assert first == {"a": "1", "b": "é"}
+    first["a"] = "changed by its caller"
+    assert asked(b"a=1&b=%C3%A9", ("a", "b")) == {"a": "1", "b": "é"}
+    for _ in range(2):
+        with pytest.raises(Problem, match="'b' is not a parameter"):
+            asked(b"a=1&b=%C3%A9", ("a",))
+        with pytest.raises(Problem, match="twice"):
+            asked(b"a=1&a=1", ("a",))
+    long = b"a=" + b"x" * 1_000
+    assert asked(long, ("a",)) == {"a": "x" * 1_000}

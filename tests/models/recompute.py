@@ -5,12 +5,18 @@ It does not import grabstream.
 from hashlib import sha1, sha256
 
 
-def recompute(opened: dict, closed: dict) -> list[int]:
-    """The parts by place. With draw `at_grab`, these include parts that no user has drawn."""
+def recompute(opened: dict, closed: dict, amended: dict | None = None) -> list[int]:
+    """The parts by place. With draw `at_grab`, these include parts that no user has drawn. `amended` is the
+    event `offer.amended` that gave the randomness of a beacon.
+    """
     terms, seed = opened["terms"], closed["seed"]
     assert sha256(bytes.fromhex(seed)).hexdigest() == opened["seed_sha256"], (
         "not the seed that was committed to"
     )
+    if amended is not None:
+        _, randomness, signature = amended["changes"]["randomness"].split("/")
+        assert sha256(bytes.fromhex(signature)).hexdigest() == randomness
+        seed = f"{seed}:{randomness}"
 
     def draw(k: int, size: int) -> int:
         attempt = 0

@@ -5,6 +5,7 @@ schemas.
 import json
 import math
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -18,6 +19,7 @@ from pydantic_core import PydanticUndefined
 import grabstream.vocabulary
 from grabstream.models import answers, commands, entries, events, offers, vocabulary
 from grabstream.models.answers import decode_answer, encode_answer
+from grabstream.models.beacon import CHAINS
 from grabstream.models.bounds import COMMAND_BYTES_MAX
 from grabstream.models.commands import Undecodable, check, decode_command, encode_command
 from grabstream.models.events import CURRENT_VERSIONS, decode_event, encode_event
@@ -62,10 +64,13 @@ PIECES: Final[dict[str, Any]] = {
     "max_per_grab": 2, "take": "up_to", "price": 5, "currency": "CNY", "hold_ms": 1000, "extensions": 1,
     "late": "grace", "grace_ms": 10, "return_restores": True, "valid_until": 11, "waiting_list": True,
 }  # fmt: skip
+#: A round of a beacon, whose randomness is the SHA-256 of its signature.
+ROUND: Final = f"7/{sha256(bytes(48)).hexdigest()}/{bytes(48).hex()}"
 ENVELOPE: Final[dict[str, Any]] = {
     **{name: PIECES[name] for name in ("issuer", "title", "opens_at", "closes_at", "timezone", "hours")},
     "kind": "envelope", "audience": "ticket", "retire_after_ms": 7, "funding": "f", "asset": "CNY",
     "total": 100, "parts": 10, "law": "bounded", "min": 2, "max": 50, "draw": "at_grab", "seed": "ab" * 16,
+    "beacon": f"{next(iter(CHAINS))}/7",
 }  # fmt: skip
 HEAD: Final = {"id": "i", "offer": "o", "operator": "p"}
 OPEN_STOCK: Final = {"type": "open", **HEAD, "terms": {"kind": "stock", **PIECES, "asset": "sku:x"}}
@@ -78,7 +83,7 @@ WHOLE: Final[list[dict[str, Any]]] = [
     {
         "type": "amend",
         **HEAD,
-        "changes": {name: PIECES[name] for name in offers.Changes.__struct_fields__},
+        "changes": {name: {**PIECES, "randomness": ROUND}[name] for name in offers.Changes.__struct_fields__},
     },
     {"type": "grab", "id": "i", "offer": "o", "user": "u", "wait": True},
     {"type": "return", "id": "i", "offer": "o", "grab": "g", "quantity": 2, "reason": "r"},

@@ -17,7 +17,7 @@ from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
-from tests.conftest import NIGHTLY, until
+from tests.conftest import NIGHTLY, some_by_day, until
 from tests.support.backup_recipes import DECIDING, PROJECTING, assert_verified, run_recipe
 from tests.support.losses import delete_topics, forget_last_audit_row
 from tests.support.projecting import rows
@@ -168,7 +168,7 @@ async def gone(settings: Settings) -> bool:
         return not set(retention_ms(Topics(settings.prefix))) & set(await client.list_topics())
 
 
-@pytest.mark.parametrize("how", ["journal", "journal-with-loss"])
+@pytest.mark.parametrize("how", some_by_day(["journal-with-loss", "journal"], 2))
 async def test_lost_journal_is_restored_from_the_audit_trail(
     system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str
 ) -> None:

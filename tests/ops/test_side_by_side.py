@@ -114,7 +114,7 @@ async def everything_of(settings: Settings) -> dict[str, Any]:
                     view if kind == "v" else await (await books.execute(query)).fetchone()
                 )
     async with started(AIOKafkaConsumer(bootstrap_servers=settings.kafka)) as consumer:
-        for name in retention_ms(Topics(settings.prefix)):
+        for name in retention_ms(Topics(settings.prefix), settings.refusals_topic):
             topic = await find_topic(settings.kafka, name)
             assert topic is not None
             parts = [TopicPartition(name, number) for number in range(topic.partitions)]

@@ -221,7 +221,7 @@ def test_runs_change_accounts_as_their_single_events(pieces: list[list[bytes]], 
     assert by_account == changes
 
 
-@hypothesis_settings(max_examples=60 * LONGER)
+@hypothesis_settings(max_examples=30 * LONGER)
 @given(pieces=mixtures(), grabs_max=st.integers(1, 5), sizes=groups)
 def test_random_runs_make_the_rows_of_their_single_events(
     books: Settings, pieces: list[list[bytes]], grabs_max: int, sizes: list[int]
@@ -231,7 +231,7 @@ def test_random_runs_make_the_rows_of_their_single_events(
     asyncio.run(same_rows(books, lines, runs, sizes))
 
 
-@hypothesis_settings(max_examples=12 * LONGER)
+@hypothesis_settings(max_examples=6 * LONGER)
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 400), grabs_max=st.integers(1, 9), sizes=groups)
 def test_histories_in_runs_make_the_rows_of_their_single_events(
     books: Settings, seed: int, steps: int, grabs_max: int, sizes: list[int]

@@ -32,6 +32,13 @@ CREATE TEMPORARY TABLE made ON COMMIT DROP AS
     FROM generate_series(1, {GRABS}) AS n;
 INSERT INTO grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at)
     SELECT offer, grab, user_id, 'granted', 1, 1, 'sku:pen', place, 0, seq, at FROM made;
+INSERT INTO offers_1 (offer, shard, kind, issuer, asset, total, units, title, state, opened_at, opens_at,
+        closes_at, units_left, terms, opened_seq)
+    SELECT DISTINCT offer, 0, 'stock', 'i', 'sku:pen', 600, 600, '', 'open', 1, 1, 2, 0, '{{}}'::jsonb, 1
+    FROM made;
+INSERT INTO payments_1
+    SELECT offer, 'pay-' || seq, offer, grab, 5, 'CNY', 'served', 'confirmed', 0, 0, {GRABS} + seq, at
+    FROM made;
 INSERT INTO balances_1 (user_id, asset, available) SELECT user_id, 'sku:pen', count(*) FROM made GROUP BY 1;
 INSERT INTO accounts_1 SELECT 'wallet:' || user_id, 'sku:pen', count(*) FROM made GROUP BY 1;
 INSERT INTO accounts_1 SELECT 'hold:' || user_id, 'sku:pen', 0 FROM made GROUP BY 1;
@@ -53,7 +60,7 @@ INSERT INTO audit_1
 """
 #: The tables that grow with grabs.
 _TABLES = (
-    "grabs_1", "balances_1", "accounts_1", "transfer_runs_1", "transfers_1", "audit_1"
+    "grabs_1", "balances_1", "accounts_1", "transfer_runs_1", "transfers_1", "audit_1", "payments_1"
 )  # fmt: skip
 
 _LATEST = "ORDER BY at DESC, seq DESC LIMIT 20"
@@ -78,6 +85,7 @@ QUERIES = {
         "SELECT * FROM audit WHERE shard = 0 AND seq <= 5007 ORDER BY seq DESC LIMIT 1", 1
     ),
     "lines of an offer": ("SELECT * FROM audit WHERE offer = 'offer-3'", GRABS // OFFERS // RUN * (1 + RUN)),
+    "result of an offer": ("SELECT * FROM results_by_week WHERE offer = 'offer-3'", 1),
     "events of an offer": ("SELECT * FROM events WHERE offer = 'offer-3'", GRABS // OFFERS * 2),
 }  # fmt: skip
 
@@ -87,14 +95,17 @@ INDEXES = {
     "balances_1_pkey": {"balance of a user"},
     "accounts_1_pkey": {"accounts of a user"},
     "grabs_1_user": {"grabs of a user", "latest grabs of a user", "flow of a user", "latest flow of a user"},
-    "grabs_1_pkey": {"one grab", "first grabs of an offer", "grabs of an offer by place"},
+    "grabs_1_pkey": {
+        "one grab", "first grabs of an offer", "grabs of an offer by place", "result of an offer"
+    },
+    "payments_1_pkey": {"result of an offer"},
     "transfers_1_user": {"flow of a user", "latest flow of a user"},
     "transfers_1_other_user": {"flow of a user", "latest flow of a user"},
     "transfer_runs_1_pkey": {"flow of a user", "latest flow of a user", "transfers of a seq"},
     "transfers_1_pkey": {"transfers of a seq"},
     "audit_1_pkey": {"audit of a seq", "line of a seq within a run"},
-    "audit_1_offer": {"lines of an offer", "events of an offer"},
-}
+    "audit_1_offer": {"lines of an offer", "events of an offer", "result of an offer"},
+}  # fmt: skip
 
 
 @pytest.fixture

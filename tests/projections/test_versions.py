@@ -13,6 +13,7 @@ from psycopg import AsyncConnection
 
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
+from grabstream.projections.checking.difference import compare
 from grabstream.projections.database.migrate import migrate
 from grabstream.projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
 
@@ -147,6 +148,40 @@ async def test_migration_of_an_older_release_keeps_rows_and_dependent_views(
             await versions.drop_all(connection, main)
 
 
+async def test_columns_that_a_rebuild_adds_to_a_version_of_the_first_definition_are_declared(
+    settings: Settings,
+) -> None:
+    """Otherwise the rebuild of an older system is refused, though both versions are right."""
+    main, folder = settings.schema_, files("grabstream.projections.migrations")
+    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
+        await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
+        await connection.execute(
+            b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())"
+        )
+        await connection.execute((folder / "0001_books.sql").read_text().encode())
+        await connection.execute("INSERT INTO migrations (name) VALUES ('0001_books.sql')")
+        for projection in PROJECTIONS:
+            # With an event, no version is replaced by an empty one of the current definition.
+            await connection.execute(
+                "INSERT INTO projection_cursors (projection, shard, seq, next_offset) VALUES (%s, 0, 1, 1)",
+                (projection,),
+            )
+        try:
+            await migrate(connection, main, settings.shards)
+            for projection in PROJECTIONS:
+                old = await versions.in_state(connection, main, projection, "live")
+                assert old is not None
+                assert old.definition == 1
+                async with connection.transaction():
+                    made = await versions.create(connection, main, projection, settings.shards)
+                    await versions.complete(connection, projection)
+                differences = await compare(connection, definition_of(projection), old, made)
+                assert {one.table for one in differences} == set(definition_of(projection).compared)
+                assert {one.table: one.columns for one in differences if one.undeclared} == {}
+        finally:
+            await versions.drop_all(connection, main)
+
+
 async def fetch(connection: AsyncConnection[Any], query: str) -> list[Any]:
     return await (await connection.execute(query.encode())).fetchall()
 
@@ -270,20 +305,21 @@ async def test_migration_adds_metadata_to_the_versions_that_are_there(
     expected = [await form(connection, home) for home in homes]
     [balances, audit] = homes
     # As before the migration: without the column, and what shows it.
-    grabs = re.search(r"CREATE VIEW grabs AS.*?;", definition_of("balances").parts["views"], re.DOTALL)
+    grabs = re.search(r"VIEW grabs AS(.*?), metadata", definition_of("balances").parts["views"], re.DOTALL)
     assert grabs is not None
-    before = grabs[0].replace(", metadata", "").replace("VIEW grabs", f"VIEW {balances}.grabs")
+    before = f"CREATE VIEW {balances}.grabs AS {grabs[1]} FROM grabs_1;"
     columns = (
         "offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at, held, taken, redeemed, "
         "back, deadline_at, due, currency, paid, refunded, attributes, basket"
     )
     await connection.execute(
-        f"DROP VIEW {main}.grabs; DROP VIEW {balances}.grabs; "
+        f"DROP VIEW {balances}.grabs, {audit}.events CASCADE; DELETE FROM {main}.view_texts; "
         f"ALTER TABLE {balances}.grabs_1 DROP COLUMN metadata; SET search_path TO {balances}; {before} "
         f"SET search_path TO {main}; CREATE VIEW {main}.grabs AS SELECT {columns} FROM {balances}.grabs; "
         f"CREATE VIEW mine AS SELECT user_id FROM grabs; "
-        f"CREATE OR REPLACE VIEW {audit}.events AS SELECT shard, seq, offer, type, at, ''::text AS body "
-        f"FROM {audit}.audit_1; DELETE FROM migrations WHERE name = '0015_metadata.sql'".encode()
+        f"CREATE VIEW {audit}.events AS SELECT shard, seq, offer, type, at, ''::text AS body "
+        f"FROM {audit}.audit_1; CREATE VIEW {main}.events AS SELECT * FROM {audit}.events; "
+        "DELETE FROM migrations WHERE name = '0015_metadata.sql'".encode()
     )
     await connection.execute(
         f"INSERT INTO {balances}.grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, "

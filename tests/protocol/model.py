@@ -28,6 +28,7 @@ RULES: Final = {
     "TRIM": "trims to the id of the entry with the first unacknowledged event (to the seq itself)",
     "TAIL": "an owner without work also reads its partition, and steps down at a newer term "
     "(reads only when it sends)",
+    "SIGN": "after the first signed marker, only signed records count (a forger's records look signed)",
     "XADD": "a rebuild deletes the outbox, and XADD is the first write (it is the last, and the last id "
     "is kept)",
 }
@@ -39,6 +40,7 @@ SCENARIOS: Final = {
     "aba": ["aba"],
     "solo": ["restart", "empty"],
     "own": ["restart"],
+    "forged": ["restart", "failover", "split", "demote"],
 }
 RELAYS, DECIDERS, READERS = ("R0", "R1", "R2"), ("D0", "D1", "D2"), ("P", "Q")
 STEPS: Final = 1_000
@@ -76,6 +78,7 @@ class Record(NamedTuple):
     owner: str
     previous: str = GENESIS
     events: tuple[Event, ...] = ()
+    is_signed: bool = False
 
     @property
     def is_marker(self) -> bool:
@@ -165,6 +168,8 @@ class World:
         self.second.is_master = False
         self.primary = self.first
         self.faults = True
+        #: Whether relays sign from their next takeover on.
+        self.signs = False
         #: client → the server that it still regards as the primary.
         self.views: dict[str, Server] = {}
         self.fault_chance = self.random.choice([0.01, 0.03, 0.08])
@@ -194,6 +199,8 @@ class Cursor:
         self.bad: str | None = None
         self.gap = False
         self.offset = 0
+        #: Whether the owner in force signs.
+        self.is_signed = False
 
     def copy(self) -> "Cursor":
         other = Cursor()
@@ -202,12 +209,14 @@ class Cursor:
 
     def feed(self, record: Record, offset: int) -> None:
         self.offset = offset + 1
+        if self.is_signed and not record.is_signed:
+            return
         if record.is_marker:
             if record.term > self.term:
-                self.term, self.owner = record.term, record.owner
+                self.term, self.owner, self.is_signed = record.term, record.owner, record.is_signed
             return
         if self.owner is None and self.term == 0:  # it started in the middle of the journal
-            self.term, self.owner = record.term, record.owner
+            self.term, self.owner, self.is_signed = record.term, record.owner, record.is_signed
         if record.term < self.term or (record.term == self.term and record.owner != self.owner):
             return
         if record.term > self.term:
@@ -387,8 +396,10 @@ def own(world: World, name: str) -> Actor:
         owner = world.new_id(name + "#") if "OWNER" in world.rules else name
         term, epoch = raise_term(server, above, owner)  # 1. raise the term
         world.tell(name, "raises term", term, "on", server.name)
+        signs = world.signs
         yield
-        offset = yield from sent(world, Send(world, Record(term, owner)))  # 2. append a marker
+        marker = Record(term, owner, is_signed=signs)
+        offset = yield from sent(world, Send(world, marker))  # 2. append a marker
         if offset is None:
             continue
         yield
@@ -409,7 +420,7 @@ def own(world: World, name: str) -> Actor:
         yield
         # Records in Redis what earlier owners have journaled.
         trim(world, server if "BIND" in world.rules else world.server_of(name), term, epoch, cursor, owner)
-        if (yield from carry(world, name, server, (term, epoch, owner), last, cursor)):
+        if (yield from carry(world, name, server, (term, epoch, owner), last, cursor, signs)):
             return
 
 
@@ -471,7 +482,7 @@ def apply_missing(world: World, name: str, server: Server, owned: Owned, truth: 
 
 
 def carry(
-    world: World, name: str, server: Server, owned: Owned, last: int, cursor: tuple[int, str]
+    world: World, name: str, server: Server, owned: Owned, last: int, cursor: tuple[int, str], signs: bool
 ) -> Generator[None, None, bool]:
     """Relays from the outbox to the journal, one record at a time. Returns True if it stops, False if it
     takes over again.
@@ -498,7 +509,8 @@ def carry(
         if [event.seq for event in events] != list(range(seq + 1, seq + 1 + len(events))):
             raise SteppedDown
         events = events[: world.random.randint(1, 4)]
-        offset = yield from sent(world, Send(world, Record(term, owner, head, tuple(events))))
+        block = Record(term, owner, head, tuple(events), signs)
+        offset = yield from sent(world, Send(world, block))
         if offset is None:
             return False
         if offset != last + 1:
@@ -609,6 +621,29 @@ def kafka(world: World) -> Actor:
         elif world.faults and world.log and world.random.random() < 0.02:
             world.log.append(world.random.choice(world.log[-4:]))
             world.tell("LOG", len(world.log) - 1, "duplicate")
+
+
+def forger(world: World) -> Actor:
+    """Writes to the journal without a key, once signing has begun: markers of higher terms, and blocks of its
+    own after them or in the name of the present owner.
+    """
+    while True:
+        yield
+        if not world.faults:
+            return
+        world.signs = world.signs or world.random.random() < 0.02
+        truth, _ = scan(world.log)
+        if not truth.is_signed or world.random.random() > 0.05:
+            continue
+        term, owner = truth.term, truth.owner or ""
+        looks_signed = "SIGN" not in world.rules
+        if world.random.random() < 0.7:
+            term, owner = term + world.random.randint(1, 5), world.new_id("forger")
+            world.log.append(Record(term, owner, is_signed=looks_signed))
+        world.clock += 1
+        event = Event(truth.seq + 1, world.new_id("forged"), world.random.randint(1, UNITS), world.clock)
+        world.log.append(Record(term, owner, truth.head, (event,), looks_signed))
+        world.tell("FORGED", shown([event]), "term", term, owner)
 
 
 def chaos(world: World, kinds: Sequence[str]) -> Actor:
@@ -725,6 +760,8 @@ def play(seed: int, rules: set[str], scenario: str) -> tuple[list[str], World]:
     actors += [decider(world, name) for name in DECIDERS]
     actors += [reader(world, name) for name in READERS]
     actors += [kafka(world), kafka(world), kafka(world), chaos(world, kinds)]
+    if scenario == "forged":
+        actors.append(forger(world))
     alone = scenario == "own"
     if alone:  # one relay that often times out, and must recognize its own late records
         world.timeout_chance, world.fault_chance = 0.2, 0.15

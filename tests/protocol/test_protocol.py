@@ -18,6 +18,7 @@ NEEDED = {
     "TRIM": ("all", 0, {"I5"}),
     "TAIL": ("split", 99, {"I5"}),
     "XADD": ("split", 101, {"I5"}),
+    "SIGN": ("forged", 2, {"I4"}),
 }
 
 

@@ -158,7 +158,7 @@ OF_BOOKS: Final = (
     Bug(
         "a published event has its type",
         "all events on grab.events had one type",
-        (("streams/projecting/publisher.py", '("ce_type", str(event.__struct_config__.tag).encode()),',
+        (("streams/projecting/publisher.py", '("ce_type", type_.encode()),',
           '("ce_type", b"event"),'),),
     ),
     Bug(

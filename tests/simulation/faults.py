@@ -13,9 +13,17 @@ from msgspec.msgpack import encode as encode_msgpack
 from grabstream.lua.keys import LAYOUT
 from grabstream.lua.server import raise_term
 from grabstream.lua.trouble import is_trouble, suppressed_trouble
+from grabstream.models.journal import (
+    SIGNED_OWNER,
+    block_headers,
+    chain,
+    is_signed_owner,
+    marker_headers,
+)
+from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.rebuilding.rebuild import Busy, RebuildRefused
 from tests.simulation.loop import Process
-from tests.simulation.plan import GATES, PREFIX, SHARDS, Fault
+from tests.simulation.plan import GATES, SHARDS, Fault
 from tests.simulation.redis_server import Server, Weather
 
 if TYPE_CHECKING:
@@ -26,6 +34,12 @@ STOPPED_SECONDS_MAX: Final = 18.0
 #: What an operator may rebuild.
 REBUILT: Final = ("ledger", "balances", "audit")
 
+#: Lines that nobody decided.
+FORGED_LINES: Final = (
+    b'{"type":"grab.granted","v":1,"shard":%d,"seq":%d,"offer_seq":2,"offer":"forged","at":1,"command":"f",'
+    b'"grab":"f","user":"forger","quantity":1,"amount":1,"asset":"CNY","place":1,"left":1,"digest":"d"}',
+    b'{"type":"nothing","v":1,"shard":%d,"seq":%d,',
+)
 #: Values of records that hold no command, and a list with no command in it.
 MALFORMED: Final = (
     *(None, b"", b"\xff\xfe", b"null", b"7", b"[" * 3_000, b'{"type":"grab"', b"[[]]", b"[{}]"),
@@ -276,7 +290,8 @@ async def kafka_twice(world: "World", fault: Fault) -> None:
 
 
 async def group_rebalance(world: "World", fault: Fault) -> None:
-    world.broker.group(f"{PREFIX}.decider").rebalance()
+    for topic in (world.topics.commands, world.topics.operations):
+        world.broker.group(decider_group(world.topics, topic)).rebalance()
 
 
 async def commands_malformed(world: "World", fault: Fault) -> None:
@@ -284,7 +299,7 @@ async def commands_malformed(world: "World", fault: Fault) -> None:
     for value in world.draw.sample(MALFORMED, 3):
         partition = world.draw.randrange(SHARDS)
         offset = world.broker.append(world.topics.commands, partition, None, value, ())
-        world.malformed[partition, offset] = value or b""
+        world.malformed[world.topics.commands, partition, offset] = value or b""
         await asyncio.sleep(fault.seconds / 3)
 
 
@@ -294,6 +309,25 @@ async def events_of_others(world: "World", fault: Fault) -> None:
     for _ in range(4):
         world.books.append_foreign(world.draw)
         await asyncio.sleep(fault.seconds / 4)
+
+
+async def journal_forged(world: "World", fault: Fault) -> None:
+    """Somebody without a relay's key writes to the journal: a marker of a higher term, and a block after
+    it, or a block in the name of the present owner.
+    """
+    shard = fault.target % SHARDS
+    for number in range(3):
+        cursor = world.oracle.journal[shard].cursor
+        if is_signed_owner(cursor.owner):
+            lines = [world.draw.choice(FORGED_LINES) % (shard, cursor.seq + 1)]
+            term, owner = cursor.term, cursor.owner
+            if number != 1:
+                term, owner = term + 3, world.draw.choice(("forger", f"forger{SIGNED_OWNER}"))
+                world.forge(shard, marker_headers(shard, term, owner), b"")
+            head = chain(cursor.head, lines)[-1]
+            headers = block_headers(shard, term, owner, cursor.seq + 1, 1, cursor.head, head)
+            world.forge(shard, headers, lines[0])
+        await asyncio.sleep(fault.seconds / 3)
 
 
 async def layout_raised(world: "World", fault: Fault) -> None:

@@ -72,7 +72,11 @@ GUARDS: Final = (
     ),
     Guard(
         "an owner steps down at a newer marker", "streams/relaying/relay.py",
-        'if headers.get("count") == b"0" and int(headers["term"]) > self._term:', "if False:",
+        "if term > self._term:", "if False:",
+    ),
+    Guard(
+        "readers ignore what no relay signed", "models/journal.py",
+        'block.authority == "unsigned" and is_signed_owner(self.owner)', "False",
     ),
     Guard(
         "a marker that does not count is raised again", "streams/relaying/takeover.py",
@@ -96,7 +100,7 @@ GUARDS: Final = (
     _in_mutations("a waiter trusts its own history only", "history of a journaled answer"),
     Guard(
         "a waiter is told of another history", "lua/gate/journaled.py",
-        "if waiting_history != history and not future.done():", "if False:",
+        "others = [waiter for waiter in heap if waiter[2] != history]", "others: list[_Waiter] = []",
     ),
 )  # fmt: skip
 
@@ -120,6 +124,7 @@ OF_THE_MODEL: Final = {
     "CURSOR": ("a cursor has term and owner",),
     "TRIM": ("an entry that is half acknowledged stays",),
     "TAIL": ("an owner steps down at a newer marker",),
+    "SIGN": ("readers ignore what no relay signed",),
     "XADD": ("a rebuild deletes the outbox",),
 }
 

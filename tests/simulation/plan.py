@@ -57,6 +57,8 @@ SCENES_SHARE: Final = 0.25
 NEIGHBOURS_SHARE: Final = 0.03
 #: Share of plans in which programs of others write to the topics.
 STRANGERS_SHARE: Final = 0.2
+#: Share of plans in which relays sign, and somebody who cannot writes to the journal.
+FORGER_SHARE: Final = 0.1
 #: Relays end records also within entries, as those of the release before, where a record has at most so many
 #: events, and shards have its layout.
 BLOCK_EVENTS_OF_FORMER: Final = 2
@@ -139,6 +141,11 @@ class Plan(NamedTuple):
     layout: int = LAYOUT
     #: Whether deciders read few records beyond those that wait.
     has_small_backlogs: bool = True
+
+    @property
+    def signs(self) -> bool:
+        """Whether relays sign the journal."""
+        return any(fault.kind == "journal forged" for fault in self.faults)
 
 
 #: Each fault, and how often it is drawn.
@@ -361,6 +368,13 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
                 raised.append(Fault(lost_at, draw.choice(_LOSSES), draw.randrange(4), 0.2, 0.6))
             faults = sorted([*faults, *raised])
             made = _with_scene(made, draw, of_one_id(draw))
+    draw = random.Random(f"{seed} forger")
+    if draw.random() < FORGER_SHARE and not has_neighbours and len(RELEASES) == 1:
+        forged = [
+            Fault(round(draw.uniform(0.1, seconds), 4), "journal forged", draw.randrange(SHARDS), 0.5, 1.0)
+            for _ in range(4)
+        ]
+        faults = sorted([*faults, *forged])
     return Plan(
         seed,
         made,

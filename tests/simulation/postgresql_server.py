@@ -334,7 +334,7 @@ class Session(AsyncConnection[Any]):
 
     @classmethod
     async def connect(  # type: ignore[override]
-        cls, conninfo: str, *, autocommit: bool, connect_timeout: int, application_name: str
+        cls, conninfo: str, *, autocommit: bool, application_name: str, **parameters: int
     ) -> "Session":
         """Connects to the simulated server."""
         server = cls.server

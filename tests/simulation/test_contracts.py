@@ -21,7 +21,7 @@ from grabstream.projections.database import sessions
 from grabstream.streams.projecting import agents
 from grabstream.streams.relaying.leases import Lease, pass_lease, request_lease
 from grabstream.streams.relaying.shares import Worker
-from grabstream.streams.topics import Topics
+from grabstream.streams.topics import Topics, make_topics
 from tests.simulation import faust_app
 from tests.simulation.kafka_broker import Broker, Consumer, Producer
 from tests.simulation.loop import SimulatedLoop
@@ -112,7 +112,7 @@ async def on_real_kafka(settings: Settings, case: Any) -> Any:
         bootstrap_servers=settings.kafka, auto_offset_reset="none", enable_auto_commit=False
     )
     try:
-        await admin.create_topics([NewTopic(name, 2, 1)])
+        await make_topics(settings.kafka, [NewTopic(name, 2, 1)])
         await producer.start()
         await consumer.start()
         return await case(producer, consumer, name), name
@@ -312,7 +312,7 @@ async def test_faust(settings: Settings) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka)
     await admin.start()
     try:
-        await admin.create_topics([NewTopic(topic, 2, 1)])
+        await make_topics(settings.kafka, [NewTopic(topic, 2, 1)])
         producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, enable_idempotence=True, acks="all")
         found = await agents_get_what_is_in_the_journal(settings.kafka, prefix, producer)
     finally:

@@ -6,10 +6,12 @@ import json
 import os
 import random
 import traceback
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
@@ -34,7 +36,9 @@ from grabstream.models.commands import (
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import PAYMENTS_KEPT_MS
 from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
+from grabstream.streams.journal_keys import JournalKeys, use_keys
 from grabstream.streams.topics import Topics
 from tests.lua.conftest import SEAL_KEYS, SEALER
 from tests.lua.histories.recovered import align_postponed_due_times, contents, differences, fold
@@ -93,6 +97,8 @@ REPLICATED: Final = {"redis failover", "redis split", "redis divided", "redis th
 #: is caught up in several calls.
 LAG_SECONDS_MAX: Final = (1.0, 1.0, 5.0)
 #: Scripts of a recovery that mark how far it is.
+#: The private key of the relays, where they sign.
+RELAYS_KEY: Final = b64encode(bytes(range(32))).decode()
 RECOVERING: Final = ("raise_term", "wipe", "apply", "trim")
 #: Databases of the private server: two servers, their disks, and one for comparisons.
 SERVER_DATABASES: Final = ((0, 2), (1, 3))
@@ -134,10 +140,11 @@ class World:
         self.topics = Topics(PREFIX)
         self._store = store
         self.draw = random.Random(f"{plan.seed} latency")
+        use_keys(JournalKeys.from_text(f"sim:{RELAYS_KEY}", "") if plan.signs else JournalKeys())
         self.entropy = random.Random(f"{plan.seed} entropy")
         self.weather = Weather()
         self.broker = Broker(self.loop, random.Random(f"{plan.seed} kafka"), self.trace)
-        for topic in (self.topics.journal, self.topics.commands, self.topics.results):
+        for topic in (*self._of_commands(), self.topics.journal, self.topics.results):
             self.broker.create(topic, SHARDS)
         self.broker.create(self.topics.rejected, 1)
         self.broker.appended = self._appended
@@ -183,7 +190,7 @@ class World:
         #: Commands for which scripts have raised for a time.
         self.poisoned: set[str] = set()
         #: What was sent that holds no command, by partition and offset.
-        self.malformed: dict[tuple[int, int], bytes] = {}
+        self.malformed: dict[tuple[str, int, int], bytes] = {}
         #: Workers that are told to stop, those that have done so, and what tells them.
         self.stopping: set[Process] = set()
         self.stopped: set[Process] = set()
@@ -578,17 +585,18 @@ class World:
 
     async def _send_by_topic(self, producer: Producer, step: Step) -> None:
         self.trace.add(f"caller-{step.caller}", f"step {step.number}: {_names(step.commands)} (topic)")
-        texts = [encode_command(command) for command in step.commands]
-        value = texts[0] if len(texts) == 1 else b"[" + b",".join(texts) + b"]"
-        partition = self.keys.shard_of_offer(step.commands[0].offer)
-        while True:
-            try:
-                await producer.send_and_wait(
-                    self.topics.commands, value, campaign_of(step.commands[0].offer).encode(), partition
-                )
-                break
-            except Exception as error:
-                self.trace.add(f"caller-{step.caller}", f"step {step.number}: {error!r}, sends it again")
+        # The order of an array holds within a topic.
+        for topic, commands in groupby(step.commands, self.topics.of):
+            texts = [encode_command(command) for command in commands]
+            value = texts[0] if len(texts) == 1 else b"[" + b",".join(texts) + b"]"
+            partition = self.keys.shard_of_offer(step.commands[0].offer)
+            key = campaign_of(step.commands[0].offer).encode()
+            while True:
+                try:
+                    await producer.send_and_wait(topic, value, key, partition)
+                    break
+                except Exception as error:
+                    self.trace.add(f"caller-{step.caller}", f"step {step.number}: {error!r}, sends it again")
         self._sent += step.commands
         self._sent_at.append((self.loop.now, step.commands))
 
@@ -752,13 +760,16 @@ class World:
     def _is_at_rest(self) -> bool:
         if next(self._unsettled(), None) is not None:
             return False
-        group = self.broker.group(f"{PREFIX}.decider")
         if not all(
-            group.committed.get(partition, 0) == len(log)
-            for partition, log in _partitions(self.topics.commands, self.broker)
+            self.broker.group(decider_group(self.topics, topic)).committed.get(partition, 0) == len(log)
+            for topic in self._of_commands()
+            for partition, log in _partitions(topic, self.broker)
         ):
             return False
         return self.books is None or not self.books.lags(self.oracle.journal)
+
+    def _of_commands(self) -> tuple[str, str]:
+        return self.topics.commands, self.topics.operations
 
     def _state(self) -> str:
         shards = list(self._unsettled())
@@ -806,8 +817,9 @@ class World:
                 answers.setdefault(answer.id, []).append(answer)
         sent = Counter(command.id for step in self.plan.steps for command in step.commands)
         self._check_kept()
-        for partition, log in enumerate(self.broker.topics[self.topics.commands]):
-            self.oracle.check_topic_order(self._sent_in(partition, log))
+        for topic in self._of_commands():
+            for partition, log in enumerate(self.broker.topics[topic]):
+                self.oracle.check_topic_order(self._sent_in(partition, log))
         # Of these it is unknown whether they are decided: each call with them failed after a write.
         set_aside = [
             decode_command(record.value or b"")
@@ -844,7 +856,7 @@ class World:
         """
         names = {identity_of(command) for command in self._sent if not self.fails_for(command)}
         for record in log:
-            if (partition, record.offset) in self.malformed:
+            if (record.topic, partition, record.offset) in self.malformed:
                 continue
             value = json.loads(record.value)
             for one in value if isinstance(value, list) else [value]:
@@ -859,13 +871,13 @@ class World:
         but for what was set aside.
         """
         secrets = {encode_command(command) for command in self._sent if secret_of(command)}
-        kept: dict[tuple[int, int], bytes] = {}
+        kept: dict[tuple[str, int, int], bytes] = {}
         kept_secrets: set[bytes] = set()
         for record in self.broker.topics[self.topics.rejected][0]:
             headers = dict(record.headers)
             if SET_ASIDE_HEADER in headers:
                 continue
-            place = int(headers["partition"]), int(headers["offset"])
+            place = headers["topic"].decode(), int(headers["partition"]), int(headers["offset"])
             if place in self.malformed:
                 kept[place] = record.value or b""
             else:
@@ -1023,6 +1035,11 @@ class World:
             found = differences(live, folded)
             if found:
                 self.oracle.violations.append(f"shard {shard}: Redis / its journal: {found[:8]}")
+
+    def forge(self, shard: int, headers: Any, value: bytes) -> None:
+        """Appends a record of somebody who has no relay's key to the journal."""
+        self.oracle.journal[shard].forged = len(self.broker.topics[self.topics.journal][shard])
+        self.broker.append(self.topics.journal, shard, None, value, headers)
 
     def _appended(self, record: Any) -> None:
         if record.topic == self.topics.results:

@@ -1,4 +1,4 @@
-"""A system with a recorded history, which many tests read."""
+"""A system with a recorded history, which many tests read; and one on servers of its own."""
 
 import asyncio
 import secrets
@@ -7,9 +7,18 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from grabstream.ops.rehearsal.stage import take_down
+from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
 from tests.conftest import make_system
 from tests.streams.replaying.histories import RecordedSystem, drop, recorded_system, schemas
+
+
+@pytest.fixture
+async def private(private_services: LocalServices, settings: Settings) -> Settings:
+    """A system on servers that the test may kill, and whose data it may change."""
+    on_private_servers = settings.model_copy(update=private_services.environment())
+    await make_system(on_private_servers)
+    return on_private_servers
 
 
 @pytest.fixture(scope="session")

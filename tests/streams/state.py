@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from grabstream.lua.keys import KeySpace
-from grabstream.models.journal import Cursor, parse_block
+from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line
 from grabstream.ops.connections.opening import key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
@@ -26,7 +26,7 @@ async def journal_lines(settings: Settings, shard: int) -> list[bytes]:
     ):
         async for records in reading:
             for record in records:
-                cursor, accepted = cursor.feed(record.offset, parse_block(record.headers, record.value))
+                cursor, accepted = cursor.feed(record.offset, reader.block(record))
                 lines += [event.line for event in accepted]
     return lines
 

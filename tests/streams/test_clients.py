@@ -4,11 +4,16 @@ logged once.
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.errors import KafkaConnectionError
 
 from grabstream.ops.connections.opening import key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
@@ -51,6 +56,47 @@ async def test_close_raises_the_cancellation_of_its_caller() -> None:
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled()
+
+
+class _LateController(ClusterMetadata):
+    """What a client knows of brokers that name no controller at first, as after a standstill."""
+
+    late = 0
+
+    def update_metadata(self, metadata: Any) -> None:
+        super().update_metadata(metadata)
+        if self.late > 0:
+            self.late -= 1
+            self.controller = None
+
+
+def _late_client(kafka: str, late: int, **options: Any) -> AIOKafkaAdminClient:
+    """A client to which the brokers name no controller in so many replies."""
+    client = AIOKafkaAdminClient(bootstrap_servers=kafka, **options)
+    client._client.cluster = _LateController(metadata_max_age_ms=60_000)
+    client._client.cluster.late = late
+    return client
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+async def test_an_admin_client_is_started_when_the_brokers_name_their_controller(
+    servers: Settings, late: int
+) -> None:
+    """Before, its requests end with an AttributeError."""
+    async with clients.started(_late_client(servers.kafka, late)) as administrator:
+        response = await administrator.create_topics(
+            [NewTopic(f"test{os.urandom(5).hex()}", 1, 1)], validate_only=True
+        )
+    assert [code for _, code, *_ in response.topic_errors] == [0]
+
+
+async def test_an_admin_client_whose_brokers_name_no_controller_is_closed_with_an_error(
+    servers: Settings,
+) -> None:
+    client = _late_client(servers.kafka, 10_000, request_timeout_ms=1_000)
+    with pytest.raises(KafkaConnectionError, match="name no controller"):
+        async with clients.started(client):
+            pytest.fail("it was started")
 
 
 async def test_a_client_that_is_cancelled_while_it_starts_is_closed() -> None:
@@ -112,6 +158,50 @@ def test_trouble_is_logged_only_when_it_changes(caplog: pytest.LogCaptureFixture
         "shard 3: full; "
         "trying again"
     ]  # fmt: skip
+
+
+def test_trouble_that_comes_back_soon_is_logged_now_and_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the work may succeed between two failures. In a worker that watches its servers, each failure
+    would then look like one that an outage may explain, and none would ever be logged.
+    """
+    now = 1_000.0
+    outages = clients.Outages()
+    outages.is_watched = True
+    monkeypatch.setattr(clients, "OUTAGES", outages)
+    monkeypatch.setattr(clients.time, "monotonic", lambda: now)
+    trouble = clients.Trouble(logging.getLogger("test"), "shard 3")
+    for _ in range(100):
+        trouble.say("full")
+        trouble.over()
+        now += 0.7
+    said = ["shard 3: full; trying again", "shard 3: continues"]
+    assert caplog.messages == 2 * said
+    now += clients.STEADY_SECONDS
+    trouble.say("full")
+    assert len(caplog.messages) == 4, "trouble after a steady time may be explained by an outage again"
+
+
+def test_trouble_that_an_outage_explained_has_ended_with_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch logs each outage, however soon the next one comes."""
+    now = 1_000.0
+    outages = clients.Outages()
+    outages.is_watched = True
+    monkeypatch.setattr(clients, "OUTAGES", outages)
+    monkeypatch.setattr(clients.time, "monotonic", lambda: now)
+    trouble = clients.Trouble(logging.getLogger("test"), "shard 3")
+    for _ in range(3):
+        trouble.say("away")
+        outages.began("Kafka")
+        now += 12.0
+        outages.ended("Kafka")
+        trouble.say("away")
+        trouble.over()
+        now += 12.0
+    assert caplog.messages == []
 
 
 async def test_a_reader_fetches_nothing_while_nobody_reads(system: Settings) -> None:

@@ -200,6 +200,7 @@ async def test_traffic_survives_changes_of_workers_and_the_end_of_a_master(
     await until(partial(_is_replica, master.port), 30, "the return of the old master as a replica")
 
 
+@pytest.mark.nightly
 async def test_traffic_survives_the_move_of_a_shard_to_another_master(
     clustered: Settings, cluster: ClusterServices, worker: Callable[..., Any]
 ) -> None:
@@ -247,6 +248,7 @@ def _is_replica(port: int) -> bool:
         return bool(replication["role"] == "slave" and replication["master_link_status"] == "up")
 
 
+@pytest.mark.nightly
 async def test_status_names_the_server_of_every_shard(clustered: Settings, cluster: ClusterServices) -> None:
     environment = child_environment(
         prefix=clustered.prefix, schema=clustered.schema_, **cluster.environment()

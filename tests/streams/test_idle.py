@@ -114,9 +114,9 @@ async def test_faust_runs_no_thread(system: Settings) -> None:
     app = agents.build_app(system.kafka, system.prefix, system.shards, [])
     app.finalize()
     before = threading.active_count()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         await app.consumer._thread.start()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # a thread of an earlier test may end meanwhile
     await app.consumer._thread.stop()
 
 
@@ -184,7 +184,7 @@ async def test_a_decider_polls_once_and_ends_at_once(
     assert counts["polls"] == before
     stop.set()
     # The client leaves its group, which takes a moment.
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(90):
         await running
     await gate.close()
     await redis.aclose()
@@ -218,12 +218,12 @@ async def test_a_tail_fetches_at_intervals_and_at_once_when_it_is_awaited(
     for seq in range(1, 11):
         await journal.block(LINES, seq, seq)
     assert counts["_proc_fetch_request"] == fetches
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         await tail.reached(10)
     await journal.marker(2, "b")
     awaiting = asyncio.create_task(tail.reached(11))
     with pytest.raises(SteppedDown):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             await watching
     await end([awaiting])
 

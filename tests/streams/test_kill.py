@@ -11,13 +11,12 @@ import pytest
 
 from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
-from tests.conftest import make_system
 from tests.streams.traffic import traffic
 from tests.support.leases import until_relayed_by
 
-#: On a quiet machine; a busy one adds a multiple of the time to the next answer before the kill.
-TAKE_OVER_SECONDS_MAX = 5.0
-TAKE_OVER_TO_ANSWER_MAX = 10.0
+#: A lease of three seconds ends, and a takeover follows: less than four seconds on a quiet machine. A busy
+#: one has to pass, too (`make bench`, row `takeover`, measures); waiting for anything else has not.
+TAKE_OVER_SECONDS_MAX = 15.0
 
 
 async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: Callable[..., Any]) -> None:
@@ -28,13 +27,11 @@ async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: 
     async with traffic(system) as crowd:
         await crowd.begin()
         await crowd.until_answered(0.3)
-        before = await crowd.seconds_to_next_answer()
         first.kill()
         began = asyncio.get_running_loop().time()
         await until_relayed_by(system, second)
         await crowd.seconds_to_next_answer()
-        seconds = asyncio.get_running_loop().time() - began
-        assert seconds < TAKE_OVER_SECONDS_MAX + TAKE_OVER_TO_ANSWER_MAX * before
+        assert asyncio.get_running_loop().time() - began < TAKE_OVER_SECONDS_MAX
         await crowd.adds_up()
 
 
@@ -100,15 +97,6 @@ async def test_a_relay_that_continues_after_its_replacement_changes_nothing(
         assert first.process.poll() is None
 
 
-@pytest.fixture
-async def private(private_services: LocalServices, settings: Settings) -> Any:
-    """A system on servers that may be killed."""
-    on_private_servers = settings.model_copy(update=private_services.environment())
-    await make_system(on_private_servers)
-    return on_private_servers
-
-
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("server", ["kafka", "redis", pytest.param("postgres", marks=pytest.mark.nightly)])
 async def test_no_event_is_lost_when_a_server_is_killed(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str

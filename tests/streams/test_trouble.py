@@ -286,7 +286,7 @@ async def test_refusals_are_kept_until_they_can_be_written(words: str) -> None:
     async def write(rows: Any) -> None:
         failing._raise()
 
-    refusals = RefusalLog(write)
+    refusals = RefusalLog({"books": write})
     refusals.take(grabs(1), [Answer("e-g0", "sold_out", 32, "e")])
     await assert_continues(refusals.run(), failing)
 

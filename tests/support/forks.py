@@ -24,7 +24,9 @@ from typing import IO, Any, Final
 
 #: The largest request: arguments and environment.
 REQUEST_BYTES_MAX: Final = 150_000
-MODULES: Final = ("grabstream.streams.worker", "grabstream.streams.projecting.agents")
+MODULES: Final = (
+    "grabstream.streams.worker", "grabstream.streams.projecting.agents", "grabstream.ops.console.endings",
+)  # fmt: skip
 
 
 class Forked:

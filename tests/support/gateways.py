@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -43,7 +43,7 @@ class GatewayProcess:
 
     def start(self) -> Self:
         """Waits until it listens."""
-        wait_until(lambda: _ready.search(self.text()) or self.process.poll() is not None, 60, "a gateway")
+        wait_until(lambda: _ready.search(self.text()) or self.process.poll() is not None, 180, "a gateway")
         found = _ready.search(self.text())
         assert found, self.text()
         self.port = int(found[2])
@@ -87,6 +87,14 @@ class Got(NamedTuple):
     body: Any
 
 
+class Message(NamedTuple):
+    """A message of a stream of events."""
+
+    place: str
+    type: str
+    text: str
+
+
 class Caller:
     """Sends requests to a gateway. `always` are headers of every request, unless a request has its own."""
 
@@ -115,9 +123,33 @@ class Caller:
         async with self._session.request(
             method, url, data=body, headers=sent, skip_auto_headers=["Content-Type"], allow_redirects=False
         ) as answer:
-            raw = await answer.read()
+            # A stream does not end; its head is looked at.
+            is_stream = answer.headers.get("content-type") == "text/event-stream"
+            raw = b"" if is_stream else await answer.read()
             is_json = "json" in answer.headers.get("content-type", "")
             return Got(answer.status, answer.headers, raw, json.loads(raw) if is_json and raw else None)
+
+    async def follow(
+        self, path: str, place: str | None = None, every: bool = False
+    ) -> AsyncGenerator[Message, None]:
+        """The messages of a stream, until it ends; `place` is the id after which it resumes. Messages without
+        data have the type ''. Ends the connection when it is closed. `every`: also messages without an id.
+        """
+        sent = {**self._always, **({} if place is None else {"Last-Event-ID": place})}
+        url = URL(f"http://127.0.0.1:{self.port}{path}", encoded=True)
+        async with self._session.get(url, headers=sent) as answer:
+            assert answer.status == 200, (answer.status, await answer.read())
+            assert answer.headers["content-type"] == "text/event-stream"
+            fields: dict[str, str] = {}
+            async for raw in answer.content:
+                line = raw.decode().rstrip("\n")
+                if line:
+                    name, _, value = line.partition(": ")
+                    fields[name] = value
+                    continue
+                if "id" in fields or (every and "event" in fields):
+                    yield Message(fields.get("id", ""), fields.get("event", ""), fields.get("data", ""))
+                fields = {}
 
     async def post(self, path: str, body: Any = None, key: str | None = None, **headers: str) -> Got:
         """POST, with a new key unless one is given."""

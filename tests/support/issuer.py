@@ -11,6 +11,8 @@ import jwt
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
+from tests.support.web_servers import serving
+
 ISSUER: Final = "https://login.example.com"
 AUDIENCE: Final = "grabs"
 _RSA: Final = rsa.generate_private_key(65_537, 2_048)
@@ -80,13 +82,8 @@ async def serving_keys() -> AsyncIterator[KeyServer]:
     server = KeyServer()
     application = web.Application()
     application.router.add_get("/keys", server._handle)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.port = runner.addresses[0][1]
-    try:
-        yield server
-    finally:
-        server.released.set()
-        await runner.cleanup()
+    async with serving(application, shutdown_timeout=0.1) as server.port:
+        try:
+            yield server
+        finally:
+            server.released.set()

@@ -1,5 +1,5 @@
-"""`rehearse`: a made-up crowd grabs through topic and gate, shown live, with a verdict; or a story of several
-days with a faster clock.
+"""`rehearse`: a made-up crowd grabs through topic, gate and gateway, shown live, with a verdict; or a crowd
+in a shape comes over HTTP; or a story of several days is told with a faster clock.
 """
 
 import asyncio
@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,22 +19,30 @@ from pydantic import SecretStr
 
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
+from grabstream.models.money import Invalid
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.commands.operate.verify import print_checks
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.rehearsal.crowd import Envelope, attempts, envelopes
 from grabstream.ops.rehearsal.display import Display
+from grabstream.ops.rehearsal.over_http.crowd import crowd_of
+from grabstream.ops.rehearsal.over_http.door import open_door
+from grabstream.ops.rehearsal.over_http.measured import quantiles_ms
+from grabstream.ops.rehearsal.over_http.report import report_of
+from grabstream.ops.rehearsal.over_http.run import ShapedRehearsal
+from grabstream.ops.rehearsal.over_http.shape import Shape, read_shape
+from grabstream.ops.rehearsal.over_http.verdict import http_verdict
 from grabstream.ops.rehearsal.promotion import Promotion
 from grabstream.ops.rehearsal.run import (
+    HTTP_CALLERS,
     LOOK_EVERY_SECONDS,
-    Patience,
     Rehearsal,
     closed,
     open_books,
     read_progress,
 )
-from grabstream.ops.rehearsal.stage import CannotGoOn, Stage, set_up
+from grabstream.ops.rehearsal.stage import GATEWAY, WORKERS, CannotGoOn, Patience, Stage, set_up
 from grabstream.ops.rehearsal.story import Story, tell
 from grabstream.ops.rehearsal.verdict import verdict
 from grabstream.ops.rehearsal.week import Week, publish
@@ -45,6 +54,7 @@ STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
 #: Options that only one kind of rehearsal has.
 OF_ENVELOPES: Final = ("parts", "small", "small_parts", "deadline")
 OF_STORIES: Final = ("people", "result")
+OF_SHAPES: Final = ("shape", "report")
 #: The columns of a story's result that are money.
 MONEY: Final = ("revenue", "refunded", "refund_due")
 
@@ -104,7 +114,29 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
 @click.option(
     "--seed", type=WholeNumber(0, 10**9), help="Seed of the crowd; repeats a run. Default: random, printed."
 )
-@click.option("--keep", is_flag=True, help="Keep the topics, tables and keys of the rehearsal.")
+@click.option(
+    "--door",
+    type=click.Choice(["all", "http"]),
+    default="all",
+    show_default=True,
+    help="How the envelopes' crowd comes: through topic, gate and gateway at once; or over HTTP only, in a "
+    "shape.",
+)
+@click.option(
+    "--shape",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with the shape of a crowd that comes over HTTP (docs/rehearsing.md). Default: a short rush.",
+)
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write a report of a rehearsal over HTTP to this file: one page of HTML, with charts.",
+)
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Keep the topics, tables and keys of the rehearsal, and print the settings that show them.",
+)
 @json_option
 @click.pass_context
 def rehearse(
@@ -117,16 +149,23 @@ def rehearse(
     small_parts: int,
     deadline: int,
     seed: int | None,
+    door: str,
+    shape: Path | None,
+    report: Path | None,
     keep: bool,
     as_json: bool,
 ) -> None:
-    """Let a made-up crowd of thousands grab through topic and gate at once, and print a verdict. Exit code 1:
-    a check of the verdict failed.
+    """Let a made-up crowd of thousands grab through topic, gate and gateway at once, and print a verdict.
+    Exit code 1: a check of the verdict failed.
 
-    The rehearsal makes a separate system (topics, schema and keys under a new prefix) with two workers, on
-    the servers of the settings, and removes it at the end.
+    The rehearsal makes a separate system (topics, schema and keys under a new prefix) with two workers and a
+    gateway, on the servers of the settings, and removes it at the end.
     """
-    _refuse_foreign_options(context, story)
+    _refuse_foreign_options(context, story, door)
+    try:
+        shaped = Shape() if shape is None else read_shape(shape)
+    except Invalid as error:
+        raise click.BadParameter(str(error), param_hint="--shape") from None
     seed = secrets.randbelow(10**6) if seed is None else seed
     name = f"rehearsal{seed}x{secrets.token_hex(2)}"
     settings = load_settings()
@@ -136,25 +175,42 @@ def rehearse(
         if story in STORIES:
             outcome = uvloop.run(_tell(STORIES[story], settings, seed, people, keep, as_json))
             outcome["files"] = publish(outcome, result)
+        elif door == "http":
+            outcome = uvloop.run(_rush(settings, shaped, seed, keep, as_json))
+            if report is not None:
+                report.write_text(report_of(outcome, seed))
         else:
             chosen = envelopes(seed, parts, small, small_parts, deadline * 1_000)
             outcome = uvloop.run(_rehearse(settings, chosen, seed, keep, as_json))
     except (CannotGoOn, KeyboardInterrupt, asyncio.CancelledError) as error:
         click.echo(f"grabstream: {str(error) or 'stopped'}", err=True)
         sys.exit(1)
+    outcome["kept"] = name if keep else None
     if story in STORIES and not as_json:
         _print_story(outcome)
     else:
         _print(outcome, as_json)
+    if keep and not as_json:
+        console.print(
+            f"It is kept. To look at it: GRAB_PREFIX={name} GRAB_SCHEMA={name} grabstream offers",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     sys.exit(0 if all(check.passed for check in outcome["checks"]) else 1)
 
 
-def _refuse_foreign_options(context: click.Context, story: str) -> None:
+def _refuse_foreign_options(context: click.Context, story: str, door: str) -> None:
     """Raises UsageError for an option that has no effect in this rehearsal."""
-    for name in OF_ENVELOPES if story in STORIES else OF_STORIES:
+    foreign: tuple[str, ...]
+    if story in STORIES:
+        chosen, foreign = f"--story {story}", (*OF_ENVELOPES, *OF_SHAPES, "door")
+    elif door == "http":
+        chosen, foreign = "--door http", (*OF_STORIES, *OF_ENVELOPES)
+    else:
+        chosen, foreign = f"--story {story} and --door all", (*OF_STORIES, *OF_SHAPES)
+    for name in foreign:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             option = next(param.opts[0] for param in context.command.params if param.name == name)
-            raise click.UsageError(f"{option} has no effect with --story {story}; leave it out")
+            raise click.UsageError(f"{option} has no effect with {chosen}; leave it out")
 
 
 def _stop_on_sigterm() -> None:
@@ -186,22 +242,56 @@ async def _rehearse(
             f"[dim](seed {seed}, prefix {settings.prefix})[/]",
             highlight=False,
         )
+    async with (
+        _system(settings, keep) as (stage, gate, redis),
+        open_door(await _shown_port(stage, chosen, quiet), HTTP_CALLERS) as door,
+    ):
+        rehearsal = Rehearsal(settings, gate, chosen, grabs, seed, door)
+        return await _play(settings, stage, redis, chosen, rehearsal, quiet)
+
+
+async def _rush(settings: Settings, shape: Shape, seed: int, keep: bool, quiet: bool) -> dict[str, Any]:
+    _stop_on_sigterm()
+    crowd = crowd_of(shape, seed)
+    if not quiet:
+        console.print(
+            f"{shape.title}: {len(crowd.visitors):,} people over HTTP in {shape.seconds} s, "
+            f"{len(crowd.envelopes)} envelopes, {sum(one.terms.parts for one in crowd.envelopes):,} parts "
+            f"[dim](seed {seed}, prefix {settings.prefix})[/]",
+            highlight=False,
+        )
+    async with (
+        _system(settings, keep) as (stage, gate, redis),
+        open_door(await _shown_port(stage, crowd.envelopes, quiet), shape.connections_max) as door,
+    ):
+        rehearsal = ShapedRehearsal(settings, gate, door, shape, crowd, seed)
+        return await _play(settings, stage, redis, crowd.envelopes, rehearsal, quiet)
+
+
+async def _shown_port(stage: Stage, chosen: Sequence[Envelope], quiet: bool) -> int:
+    """The port of the gateway when it listens; says where its pages are."""
+    port = await stage.gateway_port()
+    if not quiet:
+        at = f"http://127.0.0.1:{port}/"
+        console.print(
+            f"watch it in a browser, until the verdict: {at} "
+            f"[dim](a page for everybody: {at}o/{chosen[0].offer})[/]",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    return port
+
+
+@contextlib.asynccontextmanager
+async def _system(settings: Settings, keep: bool) -> AsyncIterator[tuple[Stage, Gate, Any]]:
+    """The stage with workers and a gateway, and a gate and a client of Redis of this process."""
     redis = open_redis(settings)
     log = Path(".services") / "rehearsal.log"
     try:
-        async with set_up(settings, log, keep) as stage:
+        async with set_up(settings, log, keep, (*WORKERS, GATEWAY)) as stage:
             gate = Gate(redis, key_space(settings), sealer(settings), gate_limits(settings))
             gate.start()
             try:
-                return await _play(
-                    settings,
-                    stage,
-                    gate,
-                    redis,
-                    chosen,
-                    Rehearsal(settings, gate, chosen, grabs, seed),
-                    quiet,
-                )
+                yield stage, gate, redis
             finally:
                 await gate.close()
     finally:
@@ -211,9 +301,8 @@ async def _rehearse(
 async def _play(
     settings: Settings,
     stage: Stage,
-    gate: Gate,
     redis: Any,
-    chosen: list[Envelope],
+    chosen: Sequence[Envelope],
     rehearsal: Rehearsal,
     quiet: bool,
 ) -> dict[str, Any]:
@@ -235,14 +324,21 @@ async def _play(
                     task.cancel()
                 await asyncio.gather(watching, playing, return_exceptions=True)
         checks = await verdict(connection, chosen, rehearsal.doors)
+        details = {}
+        if isinstance(rehearsal, ShapedRehearsal):
+            checks += await http_verdict(connection, rehearsal)
+            details["http"] = rehearsal.details()
     checks += await verify(settings, share=1)
     return {
         "attempts": rehearsal.doors.total,
         "seconds": seconds,
         "seconds_to_books": finished,
         "outcomes": dict(rehearsal.doors.outcomes.most_common()),
-        "latency_ms": {door: _quantiles(values) for door, values in rehearsal.doors.latencies.items()},
+        "latency_ms": {
+            door: quantiles_ms(values, (50, 99, 99.9)) for door, values in rehearsal.doors.latencies.items()
+        },
         "rate_max": display.rate_max,
+        **details,
         "checks": checks,
     }
 
@@ -298,16 +394,6 @@ async def _watch(
         await asyncio.sleep(LOOK_EVERY_SECONDS)
 
 
-def _quantiles(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    if not ordered:
-        return {}
-    return {
-        f"p{percent:g}": round(ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)] * 1000, 2)
-        for percent in (50, 99, 99.9)
-    }
-
-
 def _print(result: dict[str, Any], as_json: bool) -> None:
     checks: list[Check] = result["checks"]
     passed = all(check.passed for check in checks)
@@ -322,6 +408,9 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
         return
     console.print()
     console.print(table("Outcomes", ("outcome", "answers"), result["outcomes"].items()))
+    if "http" in result:
+        sent = result["http"]["attempts"].items()
+        console.print(table("Replies over HTTP, by status", ("status", "replies"), sent))
     rows = [(door, *values.values()) for door, values in result["latency_ms"].items() if values]
     console.print(table("Journaled answers, milliseconds", ("door", "p50", "p99", "p99.9"), rows))
     console.print(

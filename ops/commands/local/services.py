@@ -2,8 +2,11 @@
 as plain processes.
 """
 
+import contextlib
 import os
 import secrets
+import shlex
+import socket
 import subprocess
 from base64 import urlsafe_b64encode
 from pathlib import Path
@@ -13,9 +16,16 @@ import click
 from psycopg.conninfo import conninfo_to_dict
 
 from grabstream.ops.console.output import console, json_option, print_json
-from grabstream.ops.services import ClusterPorts, ClusterServices, LocalServices, ServerSet, ServiceError
+from grabstream.ops.services import (
+    ClusterPorts,
+    ClusterServices,
+    LocalServices,
+    SecureServices,
+    ServerSet,
+    ServiceError,
+)
 from grabstream.ops.services.servers import PROJECT
-from grabstream.ops.settings import child_environment, is_cluster, load_settings
+from grabstream.ops.settings import GATEWAY_PORT, Settings, child_environment, is_cluster, load_settings
 
 SERVERS = ("redis", "kafka", "postgres")
 CLUSTER_SERVERS = (
@@ -24,7 +34,10 @@ CLUSTER_SERVERS = (
     "postgres",
 )
 #: The first ports of the cluster's servers, relative to the port of the single Redis.
-OFFSETS = {"redis": 20, "bus": 30, "kafka": 40, "controller": 50, "postgres": 60}
+OFFSETS = {"redis": 20, "bus": 30, "kafka": 40, "controller": 50, "postgres": 60, "secure": 70}
+#: The folder of the secured servers, and the file that points a shell at them.
+SECURE = PROJECT / ".services" / "secure"
+SECURE_ENVIRONMENT = SECURE / "env"
 #: The file that points a shell at the cluster.
 CLUSTER_ENVIRONMENT = PROJECT / ".services" / "cluster.env"
 
@@ -70,11 +83,35 @@ def local_cluster() -> ClusterServices:
     return ClusterServices(PROJECT / ".services" / "cluster", dealt)
 
 
+def local_secured() -> SecureServices:
+    """The servers that `up --secure` starts: in the folder .services/secure, on ports after those of the
+    settings.
+    """
+    settings = load_settings()
+    first = _local_port(settings.redis_url.split(",")[0].replace("-cluster", ""))
+    if not points_at_secured(settings):
+        first += OFFSETS["secure"]
+    return SecureServices(SECURE, first, first + 1, first + 2, first + 3)
+
+
+def points_at_secured(settings: Settings) -> bool:
+    """Whether the settings point at the servers that `up --secure` starts."""
+    return settings.redis_ca == str(SECURE / "certificates" / "ca.pem")
+
+
 def _sets(which: str | None = None) -> list[ServerSet]:
-    """The sets of servers that `which` names; only the cluster, if the settings point at a cluster."""
-    if which == "cluster" or is_cluster(load_settings().redis_url):
+    """The sets of servers that `which` names; without, only the cluster, or the secured ones, if the settings
+    point there.
+    """
+    settings = load_settings()
+    if which == "secure" or points_at_secured(settings):
+        return [local_secured()]
+    if which == "cluster" or is_cluster(settings.redis_url):
         return [local_cluster()]
-    return [local_services()] if which == "single" else [local_services(), local_cluster()]
+    if which == "single":
+        return [local_services()]
+    secured = [local_secured()] if SECURE.exists() else []
+    return [local_services(), local_cluster(), *secured]
 
 
 def _local_port(url: str) -> int:
@@ -145,8 +182,13 @@ def _write_seal_key() -> bool:
     is_flag=True,
     help="Start a Redis Cluster of three masters with replicas, and three Kafka brokers.",
 )
+@click.option(
+    "--secure",
+    is_flag=True,
+    help="Start servers with TLS and logins, beside the others, with certificates and users of their own.",
+)
 @json_option
-def up(temporary: bool, cluster: bool, as_json: bool) -> None:
+def up(temporary: bool, cluster: bool, secure: bool, as_json: bool) -> None:
     """Start those of Redis, Kafka and PostgreSQL that do not run; a second call does nothing.
 
     If a Docker engine answers, compose.yaml is used, unless GRAB_SERVICES=processes asks for plain processes.
@@ -155,9 +197,12 @@ def up(temporary: bool, cluster: bool, as_json: bool) -> None:
     """
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line}[/]"))
     made_key = _write_seal_key()
+    secure = secure or points_at_secured(load_settings())
     cluster = cluster or is_cluster(load_settings().redis_url)
+    if secure and cluster:
+        raise click.UsageError("--secure and --cluster are two sets of servers: start one after the other")
     environment = ""
-    if docker_answers():
+    if docker_answers() and not secure:
         servers = CLUSTER_SERVERS if cluster else SERVERS
         _compose("--profile", "cluster", "up", "-d", "--wait", *servers)
         if cluster:
@@ -165,10 +210,11 @@ def up(temporary: bool, cluster: bool, as_json: bool) -> None:
         running: dict[str, int | None] = dict.fromkeys(servers)
         by = "docker compose"
     else:
-        services = local_cluster() if cluster else local_services()
+        services = local_secured() if secure else local_cluster() if cluster else local_services()
         services.up(report, temporary)
         running, by = services.status(), "processes"
-        environment = _write_environment(services) if cluster else ""
+        if secure or cluster:
+            environment = _write_environment(services, SECURE_ENVIRONMENT if secure else CLUSTER_ENVIRONMENT)
     if as_json:
         print_json(
             {"by": by, "servers": running, "seal_key_written": made_key, "environment": environment or None}
@@ -177,25 +223,43 @@ def up(temporary: bool, cluster: bool, as_json: bool) -> None:
     if made_key:
         console.print("[dim]GRAB_SEAL_KEYS written to .env: keep it in every backup[/]")
     console.print(f"Redis, Kafka and PostgreSQL are up ([dim]{by}[/]).")
+    if not temporary:
+        console.print(where_the_page_is(), highlight=False, soft_wrap=True)
     if environment:
         console.print(f"Run `. {environment}` to point this shell at them.", highlight=False)
 
 
-def _write_environment(services: ServerSet) -> str:
-    """Writes the file that points a shell at a set of servers; returns its relative path."""
-    lines = (f"export GRAB_{name.upper()}={value}\n" for name, value in services.environment().items())
-    CLUSTER_ENVIRONMENT.write_text("".join(lines))
-    return os.path.relpath(CLUSTER_ENVIRONMENT)
+def where_the_page_is() -> str:
+    """Where the live page is, or how to start the gateway that serves it."""
+    at = f"http://127.0.0.1:{GATEWAY_PORT}/"
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", GATEWAY_PORT), timeout=1):
+        return f"The live page: {at}"
+    return (
+        "Start the gateway for the live page: `grabstream init`, then `grabstream worker` and `grabstream "
+        f"gateway`; it is at {at}"
+    )
+
+
+def _write_environment(services: ServerSet, file: Path) -> str:
+    """Writes the file that points a shell at a set of servers, and that only its owner can read; returns its
+    relative path.
+    """
+    lines = (
+        f"export GRAB_{name.upper()}={shlex.quote(value)}\n" for name, value in services.environment().items()
+    )
+    file.touch(mode=0o600)
+    file.write_text("".join(lines))
+    return os.path.relpath(file)
 
 
 @click.command()
-@click.argument("which", type=click.Choice(["single", "cluster"]), required=False)
+@click.argument("which", type=click.Choice(["single", "cluster", "secure"]), required=False)
 @click.option("--dry-run", is_flag=True, help="Print which servers would be stopped, and stop none.")
 @click.option("--remove", is_flag=True, help="Delete the servers' data too.")
 @json_option
 def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
-    """Stop the servers that `up` started, and no others: the single servers, the cluster, or both. Their data
-    are kept.
+    """Stop the servers that `up` started, and no others: the single servers, the cluster, the secured ones,
+    or all. Their data are kept.
     """
     if dry_run:
         running = [name for set_ in _sets(which) for name, pid in set_.status().items() if pid is not None]

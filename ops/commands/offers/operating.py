@@ -1,8 +1,8 @@
 """`amend`, `adjust` and `load`, with which operators change an offer; and `ticket`, for tests."""
 
 import asyncio
+import json
 import sys
-from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +10,7 @@ from typing import Final, Literal
 
 import click
 import msgspec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.tickets import sign
 from grabstream.models.answers import Answer, encode_answer
@@ -21,8 +18,14 @@ from grabstream.models.commands import Load, check, in_chunks
 from grabstream.models.digests import Digests
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
-from grabstream.models.offers import TIME_MS_MAX
 from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.ops.commands.offers.approving import (
+    approval_option,
+    expiry,
+    sign_option,
+    signing_key,
+    with_approvals,
+)
 from grabstream.ops.commands.offers.through_a_gate import (
     carry_out,
     complain,
@@ -41,11 +44,12 @@ from grabstream.ops.commands.offers.through_a_gate import (
 from grabstream.ops.connections.opening import open_gate, sealer
 from grabstream.ops.console.output import json_option, print_json
 from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
-from grabstream.ops.formats.written_values import read_duration, read_time
 from grabstream.ops.settings import Settings
 
 What = Literal["codes", "audience"]
 
+#: The JSON of a round has a few hundred characters.
+ROUND_CHARACTERS_MAX: Final = 10_000
 #: Chunks in one gate call: few, so that the bar moves often and Ctrl-C takes effect soon.
 CHUNKS_A_CALL: Final = 16
 #: How many ids to try for a chunk while the ids before have a remembered refusal.
@@ -71,23 +75,53 @@ _file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
 @click.command()
 @offer_argument
 @click.option(
-    "--set", "assignments", multiple=True, required=True, metavar="FIELD=VALUE",
+    "--set", "assignments", multiple=True, metavar="FIELD=VALUE",
     help="A term and its new value, as in a CSV file of offers: closes_at=2026-11-27T10:00:00+08:00, "
          "hold_ms=15m, 'limits=user/day/2; card/offer/1'. Repeatable; `limits=` removes all limits.",
 )  # fmt: skip
+@click.option(
+    "--beacon", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    help="The round of the beacon that the envelope awaits, as JSON with round, randomness and signature, "
+         "such as https://api.drand.sh/CHAIN/public/ROUND answers; - reads it from standard input.",
+)  # fmt: skip
 @operator_option
+@approval_option
+@sign_option
 @id_option
 @json_option
 def amend(
-    offer: str, assignments: Sequence[str], operator: str | None, command_id: str | None, as_json: bool
-) -> None:
+    offer: str, assignments: Sequence[str], beacon: Path | None, operator: str | None,
+    command_id: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Change terms of the open OFFER. All changes take effect together, between two grabs."""
+    if not assignments and beacon is None:
+        raise click.UsageError("give --set FIELD=VALUE, or --beacon FILE")
+    words = list(assignments)
+    if beacon is not None:
+        words.append(f"randomness={_round_in(beacon)}")
     try:
-        changes = read_changes(pairs_of("--set", assignments))
+        changes = read_changes(pairs_of("--set", words))
     except BadOfferFile as error:
         complain_of_all(error)
         sys.exit(2)
     carry_out(make_command("amend", command_id, offer, changes=changes, operator=operator), as_json)
+
+
+def _round_in(file: Path) -> str:
+    """A round of a beacon as `amend` takes it."""
+    try:
+        with click.open_file(str(file)) as opened:
+            text = opened.read(ROUND_CHARACTERS_MAX + 1)
+        if len(text) > ROUND_CHARACTERS_MAX:
+            raise ValueError("is longer than a round of a beacon is")
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError("is not a JSON object")
+        return "/".join(str(found[name]) for name in ("round", "randomness", "signature"))
+    except KeyError as error:
+        raise click.BadParameter(f"has no {error.args[0]}", param_hint="--beacon") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise click.BadParameter(str(error), param_hint="--beacon") from None
 
 
 @click.command()
@@ -100,6 +134,8 @@ def amend(
 @click.option("--reason", required=True, help="The reason of the correction, in one line.")
 @click.option("--approved-by", required=True, help="The name of the person who approved it.")
 @operator_option
+@approval_option
+@sign_option
 @id_option
 @json_option
 def adjust(
@@ -154,6 +190,7 @@ def _entry(written: str) -> dict[str, object]:
 )
 @click.option("--dry-run", is_flag=True, help="Check the file and load nothing.")
 @operator_option
+@sign_option
 @json_option
 def load(
     offer: str, codes: Path | None, audience: Path | None, dry_run: bool, operator: str | None, as_json: bool
@@ -320,7 +357,7 @@ async def _load_piece(gate: Gate, settings: Settings, chunks: Sequence[Load]) ->
                 msgspec.structs.replace(chunk, id=ids[chunk.chunk][index] + ending) for chunk in unanswered
             ]
             answered = await gate.decide(
-                commands, patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms
+                with_approvals(commands), patience_ms=settings.patience_ms, timeout_ms=settings.patience_ms
             )
             answers.update((chunk.chunk, answer) for chunk, answer in zip(unanswered, answered, strict=True))
             unanswered = [
@@ -369,11 +406,11 @@ def ticket(
     for field, value in (("offer", offer), ("user", user), ("--key-id", key_id), ("--once", once_id or "x")):
         if not is_id(value):
             raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
-    expires_at_ms = _expiry(expires)
+    expires_at_ms = expiry(expires)
     raw = click.get_binary_stream("stdin").read() if str(key_file) == "-" else key_file.read_bytes()
     try:
         token = sign(
-            key_id, _signing_key(raw), user=user, offer=offer, expires_at_ms=expires_at_ms, once_id=once_id
+            key_id, signing_key(raw), user=user, offer=offer, expires_at_ms=expires_at_ms, once_id=once_id
         )
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--key-file") from None
@@ -381,34 +418,3 @@ def ticket(
         print_json({"ticket": token, "expires_at": expires_at_ms})
     else:
         click.echo(token)
-
-
-def _expiry(expires: str) -> int:
-    try:
-        # Digits only are a time here: a duration has a unit, and no date.
-        is_time = expires.isdigit() or "-" in expires
-        expires_at_ms = read_time(expires) if is_time else now_ms() + read_duration(expires)
-    except Invalid as error:
-        raise click.BadParameter(str(error), param_hint="--expires") from None
-    if not 1000 <= expires_at_ms <= TIME_MS_MAX:
-        raise click.BadParameter(
-            f"must be a time between 1970 and 2100, got {expires!r}", param_hint="--expires"
-        )
-    return expires_at_ms
-
-
-def _signing_key(raw: bytes) -> bytes | Ed25519PrivateKey:
-    """The key of a key file; raises ValueError that says what is wrong, without quoting the file."""
-    if raw.lstrip().startswith(b"-----BEGIN"):
-        try:
-            key = load_pem_private_key(raw, None)
-        except (TypeError, ValueError):
-            raise ValueError("is not a PEM private key without a password") from None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise ValueError("must be an Ed25519 key; make one with `openssl genpkey -algorithm ed25519`")
-        return key
-    encoded = b"".join(raw.split()).rstrip(b"=").replace(b"-", b"+").replace(b"_", b"/")
-    try:
-        return b64decode(encoded + b"=" * (-len(encoded) % 4), validate=True)
-    except ValueError:
-        raise ValueError("is neither base64 nor PEM") from None

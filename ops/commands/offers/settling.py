@@ -2,8 +2,11 @@
 the command that made it.
 """
 
+from typing import TextIO
+
 import click
 
+from grabstream.models.commands import RECEIPT_LENGTH_MAX
 from grabstream.ops.commands.offers.through_a_gate import carry_out, id_option, make_command, offer_argument
 from grabstream.ops.console.output import json_option
 
@@ -20,6 +23,12 @@ _user_option = click.option("--user", help="Whose grab it must be. Default: anyb
 )
 @click.option("--currency", help="The currency of the payment, such as CNY.")
 @click.option("--quantity", type=int, help="How many of the held units to confirm. Default: all.")
+@click.option(
+    "--receipt",
+    "receipt_file",
+    type=click.File(),
+    help="A file with the receipt that the payment side signed; `-` is standard input.",
+)
 @_user_option
 @id_option
 @json_option
@@ -30,6 +39,7 @@ def confirm(
     paid: int,
     currency: str | None,
     quantity: int | None,
+    receipt_file: TextIO | None,
     user: str | None,
     command_id: str | None,
     as_json: bool,
@@ -47,6 +57,8 @@ def confirm(
         paid=paid,
         currency=currency,
         quantity=quantity,
+        # One character more than a receipt may have, which is refused as too long.
+        receipt=receipt_file.read(RECEIPT_LENGTH_MAX + 1).strip() if receipt_file is not None else None,
     )
     carry_out(command, as_json)
 

@@ -33,6 +33,7 @@ from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_com
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.ops.commands.offers.approving import approval_option, sign_option, with_approvals
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.console.output import Output, counted, json_option, print_json, table
 from grabstream.ops.console.progress import bar
@@ -145,6 +146,7 @@ def carry_out(command: AnyCommand, as_json: bool) -> None:
     when the outcome is unknown.
     """
     settings = ready_settings()
+    [command] = with_approvals([command])
 
     async def decide() -> list[Answer]:
         async with open_gate(settings) as gate:
@@ -209,6 +211,8 @@ def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
     help="Check all offers, show a summary and the first offers (with --json, all offers), and open none.",
 )
 @operator_option
+@approval_option
+@sign_option
 @json_option
 def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_json: bool) -> None:  # noqa: A001 - the verb's name
     """Open the offers of FILE (YAML, JSON or CSV; `-` is standard input).
@@ -230,7 +234,7 @@ def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_
         sys.exit(2)
     opens = [msgspec.structs.replace(command, operator=command.operator or operator) for command in opens]
     if not dry_run:
-        _open_all(opens, as_json)
+        _open_all(with_approvals(opens), as_json)
     elif as_json:
         print_json([msgspec.json.decode(encode_command(command)) for command in opens])
     else:
@@ -313,6 +317,8 @@ async def _open_piece(gate: Gate, settings: Settings, opens: Sequence[Open]) -> 
 @click.command()
 @offer_argument
 @operator_option
+@approval_option
+@sign_option
 @id_option
 @json_option
 def pause(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
@@ -323,6 +329,8 @@ def pause(offer: str, operator: str | None, command_id: str | None, as_json: boo
 @click.command()
 @offer_argument
 @operator_option
+@approval_option
+@sign_option
 @id_option
 @json_option
 def resume(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:
@@ -333,6 +341,8 @@ def resume(offer: str, operator: str | None, command_id: str | None, as_json: bo
 @click.command()
 @offer_argument
 @operator_option
+@approval_option
+@sign_option
 @id_option
 @json_option
 def close(offer: str, operator: str | None, command_id: str | None, as_json: bool) -> None:

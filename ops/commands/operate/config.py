@@ -4,7 +4,8 @@ from typing import Any
 
 import click
 
-from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.lua.gate.sealing import SEALING
+from grabstream.models.identifiers import is_id
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.settings import (
     ADDRESSES,
@@ -14,6 +15,7 @@ from grabstream.ops.settings import (
     variable_of,
     without_password,
 )
+from grabstream.streams.journal_keys import new_key_pair
 
 
 @click.command()
@@ -23,13 +25,40 @@ from grabstream.ops.settings import (
     is_flag=True,
     help="Print a new value for GRAB_SEAL_KEYS and nothing else.",
 )
+@click.option(
+    "--new-journal-key",
+    "journal_key",
+    metavar="ID",
+    help="Print a new key pair of this id, as values for GRAB_JOURNAL_KEYS and GRAB_JOURNAL_PUBLIC_KEYS.",
+)
+@click.option(
+    "--sealing-keys",
+    "wants_sealing",
+    is_flag=True,
+    help="Print the sealing parts of GRAB_SEAL_KEYS, for processes that only seal, and nothing else.",
+)
 @json_option
-def config(wants_key: bool, as_json: bool) -> None:
+def config(wants_key: bool, journal_key: str | None, wants_sealing: bool, as_json: bool) -> None:
     """Print the settings in force, with meaning, unit and origin (default, .env, environment); secrets are
     masked.
     """
+    if wants_sealing:
+        settings = load_settings()
+        settings.require_seal_keys()
+        # Imported here, since the clients of all servers come with it.
+        from grabstream.ops.connections.opening import sealer
+
+        click.echo(sealer(settings).sealing_text())
+        return
     if wants_key:
+        # Imported here, since everything that starts servers comes with it.
+        from grabstream.ops.commands.local.services import new_seal_key
+
         click.echo(new_seal_key())
+        return
+    if journal_key is not None:
+        private, public = _new_journal_key(journal_key)
+        click.echo(f"GRAB_JOURNAL_KEYS={private}\nGRAB_JOURNAL_PUBLIC_KEYS={public}")
         return
     settings, from_where = load_settings(), origins()
     found = {
@@ -49,9 +78,21 @@ def config(wants_key: bool, as_json: bool) -> None:
         console.print(table("Settings", ("variable", "value", "unit", "origin", "meaning"), rows))
 
 
+def _new_journal_key(key_id: str) -> tuple[str, str]:
+    """A new private key and its public key, each with its id."""
+    if not is_id(key_id) or ":" in key_id:
+        raise click.BadParameter("an id has 1 to 64 letters, digits, '.', '_' and '-'", param_hint="ID")
+    private, public = new_key_pair()
+    return f"{key_id}:{private}", f"{key_id}:{public}"
+
+
+def _masked(key: str) -> str:
+    """The id of a key, and whether it only seals."""
+    key_id, _, secret = key.partition(":")
+    return f"{key_id}:…{' (only seals)' if secret.startswith(SEALING) else ''}"
+
+
 def _shown(name: str, value: Any) -> Any:
-    if name in ("seal_keys", "payment_keys"):
-        return ", ".join(
-            f"{part.partition(':')[0]}:…" for part in value.get_secret_value().split(",") if part
-        )
+    if name in ("seal_keys", "payment_keys", "journal_keys"):
+        return ", ".join(map(_masked, filter(None, value.get_secret_value().split(","))))
     return without_password(value) if name in ADDRESSES and value is not None else value

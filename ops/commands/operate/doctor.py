@@ -47,7 +47,7 @@ def doctor(watch: float | None, as_json: bool) -> None:
     while True:
         examination = asyncio.run(examine(settings))
         if as_json:
-            print_json(_as_json(examination))
+            print_json(as_json_of(examination))
         else:
             _print(examination)
         if watch is None:
@@ -87,7 +87,8 @@ async def _dismiss(finding: int, operator: str, reason: str) -> bool:
         return await verified.dismiss(connection, finding, operator, reason)
 
 
-def _as_json(examination: Examination) -> dict[str, Any]:
+def as_json_of(examination: Examination) -> dict[str, Any]:
+    """The examination, for JSON."""
     return {
         "at": examination.at,
         "healthy": examination.exit_code == 0,

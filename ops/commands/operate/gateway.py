@@ -10,19 +10,22 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import metadata
-from typing import Final
+from typing import Any, Final
 
 import click
 import uvloop
-from psycopg import OperationalError
+from psycopg import AsyncConnection, OperationalError
 
 from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
 from grabstream.gateway.app import Application, Bounds
 from grabstream.gateway.asking import Questions
 from grabstream.gateway.books import open_books
+from grabstream.gateway.cache_server import CacheServer
 from grabstream.gateway.caching import Cache
+from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import Commands
+from grabstream.gateway.event_streams import EventStreams
 from grabstream.gateway.key_sets import KeySet, reader_of
 from grabstream.gateway.openapi import document
 from grabstream.gateway.origins import Origins
@@ -30,15 +33,22 @@ from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.rates import Counters, Rates, read_rates
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
+from grabstream.gateway.shared_answers import SharedAnswers
 from grabstream.gateway.tokens import Tokens
+from grabstream.gateway.watching import Watching
 from grabstream.lua.ending import running
+from grabstream.ops.commands.operate.examiners import open_examiners
 from grabstream.ops.connections.cache_redis import open_cache
 from grabstream.ops.connections.identity import require_schema
-from grabstream.ops.connections.opening import checked_books, open_gate, payment_keys
+from grabstream.ops.connections.key_files import KeyFiles
+from grabstream.ops.connections.opening import checked_books, open_gate, payment_keys, user_keys
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
+from grabstream.ops.metrics.answering import open_answering
+from grabstream.ops.schemas.documents import event_documents
 from grabstream.ops.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
+from grabstream.ops.tracing import tracing
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +65,7 @@ EXIT_HANGS: Final = 1
     show_default=True,
     help="The port to listen on; 0: any free port, which the log names.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write log lines as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Write log lines as JSON, as with GRAB_LOG=json.")
 def gateway(host: str, port: int, as_json: bool) -> None:
     """Serve commands over HTTP (docs/http.md). Runs until SIGTERM (exit code 0) or Ctrl-C (130); requests in
     work get their answers first.
@@ -63,6 +73,8 @@ def gateway(host: str, port: int, as_json: bool) -> None:
     if as_json:
         log_as_json()
     settings = load_settings()
+    if settings.log == "json":
+        log_as_json()
     settings.require_seal_keys()
     _require_whole(settings)
     if settings.gateway_authentication == "none":
@@ -76,7 +88,9 @@ def gateway(host: str, port: int, as_json: bool) -> None:
             f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another with --host or "
             "--port"
         ) from None
-    if signal.SIGINT in uvloop.run(_run(settings, host, bound)):
+    with tracing(settings, "gateway"):
+        signals = uvloop.run(_run(settings, host, bound))
+    if signal.SIGINT in signals:
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -120,14 +134,13 @@ def _require_whole(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def _open_admission(settings: Settings) -> AsyncIterator[Admission | None]:
+async def _open_admission(settings: Settings, cache: CacheServer | None) -> AsyncIterator[Admission | None]:
     """Checks of callers, which read keys again while they are open; None when nobody is checked."""
     if settings.gateway_authentication == "none":
         yield None
         return
     async with AsyncExitStack() as stack:
         await _require_tables(settings)
-        cache = await stack.enter_async_context(open_cache(settings))
         # A session of its own: a crowd of questions must not delay a revocation.
         books = await stack.enter_async_context(
             open_books(
@@ -148,8 +161,6 @@ async def _open_admission(settings: Settings) -> AsyncIterator[Admission | None]
                 raise BadSettings(f"GRAB_JWT_JWKS: {key_set.problem}")
             refreshing.append(key_set.keep_fresh())
             tokens = Tokens(settings.jwt_issuer, settings.jwt_audience, key_set)
-        if cache is not None:
-            refreshing.append(cache.keep_checking())
         await stack.enter_async_context(running(*refreshing))
         yield Admission(
             keys,
@@ -162,6 +173,33 @@ async def _open_admission(settings: Settings) -> AsyncIterator[Admission | None]
             ),
             [ipaddress.ip_network(network) for network in listed(settings.gateway_proxies)],
         )
+
+
+@asynccontextmanager
+async def _open_checked_cache(settings: Settings) -> AsyncIterator[CacheServer | None]:
+    """The cache Redis, which is checked again while it is away; None when the settings have none."""
+    async with open_cache(settings) as cache:
+        if cache is None:
+            yield None
+            return
+        async with running(cache.keep_checking()):
+            yield cache
+
+
+async def _check_books(
+    settings: Settings, shared: SharedAnswers | None, connection: AsyncConnection[Any]
+) -> None:
+    """Raises what `require_schema` raises; tells which system it is to what gateways share. A server that was
+    restored from a copy has all that is in tables, but has not been started at the same time.
+    """
+    identity = await require_schema(connection, settings)
+    if shared is not None and identity is not None:
+        found = await connection.execute(
+            "SELECT concat_ws(' ', oid, extract(epoch FROM pg_postmaster_start_time())) FROM pg_database "
+            "WHERE datname = current_database()"
+        )
+        [[database]] = await found.fetchall()
+        shared.belong_to(f"{identity.journal} {database}")
 
 
 async def _require_tables(settings: Settings) -> None:
@@ -183,26 +221,56 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
     connections_max = connections_possible(settings.gateway_connections_max)
     async with (
         open_gate(settings) as gate,
-        open_books(
-            settings.postgres,
-            settings.schema_,
-            settings.gateway_sessions_max,
-            lambda connection: require_schema(connection, settings),
-        ) as books,
-        _open_admission(settings) as admission,
+        _open_checked_cache(settings) as cache_server,
+        AsyncExitStack() as stack,
     ):
+        key_files, release = KeyFiles(settings), metadata.version("grabstream")
+        shared = None
+        if cache_server is not None:
+            shared = SharedAnswers(cache_server, release, settings.prefix, settings.schema_)
+        books = await stack.enter_async_context(
+            open_books(
+                settings.postgres,
+                settings.schema_,
+                settings.gateway_sessions_max,
+                functools.partial(_check_books, settings, shared),
+            )
+        )
+        admission = await stack.enter_async_context(_open_admission(settings, cache_server))
+        examiners = await stack.enter_async_context(open_examiners(settings))
+        streams = EventStreams(books, settings.shards)
         keys = payment_keys(settings)
         tokens = PaymentTokens(keys, settings.payment_callback_url)
+        if (keys_of_users := user_keys(settings)) is not None:
+            stack.push_async_callback(keys_of_users.close)
+        cache, bounds = Cache(shared=shared), Bounds(settings.gateway_requests_max, connections_max)
+        answering = await stack.enter_async_context(open_answering(settings, books))
         application = Application(
             Commands(gate, settings.gate_timeout_ms, tokens),
-            Questions(books, Cache(), tokens),
+            Questions(books, cache, tokens, None if keys_of_users is None else keys_of_users.existing),
             Receipts(gate, settings.gate_timeout_ms, keys),
-            functools.partial(document, metadata.version("grabstream")),
-            Bounds(settings.gateway_requests_max, connections_max),
+            streams,
+            # What operators are told stays in this process.
+            Watching(books, Cache(), examiners),
+            ChangesOfWebhooks(books),
+            functools.partial(document, release),
+            bounds,
             _hosts(host, listed(settings.gateway_hosts)),
             admission,
             Origins(frozenset(listed(settings.gateway_origins))) if settings.gateway_origins else None,
+            answering.redis,
+            settings.payment_pay_url,
+            event_documents,
         )
+        if settings.metrics_listen is not None:
+            # What serves metrics takes a while to import.
+            from grabstream.ops.metrics.listening import listening
+            from grabstream.ops.metrics.of_gateway import GatewayMetrics
+
+            metrics = GatewayMetrics(application, gate, cache, answering, bounds, key_files)
+            await stack.enter_async_context(
+                listening(settings.metrics_listen, metrics.exposition, metrics.state, log)
+            )
 
         def ready() -> None:
             address, port = bound.getsockname()[:2]
@@ -219,6 +287,12 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
                 connections_max,
             )
 
-        await serve(application, bound, connections_max, stop, ready)
+        async with running(
+            streams.keep_reading(),
+            streams.positions.keep_telling(),
+            streams.end_after(stop),
+            key_files.keep_fresh(stop),
+        ):
+            await serve(application, bound, connections_max, stop, ready, application.measures)
         log.info("stopped")
     return signals

@@ -8,7 +8,7 @@ from grabstream.lua.keys import LAYOUT
 from grabstream.lua.library import library
 from grabstream.ops.connections.libraries import ServerLibraries
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
-from grabstream.ops.initialization import make_system
+from grabstream.ops.initialization import copy_in_words, keys_that_a_copy_shares, make_system
 from grabstream.ops.settings import load_settings
 
 
@@ -48,6 +48,7 @@ def init(
     made = asyncio.run(
         make_system(settings, replication or settings.replication, new_journal, drop_libraries, raise_layout)
     )
+    shared = keys_that_a_copy_shares(settings) if new_journal else []
     raised, outdated = (made.outdated, []) if raise_layout else ([], made.outdated)
     if as_json:
         servers = None if made.libraries is None else [server._asdict() for server in made.libraries]
@@ -60,6 +61,8 @@ def init(
                 "layout": LAYOUT,
                 "shards_of_older_layout": outdated,
                 "shards_raised": raised,
+                "seal_keys_recorded": made.seal_keys,
+                "keys_that_a_copy_shares": shared,
             }
         )
         return
@@ -68,6 +71,10 @@ def init(
         f"Migrations applied in schema {settings.schema_}: "
         f"{', '.join(made.migrations) or 'none, all were applied before'}."
     )
+    if made.seal_keys:
+        console.print(f"Seal keys recorded: {', '.join(made.seal_keys)}.", highlight=False)
+    if shared:
+        console.print(copy_in_words(shared), highlight=False)
     if made.libraries is None:
         console.print("Redis cannot be reached: the first worker loads the function library.")
     for server in made.libraries or ():

@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 from psycopg import AsyncConnection
 
-from grabstream.models.journal import Cursor
+from grabstream.models.journal import Cursor, named
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
@@ -169,8 +169,8 @@ async def _cursor_of(
         return (await cursors.load(connection, projection))[shard]
     topics = Topics(settings.prefix)
     async with (
-        open_reader(settings.kafka, topics.events) as reader,
-        open_reader(settings.kafka, topics.journal) as journal,
+        open_reader(settings.brokers, topics.events) as reader,
+        open_reader(settings.brokers, topics.journal) as journal,
     ):
         newest = await newest_cursor(reader, shard, event_source(settings.prefix), journal)
     return books.past(await books.load(connection, projection), shard, newest)
@@ -180,7 +180,7 @@ async def _look(settings: Settings, projection: str, shard: int) -> tuple[Stop, 
     async with checked_books(settings) as connection:
         stop = await _stop_of(connection, projection, shard)
         cursor = await _cursor_of(settings, connection, projection, shard)
-    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+    async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
         return stop, await find_stopped_record(reader, shard, cursor)
 
 
@@ -216,7 +216,7 @@ async def _is_beside_its_rows(settings: Settings, shard: int, cursor: Cursor) ->
     """Whether a cursor was moved to a position without anything to read, although the journal has more events
     than the rows.
     """
-    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
+    async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
         passed = await reader.seq_before(shard, cursor) if cursor.owner else 0
     return passed is None or passed > cursor.seq
 
@@ -230,7 +230,7 @@ async def _await_progress(
     deadline = time.monotonic() + wait_seconds
     async with (
         checked_books(settings) as connection,
-        open_reader(settings.kafka, Topics(settings.prefix).journal) as reader,
+        open_reader(settings.brokers, Topics(settings.prefix).journal) as reader,
     ):
         end = await reader.end(shard)
         while True:
@@ -277,7 +277,9 @@ def _as_json(stop: Stop, stopped: StoppedRecord) -> dict[str, Any]:
         "refused_because": stop.reason,
         "journal_offset": stopped.record.offset, "first_seq": stopped.before.seq + 1,
         "event_count": stopped.event_count, "readable": stopped.readable,
-        "headers": {name: value.decode(errors="replace") for name, value in stopped.record.headers},
+        "headers": {
+            name: value.decode(errors="replace") for name, value in named(stopped.record.headers).items()
+        },
         "lines": [line.decode(errors="replace") for line in stopped.lines],
         "offers": stopped.offers,
         "missing": [{"account": account, "asset": asset, "amount": amount} for (account, asset),
@@ -299,7 +301,7 @@ def _print_stopped_record(stop: Stop, stopped: StoppedRecord) -> None:
         else "no event of the history"
     )
     say(f"The record at journal offset {stopped.record.offset}: {seqs}, {len(stopped.record.value):,} bytes")
-    for name, value in stopped.record.headers:
+    for name, value in named(stopped.record.headers).items():
         say(f"    {name}: {value.decode(errors='replace')}")
     for line in stopped.lines[:LINES_SHOWN_MAX]:
         say(f"    {line.decode(errors='replace')}")

@@ -2,15 +2,20 @@
 
 import asyncio
 import sys
+from pathlib import Path
 
 import click
 from rich.markup import escape
 
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.ops.formats.replay_request import ObjectAddress
 from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.verification.checkpoints import Given, read_checkpoint
 from grabstream.ops.verification.checks import PROBLEMS_SHOWN_MAX, Check, Say
+from grabstream.ops.verification.evidence import BadCheckpoint
 from grabstream.ops.verification.verifying import verify as run_verification
+from grabstream.streams.buckets import Place
 
 
 def print_checks(checks: list[Check]) -> None:
@@ -27,9 +32,11 @@ def print_checks(checks: list[Check]) -> None:
             console.print(f"    [red]… and {len(check.problems) - PROBLEMS_SHOWN_MAX} more[/]")
 
 
-async def _verify(settings: Settings, wait_seconds: float, report: Say, quick: bool) -> list[Check]:
-    await check_system(settings)
-    return await run_verification(settings, wait_seconds, report, quick)
+async def _verify(
+    settings: Settings, wait_seconds: float, report: Say, quick: bool, checkpoint: Given | None
+) -> list[Check]:
+    await check_system(settings, seals=True)
+    return await run_verification(settings, wait_seconds, report, quick, checkpoint=checkpoint)
 
 
 @click.command()
@@ -39,14 +46,27 @@ async def _verify(settings: Settings, wait_seconds: float, report: Say, quick: b
     is_flag=True,
     help="Do not compare keys in Redis, which needs a second copy of each shard there.",
 )
+@click.option(
+    "--against",
+    type=ObjectAddress(),
+    metavar="FILE",
+    help="Also check that the history is that of a checkpoint (`grabstream checkpoint`): a file, or "
+    "s3://bucket/key, with ?versionId=ID for one version.",
+)
 @json_option
-def verify(wait: float, quick: bool, as_json: bool) -> None:
+def verify(wait: float, quick: bool, against: Path | Place | None, as_json: bool) -> None:
     """Check the chain of every shard in the journal, and compare everything else with it: the audit trail
     byte for byte, the rows of all read models, cursors, views, and every key in Redis. Exit code 1: a
-    difference.
+    difference, or the file of --against is not the checkpoint that was written.
     """
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line} …[/]"))
-    checks = asyncio.run(_verify(load_settings(), wait, report, quick))
+    settings = load_settings()
+    try:
+        checkpoint = None if against is None else read_checkpoint(against, settings)
+    except BadCheckpoint as error:
+        click.echo(f"grabstream: {error}", err=True)
+        sys.exit(1)
+    checks = asyncio.run(_verify(settings, wait, report, quick, checkpoint))
     if as_json:
         print_json([{**check._asdict(), "passed": check.passed} for check in checks])
     else:

@@ -1,7 +1,6 @@
 """`webhooks`: subscriptions of URLs to events, and what was not delivered to them."""
 
 import asyncio
-import re
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,9 +11,12 @@ from psycopg import AsyncConnection
 
 from grabstream.models.events import CURRENT_VERSIONS
 from grabstream.models.identifiers import is_id
+from grabstream.models.money import Invalid
 from grabstream.ops.connections.opening import checked_books, sealer
+from grabstream.ops.connections.seal_keys import require_seal_keys
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
+from grabstream.ops.formats.written_values import read_duration
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Delivery, TooMany, Webhook
@@ -22,12 +24,12 @@ from grabstream.streams.webhooks.addresses import BadUrl, check_url
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 
 OFFERS_MAX: Final = 100
+GRACE_MS_MAX: Final = 30 * 24 * 3_600_000
 SHOWN: Final = 50
 SHOWN_MAX: Final = 10_000
 
 T = TypeVar("T")
 _webhook = click.argument("webhook")
-_event_of = re.compile(r"(\d{1,4})-(\d{1,15})\Z", re.ASCII).match
 
 
 @click.group()
@@ -73,13 +75,15 @@ def add(url: str, types: Sequence[str], offers: Sequence[str], from_time: str | 
             raise click.BadParameter(str(error), param_hint="--from") from None
     name, secret = f"wh-{secrets.token_hex(6)}", new_secret()
     sealed = sealer(settings).seal(0, name, SEALED_FOR, secret)
-    try:
-        added = _ask(
-            settings,
-            lambda connection: records.add(
-                connection, name, url, sorted(set(types)), sorted(set(offers)), sealed, from_ms
-            ),
+
+    async def insert(connection: AsyncConnection[Any]) -> Webhook:
+        await require_seal_keys(connection, settings)
+        return await records.add(
+            connection, name, url, sorted(set(types)), sorted(set(offers)), sealed, from_ms
         )
+
+    try:
+        added = _ask(settings, insert)
     except TooMany as error:
         _refuse(str(error))
     if as_json:
@@ -166,6 +170,41 @@ def remove(webhook: str, as_json: bool) -> None:
 
 
 @webhooks.command()
+@_webhook
+@click.option(
+    "--grace", default="24h", show_default=True,
+    help="How long the secret until now signs beside the new one; 0 ends it at once.",
+)  # fmt: skip
+@json_option
+def rotate(webhook: str, grace: str, as_json: bool) -> None:
+    """Give WEBHOOK a new secret, and print it. For a time, events are signed with both, so that the receiver
+    can take the new one without a gap.
+    """
+    settings = load_settings()
+    settings.require_seal_keys()
+    try:
+        grace_ms = read_duration(grace)
+    except Invalid as error:
+        raise click.BadParameter(str(error), param_hint="--grace") from None
+    if grace_ms > GRACE_MS_MAX:
+        raise click.BadParameter("is at most 30d", param_hint="--grace")
+    secret = new_secret()
+    sealed = sealer(settings).seal(0, webhook, SEALED_FOR, secret)
+    rotated = _ask(settings, lambda connection: records.rotate(connection, webhook, sealed, grace_ms))
+    if rotated is None:
+        _refuse(f"there is no webhook {webhook}: `grabstream webhooks list` shows them")
+    if as_json:
+        print_json({**_as_json(rotated), "secret": secret})
+        return
+    until = rotated.previous_until
+    if until is None:
+        _say(f"{webhook} has a new secret; the one until now signs no longer.")
+    else:
+        _say(f"{webhook} has a new secret; the one until now signs too until {until:%Y-%m-%d %H:%M:%SZ}.")
+    _say(f"Secret, shown only now: {secret}")
+
+
+@webhooks.command()
 @click.argument("webhook", required=False)
 @click.option("--state", type=click.Choice(("waiting", "parked")), help="Only those in this state.")
 @click.option(
@@ -209,11 +248,10 @@ def discard(webhook: str, event: str, as_json: bool) -> None:
     """Give up EVENT (SHARD-SEQ) for WEBHOOK, such as one that its receiver cannot take; then `resend` sends
     those after it.
     """
-    named = _event_of(event)
+    named = records.event_of(event)
     if named is None:
         raise click.BadParameter(f"must be written as SHARD-SEQ, got {event!r}", param_hint="EVENT")
-    shard, seq = int(named[1]), int(named[2])
-    if not _ask(load_settings(), lambda connection: records.discard(connection, webhook, shard, seq)):
+    if not _ask(load_settings(), lambda connection: records.discard(connection, webhook, *named)):
         _refuse(f"{event} does not wait for {webhook}, and is not parked")
     if as_json:
         print_json({"webhook": webhook, "event": event, "discarded": True})
@@ -268,7 +306,7 @@ def _wanted(webhook: Webhook) -> str:
 
 def _as_json(webhook: Webhook) -> dict[str, Any]:
     shown = webhook._asdict()
-    del shown["sealed_secret"]
+    del shown["sealed_secret"], shown["previous_sealed_secret"]
     return {name: list(value) if isinstance(value, list | tuple) else value for name, value in shown.items()}
 
 

@@ -9,18 +9,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Final
 
 import click
 import psycopg
 import uvloop
+from aiokafka.errors import KafkaError
+from redis.exceptions import RedisError
 
 import grabstream.models.events  # noqa: F401 - reports a gap in the upcasters here, not at a role's first event
 from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
+from grabstream.models.journal import is_signed_owner
 from grabstream.ops.connections.identity import IdentityNotRecorded, OtherSystem, claim_prefix
+from grabstream.ops.connections.key_files import KeyFiles
+from grabstream.ops.connections.logins import raise_refusal
 from grabstream.ops.connections.opening import (
     CHECK_AGAIN_SECONDS,
     check_system,
@@ -34,10 +40,12 @@ from grabstream.ops.connections.opening import (
     sealer,
     snapshots,
     ticket_keys,
+    user_keys,
     worker_settings,
 )  # fmt: skip
 from grabstream.ops.connections.watching import Readiness, watch_servers
 from grabstream.ops.connections.watching import log as worker_log
+from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import counted
 from grabstream.ops.console.stopping import (
     END_SECONDS_MAX,
@@ -46,20 +54,35 @@ from grabstream.ops.console.stopping import (
     stop_on_signals,
 )
 from grabstream.ops.initialization import refuse_replay
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.metrics.state import State
+from grabstream.ops.settings import BadSettings, Settings, load_settings
+from grabstream.ops.tracing import tracing
 from grabstream.ops.verification.redis_keys import compares_keys
+from grabstream.projections import cursors
 from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import Identity
 from grabstream.projections.records.demand import record
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import OUTAGES, Trouble, in_words
+from grabstream.streams.journal_keys import journal_keys
+from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 from grabstream.streams.projecting.verifier import Verifier
+from grabstream.streams.relaying.recovery import Recovered
 from grabstream.streams.relaying.relay import Step
+from grabstream.streams.relaying.takeover import NO_KEY
+from grabstream.streams.topic_ids import find_topic
+from grabstream.streams.topics import Topics
 from grabstream.streams.worker import ROLES, SWEEPS_WITHOUT_RELAY, Role, restarting, roles_of, run_worker
 
 log = logging.getLogger(__name__)
 
+#: The servers that a role needs, beside those of `decide`, `relay` and `sweep`.
+_SERVERS_OF: Final = {
+    "decide": ("kafka", "redis"),
+    "project": ("kafka", "postgresql"), "publish": ("kafka", "postgresql"),
+    "verify": ("postgresql", "redis"), "webhooks": ("kafka", "postgresql"),
+}  # fmt: skip
 #: How long a starting worker waits for Kafka and Redis.
 START_SECONDS: Final = 30.0
 RETRY_SECONDS: Final = 0.5
@@ -72,6 +95,8 @@ def worker(roles: str) -> None:
     update the read models. Runs until SIGTERM (exit code 0) or Ctrl-C (130).
     """
     settings = load_settings()
+    if settings.log == "json":
+        log_as_json()
     settings.require_seal_keys()
     worker_log.setLevel(logging.INFO)
     # Garbage collection would search thousands of short-lived events for cycles, which is a tenth of the
@@ -83,9 +108,13 @@ def worker(roles: str) -> None:
         raise click.BadParameter(
             f"{', '.join(unknown) or 'no role given'}: choose from {', '.join(ROLES)}", param_hint="--roles"
         )
+    if opening := sorted({"relay", "verify", "webhooks"} & set(chosen)):
+        settings.require_opening_keys(f"a worker with role {', '.join(opening)}")
     if "sweep" in chosen and "relay" not in chosen:
         raise click.BadParameter(SWEEPS_WITHOUT_RELAY, param_hint="--roles")
-    if signal.SIGINT in uvloop.run(_run(settings, chosen)):
+    with tracing(settings, "worker"):
+        signals = uvloop.run(_run(settings, chosen))
+    if signal.SIGINT in signals:
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -95,34 +124,53 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
     relayed: list[int] = []
     parts = {"relay" if role == "sweep" else role for role in chosen}
     ready = Readiness(parts, lambda: _ready_words(settings, chosen, relayed))
-    known = Known(settings, ready)
-    if not await _reached(settings, known, stop):
+    measures = WorkerMeasures()
+    known, key_files = Known(settings, ready, "relay" in chosen), KeyFiles(settings)
+    if not await _reached(settings, known, "decide" in chosen, stop):
         return signals
+    if "relay" in chosen:
+        await _require_journal_key(settings)
     if "project" in chosen:
         await _refuse_replay(settings)
+    keys_of_users = user_keys(settings) if "decide" in chosen else None
     redis = open_redis(settings)
+
+    async def state() -> State:
+        return worker_state(chosen, ready.missing, stop.is_set())
+
     try:
         roles = roles_of(
             worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings),
             functools.partial(_record_demand, settings),
             refusal_log(settings),
             {
-                "project": known.before("project", _faust(settings, READ_MODELS)),
-                "publish": known.before("publish", _faust(settings, ("events",))),
+                "project": known.before("project", _faust(settings, READ_MODELS, measures)),
+                "publish": known.before("publish", _faust(settings, ("events",), measures)),
                 "verify": known.before("verify", Verifier(
                     redis, key_space(settings), settings.postgres, settings.schema_,
                     settings.verify_percent / 100,
                     compares_keys(settings, redis),
                 ).run),
-                "webhooks": known.before("webhooks", _webhooks(settings)),
+                "webhooks": known.before("webhooks", _webhooks(settings, measures)),
             },
-            step_of(settings), snapshots(settings), functools.partial(report_recovery, settings),
-            ready, relayed.extend, payment_side(settings),
+            step_of(settings), snapshots(settings), functools.partial(_report_recovery, settings, measures),
+            ready, relayed.extend, payment_side(settings), measures, keys_of_users,
         )  # fmt: skip
         roles["identity"] = functools.partial(known.keep, redis)
+        roles["key files"] = key_files.keep_fresh
         roles["servers"] = restarting("servers", functools.partial(watch_servers, settings, redis))
         log.info("playing %s", ", ".join(chosen))
-        left = await run_worker(roles, stop)
+        async with AsyncExitStack() as stack:
+            if settings.metrics_listen is not None:
+                # What serves metrics takes a while to import.
+                from grabstream.ops.metrics.listening import listening
+                from grabstream.ops.metrics.of_worker import WorkerMetrics
+
+                metrics = WorkerMetrics(settings, chosen, redis, measures, state, key_files)
+                await stack.enter_async_context(
+                    listening(settings.metrics_listen, metrics.exposition, state, worker_log)
+                )
+            left = await run_worker(roles, stop)
         if left:
             # The event loop would wait for these roles before it ends.
             log.critical("role %s does not end: ending the process", ", ".join(sorted(left)))
@@ -130,6 +178,8 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
             os._exit(EXIT_UNKNOWN_ERROR)
     finally:
         end_within(END_SECONDS_MAX, EXIT_UNKNOWN_ERROR)
+        if keys_of_users is not None:
+            await keys_of_users.close()
         await redis.aclose()
     return signals
 
@@ -146,9 +196,10 @@ class Known:
     later.
     """
 
-    def __init__(self, settings: Settings, ready: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, ready: Callable[[str], None], relays: bool) -> None:
         self._settings = settings
         self._ready = ready
+        self._relays = relays
         self._trouble = Trouble(log, "which system this is")
         self._identity: Identity | None = None
         self._is_known = asyncio.Event()
@@ -156,7 +207,7 @@ class Known:
     async def check(self) -> None:
         """Compares the servers; raises BadSettings when they do not belong to one system."""
         try:
-            self._identity = await check_system(self._settings, say=log.info)
+            self._identity = await check_system(self._settings, say=log.info, seals=True, relays=self._relays)
         except IdentityNotRecorded as error:
             self._trouble.say(str(error))
             return
@@ -202,7 +253,7 @@ class Known:
                     await stop.wait()
 
 
-async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> bool:
+async def _reached(settings: Settings, known: Known, decides: bool, stop: asyncio.Event) -> bool:
     """Waits until Kafka and Redis answer, and checks that they suit a worker; returns False when `stop` is
     set before.
 
@@ -213,6 +264,8 @@ async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> boo
     while not stop.is_set():
         try:
             await known.check()
+            if decides:
+                await _require_operations(settings)
             redis = open_redis(settings)
             try:
                 await require_core(redis)
@@ -221,6 +274,8 @@ async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> boo
         except Exception as error:
             if not is_trouble(error) or time.monotonic() > give_up_at:
                 raise
+            if isinstance(error, KafkaError | RedisError):
+                await raise_refusal(settings, error)
             trouble.say(in_words(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_SECONDS):
@@ -229,6 +284,32 @@ async def _reached(settings: Settings, known: Known, stop: asyncio.Event) -> boo
             trouble.over()
             return True
     return False
+
+
+async def _require_journal_key(settings: Settings) -> None:
+    """Raises BadSettings when relays of this worker could not take shards over: they would hold the leases of
+    shards that nobody relays then.
+    """
+    if journal_keys().signer is not None:
+        return
+    try:
+        async with checked_books(settings) as connection:
+            audit = await cursors.load(connection, "audit")
+    except (psycopg.OperationalError, psycopg.errors.UndefinedTable, IdentityNotRecorded) as error:
+        # A relay looks for itself, shard by shard.
+        log.warning("whether the journal is signed is not known yet: %s", error)
+        return
+    if any(is_signed_owner(cursor.owner) for cursor in audit.values()):
+        raise BadSettings(f"GRAB_JOURNAL_KEYS is not set: {NO_KEY}")
+
+
+async def _require_operations(settings: Settings) -> None:
+    """Raises BadSettings when the topic of operators is missing, as in a system that an older release made:
+    a broker might create it with another number of partitions.
+    """
+    name = Topics(settings.prefix).operations
+    if await find_topic(settings.brokers, name) is None:
+        raise BadSettings(f"topic {name} does not exist: run `grabstream init` to create it")
 
 
 async def _refuse_replay(settings: Settings) -> None:
@@ -241,13 +322,26 @@ async def _refuse_replay(settings: Settings) -> None:
         log.warning("PostgreSQL cannot be reached yet: %s", error)
 
 
-def _faust(settings: Settings, names: Sequence[str]) -> Role:
+def worker_state(chosen: Sequence[str], missing: Collection[str], is_stopping: bool) -> State:
+    """Whether a worker is ready: the parts that have not started, and the servers that its roles need."""
+    needed = {server for role in chosen for server in _SERVERS_OF.get(role, _SERVERS_OF["decide"])}
+    away = {server.partition(" ")[0].lower() for server in OUTAGES.away}
+    return State(tuple(sorted(missing)), {name: name not in away for name in sorted(needed)}, is_stopping)
+
+
+async def _report_recovery(settings: Settings, measures: WorkerMeasures, recovered: Recovered) -> None:
+    measures.recoveries[recovered.kind] += 1
+    measures.lost_decisions += len(recovered.lost)
+    await report_recovery(settings, recovered)
+
+
+def _faust(settings: Settings, names: Sequence[str], measures: WorkerMeasures) -> Role:
     async def run(stop: asyncio.Event) -> None:
         # Faust takes a second to import, and most roles do not need it.
         from grabstream.streams.projecting.agents import run_projections
 
         await run_projections(
-            kafka=settings.kafka,
+            kafka=settings.brokers,
             prefix=settings.prefix,
             shards=settings.shards,
             postgres=settings.postgres,
@@ -255,12 +349,13 @@ def _faust(settings: Settings, names: Sequence[str]) -> Role:
             stop=stop,
             names=names,
             step=step_of(settings),
+            measures=measures,
         )
 
     return run
 
 
-def _webhooks(settings: Settings) -> Role:
+def _webhooks(settings: Settings, measures: WorkerMeasures) -> Role:
     async def run(stop: asyncio.Event) -> None:
         # Its HTTP client takes a third of a second to import.
         from grabstream.streams.webhooks.role import Webhooks
@@ -273,8 +368,8 @@ def _webhooks(settings: Settings) -> Role:
             settings.webhook_attempts_max,
         )
         await Webhooks(
-            settings.postgres, settings.schema_, settings.kafka, settings.prefix, settings.shards,
-            sealer(settings), limits,
+            settings.postgres, settings.schema_, settings.brokers, settings.prefix, settings.shards,
+            sealer(settings), limits, measures.webhooks,
         ).run(stop)  # fmt: skip
 
     return run

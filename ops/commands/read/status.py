@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections import Counter
 from typing import Any, Final
 
 import click
@@ -13,10 +14,9 @@ from psycopg.rows import dict_row
 from redis.exceptions import RedisError
 from rich.markup import escape
 
-from grabstream.lua.keys import SHARD_FIELDS, ShardKeys
 from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
-from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, information, of_each
 from grabstream.ops.console.output import console, json_option, print_json, table
+from grabstream.ops.diagnosis.shards import read_shards
 from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import cursors
@@ -24,8 +24,9 @@ from grabstream.projections.checking import verified
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
-from grabstream.projections.records import set_aside
+from grabstream.projections.records import set_aside, webhooks
 from grabstream.projections.versions import NoReadModel, lost, versions, writable_version
+from grabstream.streams import brokers
 from grabstream.streams.clients import in_words, started
 
 
@@ -58,7 +59,16 @@ def status(as_json: bool) -> None:
 
 
 #: Values that PostgreSQL has; null while it does not answer.
-_OF_BOOKS: Final = ("read_models", "stopped", "versions", "waiting", "verified", "findings", "set_aside")
+_OF_BOOKS: Final = (
+    "read_models",
+    "stopped",
+    "versions",
+    "waiting",
+    "verified",
+    "findings",
+    "set_aside",
+    "webhooks",
+)
 
 
 async def read(settings: Settings) -> dict[str, Any]:
@@ -67,7 +77,7 @@ async def read(settings: Settings) -> dict[str, Any]:
     readings: dict[str, Any] = {
         "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {},
         "verified": [], "findings": [],
-        "set_aside": [], "slow_scripts": [], "script_calls": [],
+        "set_aside": [], "webhooks": {}, "slow_scripts": [], "script_calls": [],
         "mixed_up": str(mixed_up) if mixed_up else None,
     }  # fmt: skip
     readings["servers"] = dict.fromkeys(("redis", "kafka", "postgres"))
@@ -86,66 +96,16 @@ async def read(settings: Settings) -> dict[str, Any]:
 async def _redis(settings: Settings, readings: dict[str, Any]) -> None:
     redis = open_redis(settings)
     try:
-        keys = key_space(settings)
-        states = {number: keys.shard(number).state for number in range(settings.shards)}
-        rows = await of_each(redis, states, lambda number: _shard(redis, keys.shard(number)))
+        rows = await read_shards(redis, key_space(settings), settings.shards)
         readings["slow_scripts"] = [script._asdict() for script in await slow_scripts(redis, settings.prefix)]
         readings["script_calls"] = [call._asdict() for call in await script_calls(redis)]
     finally:
         await redis.aclose()
-    readings["shards"] = [rows.get(number) or _unknown(number) for number in states]
-
-
-async def _shard(redis: Any, keys: ShardKeys) -> dict[str, Any]:
-    values = [value and value.decode() for value in await redis.hmget(keys.state, list(SHARD_FIELDS))]
-    fields = dict(zip(SHARD_FIELDS, values, strict=True))
-    holder = await redis.get(keys.lease)
-    seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
-    [(server, server_epoch)] = (await _server_epochs(redis, keys.state)).items()
-    fault = fields["fault"] or _why_fenced(fields["life"], server_epoch)
-    if fault is None and holder is None:
-        fault = "no relay: start a worker"
-    return {
-        "shard": keys.shard, "seq": seq, "journaled_seq": journaled, "waiting": seq - journaled,
-        "term": int(fields["term"] or 0), "relay": holder and holder.decode(errors="replace"), "fault": fault,
-        "server": server,
-    }  # fmt: skip
-
-
-def _unknown(number: int) -> dict[str, Any]:
-    """The row of a shard whose server does not answer, while others do."""
-    nothing = dict.fromkeys(("seq", "journaled_seq", "waiting", "term", "relay"))
-    return {
-        "shard": number,
-        **nothing,
-        "fault": f"its server does not answer within {ANSWER_SECONDS_MAX:.0f} s",
-        "server": "",
-    }
-
-
-async def _server_epochs(redis: Any, key: str) -> dict[str, str]:
-    """The address of the server that has a key, and its server epoch."""
-    servers, replications = (
-        await information(redis, "server", key),
-        await information(redis, "replication", key),
-    )
-    return {
-        server: info["run_id"] + replications[server]["master_replid"] for server, info in servers.items()
-    }
-
-
-def _why_fenced(reconciled: str | None, server_epoch: str) -> str | None:
-    if reconciled is None:
-        return "no relay has taken this shard over yet: start a worker"
-    return (
-        None
-        if reconciled == server_epoch
-        else "Redis has restarted, and no relay has reconciled the shard since: start a worker"
-    )
+    readings["shards"] = rows
 
 
 async def _kafka(settings: Settings, readings: dict[str, Any]) -> None:
-    async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka, request_timeout_ms=5_000)):
+    async with started(AIOKafkaAdminClient(**brokers.at(settings.brokers, timeout_ms_max=5_000))):
         pass
 
 
@@ -169,8 +129,20 @@ async def _postgres(settings: Settings, readings: dict[str, Any]) -> None:
             ]
             readings["set_aside"] = [record.in_words() for record in await set_aside.load(connection)]
             await _versions(connection, settings.schema_, readings)
+            readings["webhooks"] = await _webhooks(connection)
         except (UndefinedTable, NoReadModel):
             readings["read_models"] = []
+
+
+async def _webhooks(connection: AsyncConnection[Any]) -> dict[str, int]:
+    """How many webhooks are active and paused, and how many deliveries of all wait and are parked."""
+    states = Counter(webhook.state for webhook in await webhooks.find_all(connection))
+    waiting, parked = [
+        sum((await webhooks.backlogs(connection, state)).values()) for state in ("waiting", "parked")
+    ]
+    return {
+        "active": states["active"], "paused": states["paused"], "waiting": waiting, "parked": parked
+    }  # fmt: skip
 
 
 async def _versions(connection: AsyncConnection[Any], schema: str, readings: dict[str, Any]) -> None:
@@ -286,6 +258,13 @@ def _print_books(readings: dict[str, Any]) -> None:
     for difference in readings["findings"]:
         console.print(
             f"[red]difference {difference['id']}[/]: {difference['where']}{escape(difference['what'])}",
+            highlight=False,
+        )
+    if any(readings["webhooks"].values()):
+        counts = readings["webhooks"]
+        console.print(
+            f"Webhooks: {counts['active']:,} active, {counts['paused']:,} paused; {counts['waiting']:,} "
+            f"deliveries wait, {counts['parked']:,} are parked",
             highlight=False,
         )
     for words in readings["set_aside"]:

@@ -1,9 +1,11 @@
-"""`follow`: runs or rebuilds a user projection."""
+"""`follow`: runs or rebuilds a user projection, or hands events on to a sink."""
 
 import gc
 import importlib
 import os
 import sys
+from pathlib import Path
+from typing import Final
 
 import click
 
@@ -13,14 +15,19 @@ from grabstream.ops.connections.opening import check_system, system_of
 from grabstream.ops.console.output import counted, json_option, print_json
 from grabstream.ops.console.progress import Reading
 from grabstream.ops.console.stopping import run_until_stopped
+from grabstream.ops.following import follow_into
 from grabstream.ops.settings import Settings, load_settings
+from grabstream.streams.following.sinks import EventSink, FileSink, SinkDamaged
 from grabstream.streams.following.user_projection import CannotRun, Projection
 from grabstream.streams.following.user_projection import follow as follow_journal
 from grabstream.streams.following.user_projection import rebuild as rebuild_projection
 
+#: What a destination that is a file begins with.
+FILE: Final = "file:"
+
 
 @click.command()
-@click.argument("projection", metavar="MODULE:NAME")
+@click.argument("projection", metavar="MODULE:NAME|file:PATH")
 @click.option(
     "--rebuild",
     is_flag=True,
@@ -28,30 +35,41 @@ from grabstream.streams.following.user_projection import rebuild as rebuild_proj
 )
 @json_option
 def follow(projection: str, rebuild: bool, as_json: bool) -> None:
-    """Run a projection of your own until Ctrl-C: MODULE:NAME names a grabstream.Projection
-    (docs/projection.md).
+    """Run a projection of your own until Ctrl-C: MODULE:NAME names a grabstream.Projection, or a sink with
+    the methods of grabstream.EventSink; file:PATH appends each event to a file as a line, with its cursor in
+    PATH.cursor (docs/projection.md).
 
-    The working directory is searched for the module too. Exit code 1: the projection's schema holds something
-    else, or the journal contradicts itself.
+    The working directory is searched for the module too. Exit code 1: the projection's schema or the file
+    holds something else, or the journal contradicts itself.
     """
     settings = load_settings()
     found = _load(projection)
     gc.set_threshold(50_000, 20, 50)
     try:
-        if not rebuild:
-            run_until_stopped(_follow(settings, found))
-        events = run_until_stopped(_rebuild(settings, found))
-    except (CannotRun, Corrupt, Gap) as error:
+        if isinstance(found, Projection):
+            _run(settings, found, rebuild, as_json)
+        elif rebuild:
+            raise click.UsageError(
+                "--rebuild: a sink is built again by removing what it has stored, with its cursor"
+            )
+        else:
+            run_until_stopped(follow_into(settings, found, step=step_of(settings)))
+    except (CannotRun, SinkDamaged, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
+
+
+def _run(settings: Settings, projection: Projection, rebuild: bool, as_json: bool) -> None:
+    if not rebuild:
+        run_until_stopped(_follow(settings, projection))
+    name, schema = projection.cursor_name, projection.schema
+    events = run_until_stopped(_rebuild(settings, projection))
     if as_json:
         print_json(
-            {"projection": found.name, "version": found.version, "schema": found.schema, "events": events}
+            {"projection": projection.name, "version": projection.version, "schema": schema, "events": events}
         )
     else:
-        click.echo(
-            f"{found.cursor_name} was rebuilt from {counted(events, 'events')}, in schema {found.schema}."
-        )
+        click.echo(f"{name} was rebuilt from {counted(events, 'events')}, in schema {schema}.")
 
 
 async def _follow(settings: Settings, projection: Projection) -> None:
@@ -65,7 +83,9 @@ async def _rebuild(settings: Settings, projection: Projection) -> int:
         return await rebuild_projection(projection, system_of(settings), report, report.expect)
 
 
-def _load(name: str) -> Projection:
+def _load(name: str) -> Projection | EventSink:
+    if name.startswith(FILE):
+        return _file(name.removeprefix(FILE))
     module, _, attribute = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -74,6 +94,15 @@ def _load(name: str) -> Projection:
         raise click.UsageError(
             f"{name}: {error}; write MODULE:NAME, such as grabs_per_minute:PROJECTION"
         ) from None
-    if not isinstance(found, Projection):
-        raise click.UsageError(f"{name} must be a grabstream.Projection, but is a {type(found).__name__}")
+    if isinstance(found, type) or not isinstance(found, Projection | EventSink):
+        raise click.UsageError(
+            f"{name} must be a grabstream.Projection, or an object with `load` and `apply` "
+            f"(grabstream.EventSink), but is a {type(found).__name__}"
+        )
     return found
+
+
+def _file(path: str) -> FileSink:
+    if not path or Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise click.UsageError(f"{FILE}{path} must name a file in a folder that exists")
+    return FileSink(path)

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -19,7 +20,13 @@ from grabstream.ops.connections.opening import check_system, key_space, open_red
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
 from grabstream.ops.console.progress import ProgressLine
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.initialization import require_all_but_the_journal, take_new_journal
+from grabstream.ops.formats.replay_request import archive_option, require_archive
+from grabstream.ops.initialization import (
+    copy_in_words,
+    keys_that_a_copy_shares,
+    require_all_but_the_journal,
+    take_new_journal,
+)
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.checking.difference import TableDifference
 from grabstream.projections.definitions import PROJECTIONS, definition_of
@@ -36,8 +43,10 @@ from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics, create_topics
 
 _source_option = click.option(
-    "--from", "source", type=click.Choice(["journal", "audit"]), default="journal", show_default=True,
-    help="What to read the events from: the journal in Kafka, or the audit trail if the journal is lost.",
+    "--from", "source", type=click.Choice(["journal", "audit", "archive"]), default="journal",
+    show_default=True,
+    help="What to read the events from: the journal in Kafka, the audit trail if the journal is lost, or an "
+    "archive and the journal after it.",
 )  # fmt: skip
 
 
@@ -55,6 +64,7 @@ def rebuild() -> None:
 def _options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         _source_option,
+        archive_option,
         click.option(
             "--accept", is_flag=True, help="Switch even if rows differ in a way that is not declared."
         ),
@@ -105,6 +115,7 @@ class Request(msgspec.Struct, kw_only=True):
     """The options of the command line."""
 
     source: str
+    archive: Path | str | None
     accept: bool
     keep_set_aside: bool
     no_switch: bool
@@ -127,6 +138,7 @@ def _verb(name: str, projections: tuple[str, ...]) -> None:
     @_options
     def command(**asked: Any) -> None:
         request = Request(**asked)
+        require_archive("--from", request.source, request.archive)
         if sum((request.undo, request.drop_previous, request.discard, request.no_switch)) > 1:
             raise click.UsageError(
                 "--undo, --drop-previous, --discard and --no-switch exclude each other: choose one"
@@ -208,8 +220,9 @@ async def _restore(
     try:
         await (require_all_but_the_journal if new_journal else check_system)(settings, redis)
         created = await create_topics(
-            settings.kafka, topics, settings.shards, replication or settings.replication
-        )
+            settings.brokers, topics, settings.shards, replication or settings.replication,
+            settings.refusals_topic,
+        )  # fmt: skip
         source = f"grabstream/{settings.prefix}"
         work = Restore(
             where_of(settings), redis, key_space(settings), topics.events, source, republish, accept_loss
@@ -226,6 +239,7 @@ async def _restore(
     ]
     rebuilt = sorted({version.schema for plan in plans for version in plan.restarted})
     events = sum(plan.end.seq for plan in plans)
+    shared = keys_that_a_copy_shares(settings) if new_journal else []
     if as_json:
         print_json(
             {
@@ -235,10 +249,13 @@ async def _restore(
                 "dry_run": dry_run,
                 "shards": shards,
                 "made_anew": rebuilt,
+                "keys_that_a_copy_shares": shared,
             }
         )
     else:
         console.print(f"Topics created: {', '.join(created) or 'none, all exist'}.", highlight=False)
+        if shared:
+            console.print(copy_in_words(shared), highlight=False)
         for plan in plans:
             if plan.given_up:
                 last = plan.end.seq + plan.given_up
@@ -288,7 +305,12 @@ def few_collections() -> None:
 def where_of(settings: Settings) -> Servers:
     """The servers of the settings, in the form that a rebuild uses."""
     return Servers(
-        settings.kafka, Topics(settings.prefix).journal, settings.postgres, settings.schema_, settings.shards
+        settings.brokers,
+        Topics(settings.prefix).journal,
+        settings.postgres,
+        settings.schema_,
+        settings.shards,
+        settings.prefix,
     )
 
 
@@ -299,7 +321,7 @@ async def _run(settings: Settings, projections: tuple[str, ...], request: Reques
     results: list[dict[str, Any]] = []
     line = ProgressLine()
     await check_system(
-        settings, journal=request.source == "journal" and not (request.drop_previous or request.discard)
+        settings, journal=request.source != "audit" and not (request.drop_previous or request.discard)
     )
     if request.undo:
         # All or none: checks that each can be switched back before the first is.
@@ -355,7 +377,8 @@ async def _one(settings: Settings, work: Rebuild, projection: str, request: Requ
     where = where_of(settings)
     began = time.monotonic()
     past = projection if request.keep_set_aside else None
-    async with open_rebuild_source(request.source, where, past) as source:
+    archive = None if request.archive is None else settings.store(request.archive)
+    async with open_rebuild_source(request.source, where, past, archive) as source:
         if request.undo:
             was, now = await work.undo(source, request.accept, request.patience)
             return result | {
@@ -409,7 +432,8 @@ async def _plan(work: Rebuild, projection: str, live: Version, request: Request)
             )
         except RebuildRefused as error:
             return f"nothing: {error}"
-    begun = await work.begun(request.source, request.keep_set_aside)
+    kept_as = "audit" if request.source == "audit" else "journal"
+    begun = await work.begun(kept_as, request.keep_set_aside)
     number = definition_of(projection).number
     declared = ", ".join(sorted(definition_of(projection).declared_since(live.definition))) or "no columns"
     how = f"continue {begun.schema} ({begun.phase})" if begun else "build a new version"

@@ -52,7 +52,7 @@ def redis_command(shards: tuple[int, ...], dry_run: bool, as_json: bool) -> None
     a shard stays fenced, with the reason.
     """
     settings = load_settings()
-    settings.require_seal_keys()
+    settings.require_opening_keys("`rebuild redis`")
     unknown = [shard for shard in shards if not 0 <= shard < settings.shards]
     if unknown:
         raise click.BadParameter(
@@ -67,7 +67,7 @@ async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bo
     redis = open_redis(settings)
     results = []
     try:
-        await check_system(settings, redis)
+        await check_system(settings, redis, seals=True)
         await require_core(redis)
         for shard in shards:
             if dry_run:
@@ -86,11 +86,13 @@ async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bo
 
 async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
     """The result that the command would have for a shard."""
-    found = await redis.hmget(key_space(settings).shard(shard).state, list(SHARD_FIELDS))
+    state = key_space(settings).shard(shard).state
+    found = await redis.hmget(state, list(SHARD_FIELDS))
+    owner = await redis.hget(state, "journaled_owner") or b""
     fields = {name: value and value.decode() for name, value in zip(SHARD_FIELDS, found, strict=True)}
     journaled = int(fields["journaled_seq"] or 0)
-    async with open_reader(settings.kafka, Topics(settings.prefix).journal) as reader:
-        last_seq = await reader.last_seq(shard)
+    async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
+        last_seq = await reader.last_seq(shard, owner.decode(errors="replace"))
     if last_seq < journaled:
         done = (
             f"would be refused: the journal ends at seq {last_seq}, {journaled} were acknowledged: {RESTORE}"
@@ -162,7 +164,7 @@ async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> dict[
         line(f"shard {shard}", "applying", events, rate=events / (time.monotonic() - began))
 
     relay = ShardRelay(
-        lease.redis, lease.keys, settings.shards, settings.kafka, Topics(settings.prefix).journal,
+        lease.redis, lease.keys, settings.shards, settings.brokers, Topics(settings.prefix).journal,
         sealer(settings),
         settings.block_events_max, snapshots=snapshots(settings),
         report=lambda done: report_recovery(settings, done), progress=progress,

@@ -1,32 +1,44 @@
 """`replay`: reads past events again, into lines, a topic or a schema, for other programs."""
 
+import fcntl
 import gc
 import os
 import re
+import stat
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import psycopg
+from msgspec import structs
 from psycopg import OperationalError
 
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.connections.event_sources import NoTrail, open_history
-from grabstream.ops.connections.identity import OtherSystem
+from grabstream.ops.connections.identity import OtherSystem, find_journal
 from grabstream.ops.connections.opening import check_system, checked_books
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
 from grabstream.ops.console.progress import Reading
 from grabstream.ops.console.stopping import run_until_stopped
-from grabstream.ops.formats.replay_request import Request, request
+from grabstream.ops.formats.replay_request import Request, archive_option, request, require_archive
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.sessions import connect
 from grabstream.streams.clients import started
+from grabstream.streams.history.chunks import Point
 from grabstream.streams.projecting.publisher import event_source, make_producer
 from grabstream.streams.replaying import replay as replaying
-from grabstream.streams.replaying.replay import Done, Planned
+from grabstream.streams.replaying.filters import (
+    Filters,
+    difference,
+    filters_file,
+    read_filters,
+    write_filters,
+)
+from grabstream.streams.replaying.replay import Done, Planned, Stretch
 from grabstream.streams.replaying.replay_schema import (
     SchemaSink,
     check_schema,
@@ -35,7 +47,17 @@ from grabstream.streams.replaying.replay_schema import (
     partial_views,
 )
 from grabstream.streams.replaying.selection import Selection
-from grabstream.streams.replaying.sinks import LineSink, ReplayRefused, Sink, TopicSink, check_topic
+from grabstream.streams.replaying.sinks import (
+    LineSink,
+    PacedSink,
+    ReplayRefused,
+    Sink,
+    TopicSink,
+    begun_shards,
+    check_topic,
+    written_lines,
+    written_topic,
+)
 from grabstream.streams.topics import Topics, create_topic_like
 
 EXIT_BROKEN_PIPE = 128 + 13
@@ -47,10 +69,21 @@ class NoSuchOffer(Exception):
 
 
 class Into(NamedTuple):
-    """A destination: `lines`, `topic` or `schema`, and its name."""
+    """A destination: `lines`, `file`, `topic` or `schema`, and its name."""
 
     kind: str
     name: str
+
+
+class Writing(NamedTuple):
+    """How a destination is written: with `append`, also if it has records; with `resumes`, only what it
+    lacks; at most `rate` events a second.
+    """
+
+    into: Into
+    append: bool
+    resumes: bool
+    rate: int | None
 
 
 class _Into(click.ParamType):
@@ -62,6 +95,8 @@ class _Into(click.ParamType):
         kind, colon, name = str(value).partition(":")
         if value == "-":
             return Into("lines", "-")
+        if kind == "file" and name:
+            return Into(kind, name)
         if kind == "topic" and _is_topic(name):
             return Into(kind, name)
         if kind == "schema" and is_schema(name):
@@ -71,7 +106,9 @@ class _Into(click.ParamType):
             "schema": "cannot name a schema (at most 48 of the characters a-z 0-9 _)",
         }.get(kind if colon else "")
         return self.fail(
-            f"{value!r} {wrong or 'is not a destination'}: write -, topic:NAME or schema:NAME", param, ctx
+            f"{value!r} {wrong or 'is not a destination'}: write -, file:PATH, topic:NAME or schema:NAME",
+            param,
+            ctx,
         )
 
 
@@ -80,7 +117,7 @@ class _Into(click.ParamType):
     "--into",
     required=True,
     type=_Into(),
-    help="The destination: - (lines), topic:NAME (CloudEvents) or schema:NAME (read models).",
+    help="The destination: - or file:PATH (lines), topic:NAME (CloudEvents) or schema:NAME (read models).",
 )
 @click.option(
     "--from",
@@ -103,18 +140,31 @@ class _Into(click.ParamType):
 )
 @click.option(
     "--source",
-    type=click.Choice(["journal", "audit"]),
+    type=click.Choice(["journal", "audit", "archive"]),
     default="journal",
     show_default=True,
     help="What to read the events from.",
 )
+@archive_option
 @click.option("--append", is_flag=True, help="Write to a topic even if it has records already.")
+@click.option(
+    "--continue",
+    "resumes",
+    is_flag=True,
+    help="Write to a file or topic only what it lacks: the events after the last one of each shard in it.",
+)
+@click.option(
+    "--rate",
+    type=WholeNumber(min=1),
+    metavar="EVENTS",
+    help="Write at most so many events a second, on average.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, show what would be read, write nothing.")
 @json_option
 def replay(
     into: Into, first: Sequence[str], last: Sequence[str], offers: Sequence[str], users: Sequence[str],
-    shards: Sequence[int], source: str,
-    append: bool, dry_run: bool, as_json: bool,
+    shards: Sequence[int], source: str, archive: Path | str | None,
+    append: bool, resumes: bool, rate: int | None, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Read past events again, from any point to any other, into lines, a topic, or read models in a separate
     schema.
@@ -123,6 +173,9 @@ def replay(
     SEQ. --from and --until may be repeated: SHARD:SEQ for one shard, TIME for all others. Events are written
     one shard after the other, within a shard in order. The system's topics, tables and keys do not change,
     and nothing is published again.
+
+    A replay into a file or a topic that was stopped, in any way, continues with the same command and
+    --continue. It is refused with another --offer, --user, --from or system than before.
 
     schema:NAME gets a complete set of read models; a second call with the same options continues where the
     first one stopped. With --offer or --user, views that cannot be exact are named <view>_partial.
@@ -138,12 +191,22 @@ def replay(
         )
     if append and into.kind != "topic":
         raise click.UsageError("--append is only for --into topic:NAME")
+    if resumes and into.kind not in ("file", "topic"):
+        raise click.UsageError(
+            "--continue is for --into file:PATH and topic:NAME: a stream of lines does not say what it has, "
+            "and a schema continues without it"
+        )
+    if resumes and append:
+        raise click.UsageError("--continue and --append exclude each other")
     # Thousands of short-lived objects: see `worker`.
     gc.set_threshold(50_000, 20, 50)
-    asked = request(settings, source, first, last, shards, offers, users)
+    require_archive("--source", source, archive)
+    asked = request(settings, source, first, last, shards, offers, users)._replace(archive=archive)
     done: dict[int, Done] = {}
     try:
-        planned = run_until_stopped(_run(settings, asked, into, append, dry_run, done))
+        planned = run_until_stopped(
+            _run(settings, asked, Writing(into, append, resumes, rate), dry_run, done)
+        )
     except (ReplayRefused, NoTrail, NoSuchOffer, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
@@ -155,30 +218,50 @@ def replay(
 
 
 async def _run(
-    settings: Settings, asked: Request, into: Into, append: bool, dry_run: bool, done: dict[int, Done]
+    settings: Settings, asked: Request, writing: Writing, dry_run: bool, done: dict[int, Done]
 ) -> list[Planned]:
-    await check_system(settings, journal=asked.source == "journal")
-    seeks = any(one.first for one in asked.stretches) and not asked.wanted.users
-    async with open_history(settings, asked.source, seeks) as source:
+    asked = asked._replace(journal=await _journal_of(settings, asked.source != "audit"))
+    written = await _check(settings, asked, writing)
+    stretches = [_after(stretch, written.get(stretch.shard, 0)) for stretch in asked.stretches]
+    seeks = any(one.first for one in stretches) and not asked.wanted.users
+    async with open_history(settings, asked.source, seeks, archive=asked.archive) as source:
         if dry_run:
-            await _check(settings, asked, into, append)
-            return await replaying.plan(source, asked.stretches, not seeks)
-        async with _open_sink(settings, asked, into, append) as sink:
+            return await replaying.plan(source, stretches, not seeks)
+        async with _open_sink(settings, asked, writing) as sink:
             known: Any = []
             if isinstance(sink, SchemaSink):
                 known = await sink.grabs(asked.wanted.users)
             planned = await replaying.plan(
-                source, asked.stretches, not seeks, sink.positions if isinstance(sink, SchemaSink) else {}
+                source, stretches, not seeks, sink.positions if isinstance(sink, SchemaSink) else {}
             )
-            selection = Selection(asked.wanted, into.kind == "schema", known)
+            selection = Selection(asked.wanted, writing.into.kind == "schema", known)
+            paced = sink if writing.rate is None else PacedSink(sink, writing.rate)
             try:
                 with Reading("replay", sum(one.units for one in planned)) as report:
-                    await replaying.replay(source, planned, selection, sink, report, done)
+                    await replaying.replay(source, planned, selection, paced, report, done)
             except BaseException:
-                _say_how_to_go_on(sink)
+                _say_how_to_go_on(sink, writing)
                 raise
     await _require_offers(settings, set(asked.wanted.offers) - selection.offers_met, planned)
     return planned
+
+
+async def _journal_of(settings: Settings, asks_kafka: bool) -> str:
+    """Checks the system, and returns Kafka's id of its journal; '' where no server that is asked knows it."""
+    identity = await check_system(settings, journal=asks_kafka)
+    if identity is not None:
+        return identity.journal
+    topic = await find_journal(settings) if asks_kafka else None
+    return topic.id if topic else ""
+
+
+def _after(stretch: Stretch, written: int) -> Stretch:
+    """The stretch without what is written already, if its beginning is no time. The sink leaves out the
+    rest.
+    """
+    if not written or (stretch.first is not None and stretch.first.seq is None):
+        return stretch
+    return stretch._replace(first=Point(seq=max(written + 1, stretch.first.value if stretch.first else 0)))
 
 
 async def _require_offers(settings: Settings, not_met: set[str], planned: Sequence[Planned]) -> None:
@@ -199,34 +282,163 @@ async def _require_offers(settings: Settings, not_met: set[str], planned: Sequen
         raise NoSuchOffer(", ".join(f"offer {offer} does not exist" for offer in sorted(not_met)))
 
 
-async def _check(settings: Settings, asked: Request, into: Into, append: bool) -> None:
-    """Raises ReplayRefused when the destination cannot be written."""
+async def _check(settings: Settings, asked: Request, writing: Writing) -> dict[int, int]:
+    """The last seq of each shard that the destination has already, if the replay continues. Raises
+    ReplayRefused when the destination cannot be written.
+    """
+    into, append, resumes, _ = writing
     if into.kind == "topic":
-        await check_topic(settings.kafka, Topics(settings.prefix), into.name, settings.shards, append)
+        topics = Topics(settings.prefix)
+        exists = await check_topic(settings.brokers, topics, into.name, settings.shards, append or resumes)
+        if exists and resumes:
+            return await _written_in_topic(settings, asked, into.name, says=True)
+    elif into.kind == "file":
+        return _check_file(settings, asked, Path(into.name), resumes)
     elif into.kind == "schema":
         async with await connect(settings.postgres, settings.schema_) as connection:
             await check_schema(connection, into.name, settings.schema_, asked.definition(settings))
+    return {}
+
+
+def _check_file(settings: Settings, asked: Request, file: Path, resumes: bool) -> dict[int, int]:
+    written: dict[int, int] = {}
+    try:
+        if file.exists() and file.stat().st_size:
+            if not resumes:
+                raise ReplayRefused(f"{file} has lines already: name another, remove it, or add --continue")
+            written = written_lines(file)
+        recorded = _recorded_for(settings, asked, file, written)
+        if written:
+            _warn_of_unknown(str(file), [recorded])
+        return written
+    except OSError as error:
+        raise ReplayRefused(f"{file}: {error.strerror}") from None
+
+
+def _recorded_for(settings: Settings, asked: Request, file: Path, written: Collection[int]) -> Filters | None:
+    """The filters with which the lines of a file were written, if they are recorded; raises ReplayRefused
+    when they are not those that are asked for now. `written` are the shards that have lines. A record beside
+    a file without lines is of a file that was removed, but what is not a record is refused there, too.
+    """
+    try:
+        recorded = read_filters(file)
+    except ValueError as error:
+        raise ReplayRefused(
+            f"{filters_file(file)} is not a record of a replay ({error}): restore it, or name another file"
+        ) from None
+    except OSError as error:
+        raise ReplayRefused(f"{filters_file(file)}: {error.strerror}") from None
+    if recorded is None or not written:
+        return None
+    _require_same(str(file), "another file", recorded, asked.filters(settings), _both(written, asked))
+    return recorded
+
+
+async def _written_in_topic(settings: Settings, asked: Request, topic: str, says: bool) -> dict[int, int]:
+    """The last seq of each shard in a topic; raises ReplayRefused when it was written with other filters."""
+    written = await written_topic(settings.brokers, topic, settings.shards)
+    filters = asked.filters(settings)
+    for shard, all_recorded in written.filters.items():
+        for recorded in all_recorded:
+            if recorded is not None:
+                _require_same(f"topic {topic}", "another topic", recorded, filters, _both([shard], asked))
+    if says:
+        _warn_of_unknown(f"topic {topic}", [one for some in written.filters.values() for one in some])
+    return written.seqs
+
+
+def _both(written: Collection[int], asked: Request) -> list[int]:
+    """The shards that are written already and asked for now: others may begin elsewhere, or be added."""
+    return [stretch.shard for stretch in asked.stretches if stretch.shard in written]
+
+
+def _require_same(where: str, another: str, recorded: Filters, now: Filters, shards: Sequence[int]) -> None:
+    if differs := difference(recorded, now, shards):
+        raise ReplayRefused(
+            f"{where} {differs}: continue with the options and the system that it was written with, or name "
+            f"{another}"
+        )
+
+
+def _warn_of_unknown(where: str, recorded: Sequence[Filters | None]) -> None:
+    """Warns of what is not recorded with a file or a topic that has events."""
+    if None in recorded:
+        what = "with which --offer, --user and --from it was written"
+        same = "they are the same now, or events are missing in it"
+    elif any(one is not None and not one.journal for one in recorded):
+        what = "from which journal it was written"
+        same = "it is the same now, or events of two systems are mixed in it"
+    else:
+        return
+    click.echo(f"grabstream: {where} does not say {what}: make sure that {same}", err=True)
 
 
 @asynccontextmanager
-async def _open_sink(settings: Settings, asked: Request, into: Into, append: bool) -> AsyncIterator[Sink]:
+async def _open_sink(settings: Settings, asked: Request, writing: Writing) -> AsyncIterator[Sink]:
+    into, append, resumes, _ = writing
     if into.kind == "lines":
         yield LineSink(sys.stdout.buffer)
+        return
+    if into.kind == "file":
+        async with _open_file(settings, asked, Path(into.name), resumes) as sink:
+            yield sink
         return
     if into.kind == "schema":
         async with open_schema(
             settings.postgres, into.name, settings.schema_, settings.shards, asked.definition(settings)
-        ) as sink:
-            yield sink
+        ) as schema_sink:
+            yield schema_sink
         return
     topics = Topics(settings.prefix)
     async with _alone(settings, into.name):
         # Checked while holding the lock, so that records of an earlier replay are seen.
-        if not await check_topic(settings.kafka, topics, into.name, settings.shards, append):
-            await create_topic_like(settings.kafka, topics.journal, into.name, settings.shards)
-        async with started(make_producer(settings.kafka)) as producer:
+        written: dict[int, int] = {}
+        appended: set[int] = set()
+        if not await check_topic(settings.brokers, topics, into.name, settings.shards, append or resumes):
+            await create_topic_like(settings.brokers, topics.journal, into.name, settings.shards)
+        elif resumes:
+            written = await _written_in_topic(settings, asked, into.name, says=False)
+        elif append:
+            appended = await begun_shards(settings.brokers, into.name, settings.shards)
+        async with started(make_producer(settings.brokers)) as producer:
             await producer.partitions_for(into.name)
-            yield TopicSink(producer, into.name, event_source(settings.prefix))
+            source, filters = event_source(settings.prefix), asked.filters(settings)
+            yield TopicSink(producer, into.name, source, filters, written, appended)
+
+
+@asynccontextmanager
+async def _open_file(
+    settings: Settings, asked: Request, file: Path, resumes: bool
+) -> AsyncIterator[LineSink]:
+    """The sink of a file, for one process at a time; raises ReplayRefused."""
+    try:
+        with file.open("ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Read while holding the lock, so that lines of an earlier replay are seen.
+            written = written_lines(file, mend=True)
+            if written and not resumes:
+                raise ReplayRefused(f"{file} has lines already: name another, remove it, or add --continue")
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                _record_filters(settings, asked, file, written)
+            yield LineSink(stream, written)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BlockingIOError:
+        raise ReplayRefused(f"{file} is being written by another replay") from None
+    except OSError as error:
+        raise ReplayRefused(f"{file}: {error.strerror}") from None
+
+
+def _record_filters(settings: Settings, asked: Request, file: Path, written: Collection[int]) -> None:
+    """Records with which filters a file is written, before its first line is."""
+    filters = asked.filters(settings)
+    recorded = _recorded_for(settings, asked, file, written)
+    if recorded is not None:
+        before = {shard: first for shard, first in recorded.first.items() if shard in written}
+        journal = filters.journal or recorded.journal
+        filters = structs.replace(filters, journal=journal, first=before | filters.first)
+    if recorded != filters:
+        write_filters(file, filters)
 
 
 @asynccontextmanager
@@ -253,14 +465,19 @@ async def _alone(settings: Settings, topic: str) -> AsyncIterator[None]:
         yield
 
 
-def _say_how_to_go_on(sink: Sink) -> None:
+def _say_how_to_go_on(sink: Sink, writing: Writing) -> None:
     if isinstance(sink, SchemaSink):
         click.echo(
             "grabstream: committed events are kept: repeat the same command to continue after them", err=True
         )
-    elif isinstance(sink, TopicSink):
-        points = "".join(f" --from {shard}:{seq + 1}" for shard, seq in sink.acknowledged.items())
-        click.echo(f"grabstream: to continue, repeat the command with --append{points}", err=True)
+    elif writing.append:
+        click.echo(
+            "grabstream: what was appended stays: repeat the command, with --from where it ends, to append "
+            "the rest",
+            err=True,
+        )
+    elif writing.into.kind in ("file", "topic"):
+        click.echo("grabstream: to continue, repeat the command with --continue", err=True)
 
 
 def _report(
@@ -274,7 +491,7 @@ def _report(
 ) -> None:
     """Prints the result on standard output, or on standard error when standard output has the lines."""
     to_errors = into.kind == "lines" and not dry_run
-    unit = "events" if asked.source == "audit" else "records"
+    unit = {"journal": "records", "audit": "events", "archive": "lines and records"}[asked.source]
     partial = partial_views(asked.definition(settings), settings.shards) if into.kind == "schema" else []
     shards = [_shard_report(part, done.get(part.stretch.shard), unit) for part in planned]
     if as_json:

@@ -425,7 +425,9 @@ async def test_no_keys_are_locks_and_overload_is_busy_with_a_retry_time(
     await gate.decide([Open(id="open", offer="o", terms=envelope(10_000, 100))], "decided")
     # Fifty gates at once, each with its own connection: no grab is busy, and no key has an expiry as a lock
     # would.
-    answered = await asyncio.gather(*(make_checked_gate().decide([grab], "decided") for grab in crowd(50)))
+    answered = await asyncio.gather(
+        *(make_checked_gate().decide([grab], "decided", timeout_ms=60_000) for grab in crowd(50))
+    )
     assert outcomes(answer for [answer] in answered) == {"granted": 50}
     names = [name async for name in client.scan_iter(match=f"{keys.prefix}:*", count=1_000)]
     assert {await client.ttl(name) for name in names} == {-1}
@@ -635,7 +637,10 @@ async def test_a_burst_of_the_same_request_gets_one_part(
     ):
         grabs = [Grab(id=id, offer="o", user=user) for id in ids]
         answered = await asyncio.gather(
-            *(gate.decide([grab], "decided") for gate, grab in zip([first, *others], grabs, strict=True))
+            *(
+                gate.decide([grab], "decided", patience_ms=60_000)
+                for gate, grab in zip([first, *others], grabs, strict=True)
+            )
         )
         answers = [answer for [answer] in answered]
         granted = [event for event in await events_of(client, keys, "o") if event.get("user") == user]

@@ -23,6 +23,7 @@ from grabstream.lua.loader import Script
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.connections.opening import cancellable
 from grabstream.streams.deciding import sweeper
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying import ownership
@@ -78,7 +79,7 @@ class MeasuredShard:
     """
 
     def __init__(self, port: int) -> None:
-        self.redis = redis.asyncio.Redis(port=port)
+        self.redis = cancellable(redis.asyncio.Redis(port=port))
         self.space = KeySpace("own", 1)
         self.now = NOW
         self.calls: list[Call] = []

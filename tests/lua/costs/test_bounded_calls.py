@@ -18,6 +18,7 @@ from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Load, Ope
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms
 from grabstream.models.rules.operating import fall_due
 from grabstream.models.rules.settling import lapse
+from grabstream.ops.connections.opening import cancellable
 from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
 from grabstream.ops.settings import Settings
 from grabstream.streams.deciding.sweeper import HOLDS_AT_ONCE_MAX, OFFERS_AT_ONCE_MAX, Sweeper
@@ -88,7 +89,7 @@ class OneItemPerCallTwins(HostileTwins):
 @pytest.mark.parametrize("seed", range(2))
 async def test_histories_with_one_command_per_call_match_the_rules(servers: Settings, seed: int) -> None:
     """Answers, events, state and recoveries are those of the rules, wherever calls end."""
-    client = redis.asyncio.Redis.from_url(servers.redis_url)
+    client = cancellable(redis.asyncio.Redis.from_url(servers.redis_url))
     try:
         with scripts(call_max=1):
             await play(client, random.Random(seed), 70, OneItemPerCallTwins())

@@ -150,7 +150,7 @@ async def test_a_seq_journaled_in_one_history_ends_no_wait_of_another(private_re
     journaled.start()
     try:
         await journaled.refresh(0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(90):
             await journaled.wait(0, history, 1)
             with pytest.raises(HistoryChanged):
                 await journaled.wait(0, history - 1, 1)

@@ -3,15 +3,21 @@ tail) between two calls: the lost commands are decided again first.
 """
 
 import asyncio
+import math
+import operator
 import random
 from typing import Any
 
 import pytest
 import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grabstream.lua.gate.calls import CallRefused, GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.queue import CallOrder
+from grabstream.lua.gate.queue import CallOrder, Lane, QueueEntry
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.measures import FUNCTION_SECONDS
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.events import decode_event
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
@@ -121,7 +127,7 @@ async def test_a_list_that_is_cut_when_it_is_decided_again_is_answered(relay: Fa
         await relay.lose_tail()
         await until(lambda: relay.client.hexists(relay.shard.answers("s"), "s/g11"))
         relaying = asyncio.create_task(relay.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(90):
             answers = await deciding
     relaying.cancel()
     assert [answer.outcome for answer in answers] == ["held"] * 12
@@ -159,7 +165,6 @@ async def test_a_call_in_flight_is_decided_after_the_calls_decided_again(relay: 
     await gate.close()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(4))
 async def test_order_holds_however_often_the_tail_is_lost(relay: FakeRelay, seed: int) -> None:
     """Lists and a reader's calls, with replies lost and tails cut at random: every step finds the effect of
@@ -292,4 +297,61 @@ async def test_a_list_whose_history_is_lost_repeatedly_times_out(relay: FakeRela
     gate = gate_over(relay, Forgetful(relay.client, "grab", relay.lose_tail), timeout_ms=500)
     with pytest.raises(OutcomeUnknown):
         await gate.decide(steps_of("ann"), "decided")
+    await gate.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["grab", "confirm", "release"])), max_size=60),
+    st.booleans(),
+)
+def test_calls_take_a_type_together_and_keep_the_order_of_each_lane(
+    queued: list[tuple[int, str]], are_all_alone: bool
+) -> None:
+    async def take() -> None:
+        gate = Gate(None, KeySpace("test", 1), SEALER)
+        shard = gate._shards[0]
+        lanes = [Lane() for _ in range(6)]
+        of_queue = [
+            QueueEntry(Lane() if are_all_alone else lanes[lane], script, steps_of("ann")[:1], math.inf, 0.0)
+            for lane, script in queued
+        ]
+        shard.queue.extend(of_queue)
+        shard.queued = len(queued)
+        calls = []
+        while shard.queue:
+            call, *_ = gate._next_call(shard)
+            assert len({entry.script for entry in call}) == 1
+            for entry in call:
+                entry.lane.in_flight = False
+            calls.append(call)
+        assert shard.queued == 0
+        taken = [entry for call in calls for entry in call]
+        assert len(taken) == len(of_queue)
+        for lane in {entry.lane for entry in of_queue}:
+            in_order = [entry for entry in of_queue if entry.lane is lane]
+            assert all(map(operator.is_, (entry for entry in taken if entry.lane is lane), in_order))
+        if are_all_alone:
+            assert len(calls) == len({script for _, script in queued})
+
+    asyncio.run(take())
+
+
+def calls_of(*scripts: str) -> int:
+    return sum(sum(FUNCTION_SECONDS[script].counts) for script in scripts)
+
+
+async def test_grabs_and_payments_of_many_callers_share_few_calls(relay: FakeRelay) -> None:
+    """Each caller holds and pays, so both are in the queue at the same time, in any order."""
+    gate, crowd = gate_over(relay), [steps_of(f"u{number}")[:2] for number in range(40)]
+    relaying = asyncio.create_task(relay.run())
+    before = calls_of("grab", "confirm")
+    held = crowd[: len(crowd) // 2]
+    await asyncio.gather(*(gate.decide([grab]) for grab, _ in held))
+    mixed = [
+        step for (grab, _), (_, paid) in zip(crowd[len(held) :], held, strict=True) for step in (grab, paid)
+    ]
+    answers = await asyncio.gather(*(gate.decide([step]) for step in mixed))
+    relaying.cancel()
+    assert [answer.outcome for [answer] in answers] == ["held", "confirmed"] * len(held)
+    assert calls_of("grab", "confirm") - before <= 20
     await gate.close()

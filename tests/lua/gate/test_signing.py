@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grabstream.lua.gate import tickets
-from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys, read_keys
+from grabstream.lua.gate.signing import HEADERS_KNOWN_MAX, NotSigned, Purpose, SigningKeys, read_keys
 from tests.support.receipts import FOREIGN_KEYS, KEYS, KEYS_TEXT, OLD_KEYS, SECRET, as_text
 
 PAYLOAD = b'{"a":1}'
@@ -96,6 +96,62 @@ def test_any_change_of_a_signed_text_is_refused(data: st.DataObject) -> None:
     other = data.draw(st.sampled_from("ABab01-_.=").filter(lambda character: character != text[at]))
     with pytest.raises(NotSigned):
         KEYS.read(Purpose.receipt, text[:at] + other + text[at + 1 :], 1_000)
+
+
+@given(st.binary(max_size=200), st.sampled_from(Purpose))
+def test_texts_are_signed_as_the_library_signs_them(payload: bytes, purpose: Purpose) -> None:
+    headers = {"typ": purpose.value, "kid": "new"}
+    text = KEYS.sign(purpose, payload)
+    assert text == jwt.PyJWS().encode(payload, SECRET, "HS256", headers)
+    assert KEYS.read(purpose, text, 1_000) == payload
+
+
+def reading(keys: SigningKeys, text: str) -> bytes | None:
+    try:
+        return keys.read(Purpose.receipt, text, 1_000)
+    except NotSigned:
+        return None
+
+
+@given(st.data())
+def test_a_known_header_changes_no_verdict(data: st.DataObject) -> None:
+    """Keys that have verified a text with this header read every other text as new ones do."""
+    known = SigningKeys({"new": SECRET})
+    header = data.draw(st.sampled_from([GOOD, {**GOOD, "x": 1}]))
+    assert known.read(Purpose.receipt, hand_made(header), 1_000) == PAYLOAD
+    head, payload, signature = hand_made(header, data.draw(st.binary(max_size=9))).split(".")
+    segments = st.sampled_from([head, payload, signature, "", "e30", "e31", "=", "+", "é", "e3 0"]) | st.text(
+        "AQew-_.=+/ ", max_size=6
+    )
+    changed = [data.draw(st.just(part) | segments) for part in (head, payload, signature)]
+    signing = ".".join(changed[: data.draw(st.sampled_from([2, 2, 1]))])
+    if data.draw(st.booleans()):  # also what is signed rightly, but no text
+        changed[2] = base64(hmac.digest(SECRET, signing.encode(), sha256))
+    text = f"{signing}.{changed[2]}" + data.draw(st.sampled_from(["", ".", "A", "=", ".e30"]))
+    assert reading(known, text) == reading(SigningKeys({"new": SECRET}), text)
+
+
+def test_a_header_is_known_for_its_purpose_only() -> None:
+    keys = SigningKeys({"new": SECRET})
+    text = hand_made(GOOD)
+    assert keys.read(Purpose.receipt, text, 1_000) == PAYLOAD
+    for purpose in set(Purpose) - {Purpose.receipt}:
+        with pytest.raises(NotSigned):
+            keys.read(purpose, text, 1_000)
+
+
+def test_a_key_that_left_the_setting_reads_no_known_header() -> None:
+    text = hand_made(GOOD, key=OLD_KEYS._keys["old"])
+    for _ in range(2):
+        assert reading(KEYS, text) is None
+        assert reading(KEYS, hand_made(GOOD)) == PAYLOAD
+
+
+def test_headers_are_known_up_to_a_bound() -> None:
+    keys = SigningKeys({"new": SECRET})
+    for number in range(HEADERS_KNOWN_MAX + 10):
+        assert keys.read(Purpose.receipt, hand_made({**GOOD, "n": number}), 1_000) == PAYLOAD
+    assert len(keys._known) == HEADERS_KNOWN_MAX
 
 
 def test_text_above_the_bound_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from grabstream.lua.gate.encoding import parts_packed
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
 from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.server import let_callers_set_time
 from grabstream.models.commands import Close, Grab, Open
 from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
@@ -216,8 +217,9 @@ async def test_a_recovery_writes_parts_in_pieces_even_if_memory_is_full(private_
     await gate.decide([Grab(id=f"g{n}", offer="a", user=f"u{n}") for n in range(3)], "decided")
     await gate.close()
     lines, live = await event_lines(client, keys, 0), await contents(client, keys.shard(0))
-    await client.config_set("maxmemory", "1")
     shard = KeySpace("again", 1).shard(0)
+    await let_callers_set_time(client, shard.state)
+    await client.config_set("maxmemory", "1")
     await fold(client, shard, lines, SEALER, 1)
     recovered = await contents(client, shard)
     assert not differences(live, recovered)

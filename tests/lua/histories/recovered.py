@@ -11,6 +11,7 @@ from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, STAGED, ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
+from grabstream.lua.server import let_callers_set_time
 from grabstream.models.journal import GENESIS, Accepted, Cursor, chain
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.models.runs import decode_line
@@ -43,7 +44,9 @@ async def fold(
     cut: random.Random | None = None,
     layout: int = LAYOUT,
 ) -> None:
-    """Recovers an empty shard from these events; with `cut`, in random steps."""
+    """Recovers an empty shard from these events; with `cut`, in random steps. Callers may name the time."""
+    if not await client.hexists(keys.state, "seq"):
+        await let_callers_set_time(client, keys.state)
     shard = OwnedShard(client, keys)
     events = accepted(lines)
     ownership = (await shard.raise_term(0)).ownership

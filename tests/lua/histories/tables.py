@@ -141,11 +141,13 @@ async def _compare_limits(
     connection: AsyncConnection[Any], states: Sequence[ShardState], now_ms: int
 ) -> None:
     """Checks that the view `limits`, read at a given time, matches the counters of the rules."""
-    view = re.search(r"CREATE VIEW limits AS.*?;", definition_of("balances").parts["views"], re.DOTALL)
+    view = re.search(
+        r"CREATE OR REPLACE VIEW limits AS.*?;", definition_of("balances").parts["views"], re.DOTALL
+    )
     assert view is not None
     view_then = (
         view[0]
-        .replace("VIEW limits", "TEMPORARY VIEW limits_then")
+        .replace("CREATE OR REPLACE VIEW limits", "CREATE TEMPORARY VIEW limits_then")
         .replace("now()", f"to_timestamp({now_ms} / 1000.0)")
     )
     await connection.execute(view_then.encode())

@@ -21,17 +21,24 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.commands import Amend, Changes, Grab, Open, Release
+from grabstream.models.offers import CouponTerms
 from grabstream.ops.settings import Settings
 from tests.conftest import NIGHTLY
-from tests.lua.histories.hostile_twins import play
+from tests.lua.conftest import NOW
+from tests.lua.histories.hostile_history import Sweep
+from tests.lua.histories.hostile_twins import HostileTwins, play
 from tests.lua.histories.tables import check_tables
+from tests.lua.histories.twins import SHARDS
 
 STEPS, HISTORIES, EXAMPLES = (2_000, 40, 300) if NIGHTLY else (300, 4, 12)
 #: Steps of the short histories, which Hypothesis can shrink if one fails.
 SHORT_STEPS = 80
 
 
-@pytest.mark.timeout(3_600 if NIGHTLY else 300)
+@pytest.mark.timeout(3_600 if NIGHTLY else 900)
 @pytest.mark.parametrize("history", [*range(1, HISTORIES), "fresh"])
 async def test_hostile_histories_keep_all_promises(servers: Settings, history: Any) -> None:
     """The same histories on every run, and one with a new seed."""
@@ -45,7 +52,7 @@ async def test_hostile_histories_keep_all_promises(servers: Settings, history: A
         raise
 
 
-@pytest.mark.timeout(3_600 if NIGHTLY else 300)
+@pytest.mark.timeout(3_600 if NIGHTLY else 900)
 @hypothesis_settings(max_examples=EXAMPLES)
 @given(draw=st.randoms(use_true_random=False), steps=st.integers(1, SHORT_STEPS))
 def test_short_hostile_histories_keep_all_promises(
@@ -62,3 +69,56 @@ async def _play(servers: Settings, draw: random.Random, steps: int) -> None:
     finally:
         await client.aclose()
     await check_tables(servers.postgres, twins.lines, twins.states, twins.now)
+
+
+async def waiting_twins(client: Any, waiters: int) -> HostileTwins:
+    """Twins with an offer `o` of one unit, which `g0` holds for a minute while `g1` … wait; the offer closes
+    10 s later.
+    """
+    twins = HostileTwins()
+    await twins.begin_twins(client, KeySpace(f"closing{secrets.token_hex(5)}", SHARDS), GateLimits())
+    terms = CouponTerms(
+        issuer="shop", total=1, hold_ms=60_000, closes_at=NOW + 70_000, price=1, currency="CNY",
+        waiting_list=True,
+    )  # fmt: skip
+    grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", wait=True) for n in range(waiters + 1)]
+    await twins.decide_both([Open(id="open", offer="o", terms=terms), *grabs])
+    twins.now += 20_000
+    return twins
+
+
+async def compare_and_end(twins: HostileTwins) -> None:
+    """Compares recoveries in different steps with the shard as it is."""
+    for seed in range(8):
+        await twins.compare_recovered(twins.keys.shard_of_offer("o"), seed)
+    await twins.end_twins()
+
+
+@pytest.mark.parametrize("waiters", [2, 26], ids=["one is served", "a call serves 25 and leaves one"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["who waits stays", "who waits leaves"])
+async def test_units_that_return_after_the_closing_time_change_no_due_time(
+    client: Any, waiters: int, leaves: bool
+) -> None:
+    """The sweeper ends a hold after the offer's closing time, and has not closed the offer yet: nobody is
+    served, and when the offer is due was decided before. A recovery must not take these units for units that
+    a call had left to the sweeper. A hostile history found it.
+    """
+    twins = await waiting_twins(client, waiters)
+    if waiters > 25:
+        await twins.decide_both([Amend(id="more", offer="o", changes=Changes(total=waiters + 1))])
+    else:
+        await twins.decide_both([Release(id="first", offer="o", grab="g0")])
+    twins.now += 60_005
+    await twins.sweep_some(Sweep(holds=1, broken_off=True))
+    if leaves:
+        await twins.decide_both([Release(id="away", offer="o", grab=f"g{waiters}")])
+    await compare_and_end(twins)
+
+
+async def test_units_that_nobody_waits_for_any_more_are_not_left_to_the_sweeper(client: Any) -> None:
+    """A call serves 25 of 26 and leaves one to the sweeper, who leaves the queue before it is served."""
+    twins = await waiting_twins(client, 26)
+    await twins.decide_both([Amend(id="more", offer="o", changes=Changes(total=27))])
+    twins.now += 1
+    await twins.decide_both([Release(id="away", offer="o", grab="g26")])
+    await compare_and_end(twins)

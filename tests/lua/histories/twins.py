@@ -233,11 +233,11 @@ class Twins:
                 await self.client.unlink(*names)
             await self.gate.close()
 
-    async def compare_recovered(self, number: int) -> None:
-        """Recovers the shard's events into empty keys, in random steps, each grab in a line of its own or in
-        a run, and compares the state.
+    async def compare_recovered(self, number: int, seed: int | None = None) -> None:
+        """Recovers the shard's events into empty keys, in random steps (of `seed`, or else of the number of
+        lines), each grab in a line of its own or in a run, and compares the state.
         """
-        cut = random.Random(len(self.lines[number]))
+        cut = random.Random(len(self.lines[number]) if seed is None else seed)
         lines = self.lines[number]
         if cut.random() < 0.5:
             lines = as_runs(lines, cut.choice((2, 3, 1_000)))

@@ -14,6 +14,7 @@ from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.lua.loader import BadScript, assemble
+from grabstream.lua.server import let_callers_set_time
 from grabstream.models.commands import Close, Grab, Open, Pause, Resume
 from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
@@ -130,6 +131,7 @@ async def test_owner_scripts_refuse_another_term_owner_or_server_epoch(
         for name, script_keys, rest in (
             ("read_outbox", [shard.state, shard.outbox], [1, 1]),
             ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel, 1, "x", 1]),
+            ("read", [shard.state, shard.state], ["HMGET", 1, "seq"]),
             ("fence", [shard.state], ["why"]),
             ("reconcile", [shard.state], ["0", 3, LAYOUT]),
             ("wipe", [shard.state], ["why", 4, 2]),
@@ -333,7 +335,7 @@ async def test_full_memory_is_busy_until_there_is_room(private_redis: Any) -> No
     client, keys = private_redis
     shard = keys.shard(0)
     gate = Gate(client, keys, SEALER)
-    assert (await gate.decide([opening("m", 50_000)], "decided"))[0].positive
+    assert (await gate.decide([opening("m", 50_000)], "decided", timeout_ms=60_000))[0].positive
     await client.config_set("maxmemory", str((await client.info("memory"))["used_memory"] + 3_000_000))
     granted, outcome, start = 0, "granted", 0
     while outcome == "granted":
@@ -481,3 +483,25 @@ async def test_seqs_of_twelve_digits_are_exact_up_to_the_last_one(
     [fenced] = await gate.decide(grabs(1, start=5), "decided")
     assert fenced.outcome == "fenced"
     assert "number" in (fenced.message or "")
+
+
+async def test_a_caller_cannot_set_the_clock_of_a_shard(make_gate: Any, client: Any, keys: KeySpace) -> None:
+    """A call with a time of its own moved a shard to the year 2096: no hold ended, and nothing opened, until
+    then. Only shards of tests and rehearsals accept one, and they keep the mark when they are rebuilt.
+    """
+    year_2096 = 3_976_214_400_000
+    shard = keys.shard(keys.shard_of_offer("e"))
+    gate, ahead = make_gate(), make_gate(now=[year_2096], timeout_ms=200)
+    await gate.decide([opening()], "decided")
+    await client.hdel(shard.state, "clock")
+    before = await client.hgetall(shard.state)
+    [answer] = await ahead.decide(grabs(1), "decided")
+    assert (answer.outcome, "names a time" in (answer.message or "")) == ("fenced", True)
+    assert await Sweeper(client, shard, keys.shards, 10**15).sweep(year_2096) == 0
+    assert await client.hgetall(shard.state) == before
+    with pytest.raises(ValueError, match="has events already"):
+        await let_callers_set_time(client, shard.state)
+    await client.hset(shard.state, "clock", "caller")
+    ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    await run_script(client, "wipe", [shard.state], [*ownership, "a test", LAYOUT, LAYOUT])
+    assert await client.hget(shard.state, "clock") == b"caller"

@@ -22,6 +22,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import time_ms_of
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open
 from grabstream.models.offers import Changes, EnvelopeTerms, StockTerms, Terms
+from grabstream.ops.connections.opening import cancellable
 from grabstream.streams.deciding.sweeper import SWEEP_EVERY_SECONDS, Sweeper
 from tests.lua.conftest import SEALER, event_lines, take_over
 
@@ -45,7 +46,7 @@ class LoopDelay:
 
 @pytest.fixture
 async def shard(private_server: Any) -> AsyncIterator[tuple[Any, KeySpace, Gate]]:
-    client, keys = redis.asyncio.Redis(port=private_server[1]), KeySpace("own", 1)
+    client, keys = cancellable(redis.asyncio.Redis(port=private_server[1])), KeySpace("own", 1)
     await take_over(client, keys)
     gate = Gate(
         client,

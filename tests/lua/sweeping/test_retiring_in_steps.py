@@ -12,6 +12,7 @@ import pytest
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, KeySpace, ShardKeys
+from grabstream.lua.server import let_callers_set_time
 from grabstream.models.answers import Answer
 from grabstream.models.commands import decode_command
 from grabstream.ops.commands.local.services import new_seal_key
@@ -49,6 +50,7 @@ class OneShard:
 
     async def begin(self) -> None:
         shard = OwnedShard(self.redis, self.keys)
+        await let_callers_set_time(self.redis, self.keys.state)
         raised = await shard.raise_term(0)
         await shard.run("reconcile", [self.keys.state], raised.ownership, 0, 1, LAYOUT)
 

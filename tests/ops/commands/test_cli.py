@@ -12,7 +12,7 @@ import sys
 import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import redis
@@ -83,6 +83,33 @@ def test_the_program_that_is_started_prints_help_and_errors() -> None:
     assert done.returncode == 3
     assert "Redis cannot be reached" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LIST_MODULES: Final = """
+import sys
+from grabstream.ops.cli import grabstream
+grabstream(sys.argv[1:], standalone_mode=False)
+print("modules:", *sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "unneeded"),
+    [
+        ("--help", {"aiohttp", "aiokafka", "asyncio", "faust", "psycopg", "pydantic", "redis", "yaml"}),
+        ("config --help", {"aiohttp", "aiokafka", "cryptography.x509", "faust", "psycopg", "redis", "yaml"}),
+        ("show --help", {"aiohttp", "faust", "grabstream.streams.worker", "yaml"}),
+    ],
+)
+def test_help_imports_no_libraries_that_it_does_not_need(words: str, unneeded: set[str]) -> None:
+    """They take most of the time in which a verb starts."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_MODULES, *words.split()], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    modules = done.stdout.rpartition("modules:")[2].split()
+    assert "click" in modules
+    assert unneeded.intersection(modules) == set()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +214,7 @@ def test_status_prints_a_reason_that_looks_like_markup(capsys: pytest.CaptureFix
     status._print_books(
         {"read_models": [stop], "stopped": [stop]}
         | {name: [] for name in ("versions", "findings", "set_aside")}
-        | {"waiting": {}}
+        | {"waiting": {}, "webhooks": {}}
     )
     assert "cannot read [/x]" in capsys.readouterr().out
 
@@ -239,6 +266,40 @@ def test_dry_run_of_many_offers_prints_a_summary_and_the_first_offers() -> None:
     assert [one["offer"] for one in json.loads(as_json)] == names
 
 
+def file_of_offers(form: str, count: int) -> str:
+    """A file of stock offers of 50 campaigns."""
+    names = [f"sale-{number % 50}:article-{number}" for number in range(count)]
+    if form == "csv":
+        rows = (f"{name},stock,shop,100,9900,CNY,15m,user/offer/2" for name in names)
+        return "\n".join(["offer,kind,issuer,total,price,currency,hold_ms,limits", *rows])
+    defaults = "{kind: stock, issuer: shop, price: 9900, currency: CNY, hold_ms: 15m, limits: user/offer/2}"
+    entries = (f'  - {{offer: "{name}", terms: {{total: 100}}}}' for name in names)
+    return "\n".join([f"defaults: {defaults}", "offers:", *entries])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ["csv", "yaml"])
+def test_dry_run_of_100_thousand_offers_takes_seconds(form: str, tmp_path: Path) -> None:
+    """Every offer is checked; the first 20 are shown, and the others counted. It took 11 to 13 s of computing
+    on a busy machine.
+    """
+    file = tmp_path / f"offers.{form}"
+    file.write_text(file_of_offers(form, 100_000))
+    words = [sys.executable, "-m", "grabstream.ops.cli", "open", str(file), "--dry-run"]
+    with (tmp_path / "printed").open("w+") as printed:
+        process = subprocess.Popen(words, stdout=printed, env=child_environment())
+        _, code, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(code)
+        printed.seek(0)
+        lines = printed.read().splitlines()
+    assert process.returncode == 0
+    assert lines[0].strip() == "Would open 100,000 offers: 100,000 stock"
+    shown = [line for line in lines if ":article-" in line]
+    assert [f"sale-{number}:article-{number} " in line for number, line in enumerate(shown)] == [True] * 20
+    assert lines[-1] == "… and 99,980 more; --json prints all of them"
+    assert used.ru_utime + used.ru_stime < 60
+
+
 def test_unfinished_bar_is_not_red() -> None:
     drawn = Console(force_terminal=True, color_system="truecolor", width=40)
     colors = [
@@ -280,6 +341,7 @@ async def test_another_number_of_shards_is_refused(system: Settings) -> None:
         ("worker",), ("verify",), ("why", "a", "b"), ("show", "x"), ("retry", "ledger", "3"),
         ("set-aside", "--list"),
         ("set-aside", "ledger", "3", "--dry-run"), ("replay", "--into", "-"), ("rebuild", "ledger"),
+        ("export", "archive", "--dry-run"),
         ("at", "2026-01-01"), ("doctor",),
         ("dismiss", "1", "--reason", "r", "--operator", "o"),
     ],
@@ -358,9 +420,9 @@ async def test_verbs_from_open_to_verify_on_one_offer(system: Settings, worker: 
 
 
 def test_commands_of_the_readme_are_decoded() -> None:
-    block = re.search(r"<<'JSON'\n(.*?)\nJSON", README.read_text(), re.DOTALL)
-    assert block
-    found = [command for line in block.group(1).splitlines() for command in decode_commands(line.encode())]
+    blocks = re.findall(r"<<'JSON'\n(.*?)\nJSON", README.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    found = [command for line in lines for command in decode_commands(line.encode())]
     assert len(found) == 3
     assert not [command for command in found if isinstance(command, Undecodable)]
     assert isinstance(found[0], Open)

@@ -217,6 +217,8 @@ def test_codes_are_loaded_once_and_given_out(operator: Operator, tmp_path: Path)
     )
     # A chunk's id follows from its codes by a key; after a rotation it is found under the old one.
     operator.environment["seal_keys"] = f"{new_seal_key()},{operator.environment['seal_keys']}"
+    assert "`grabstream init`" in operator.type("grab", "coupons", "anna", code=2).stderr
+    assert len(operator.ask("init")["seal_keys_recorded"]) == 1
     assert operator.ask("load", "coupons", "--codes", file) == {**summary, "loaded": 0, "repeated": 3}
     assert operator.ask("grab", "coupons", "anna", code=1)["outcome"] == "not_open_yet"
     assert operator.ask("amend", "coupons", "--set", "opens_at=1")["outcome"] == "amended"

@@ -44,8 +44,10 @@ async def test_readme_grab_by_hand_works(
         assert there in block
         block = block.replace(there, here)
     one_command = re.compile(r"^(?:kcat -P.*?^JSON$|(?:kcat|psql).*?$)", re.MULTILINE | re.DOTALL)
-    send, results, events, books = one_command.findall(block)
-    run(["bash", "-c", send], system, tmp_path)
+    opens, awaits, sends, results, events, books = one_command.findall(block)
+    run(["bash", "-c", opens], system, tmp_path)
+    await until(lambda: '"opened"' in run(["bash", "-c", awaits], system, tmp_path), 30, "an open offer")
+    run(["bash", "-c", sends], system, tmp_path)
 
     def answers() -> list[dict[str, Any]]:
         return [json.loads(line) for line in run(["bash", "-c", results], system, tmp_path).splitlines()]
@@ -100,5 +102,15 @@ async def test_flash_sale_page_works(system: Settings, worker: Callable[..., Any
         "a refund that is due, and a refunded payment",
     )
     assert "ann-1" in run(["bash", "-ec", why], system, tmp_path)
+    [block] = re.findall(r"^<!-- result -->\n```sh\n(.*?)^```", FLASH_SALE, re.MULTILINE | re.DOTALL)
+    revenue = (
+        "CNY: 1 payment of 9,900; 0 came late, of which 0 were served; 9,900 refunded, 9,900 due for a "
+        "refund; revenue 0"
+    )
+    await until(
+        lambda: revenue in run(["bash", "-ec", block], system, tmp_path).splitlines(),
+        30,
+        "the result of the week",
+    )
     held = await rows(system, "SELECT user_id, held FROM grabs WHERE offer = 'friday:phone' AND held > 0")
     assert held == [("bob", 1)]

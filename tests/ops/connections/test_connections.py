@@ -20,3 +20,26 @@ async def test_client_never_swallows_a_cancellation(servers: Settings) -> None:
             swallowed += not asking.cancelled()
         await client.aclose()
     assert swallowed == 0
+
+
+async def test_a_sending_that_fails_does_not_swallow_a_cancellation(servers: Settings) -> None:
+    """A worker is asked to stop at the moment at which its server goes away."""
+    for ticks in range(8):
+        client = open_redis(servers)
+        connection = await client.connection_pool.get_connection()
+        broken = asyncio.get_running_loop().create_future()
+        connection._send_packed_command = lambda command, broken=broken: broken
+        sending = asyncio.create_task(connection.send_command("PING"))
+        while not broken._callbacks:
+            await asyncio.sleep(0)
+        broken.set_exception(ConnectionResetError(104, "reset by the server"))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        if not sending.done():
+            sending.cancel()
+            await asyncio.wait({sending})
+            assert sending.cancelled(), f"lost after {ticks} turns of the loop"
+        else:
+            sending.exception()
+        await client.connection_pool.release(connection)
+        await client.aclose()

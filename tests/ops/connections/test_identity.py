@@ -50,24 +50,40 @@ CALLS = {
     "adjust": ("x", "--transfer", "1 CNY issuer:a wallet:u", "--reason", "r", "--approved-by", "b"),
     "return": ("x", "g"),
     "redeem": ("x", "g", "--order", "o"), "unredeem": ("x", "g", "--order", "o"), "show": ("x",),
-    "why": ("u", "x"), "doctor": (),
+    "why": ("u", "x"), "result": (), "offers": (), "whatif": ("FILE",), "doctor": (),
     "dismiss": ("1", "--reason", "r", "--operator", "o"), "set-aside": ("--list",), "retry": ("ledger", "0"),
     "verify": (),
-    "rebuild": ("ledger",), "replay": ("--into", "-"), "at": ("2020-01-01",),
+    "rebuild": ("ledger",), "replay": ("--into", "-"), "export": ("archive", "--dry-run"),
+    "dump": (),
+    "at": ("2020-01-01",),
     "follow": ("MODULE:PROJECTION",), "init": (),
-    "schemas": (), "keys": ("list",), "webhooks": ("list",),
+    "schemas": (), "keys": ("list",), "webhooks": ("list",), "reseal": (), "grants": (),
+    "forget": ("u", "--by", "x"),
+    "verify-fair": ("x",), "checkpoint": (), "prove": ("x", "u", "g", "--against", "FILE"),
 }  # fmt: skip
 #: More calls, of verbs that are in CALLS with other arguments.
 MORE_CALLS = (
     ("rebuild", "redis"), ("rebuild", "journal", "--from", "audit"),
     ("rebuild", "journal", "--from", "audit", "--new-journal"),
     ("rebuild", "all", "--discard"), ("replay", "--source", "audit", "--into", "-"),
+    ("export", "archive", "--dry-run", "--source", "audit"),
     ("init", "--new-journal"), ("keys", "create", "k", "--scope", "read"), ("keys", "revoke", "k"),
 )  # fmt: skip
 #: Verbs about the servers of this machine, about this process, or about a system that they make themselves.
-OF_NO_SYSTEM = {"up", "down", "config", "ticket", "rehearse", "fake-payments", "completion"}
+OF_NO_SYSTEM = {"up", "down", "config", "ticket", "approve", "rehearse", "fake-payments", "completion"}
 #: Verbs that read the schema only. They report a missing schema.
-OF_BOOKS_ONLY = {"show", "dismiss", "set-aside", "retry", "schemas", "why", "keys", "webhooks"}
+OF_BOOKS_ONLY = {
+    "show",
+    "offers",
+    "dismiss",
+    "set-aside",
+    "retry",
+    "schemas",
+    "why",
+    "result",
+    "keys",
+    "webhooks",
+}
 #: Verbs that report the mixed settings and continue, because their purpose is to find such faults.
 DIAGNOSIS = {"status", "doctor"}
 
@@ -77,6 +93,7 @@ def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Runs a verb with the given settings in this process."""
     (tmp_path / "offers.yaml").write_text("- {id: x, offer: x, terms: {kind: stock, issuer: i, total: 1}}\n")
     (tmp_path / "users").write_text("u\n")
+    (tmp_path / "whatif").write_text("offer: x\n")
     (tmp_path / "counted.py").write_text(
         "from grabstream.streams.following.user_projection import Projection\n"
         "async def apply(connection, facts): ...\n"
@@ -86,7 +103,7 @@ def call(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def run(of_settings: Settings, verb: str, *words: str) -> Any:
         named = {
-            "FILE": tmp_path / ("users" if verb == "load" else "offers.yaml"),
+            "FILE": tmp_path / {"load": "users", "whatif": "whatif"}.get(verb, "offers.yaml"),
             "MODULE:PROJECTION": "counted:PROJECTION",
         }
         environment = child_environment(
@@ -216,7 +233,6 @@ async def test_another_journal_of_the_same_name_is_refused_until_it_is_declared_
         if reason == "no such topic exists":
             assert await find_topic(system.kafka, name) is None
             await create_topics(system.kafka, Topics(system.prefix), system.shards)
-            await until(lambda: find_topic(system.kafka, name), 15, "the topic")
     redis = open_redis(system)
     await take_new_journal(system, redis)
     await redis.aclose()

@@ -77,7 +77,8 @@ async def test_a_healthy_system_has_no_findings(system: Settings, worker: Callab
     before = await examine(system)
     assert before.exit_code == 1
     assert "no relay" in only(before, "shards are relayed").what
-    assert only(before, "commands are read").command == "grabstream worker --roles decide"
+    unread = findings_of(before, "commands are read")
+    assert [finding.command for finding in unread] == ["grabstream worker --roles decide"] * 2
     worker(system, "decide,relay,sweep,project,publish,verify", verify_percent="100")
     last: list[Examination] = []
 
@@ -170,8 +171,9 @@ async def test_doctor_names_what_waits_after_the_worker_has_stopped(
     holds = only(examination, "holds and offers end in time")
     assert "holds have passed their deadline and have not ended" in holds.what
     assert holds.since is not None
-    commands = only(examination, "commands are read")
+    commands, operations = findings_of(examination, "commands are read")
     assert (commands.severity, "1 record waiting" in commands.what) == ("stuck", True)
+    assert "record waiting" not in operations.what
     assert commands.since is not None
     assert began <= commands.since <= now_ms()
     lagging = findings_of(examination, "read models keep up")
@@ -399,6 +401,14 @@ def shard_readings(number: int, relay: str | None = "w-1", **fields: str) -> Sha
         None,
         None,
     )
+
+
+def test_shards_whose_callers_name_the_time_are_named(settings: Settings) -> None:
+    assert not core.clock_of_callers(CoreReadings([], [shard_readings(0)]), settings)
+    readings = CoreReadings([], [shard_readings(0), shard_readings(1, clock="caller")])
+    [finding] = core.clock_of_callers(readings, settings)
+    assert (finding.severity, finding.what.partition(":")[0]) == ("risk", "shard 1")
+    assert finding.command == f"redis-cli HDEL {key_space(settings).shard(1).state} clock"
 
 
 def test_shards_without_functions_are_named_with_the_reason(settings: Settings) -> None:
@@ -643,7 +653,7 @@ def test_partitions_without_leader_or_with_replicas_out_of_sync_are_reported(set
             Partition(2, 1, [1, 2, 3], [1]),
         ]
     }
-    leaderless, degraded = topics.not_led(TopicReadings(partitions, {}, None, 1, []), settings)
+    leaderless, degraded = topics.not_led(TopicReadings(partitions, {}, {}), settings)
     assert "no leader for partition 1" in leaderless.what
     assert "partition 2 has replicas out of sync" in degraded.what
     assert "start broker 2 to 3" in degraded.command

@@ -4,18 +4,28 @@ are too late.
 
 import asyncio
 import json
+import re
+import socket
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaTimeoutError
 
 from grabstream.lua.gate.gate import Gate
+from grabstream.ops.commands.local import services
+from grabstream.ops.connections.identity import find_journal
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.rehearsal import stage
 from grabstream.ops.rehearsal.crowd import attempts, envelopes
-from grabstream.ops.rehearsal.run import Patience, Rehearsal, closed, open_books, until_in_books
-from grabstream.ops.rehearsal.stage import CannotGoOn
+from grabstream.ops.rehearsal.run import Rehearsal, closed, open_books, until_in_books
+from grabstream.ops.rehearsal.stage import CannotGoOn, Patience, Stage
 from grabstream.ops.rehearsal.verdict import verdict
-from grabstream.ops.settings import Settings
+from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 
@@ -50,6 +60,7 @@ def test_the_envelope_rehearsal_passes_its_verdict(settings: Settings) -> None:
         "Redis = fold of the journal",
     } <= checked.keys()
     assert report["seconds_to_books"] > 3, "two envelopes close 3 s after the crowd has started"
+    assert set(report["latency_ms"]) == {"topic", "gate", "http"}, "the crowd comes through all doors"
 
 
 @pytest.mark.nightly
@@ -61,6 +72,39 @@ def test_users_after_the_deadline_are_not_expected_to_have_parts(settings: Setti
     assert report["outcomes"]["over"] > 0
     [granted] = [check["checked"] for check in report["checks"] if check["name"] == "granted = parts"]
     assert 1_000 <= granted < 37_000
+
+
+async def test_it_can_be_watched_while_it_runs(settings: Settings) -> None:
+    words = ("--parts", "300", "--envelopes", "0", "--small-parts", "20", "--deadline", "2")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "grabstream.ops.cli", "rehearse", *words, stdout=asyncio.subprocess.PIPE,
+        env=child_environment(**env_of(settings)),
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        while (found := re.search(rb"verdict: (\S+) .*: (\S+)\)", await process.stdout.readline())) is None:
+            assert not process.stdout.at_eof()
+        async with aiohttp.ClientSession() as session:
+            for address in found.groups():
+                async with session.get(address.decode()) as page:
+                    assert page.status == 200
+                    assert page.headers["content-type"] == "text/html; charset=utf-8"
+        rest = await process.stdout.read()
+        assert await process.wait() == 0, rest
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", int(found[1].split(b":")[2].strip(b"/")))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def test_up_says_where_the_page_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gateway:
+        port = gateway.getsockname()[1]
+        monkeypatch.setattr(services, "GATEWAY_PORT", port)
+        assert services.where_the_page_is() == f"The live page: http://127.0.0.1:{port}/"
+    assert services.where_the_page_is().startswith("Start the gateway for the live page: ")
 
 
 @pytest.mark.parametrize("words", [("--deadline", "0"), ("--deadline", "nan"), ("--seed", "-1")])
@@ -109,12 +153,83 @@ def test_patience_ends_without_progress_and_starts_again_with_any_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1_000.0
-    monkeypatch.setattr("grabstream.ops.rehearsal.run.time.monotonic", lambda: now)
+    monkeypatch.setattr("grabstream.ops.rehearsal.stage.time.monotonic", lambda: now)
     patience = Patience()
     for seen, busy in ((1, False), (2, False), (2, True), (3, False)):
-        patience.observe(seen, "too early", busy)
-        now += 119
-    patience.observe(4, "too early")
-    now += 121
-    with pytest.raises(CannotGoOn, match="no progress for 120 s: 5 of 7"):
-        patience.observe(4, "5 of 7")
+        for _ in range(100):
+            patience.observe(seen, "too early", busy)
+            now += 2.9
+    for _ in range(100):
+        patience.observe(4, "too early")
+        now += 3
+    # A machine that was asleep: the time in which nobody looked hardly counts.
+    patience.observe(5, "too early")
+    now += 10_000
+    for _ in range(60):
+        patience.observe(5, "too early")
+        now += 5
+    with pytest.raises(CannotGoOn, match="no progress for 300 s: 5 of 7"):
+        patience.observe(5, "5 of 7")
+
+
+async def test_a_gateway_that_does_not_listen_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stage, "STILL_SECONDS", 0.2)
+    (tmp_path / "gateway.log").write_bytes(b"starting")
+    with pytest.raises(CannotGoOn, match="the gateway does not listen: see .*all.log"):
+        await Stage({}, tmp_path / "all.log", tmp_path / "gateway.log").gateway_port()
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+async def test_a_system_that_cannot_be_removed_changes_no_verdict(
+    failures: int, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """What one server does not remove, the others do."""
+    calls = []
+    delete_topics = AIOKafkaAdminClient.delete_topics
+
+    async def delete_late(client: AIOKafkaAdminClient, names: list[str]) -> Any:
+        calls.append(names)
+        if len(calls) <= failures:
+            raise KafkaTimeoutError("a broker that is slow")
+        return await delete_topics(client, names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AIOKafkaAdminClient, "delete_topics", delete_late)
+        patch.setattr(stage, "REMOVAL_PAUSE_SECONDS", 0.01)
+        async with stage.set_up(settings, tmp_path / "log", False, ()):
+            assert await left_of(settings) == {"topics", "schema", "keys"}
+    assert len(calls) == 3
+    if failures == 3:
+        said = f"the topics of the rehearsal, with the prefix and schema {settings.prefix}, are not removed"
+        assert said in caplog.text
+        assert await left_of(settings) == {"topics"}
+        await stage.take_down(settings)
+    else:
+        assert "not removed" not in caplog.text
+    await until_removed(settings)
+
+
+async def left_of(settings: Settings) -> set[str]:
+    """What there is of a system."""
+    left = set()
+    if await find_journal(settings):
+        left.add("topics")
+    async with await open_books(settings) as books:
+        names = await books.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (settings.schema_,))
+        left |= {"schema"} if await names.fetchone() else set()
+    redis = open_redis(settings)
+    left |= {"keys" async for _ in redis.scan_iter(match=f"{settings.prefix}:*")}
+    await redis.aclose()
+    return left
+
+
+async def until_removed(settings: Settings) -> None:
+    """Brokers answer before they have deleted the topics."""
+
+    async def removed() -> bool:
+        return not await left_of(settings)
+
+    await until(removed, 60, "the system is removed")

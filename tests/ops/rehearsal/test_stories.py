@@ -59,6 +59,7 @@ def test_the_week_of_a_flash_sale_passes_its_verdict(settings: Settings, tmp_pat
     assert all(int(row["kept"]) + int(row["back"]) == int(row["total"]) for row in rows)
 
 
+@pytest.mark.nightly
 def test_a_promotion_of_five_days_passes_its_verdict(settings: Settings, tmp_path: Path) -> None:
     report = story("promotion", settings, tmp_path)
     checked = {check["name"] for check in report["checks"] if check["checked"]}

@@ -71,6 +71,7 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
+@pytest.mark.nightly
 def test_the_steps_of_the_page_lead_to_a_compatible_tree(tree: Tree) -> None:
     tree.raise_version()
     ended = tree.decode()

@@ -16,10 +16,12 @@ from jsonschema import Draft202012Validator
 from grabstream.models.answers import decode_answer
 from grabstream.models.commands import AnyCommand, Undecodable, decode_command
 from grabstream.models.events import CURRENT_VERSIONS, decode_event
-from grabstream.models.journal import GENESIS, block_headers, marker_headers
+from grabstream.models.journal import GENESIS, Cursor, anchor_headers, block_headers, marker_headers
 from grabstream.models.runs import AnyRun
+from grabstream.models.schema_ids import event_name
 from grabstream.models.transfers import transfers_of
-from grabstream.ops.schemas.documents import documents, event_name, run_name, tag_of
+from grabstream.ops.schemas.documents import documents, run_name, tag_of
+from grabstream.streams.journal_keys import JournalKeys, new_key_pair
 from grabstream.streams.topics import Topics, retention_ms
 from tests.contract import ASYNCAPI, SCHEMAS, asyncapi_problems, check_events, problems
 
@@ -68,7 +70,7 @@ def test_stale_schemas_are_named_and_written_again(tmp_path: Path) -> None:
 def test_every_command_answer_and_event_has_a_schema() -> None:
     commands = {f"commands/{tag_of(command)}" for command in get_args(AnyCommand)}
     runs = {run_name(tag_of(run)) for run in get_args(AnyRun)}
-    assert documents().keys() == commands | runs | {"answers/answer"} | {
+    assert documents().keys() == commands | runs | {"answers/answer", "answers/refused.v1"} | {
         event_name(type_) for type_ in CURRENT_VERSIONS
     }
 
@@ -320,7 +322,12 @@ def test_topics_and_headers_of_the_document_are_those_of_the_code() -> None:
         for name, message in messages.items()
         if "headers" in message
     }
-    assert headers["marker"] == [name for name, _ in marker_headers(0, 1, "a")]
+    signer = JournalKeys.from_text(f"k1:{new_key_pair()[0]}", "").signer
+    assert signer is not None
+    # Of an anchor, which has more than a marker.
+    of_anchor = signer.signed("x.journal", 0, anchor_headers(Cursor(term=1, owner="a"), 0))
+    assert headers["marker"] == [name for name, _ in of_anchor]
+    assert headers["marker"][:4] == [name for name, _ in marker_headers(0, 1, "a")]
     # Of a block with runs.
-    of_block = block_headers(0, 1, "a", 1, 1, GENESIS, GENESIS, 2)
+    of_block = signer.signed("x.journal", 0, block_headers(0, 1, "a", 1, 1, GENESIS, GENESIS, 2))
     assert sorted(headers["block"]) == sorted(name for name, _ in of_block)

@@ -10,14 +10,15 @@ import pytest
 
 from grabstream.models.bounds import REJECTED_OF_ARRAY_MAX
 from grabstream.models.identifiers import shard_of
-from grabstream.streams.deciding.understanding import Pace, Understood, understand
+from grabstream.streams.deciding.understanding import Authority, Pace, Understood, understand
+from grabstream.streams.topics import Topics
 
 
 async def _understood(*commands: Any) -> Understood:
     record = SimpleNamespace(
-        topic="commands", partition=0, offset=7, key=None, value=json.dumps(commands).encode()
+        topic="t.commands", partition=0, offset=7, key=None, value=json.dumps(commands).encode()
     )
-    return await understand(record, Pace())
+    return await understand(record, Pace(), Authority(Topics("t")))
 
 
 def _grab(id: str, offer: str, user: Any = "ann", basket: Any = "B", **more: Any) -> dict[str, Any]:
@@ -54,7 +55,9 @@ async def test_an_escaped_field_name_basket_is_recognised() -> None:
         b'"offer":"a","b\\u0061sket":"B"}]'
     )
     understood = await understand(
-        SimpleNamespace(topic="c", partition=0, offset=1, key=None, value=raw), Pace()
+        SimpleNamespace(topic="t.commands", partition=0, offset=1, key=None, value=raw),
+        Pace(),
+        Authority(Topics("t")),
     )
     assert understood.commands == []
 
@@ -68,7 +71,7 @@ async def test_a_basket_across_shards_is_refused() -> None:
 
 
 async def test_a_basket_interrupted_by_another_command_is_refused() -> None:
-    other = {"type": "close", "id": "c", "offer": "elsewhere"}
+    other = {"type": "release", "id": "c", "offer": "elsewhere", "grab": "g"}
     understood = await _understood(_grab("g-1", "sale:a"), other, _grab("g-2", "sale:b"))
     assert [command.id for command in understood.commands] == ["c"]
 

@@ -4,6 +4,7 @@ one bad command affects only its own answer, and the order of the topic holds th
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
@@ -30,6 +32,7 @@ from tests.lua.changed_scripts import inject
 from tests.streams.deciding.topic_records import read_all
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.support.fake_relay import CARRIED_OUT, TERMS, InterruptedClient, steps_of
+from tests.support.raw_batches import RawRecord, produce_batch, raw_batch
 from tests.support.redis_keys import delete_keys
 
 
@@ -103,7 +106,7 @@ class Stage:
             answer["id"]: answer["outcome"] for answer in (json.loads(record.value) for record in records)
         }
 
-    async def until_answered(self, count: int, seconds: float = 60) -> dict[str, str]:
+    async def until_answered(self, count: int, seconds: float = 180) -> dict[str, str]:
         async def enough() -> Any:
             answers = await self.answers()
             return answers if len(answers) >= count else None
@@ -146,7 +149,6 @@ def arrays(commands: Sequence[AnyCommand], size: int) -> list[Sequence[AnyComman
     return [commands[start : start + size] for start in range(0, len(commands), size)]
 
 
-@pytest.mark.timeout(150)
 async def test_a_shard_without_a_relay_delays_no_other_shard(stage: Stage) -> None:
     """One shard has no relay. All commands of another shard in the same partition, and in the same arrays,
     are answered. The committed offset stays before the first command that is not answered.
@@ -170,11 +172,42 @@ async def test_a_shard_without_a_relay_delays_no_other_shard(stage: Stage) -> No
         assert decider.decided == 250
 
 
+async def test_commands_in_a_partition_that_answers_do_not_have_are_answered(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody has given the topic of commands more partitions. Without a place for their answers, the
+    decider would begin again for ever, and other callers would wait each time.
+    """
+    offer, shards = stock_in(stage.keys, 1), stage.settings.shards
+    async with started(AIOKafkaAdminClient(bootstrap_servers=stage.settings.kafka)) as client:
+        response = await client.create_partitions({stage.topics.commands: NewPartitions(shards + 2)})
+        assert [error for _, error, _ in response.topic_errors] == [0]
+
+        async def is_led() -> bool:
+            [described] = await client.describe_topics([stage.topics.commands])
+            return sum(one["leader"] >= 0 for one in described["partitions"]) == shards + 2
+
+        await until(is_led, 60, "the new partitions")
+    stage.relay(1)
+    await stage.open(offer)
+    async with stage.decider():
+        await stage.send([crowd(offer.offer, 2)], partition=shards + 1)
+        await stage.send([crowd(offer.offer, 2, 2)], partition=0)
+        assert Counter((await stage.until_answered(4)).values()) == {"held": 4}
+        await until(lambda: _is(stage.committed(shards + 1), 1), 60, "the commit")
+    found = {
+        json.loads(record.value)["id"]: record.partition
+        for record in await read_all(stage.settings, stage.topics.results)
+    }
+    name = offer.offer
+    assert found == {f"{name}-g0": 1, f"{name}-g1": 1, f"{name}-g2": 0, f"{name}-g3": 0}
+    assert any(f"partitions ({shards}, {shards + 1})" in message for message in caplog.messages)
+
+
 async def _is(finding: Any, expected: object) -> bool:
     return bool(await finding == expected)
 
 
-@pytest.mark.timeout(150)
 async def test_commands_of_a_shard_without_a_relay_are_bounded_in_memory(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +241,6 @@ async def test_commands_of_a_shard_without_a_relay_are_bounded_in_memory(
         await until(lambda: _is(stage.committed(), 800), 20, "the commit of all")
 
 
-@pytest.mark.timeout(150)
 async def test_keys_of_records_are_bounded_in_memory(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept until their commands are answered, and may be longer than the commands; also those of
     single grabs, which are decoded together.
@@ -240,18 +272,16 @@ async def test_keys_of_records_are_bounded_in_memory(stage: Stage, monkeypatch: 
     assert most < 100
 
 
-@pytest.mark.timeout(150)
 async def test_commands_of_a_topic_are_never_answered_busy(stage: Stage) -> None:
     """The decider waits for room in the gate's queue, however many commands are in the topic."""
     offer = stock_in(stage.keys, 0)
     stage.relay(0)
     await stage.open(offer)
-    await stage.send(arrays([step for n in range(1_500) for step in steps_of(f"u{n}", offer.offer)[:2]], 100))
+    await stage.send(arrays([step for n in range(500) for step in steps_of(f"u{n}", offer.offer)[:2]], 100))
     async with stage.decider(queue_commands_max=50, batch_commands_max=64):
-        assert Counter((await stage.until_answered(3_000)).values()) == {"held": 1_500, "confirmed": 1_500}
+        assert Counter((await stage.until_answered(1_000)).values()) == {"held": 500, "confirmed": 500}
 
 
-@pytest.mark.timeout(150)
 async def test_commands_of_a_topic_wait_while_their_shard_is_fenced(stage: Stage) -> None:
     """A `busy` or `fenced` answer is not stored, and a command that was read cannot be returned to the topic,
     so the decider waits. Other shards continue.
@@ -273,7 +303,35 @@ async def test_commands_of_a_topic_wait_while_their_shard_is_fenced(stage: Stage
         assert Counter(answered.values()) == {"held": 13, "confirmed": 1, "redeemed": 1}
 
 
-@pytest.mark.timeout(150)
+async def test_odd_records_of_a_topic_are_decided_or_kept_and_hold_up_nothing(stage: Stage) -> None:
+    """Names of headers that are not UTF-8, attributes that mean nothing, and offsets that no broker gave."""
+    offer = stock_in(stage.keys, 0)
+    stage.relay(0)
+    await stage.open(offer)
+    [first, second, *rest] = crowd(offer.offer, 4)
+    odd = [
+        RawRecord(encode_command(first), [(b"\xff\xfe", b"x"), (b"", None)]),
+        RawRecord(b"\xff{", [(b"\xff\xfe", b"x")], offset_delta=10**6),
+        RawRecord(encode_command(second), key=b"\xff", attributes=0xFF, offset_delta=10**6),
+        RawRecord(None, timestamp_delta=-(2**62)),
+    ]
+    now_ms, kafka = round(time.time() * 1_000), stage.settings.kafka
+    for record in odd:
+        await produce_batch(kafka, stage.topics.commands, 0, raw_batch([record], now_ms))
+    # Whoever may write there may write anything.
+    forged = RawRecord(b"x", [(SET_ASIDE_HEADER.encode(), None), (b"reason", None)], timestamp_delta=-(2**62))
+    await produce_batch(kafka, stage.topics.rejected, 0, raw_batch([forged], now_ms))
+    assert (await examine(stage.settings)).findings
+    async with stage.decider():
+        await stage.send([rest])
+        answered = await stage.until_answered(4)
+        assert answered == {grab.id: "held" for grab in (first, second, *rest)}
+        await until(lambda: _is(stage.committed(), len(odd) + 1), 20, "the commit")
+    kept = await read_all(stage.settings, stage.topics.rejected)
+    assert [record.value for record in kept] == [b"x", b"\xff{", b""]
+    assert [dict(record.headers).get("offset") for record in kept] == [None, b"1", b"3"]
+
+
 async def test_an_undecidable_command_of_a_topic_is_answered_invalid_and_set_aside(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +373,6 @@ async def test_an_undecidable_command_of_a_topic_is_answered_invalid_and_set_asi
     assert stage.topics.rejected in findings[0].command
 
 
-@pytest.mark.timeout(150)
 async def test_a_shard_is_rebuilt_when_a_script_fails_after_its_first_write(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +399,6 @@ async def test_a_shard_is_rebuilt_when_a_script_fails_after_its_first_write(
     await assert_state_is_the_journal_s(stage.settings)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("as_array", [True, False], ids=["one array", "three records"])
 async def test_the_order_of_the_topic_holds_when_redis_loses_its_tail(stage: Stage, as_array: bool) -> None:
     """The test deletes all keys after the grab was decided, before the grab is journaled and its confirmation

@@ -31,7 +31,7 @@ from grabstream.models.payments import (
     decode_query,
     encode_claims,
 )
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import cancellable, key_space, open_gate, open_redis
 from grabstream.ops.settings import Settings
 from grabstream.streams.deciding import payment_side, payments
 from grabstream.streams.deciding.payment_side import FAILURES_MAX, OPEN_SECONDS, Breaker, Questions
@@ -42,6 +42,7 @@ from tests.lua.conftest import SEALER, private_server, take_over
 from tests.support.providers import ProviderProcess, silent
 from tests.support.receipts import FOREIGN_KEYS, KEYS, KEYS_TEXT, signed
 from tests.support.receipts import OLD_KEYS as OTHER_KNOWN_KEYS
+from tests.support.web_servers import serving
 
 __all__ = ["private_server"]
 
@@ -84,7 +85,7 @@ class Shard:
 
 @pytest.fixture
 async def shard(private_server: Any) -> AsyncIterator[Shard]:
-    client, keys = redis.asyncio.Redis(port=private_server[1]), KeySpace("own", 1)
+    client, keys = cancellable(redis.asyncio.Redis(port=private_server[1])), KeySpace("own", 1)
     await client.flushall()
     await take_over(client, keys)
     gate = Gate(client, keys, SEALER)
@@ -224,14 +225,11 @@ async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterato
     application = web.Application()
     application.router.add_post("/query", handler)
     # A handler ends when its client has gone.
-    runner = web.AppRunner(application, handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    async with aiohttp.ClientSession() as session:
+    async with (
+        serving(application, handler_cancellation=True) as port,
+        aiohttp.ClientSession() as session,
+    ):
         yield Questions(PaymentSide(f"http://127.0.0.1:{port}/query", KEYS, timeout_seconds), session)
-    await runner.cleanup()
 
 
 async def query_of(request: web.Request) -> PaymentQuery:

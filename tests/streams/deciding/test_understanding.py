@@ -13,7 +13,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import MessageSizeTooLargeError
+from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,12 +27,15 @@ from grabstream.models.bounds import (
 )
 from grabstream.models.commands import ITEMS_MAX, Load, Undecodable, decode_commands
 from grabstream.ops.settings import Settings
+from grabstream.streams import topics as topics_module
 from grabstream.streams.clients import started
 from grabstream.streams.deciding import understanding
-from grabstream.streams.deciding.understanding import Pace, Rejected, Understood, understand
-from grabstream.streams.topics import COMPRESSION, Topics, create_topics
+from grabstream.streams.deciding.understanding import Authority, Pace, Rejected, Understood, understand
+from grabstream.streams.topics import COMPRESSION, Topics, create_topics, make_topics, retention_ms
 from tests.conftest import until
 from tests.streams.deciding.topic_records import read_all
+
+AUTHORITY = Authority(Topics("t"))
 
 
 class Record(NamedTuple):
@@ -58,7 +61,7 @@ def zeros(count: int) -> bytes:
 
 
 async def understood(value: bytes, key: bytes | None = None) -> Understood:
-    return await understand(Record(value, key), Pace())
+    return await understand(Record(value, key), Pace(), AUTHORITY)
 
 
 def rejoined(rejected: Sequence[Rejected], part: bytes | None = None) -> list[bytes]:
@@ -117,7 +120,7 @@ NEAR_PLAIN = (
 
 
 async def _of_each(records: Sequence[Record]) -> list[tuple[Any, ...]]:
-    return [tuple(await understand(record, Pace())) for record in records]
+    return [tuple(await understand(record, Pace(), AUTHORITY)) for record in records]
 
 
 @settings(max_examples=400, deadline=None)
@@ -199,7 +202,7 @@ async def test_decoding_a_bad_record_does_not_block_other_tasks(name: str) -> No
     pace, longest = Pace(), []
     for _ in range(3):
         gaps.clear()
-        await understand(Record(BAD_RECORDS[name]), pace)
+        await understand(Record(BAD_RECORDS[name]), pace, AUTHORITY)
         await asyncio.sleep(0)
         longest.append(max(gaps))
     ticking.cancel()
@@ -308,13 +311,27 @@ async def test_the_broker_refuses_a_batch_that_is_too_large_uncompressed(system:
         assert len(record.value) <= RECORD_BYTES_MAX
 
 
+async def test_a_topic_that_brokers_never_know_is_an_error_of_kafka(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has an exit code and a text, unlike a bare TimeoutError."""
+    monkeypatch.setattr(topics_module, "TOPIC_SECONDS_MAX", 0.3)
+    monkeypatch.setattr(topics_module, "_is_usable", lambda described, is_new: False)
+    name = f"{settings.prefix}.late"
+    try:
+        with pytest.raises(KafkaTimeoutError, match="brokers do not know a topic that was created"):
+            await make_topics(settings.kafka, [NewTopic(name, 1, 1)])
+    finally:
+        async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
+            await client.delete_topics([name])
+
+
 async def test_init_bounds_a_topic_of_an_older_release(settings: Settings) -> None:
     """Its other settings stay as they were."""
     topics = Topics(settings.prefix)
+    old = NewTopic(topics.commands, settings.shards, 1, topic_configs={"retention.ms": "123456789"})
+    await make_topics(settings.kafka, [old])
     async with started(AIOKafkaAdminClient(bootstrap_servers=settings.kafka)) as client:
-        await client.create_topics(
-            [NewTopic(topics.commands, settings.shards, 1, topic_configs={"retention.ms": "123456789"})]
-        )
         try:
             await create_topics(settings.kafka, topics, settings.shards)
 
@@ -331,7 +348,7 @@ async def test_init_bounds_a_topic_of_an_older_release(settings: Settings) -> No
 
 
 def topics_of(topics: Topics) -> tuple[str, ...]:
-    return (topics.commands, topics.results, topics.journal, topics.events, topics.rejected)
+    return tuple(retention_ms(topics))
 
 
 def test_a_command_is_decoded_up_to_its_bound_in_bytes() -> None:

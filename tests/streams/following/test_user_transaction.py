@@ -142,7 +142,7 @@ async def test_no_trick_of_an_apply_writes_rows_without_their_cursor(scene: Scen
     """
     for name, (trick, said) in TRICKS.items():
         with pytest.raises(CannotRun) as ended:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 await follow(scene.projection(trick), scene.system)
         assert said in str(ended.value), (name, str(ended.value))
         assert (await scene.seen(), await scene.cursor()) == ([], 0), name

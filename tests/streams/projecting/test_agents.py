@@ -159,11 +159,14 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
     stop, raised, stopped = asyncio.Event(), [], []
     stop_app = agents._stop
 
+    def no_more_than_at_first() -> bool:
+        return threading.active_count() <= raised[0][0] and len(asyncio.all_tasks()) <= raised[0][1]
+
     async def failing(*arguments: Any) -> str:
         assigned_at = arguments[-1]
         if raised:
-            # What the app before has left behind may take a moment to end.
-            await until(lambda: (threading.active_count(), len(asyncio.all_tasks())) == raised[0])
+            # What the app before and earlier tests have left behind may take a moment to end.
+            await until(no_more_than_at_first, what="the end of threads and tasks of apps that were stopped")
         raised.append((threading.active_count(), len(asyncio.all_tasks())))
         built_at = assigned_at()
         await until(lambda: assigned_at() > built_at)  # the app has started by then
@@ -178,10 +181,9 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
     monkeypatch.setattr(agents, "until_stalled", failing)
     monkeypatch.setattr(agents, "_stop", stopping)
     monkeypatch.setattr(agents, "PAUSE_SECONDS_MAX", 0.1)
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(300):
         await _run(system, stop, ["ledger"])
     assert stopped == [True, True, True]
-    assert len(set(raised)) == 1, "threads and tasks of apps that were stopped"
 
 
 @pytest.mark.parametrize("how", ["trouble", "unknown", "hangs"])
@@ -203,7 +205,7 @@ async def test_trouble_with_the_topic_of_events_hides_no_stalled_projector(
     projectors = agents.make_projectors(
         system.kafka, system.prefix, system.shards, system.postgres, system.schema_, ["events", "ledger"]
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         stalled = await watchdog.until_stalled(
             system.kafka, Topics(system.prefix), system.shards, system.postgres, system.schema_, projectors,
             lambda: 0.0,

@@ -3,7 +3,9 @@ deleted.
 """
 
 import asyncio
+import json
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -13,9 +15,12 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from psycopg import AsyncConnection
 
+from grabstream.models.calendar import utc_text
+from grabstream.models.events import EventDecoder
 from grabstream.models.journal import GENESIS, Cursor, chain
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
+from grabstream.projections.cursors import Fact
 from grabstream.streams import journal as journal_module
 from grabstream.streams.clients import started
 from grabstream.streams.journal import JournalReader, Record, open_reader
@@ -25,16 +30,22 @@ from grabstream.streams.projecting.publisher import (
     CURSOR_HEADER,
     PublishedOffsets,
     encode_cursor,
+    event_headers,
     event_source,
     newest_cursor,
 )
 from grabstream.streams.topics import Topics
 from tests.conftest import until
+from tests.contract import SCHEMAS, problems
+from tests.models.old_events import UPCASTERS, as_it_was
+from tests.streams.deciding.topic_records import read_all
 from tests.support.projecting import (
     LINES,
     SHARD,
     JournalWriter,
+    granted,
     journal,  # noqa: F401 - a fixture
+    opened,
     rows,
     running,
 )
@@ -73,7 +84,7 @@ class Events:
 
     async def newest(self) -> Cursor:
         """The cursor from which the publisher resumes."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(90):
             return await newest_cursor(self.reader, SHARD, self.source, self.journal)
 
 
@@ -163,7 +174,7 @@ async def test_offsets_without_records_hide_no_unpublished_event(
     await journal.block(LINES, 11, 20)
     ends = {SHARD: 3}
     published = PublishedOffsets(events.journal, events.reader, events.source)
-    async with await open_books(system) as connection, asyncio.timeout(15):
+    async with await open_books(system) as connection, asyncio.timeout(90):
         assert await published.load(connection, ends) == ends  # it may grow
         # Nobody knows what was published: that is no reason to restart anything.
         assert await published.load(connection, ends) == {SHARD: 3 if what == "all deleted" else 2}
@@ -188,7 +199,7 @@ async def test_records_of_another_program_hide_no_unpublished_event(
             await events.write(b"1,2,3", source="another/program", event_id="7")
         return (await published.load(connection, ends))[SHARD]
 
-    async with await open_books(system) as connection, asyncio.timeout(30):
+    async with await open_books(system) as connection, asyncio.timeout(90):
         assert await load(connection) == 3  # it may grow
         assert [await load(connection) for _ in range(3)] == [2, 2, 2]
         await events.write(encode_cursor(ten._replace(seq=20, head=HASHES[20], next_offset=3)))
@@ -245,7 +256,7 @@ async def test_a_read_of_what_never_comes_ends(
     monkeypatch.setattr(journal_module, "SILENT_SECONDS_MAX", 1.0)
     await _ten(journal)
     with pytest.raises(TimeoutError, match="nothing arrives from offset 2 on"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             async for _ in events.journal.read(SHARD, 0, 3):
                 pass
 
@@ -275,6 +286,47 @@ async def test_a_publisher_starts_after_foreign_and_deleted_records(
     await publish(13 + 10)
     assert await events.reader.end(SHARD) == 13 + 10, "events were published again"
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
+
+
+async def test_records_name_the_schema_of_their_values(
+    system: Settings,
+    events: Events,
+    journal: JournalWriter,
+) -> None:
+    """Also after records of release 0.1, which have no such header."""
+    await events.write(encode_cursor(await _ten(journal)))
+    await journal.block(LINES, 11, 20)
+    async with running(system, "events") as [projector]:
+        await projector.put(CatchUp(SHARD))
+
+        async def is_published() -> bool:
+            return await events.reader.end(SHARD) >= 11
+
+        await until(is_published, 20, "ten events more")
+    read = [record async for records in events.reader.read(SHARD, 0, 11) for record in records]
+    assert [record.value for record in read[1:]] == LINES[10:20], "only what was not published yet"
+    assert "ce_dataschema" not in dict(read[0].headers)
+    for record in read[1:]:
+        headers = {name: value.decode() for name, value in record.headers}
+        event = json.loads(record.value)
+        name = f"events/{event['type']}.v{event['v']}"
+        assert headers["ce_dataschema"] == json.loads((SCHEMAS / f"{name}.json").read_text())["$id"]
+        assert problems(name, event) == []
+
+
+def test_an_event_of_an_older_version_names_the_schema_in_which_it_was_written() -> None:
+    decoder = EventDecoder(UPCASTERS)
+    old, new = as_it_was(LINES[1]), LINES[1]
+    assert old != new
+    named = {
+        line: dict(event_headers(Fact(line, b"", decoder.decode(line), ()), b"s"))["ce_dataschema"]
+        for line in (old, new, new.replace(b'"v":1', b'"v": 1'))
+    }
+    assert list(named.values()) == [
+        b"urn:grabstream:events:grab.granted.v0",
+        b"urn:grabstream:events:grab.granted.v1",
+        b"urn:grabstream:events:grab.granted.v1",
+    ]
 
 
 async def test_markers_after_the_last_event_do_not_hide_that_it_is_published(
@@ -309,3 +361,29 @@ async def test_markers_after_the_last_event_do_not_hide_that_it_is_published(
     async with await open_books(system) as connection:
         await published.load(connection, ends)
         assert await published.load(connection, ends) == ends
+
+
+async def test_events_of_a_clock_that_was_ahead_are_published(
+    system: Settings, events: Events, journal: JournalWriter
+) -> None:
+    """Brokers refuse records of a time more than an hour ahead, and a shard never goes back in time: all of
+    its events, and those of the shards that are published together with it, would wait until then.
+    """
+    now_ms = time.time_ns() // 1_000_000
+    ahead_ms = now_ms + 2 * 3_600_000
+    lines = [opened("e", 1), granted("e", 2).replace(b'"at":2,', b'"at":%d,' % ahead_ms)]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 2)
+    async with running(system, "events") as [projector]:
+        await projector.put(CatchUp(SHARD))
+
+        async def is_published() -> bool:
+            return await events.reader.end(SHARD) >= 2
+
+        await until(is_published, 60, "both events")
+    [before, ahead] = await read_all(system, events.topic)
+    assert json.loads(ahead.value)["at"] == ahead_ms
+    assert before.timestamp == json.loads(before.value)["at"]
+    assert now_ms <= ahead.timestamp <= time.time_ns() // 1_000_000
+    headers = {name: value.decode() for name, value in ahead.headers}
+    assert headers["ce_time"] == utc_text(ahead_ms)

@@ -3,6 +3,7 @@ cause is mended; the record set aside stays in the books.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.support.projecting import (
     running,
     until_at_seq,
 )
+from tests.support.raw_batches import RawRecord, produce_batch, raw_batch
 from tests.support.stopped_shards import (
     WHY,
     call_json,
@@ -138,6 +140,25 @@ async def test_setting_aside_a_corrupt_repeat_loses_no_event(
         assert (code, done["event_count"], done["offers"]) == (0, 0, [])
         await until_at_seq(system, 30, "ledger")
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
+
+
+async def test_a_record_of_any_headers_is_set_aside(system: Settings, journal: JournalWriter) -> None:
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 5)
+    odd = RawRecord(b"\0", [(b"", None), (b"a\0b", b"\0"), (b"\xff\xfe", b"\xff")], offset_delta=10**6)
+    batch = raw_batch([odd], round(time.time() * 1_000))
+    await produce_batch(system.kafka, Topics(system.prefix).journal, SHARD, batch)
+    await journal.block(LINES, 6, 30)
+    async with running(system, "ledger") as [ledger]:
+        await ledger.put(CatchUp(SHARD))
+        await until_stopped(system, "ledger")
+        code, shown = await call_json(system, "set-aside", "ledger", str(SHARD), "--dry-run")
+        assert (code, shown["headers"]) == (0, {"": "", "a\0b": "\0", "\\xff\\xfe": "\ufffd"}), shown
+        code, done = await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes")
+        assert (code, done["event_count"], done["offers"]) == (0, 0, []), done
+        await until_at_seq(system, 30, "ledger")
+    [(headers,)] = await rows(system, "SELECT headers FROM set_aside_records")
+    assert headers == [["", ""], ["a\\x00b", "00"], ["\\xff\\xfe", "ff"]]
 
 
 async def test_missing_events_cannot_be_set_aside(system: Settings, journal: JournalWriter) -> None:

@@ -416,7 +416,7 @@ async def test_the_verifier_logs_a_missing_init_once(
         await run(*arguments)
 
     monkeypatch.setattr(verifier, "_run", counted)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         await verifier.run(stop)
     await redis.aclose()
     [message] = [

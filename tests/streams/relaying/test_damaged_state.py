@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
@@ -26,7 +24,6 @@ HEALED = (
 )  # fmt: skip
 
 
-@pytest.mark.timeout(300)
 async def test_a_damaged_field_never_refuses_a_command(system: Settings, worker: Callable[..., Any]) -> None:
     """A command is not answered `invalid`, nor decided at another time: it waits until the shard is sound."""
     redis, keys = open_redis(system), key_space(system)
@@ -58,7 +55,6 @@ async def test_a_damaged_field_never_refuses_a_command(system: Settings, worker:
         await redis.aclose()
 
 
-@pytest.mark.timeout(300)
 async def test_a_damaged_number_is_the_fault_of_its_shard(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

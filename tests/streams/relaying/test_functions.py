@@ -4,28 +4,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from grabstream.lua.library import MISSING, library, missing_or_unusable
 from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
-from tests.conftest import make_system, until
+from tests.conftest import until
 from tests.streams.traffic import traffic
 
 #: A relay that waits for events asks so often whether it still owns its shard; then it takes over again.
 LOADED_SECONDS_MAX = 10.0
 
 
-@pytest.fixture
-async def private(private_services: LocalServices, settings: Settings) -> Any:
-    """A system on servers whose data the test may change."""
-    on_private_servers = settings.model_copy(update=private_services.environment())
-    await make_system(on_private_servers)
-    return on_private_servers
-
-
-@pytest.mark.timeout(300)
 async def test_a_deleted_library_is_loaded_again_under_traffic(
     private: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -52,7 +40,6 @@ async def test_a_deleted_library_is_loaded_again_under_traffic(
     assert projecting.stop() == 0
 
 
-@pytest.mark.timeout(300)
 async def test_an_idle_system_loads_a_deleted_library_by_itself(
     private: Settings, worker: Callable[..., Any]
 ) -> None:

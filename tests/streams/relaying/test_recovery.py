@@ -40,7 +40,7 @@ from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
-from tests.conftest import make_system, until
+from tests.conftest import some_by_day, until
 from tests.copies import copy_package
 from tests.lua.interrupting_client import InterruptingClient
 from tests.streams.state import assert_state_is_the_journal_s
@@ -50,14 +50,6 @@ from tests.support.projecting import rows
 from tests.support.redis_keys import delete_keys
 
 NEXT_LAYOUT = LAYOUT + 1
-
-
-@pytest.fixture
-async def private(private_services: LocalServices, settings: Settings) -> Any:
-    """A system on servers whose data the test may change."""
-    on_private_servers = settings.model_copy(update=private_services.environment())
-    await make_system(on_private_servers)
-    return on_private_servers
 
 
 def aof(services: LocalServices) -> Path:
@@ -101,7 +93,6 @@ async def state_numbers(settings: Settings, field: str) -> list[int]:
 
 
 @pytest.mark.requirement("A10")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -175,7 +166,6 @@ async def copied(services: LocalServices, to: Path) -> Path:
     return to
 
 
-@pytest.mark.timeout(200)
 async def test_another_history_is_replaced_and_its_lost_decisions_are_reported(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -309,7 +299,7 @@ async def test_a_recovery_without_postgresql_reads_the_journal(
 
 
 @pytest.mark.parametrize("source", ["the audit trail", "the journal"])
-@pytest.mark.parametrize("living", [False, True])
+@pytest.mark.parametrize("living", some_by_day([False, True], 2))
 async def test_payments_have_their_first_outcome_after_a_recovery(
     system: Settings, worker: Callable[..., Any], source: str, living: bool
 ) -> None:
@@ -462,7 +452,7 @@ async def test_a_checkpoint_within_another_term_hides_no_event(
     try:
         ownership = (await shard.raise_term(100)).ownership
         await Recovery(shard, sealer(system)).make(ownership, lambda base: first_step(), LAYOUT)
-        checkpoint = await shard.checkpoint()
+        checkpoint = await shard.checkpoint(ownership)
         assert checkpoint == steps[-1]
         assert 0 < checkpoint.term < ownership.term
         if by_whom == "a former release":
@@ -591,7 +581,6 @@ async def test_rebuild_redis_beside_a_worker(with_retired_offers: Any) -> None:
     await assert_state_is_the_journal_s(system)
 
 
-@pytest.mark.timeout(120)
 async def test_a_script_that_fails_while_it_writes_causes_a_rebuild_and_loses_no_answer(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

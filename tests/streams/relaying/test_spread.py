@@ -126,7 +126,6 @@ async def spread_of(system: Settings) -> AsyncIterator[Spread]:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 async def test_callers_do_not_notice_that_workers_join_and_are_stopped(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:
@@ -150,7 +149,6 @@ async def test_callers_do_not_notice_that_workers_join_and_are_stopped(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 async def test_shards_are_even_again_after_kill_9_and_after_a_pause(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:
@@ -170,7 +168,6 @@ async def test_shards_are_even_again_after_kill_9_and_after_a_pause(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 async def test_an_overloaded_worker_gives_shards_away(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:

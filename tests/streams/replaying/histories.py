@@ -30,7 +30,9 @@ VIEWS = {
     "offers": "offer", "grabs": "offer, grab", "accounts": "account, asset", "transfers": "shard, seq, leg",
     "balances": "user_id, asset",
     "payments": "payment, shard", "audit": "shard, seq", "operations": "shard, seq",
-    "waiting": "offer, position",
+    "waiting": "offer, position", "revenue": "offer, currency, minute_at", "results_by_week": "offer",
+    "flows": "offer, asset, debit_kind, credit_kind",
+    "fairness": "asset, law, total, parts, min, max, place",
 }  # fmt: skip
 
 #: Returns a row if another session waits for a lock of this one.

@@ -3,6 +3,7 @@ points, from the journal or the audit trail.
 """
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -10,8 +11,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,11 +33,15 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.database.locks import hold
-from grabstream.streams.history.chunks import Point
+from grabstream.streams.history.chunks import Chunk, Point
 from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import CatchUp
-from grabstream.streams.topics import Topics
+from grabstream.streams.replaying import replay as replaying
+from grabstream.streams.replaying.replay import Stretch
+from grabstream.streams.replaying.selection import Selection, Wanted
+from grabstream.streams.replaying.sinks import PacedSink, events_in
+from grabstream.streams.topics import Topics, make_topics
 from tests.conftest import until
 from tests.streams.replaying.histories import RecordedSystem, schemas, until_read_models_at
 from tests.support.command_line import env_of, grabstream
@@ -294,7 +301,13 @@ async def test_a_stale_block_with_true_events_after_the_end_hides_no_event(
 
 async def test_a_replay_ends_before_a_changed_event_of_the_audit_trail(recorded: RecordedSystem) -> None:
     """It prints the events before the changed one, and then ends with an error that names shard and seq."""
-    change = "UPDATE audit SET body = replace(body, '{}', '{}') WHERE shard = 5 AND seq = 200 RETURNING seq"
+    [(home,)] = await rows(
+        recorded.settings, "SELECT schema FROM read_models WHERE projection = 'audit' AND state = 'live'"
+    )
+    change = (
+        f"UPDATE {home}.audit_1 SET body = replace(body, '{{}}', '{{}}') WHERE shard = 5 AND seq = 200 "
+        "RETURNING seq"
+    )
     assert await rows(recorded.settings, change.format('"v":1', '"v":7'))
     try:
         done = recorded.replay("--into", "-", "--source", "audit")
@@ -305,6 +318,89 @@ async def test_a_replay_ends_before_a_changed_event_of_the_audit_trail(recorded:
         assert printed == recorded.lines()[: len(recorded.lines(2)) + 199]
     finally:
         await rows(recorded.settings, change.format('"v":7', '"v":1'))
+
+
+# -- a file ------------------------------------------------------------------------------------------------
+
+
+async def test_a_replay_into_a_file_continues_wherever_it_was_cut(
+    recorded: RecordedSystem, tmp_path: Path
+) -> None:
+    """Within a line, between two lines, in either shard, before the first; and to a later end."""
+    file = tmp_path / "lines"
+    whole = "".join(f"{line}\n" for line in recorded.lines()).encode()
+    first_shard = len("".join(f"{line}\n" for line in recorded.lines(2)).encode())
+    for cut in (0, 7, len(recorded.lines()[0]) + 1, first_shard - 1, first_shard, first_shard + 900):
+        file.write_bytes(whole[:cut])
+        done = recorded.replay("--into", f"file:{file}", "--continue", "--dry-run")
+        assert (done.returncode, file.read_bytes()) == (0, whole[:cut]), done.stderr
+        done = recorded.replay("--into", f"file:{file}", "--continue", "--json")
+        assert done.returncode == 0, done.stderr
+        assert file.read_bytes() == whole, cut
+    assert "has lines already" in recorded.replay("--into", f"file:{file}").stderr
+    for foreign in (b'{"token":"secret"}', b"x", whole + b"notes"):
+        file.write_bytes(foreign)
+        refused = recorded.replay("--into", f"file:{file}", "--continue")
+        assert (refused.returncode, "no replay has written" in refused.stderr) == (1, True)
+        assert file.read_bytes() == foreign
+    file.unlink()
+    until = ("--until", str(recorded.at_ms))
+    assert recorded.replay("--into", f"file:{file}", *until).returncode == 0
+    shorter = file.read_bytes().splitlines()
+    assert recorded.replay("--into", f"file:{file}", "--continue").returncode == 0
+    lines = file.read_bytes().splitlines()
+    assert lines[: len(shorter)] == shorter
+    assert sorted(lines) == sorted(whole.splitlines())
+
+
+async def test_a_replay_refuses_a_file_that_is_not_its_own(recorded: RecordedSystem, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    for text, reason in (
+        ("hello\n", "line 1: not a line of a journal"),
+        ("\n".join([*reversed(recorded.lines(2)[:2]), ""]), "line 2: the events are not in order"),
+    ):
+        file.write_text(text)
+        done = recorded.replay("--into", f"file:{file}", "--continue")
+        assert (done.returncode, file.read_text()) == (1, text)
+        assert reason in done.stderr
+    file.write_text("")
+    with file.open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        done = recorded.replay("--into", f"file:{file}", "--continue")
+    assert (done.returncode, "another replay" in done.stderr) == (1, True)
+    done = recorded.replay("--into", f"file:{tmp_path / 'no' / 'folder'}")
+    assert (done.returncode, "No such file" in done.stderr) == (1, True)
+
+
+class _Writes:
+    """A sink that notes when it gets events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, float]] = []
+
+    async def write(self, chunk: Chunk, facts: Any) -> int:
+        self.events.append((events_in(facts), time.monotonic()))
+        return events_in(facts)
+
+    async def flush(self) -> None:
+        """Nothing waits here."""
+
+
+async def test_a_replay_is_not_faster_than_its_rate(recorded: RecordedSystem) -> None:
+    sink, rate = _Writes(), 2_000
+    async with open_reader(recorded.settings.kafka, Topics(recorded.settings.prefix).journal) as reader:
+        source = JournalSource(reader, None)
+        planned = await replaying.plan(source, [Stretch(2)], True)
+        begun = time.monotonic()
+        await replaying.replay(
+            source, planned, Selection(Wanted(), False), PacedSink(sink, rate), lambda *_: None, {}
+        )
+    events = 0
+    for number, at in sink.events:
+        # What was written before this write took at least its time.
+        assert at - begun >= events / rate - 0.001
+        events += number
+    assert events == len(recorded.lines(2))
 
 
 # -- a topic -------------------------------------------------------------------------------------------------
@@ -369,7 +465,13 @@ async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
     )
     replayed = await records(recorded.settings, topic)
     assert [
-        (record.partition, record.key, record.value, list(record.headers), record.timestamp)
+        (
+            record.partition,
+            record.key,
+            record.value,
+            [header for header in record.headers if header[0] != "replay"],
+            record.timestamp,
+        )
         for record in replayed
     ] == of_publisher
     assert {record.value.decode() for record in replayed} == set(recorded.lines())
@@ -385,6 +487,24 @@ async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
         == 0
     )
     assert (await records(recorded.settings, topic))[-1].value == recorded.histories[5].lines[-1]
+
+
+async def test_a_replay_into_a_topic_continues_with_what_it_lacks(
+    recorded: RecordedSystem, topic: str
+) -> None:
+    """Also where only some shards have events, and where it has everything."""
+    for words in (("--until", "2:40", "--shard", "2"), ("--until", str(recorded.at_ms)), (), ()):
+        done = recorded.replay("--into", f"topic:{topic}", "--continue", *words)
+        assert done.returncode == 0, done.stderr
+    written = await records(recorded.settings, topic)
+    assert [record.value.decode() for record in written] == recorded.lines()
+    # Records of another program are not taken for events.
+    producer = AIOKafkaProducer(bootstrap_servers=recorded.settings.kafka, acks="all")
+    await producer.start()
+    await producer.send_and_wait(topic, b"hello", partition=5)
+    await producer.stop()
+    done = recorded.replay("--into", f"topic:{topic}", "--continue")
+    assert (done.returncode, "is not an event of shard 5" in done.stderr) == (1, True), done
 
 
 async def test_a_second_replay_into_a_topic_is_refused(recorded: RecordedSystem, topic: str) -> None:
@@ -428,10 +548,7 @@ async def test_a_replay_refuses_topics_that_are_not_its_own(recorded: RecordedSy
     ):
         done = recorded.replay("--into", f"topic:{name}", "--append")
         assert (done.returncode, "belongs to the system" in done.stderr) == (1, True)
-    client = AIOKafkaAdminClient(bootstrap_servers=recorded.settings.kafka)
-    await client.start()
-    await client.create_topics([NewTopic(topic, num_partitions=2, replication_factor=1)])
-    await client.close()
+    await make_topics(recorded.settings.kafka, [NewTopic(topic, num_partitions=2, replication_factor=1)])
     for words in ((), ("--dry-run",)):
         done = recorded.replay("--into", f"topic:{topic}", *words)
         assert (done.returncode, "2 partitions" in done.stderr) == (1, True), done.stderr
@@ -460,7 +577,10 @@ async def test_a_dry_run_of_a_replay_writes_nothing(recorded: RecordedSystem, to
         (("-", "--until", "12", "--offer", "a", "--offer", "b"), "exactly one --offer"),
         (("-", "--until", "99:12"), "8 shards"),
         (("-", "--until", "yesterday"), "2026-11-11T"), (("-", "--from", "2:0"), "seq 1"),
-        (("-", "--append"), "--append"),
+        (("-", "--append"), "--append"), (("-", "--continue"), "--into file:PATH"),
+        (("schema:other", "--continue"), "a schema continues without it"),
+        (("topic:t", "--continue", "--append"), "exclude each other"), (("-", "--rate", "0"), "--rate"),
+        (("file:",), "file:PATH"),
         (("-", "--from", "2:9", "--until", "2:8"), "is after --until"),
         (("-", "--from", "2:1", "--from", "2:2"), "names two events"),
         (("-", "--from", "2026-01-01", "--from", "2026-01-02"), "two times"),

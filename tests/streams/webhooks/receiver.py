@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from tests.support.web_servers import serving
+
 
 class Got(NamedTuple):
     """A request: its headers, its body, and the event in it."""
@@ -78,15 +80,8 @@ async def receiving() -> AsyncIterator[Receiver]:
     receiver = Receiver()
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", receiver.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        receiver.port = runner.addresses[0][1]
+    async with serving(app, access_log=None, shutdown_timeout=0.1) as receiver.port:
         yield receiver
-    finally:
-        await runner.cleanup()
 
 
 async def never(got: Got) -> web.StreamResponse:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import hmac
 import json
+import time
 
 import pytest
 from standardwebhooks.webhooks import Webhook, WebhookVerificationError
@@ -26,7 +27,7 @@ def test_signature_is_that_of_the_specification() -> None:
     key = base64.b64decode(secret.removeprefix("whsec_"))
     assert len(key) == SECRET_BYTES
     body = body_of("grab.granted", AT, EVENT)
-    headers = headers_of(secret, "3-41", body, 1_800_000_777.9)
+    headers = headers_of([secret], "3-41", body, 1_800_000_777.9)
     signed = f"3-41.1800000777.{body}".encode()
     expected = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
     assert headers == {
@@ -36,11 +37,9 @@ def test_signature_is_that_of_the_specification() -> None:
 
 
 def test_receivers_verify_it_and_notice_every_change() -> None:
-    import time
-
     secret = new_secret()
     body = body_of("grab.granted", AT, EVENT)
-    headers = headers_of(secret, "3-41", body, time.time())
+    headers = headers_of([secret], "3-41", body, time.time())
     assert Webhook(secret).verify(body, headers)["data"] == json.loads(EVENT)
     for wrong in (body.replace("granted", "held"), body + " "):
         with pytest.raises(WebhookVerificationError):
@@ -51,4 +50,15 @@ def test_receivers_verify_it_and_notice_every_change() -> None:
     with pytest.raises(WebhookVerificationError):
         Webhook(new_secret()).verify(body, headers)
     with pytest.raises(WebhookVerificationError):
-        Webhook(secret).verify(body, headers_of(secret, "3-41", body, time.time() - 600))
+        Webhook(secret).verify(body, headers_of([secret], "3-41", body, time.time() - 600))
+
+
+def test_two_secrets_sign_while_one_takes_the_place_of_the_other() -> None:
+    old, new = new_secret(), new_secret()
+    body = body_of("grab.granted", AT, EVENT)
+    headers = headers_of([new, old], "3-41", body, time.time())
+    assert [one.partition(",")[0] for one in headers["webhook-signature"].split(" ")] == ["v1", "v1"]
+    for secret in (old, new):
+        assert Webhook(secret).verify(body, headers)["data"] == json.loads(EVENT)
+    with pytest.raises(WebhookVerificationError):
+        Webhook(new_secret()).verify(body, headers)

@@ -1,0 +1,262 @@
+"""Rows over HTTP: the gateway against the same server with another application. Gateway, workers, Redis,
+Kafka, PostgreSQL and the client share the cores of this machine, so processor time is printed beside the
+rates.
+"""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import redis
+
+from bench import classic
+from bench.stage import system
+from bench.streaming import cpu_seconds, until_booked
+from grabstream.models.commands import Open
+from grabstream.models.offers import CouponTerms
+from grabstream.ops.connections.opening import open_gate
+from grabstream.ops.settings import Settings, child_environment
+from grabstream.streams.topics import Topics
+
+OFFERS = 20
+VISITORS = 100
+CONNECTIONS = 128
+LISTEN_SECONDS_MAX = 60
+GRABS, MIX, LISTS = 0, 3, 5
+_listens = re.compile(r"listening on http://\S+:(\d+);").search
+
+
+class Server(NamedTuple):
+    """A server that is measured."""
+
+    port: int
+    pid: int
+
+
+@contextmanager
+def gateway(settings: Settings, **others: str) -> Iterator[Server]:
+    """Runs a gateway of a system; `others` are further settings of it."""
+    environment = child_environment(
+        prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
+        postgres=settings.postgres, seal_keys=settings.seal_keys.get_secret_value(),
+        outbox_events_max="10000000", **others,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "gateway.log")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "grabstream.ops.cli", "gateway", "--port", "0"],
+                env=environment, stdout=output, stderr=output,
+            )  # fmt: skip
+        try:
+            until = time.monotonic() + LISTEN_SECONDS_MAX
+            while not (found := _listens(log.read_text())):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"the gateway does not listen: {log.read_text()}")
+                time.sleep(0.05)
+            yield Server(int(found[1]), process.pid)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+@contextmanager
+def reference(kind: str, **arguments: Any) -> Iterator[Server]:
+    """Runs the same server with another application (`http_reference`)."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.http_reference"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        json.dump({"kind": kind, **arguments}, process.stdin)
+        process.stdin.close()
+        yield Server(int(process.stdout.readline()), process.pid)
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+def load(server: Server, lists: int, seconds: float, rate: float = 0.0) -> dict[str, Any]:
+    """Sends `lists` lists of five requests, and grabs, for so many seconds. Raises when an answer is not the
+    wanted one.
+    """
+    plan = {
+        "lists": lists, "offers": [_name(number) for number in range(OFFERS)], "visitors": VISITORS,
+        "stem": secrets.token_hex(6), "seconds": seconds, "connections": CONNECTIONS, "rate": rate,
+    }  # fmt: skip
+    before = cpu_seconds(server.pid)
+    found = said([sys.executable, "-m", "bench.http_load", str(server.port)], plan, seconds + 120)
+    if set(found["statuses"]) - {"200", "201"}:
+        raise RuntimeError(f"not all requests were served: {found['statuses']}")
+    found["count"] = sum(found["statuses"].values())
+    found["rate"] = found["count"] / found["seconds"]
+    found["server_us"] = (cpu_seconds(server.pid) - before) / found["count"] * 1e6
+    found["client_us"] = found["client_cpu_seconds"] / found["count"] * 1e6
+    return found
+
+
+def said(program: list[str], plan: dict[str, Any], seconds_max: float) -> dict[str, Any]:
+    """What a program says, as JSON, about a plan that it gets as JSON."""
+    done = subprocess.run(
+        program, input=json.dumps(plan), stdout=subprocess.PIPE, text=True, timeout=seconds_max, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _name(number: int) -> str:
+    return f"sale{number}"
+
+
+@asynccontextmanager
+async def shop() -> AsyncIterator[tuple[Settings, Server]]:
+    """A system with OFFERS offers that never sell out, and its gateway."""
+    async with system(("decide,relay,sweep", "project")) as (settings, _):
+        async with open_gate(settings) as gate:
+            offers = [
+                Open(
+                    id=_name(number), offer=_name(number),
+                    terms=CouponTerms(issuer="bench", total=10_000_000, title=f"Sale number {number}"),
+                )
+                for number in range(OFFERS)
+            ]  # fmt: skip
+            await gate.decide(offers, patience_ms=30_000, timeout_ms=30_000)
+        await until_booked(settings, OFFERS)
+        with gateway(settings) as server:
+            yield settings, server
+
+
+def _asked(server: Server, path: str, body: bytes | None = None) -> str:
+    headers = {"Content-Type": "application/json", "Idempotency-Key": secrets.token_hex(8)}
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", body, headers)
+    with urllib.request.urlopen(request, timeout=30) as found:
+        return str(found.read().decode())
+
+
+async def _against(
+    runs: int, seconds: float, lists: int, other: Callable[[Settings, Server], Any]
+) -> dict[str, Any]:
+    """The gateway and the other server in turn: requests a second, and what they cost."""
+    ours, theirs = [], []
+    async with shop() as (settings, server):
+        with other(settings, server) as against:
+            await asyncio.to_thread(load, server, lists, seconds / 4)
+            await asyncio.to_thread(load, against, lists, seconds / 4)
+            for _ in range(runs):
+                ours.append(await asyncio.to_thread(load, server, lists, seconds))
+                # What the workers still do must not disturb the other side.
+                await until_booked(settings, 0)
+                theirs.append(await asyncio.to_thread(load, against, lists, seconds))
+    return {
+        "ours": [one["rate"] for one in ours],
+        "theirs": [one["rate"] for one in theirs],
+        "unit": "requests/s",
+        "profile": {
+            "CPU µs a request": {
+                "gateway": median_of(ours, "server_us"), "other server": median_of(theirs, "server_us"),
+                "client of the gateway": median_of(ours, "client_us"),
+                "client of the other": median_of(theirs, "client_us"),
+            },
+            "the machine": {"load": f"{os.getloadavg()[0]:.1f}"},
+        },
+    }  # fmt: skip
+
+
+def median_of(found: list[dict[str, Any]], name: str) -> str:
+    """The median of a value of several runs."""
+    return f"{statistics.median(one[name] for one in found):.1f}"
+
+
+def _constant(settings: Settings, server: Server) -> Any:
+    """The same server with constants as long as the answers of the gateway."""
+    return reference(
+        "constant",
+        get=_asked(server, "/v1/offers?order=random&visitor=v0"),
+        post=_asked(server, f"/v1/offers/{_name(0)}/grabs", b'{"user":"somebody"}'),
+    )
+
+
+def _items(settings: Settings, server: Server) -> Any:
+    """The same server, with one call of Redis for each item of the list."""
+    offers = json.loads(_asked(server, "/v1/offers?order=random&visitor=v0"))["offers"]
+    keys = {f"item:{offer['offer']}": json.dumps(offer, separators=(",", ":")) for offer in offers}
+    with redis.Redis.from_url(settings.redis_url) as client:
+        client.mset(keys)
+    return reference("items", redis_url=settings.redis_url, keys=list(keys))
+
+
+async def mix(runs: int, seconds: float) -> dict[str, Any]:
+    """Row 9: of five requests, three lists and two grabs, against the same server answering constants."""
+    return await _against(runs, seconds, MIX, _constant)
+
+
+async def grabs(runs: int, seconds: float) -> dict[str, Any]:
+    """Journaled grabs over HTTP, against the same server answering a constant."""
+    return await _against(runs, seconds, GRABS, _constant)
+
+
+async def lists(runs: int, seconds: float) -> dict[str, Any]:
+    """Lists over HTTP, against the same server answering a constant of the same length."""
+    return await _against(runs, seconds, LISTS, _constant)
+
+
+async def items(runs: int, seconds: float) -> dict[str, Any]:
+    """Lists over HTTP, against the same server with one call of Redis for each item."""
+    return await _against(runs, seconds, LISTS, _items)
+
+
+async def latency(runs: int, seconds: float) -> dict[str, Any]:
+    """p99 of a journaled grab over HTTP at half of the load that the gateway can serve, against one call of
+    the classic script and one awaited send, in the same server, at half of what that can serve.
+    """
+    ours, theirs, rates = [], [], []
+    async with shop() as (settings, server):
+        plain = redis.Redis.from_url(settings.redis_url)
+        sha = classic.prepare(plain, 300_000, 32)
+        by_hand = reference(
+            "by_hand", redis_url=settings.redis_url, kafka=settings.kafka,
+            topic=Topics(settings.prefix).rejected, sha=sha,
+        )  # fmt: skip
+        with by_hand as against:
+            for each in (server, against):
+                await asyncio.to_thread(load, each, GRABS, seconds / 4)
+            for _ in range(runs):
+                for each, found in ((server, ours), (against, theirs)):
+                    full = await asyncio.to_thread(load, each, GRABS, seconds)
+                    await until_booked(settings, 0)
+                    half = await asyncio.to_thread(load, each, GRABS, seconds, full["rate"] / 2)
+                    await until_booked(settings, 0)
+                    found.append(half)
+                rates.append((ours[-1]["rate"], theirs[-1]["rate"]))
+        plain.delete(*classic.KEYS)
+        plain.close()
+    return {
+        "ours": [one["p99_ms"] for one in ours],
+        "theirs": [one["p99_ms"] for one in theirs],
+        "unit": "ms p99",
+        "profile": {
+            "p50 ms": {"ours": median_of(ours, "p50_ms"), "classic": median_of(theirs, "p50_ms")},
+            "requests/s": {
+                "ours": ", ".join(f"{rate:,.0f}" for rate, _ in rates),
+                "classic": ", ".join(f"{rate:,.0f}" for _, rate in rates),
+            },
+            "the machine": {"load": f"{os.getloadavg()[0]:.1f}"},
+        },
+    }

@@ -1,0 +1,158 @@
+"""Streams of events of a gateway, without input and output: both clients over HTTP share it.
+
+A stream lasts as long as its reader wants. When its connection ends, the next one resumes after the last
+position that came (`Last-Event-ID`), so no event is lost, and none is handed on twice.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from grabstream.client.exchange import Exchange, Request, not_from_a_gateway
+from grabstream.models.events import decode_event
+from grabstream.models.vocabulary import from_wire
+from grabstream.models.vocabulary.answers import Answer
+from grabstream.models.vocabulary.events import AnyEvent
+
+#: A gateway says every 15 s that a stream lives. One that is silent for longer than this is connected again.
+SILENT_SECONDS_MAX: Final = 45.0
+CONNECT_SECONDS_MAX: Final = 10.0
+#: A message of a stream: an event has at most 256 KiB.
+MESSAGE_BYTES_MAX: Final = 1024 * 1024
+#: The longest wait for which a gateway may ask before its stream is connected again.
+_RETRY_SECONDS_MAX: Final = 10.0
+_EVENT_STREAM: Final = "text/event-stream"
+
+
+class ServedEvent(NamedTuple):
+    """An event of a stream. `id` is the position after it: `after=id` resumes there, also later, and in
+    another process.
+    """
+
+    id: str
+    event: AnyEvent
+
+
+class WaitingPosition(NamedTuple):
+    """Where a grab stands on the waiting list of its offer: 1 is served next."""
+
+    offer: str
+    grab: str
+    position: int
+
+
+#: Is told each position that comes in the stream of a user.
+Positions = Callable[[WaitingPosition], None]
+
+
+class StreamReset(Exception):
+    """A stream cannot resume where it should, so events are missing. `detail` says why. The gateway continues
+    at the position `id`: begin again with `after=id`, and ask for the state.
+    """
+
+    def __init__(self, detail: str, id: str) -> None:
+        super().__init__(
+            f"{detail} Events are missing: begin again with after={id!r}, and ask for the state."
+        )
+        self.detail = detail
+        self.id = id
+
+
+class Following(Exchange[None]):
+    """One stream over all of its connections. `after_reply`, `after_error` and `after_end` return the seconds
+    to wait before the next connection. `positions` is told positions on waiting lists.
+    """
+
+    def __init__(
+        self, path: str, after: str | int | Answer | None, positions: Positions | None = None
+    ) -> None:
+        super().__init__(Request("GET", path))
+        self._positions = positions
+        #: The error of `positions`. It is the caller's, and says nothing about the connection.
+        self.raised: Exception | None = None
+        if isinstance(after, Answer):
+            after = f"{after.shard}-{after.seq}"
+        self._after = None if after is None else str(after)
+        self._place: str | None = None
+        self._retry_seconds = 0.0
+        self._rest = b""
+        #: The seq of the last event of each shard.
+        self._seqs: dict[int, int] = {}
+
+    def query(self) -> dict[str, str]:
+        """The query of the next connection: the position of the caller, which may be refused."""
+        return {} if self._after is None or self._place is not None else {"after": self._after}
+
+    def headers(self) -> dict[str, str]:
+        """The headers of the next connection, beside those of the client."""
+        resumed = {} if self._place is None else {"Last-Event-ID": self._place}
+        return {"Accept": _EVENT_STREAM, **resumed}
+
+    def begins(self, status: int, headers: Mapping[str, str]) -> bool:
+        """Whether a reply is a stream. The body of any other one is for `after_reply`."""
+        self._rest = b""
+        return status == 200 and headers.get("content-type", "").startswith(_EVENT_STREAM)
+
+    def events(self, piece: bytes) -> Iterator[ServedEvent]:
+        """The events that a piece of a stream completes. Raises StreamReset, and NewerEvent for an event of a
+        release that this one cannot read.
+        """
+        *messages, self._rest = (self._rest + piece).split(b"\n\n")
+        if len(self._rest) > MESSAGE_BYTES_MAX:
+            raise not_from_a_gateway(200, self.request, f"a message has over {MESSAGE_BYTES_MAX} bytes")
+        for message in messages:
+            fields = _fields_of(message)
+            if fields.get("retry", "").isdecimal():
+                self._retry_seconds = min(_RETRY_SECONDS_MAX, int(fields["retry"][:9]) / 1000)
+            if "id" not in fields:
+                if fields.get("event") == "position" and self._positions is not None:
+                    self._tell(self._positions, fields.get("data", ""))
+                continue
+            self._attempts = 0
+            self._place = fields["id"]
+            if fields.get("event") == "reset":
+                raise StreamReset(_reason_of(fields.get("data", "")), fields["id"])
+            if "data" not in fields:
+                continue
+            event = from_wire(decode_event(fields["data"].encode()))
+            if event.seq > self._seqs.get(event.shard, 0):
+                self._seqs[event.shard] = event.seq
+                yield ServedEvent(fields["id"], event)
+
+    def _tell(self, positions: Positions, data: str) -> None:
+        position = self._position_of(data)
+        try:
+            positions(position)
+        except Exception as error:
+            self.raised = error
+            raise
+
+    def _position_of(self, data: str) -> WaitingPosition:
+        try:
+            found: Any = json.loads(data)
+            return WaitingPosition(str(found["offer"]), str(found["grab"]), int(found["position"]))
+        except (ValueError, TypeError, KeyError):
+            raise not_from_a_gateway(200, self.request, "a position cannot be read") from None
+
+    def after_end(self) -> float:
+        """After a stream that its gateway has ended."""
+        return self._pause_seconds(self._retry_seconds)
+
+    def _read(self, body: bytes) -> None:
+        raise ValueError("the reply is no stream of events")
+
+
+def _fields_of(message: bytes) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for line in message.decode(errors="replace").split("\n"):
+        name, _, value = line.partition(":")
+        fields[name] = value.removeprefix(" ")
+    return fields
+
+
+def _reason_of(data: str) -> str:
+    try:
+        found: Any = json.loads(data)
+        return str(found["reason"])
+    except (ValueError, TypeError, KeyError):
+        return "The stream cannot resume."

@@ -1,0 +1,34 @@
+-- Views of DuckDB over an archive that `grabstream export archive` wrote. From the directory that has it:
+--
+--     duckdb -init grabstream.sql
+--
+-- Times are also timestamps (`at_time`), amounts are minor units or pieces. docs/archive.md explains the
+-- columns.
+
+CREATE OR REPLACE VIEW lines AS
+SELECT * FROM read_parquet('archive/day=*/shard=*/*.parquet', hive_partitioning = true);
+
+-- A row for each grab that got units, granted or held.
+CREATE OR REPLACE VIEW grabs AS
+SELECT shard, seq + i - 1 AS seq, type, offer, grabs[i] AS grab, users[i] AS user_id,
+       quantities[i] AS quantity, amounts[i] AS amount, asset, place + i - 1 AS place, "at", at_time, day
+FROM (
+    SELECT *, unnest(range(1, seqs + 1)) AS i FROM lines WHERE type IN ('grab.granted', 'grab.held')
+);
+
+-- Money that confirmed units. What could not be served is an event of type `payment.refund_due`.
+CREATE OR REPLACE VIEW payments AS
+SELECT shard, seq, offer, grabs[1] AS grab, users[1] AS user_id, payment, paid, currency, "at", at_time, day
+FROM lines WHERE type = 'grab.confirmed' AND paid > 0;
+
+-- How far each shard goes, the hash of the chain there, and the number of places where lines do not follow
+-- each other: 0, or the archive is damaged. A missing end shows only beside the view `cursors` of the database.
+-- (docs/archive.md verifies the hashes, too.)
+CREATE OR REPLACE VIEW chain AS
+SELECT shard, max(seq + seqs - 1) AS last_seq, arg_max(hash, seq) AS head,
+       count(*) FILTER (seq <> coalesce(after, 0) + 1) AS gaps
+FROM (
+    SELECT *, lag(seq + seqs - 1) OVER (PARTITION BY shard ORDER BY seq) AS after FROM lines
+)
+GROUP BY shard
+ORDER BY shard;

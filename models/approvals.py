@@ -1,0 +1,110 @@
+"""Approvals: what operators sign, so that a command of theirs is carried out.
+
+An approval names the system, the command and the SHA-256 of its whole body, so it cannot be moved to another
+command, nor to another system. It is a compact JWS in the field `approvals`; the id of its key names the
+operator. Approvals are not part of the body: the same command with another valid signature is the same
+command, and gets the first answer.
+"""
+
+from base64 import urlsafe_b64decode
+from hashlib import sha256
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from grabstream.models.bounds import quoted
+from grabstream.models.commands import Command, OfferCommand
+from grabstream.models.digests import body_of
+from grabstream.models.identifiers import Count, Id, in_schema
+from grabstream.models.money import Invalid
+
+
+class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The claims of an approval, valid until `expires_at` (ms since 1970 UTC)."""
+
+    system: Id
+    type: str
+    id: Id
+    offer: Id
+    command_sha256: Annotated[str, in_schema(pattern="^[0-9a-f]{64}$")]
+    expires_at: Count
+
+
+class _Header(msgspec.Struct):
+    kid: str
+
+
+_decode: Final = msgspec.json.Decoder(Approval).decode
+_decode_header: Final = msgspec.json.Decoder(_Header).decode
+encode_approval: Final = msgspec.json.Encoder().encode
+
+
+def approval_of(command: OfferCommand, system: str, expires_at: int) -> Approval:
+    """What is to be signed for a command of the system with this prefix."""
+    return Approval(
+        system=system, type=type(command).__name__.lower(), id=command.id, offer=command.offer,
+        command_sha256=sha256(body_of(command)).hexdigest(), expires_at=expires_at,
+    )  # fmt: skip
+
+
+def check_approval(payload: bytes, command: OfferCommand, system: str) -> None:
+    """Raises Invalid, naming the claim, when the claims of an approval are not for this command. Whether they
+    still count is for the script to judge: a repeat gets its first answer after they have ended.
+    """
+    try:
+        approval = _decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(str(error)) from None
+    expected = approval_of(command, system, approval.expires_at)
+    for name in ("system", "type", "id", "offer"):
+        signed, wanted = getattr(approval, name), getattr(expected, name)
+        if signed != wanted:
+            raise Invalid(f"{name}: {quoted(signed)} was signed, but this is {quoted(wanted)}")
+    if approval.command_sha256 != expected.command_sha256:
+        raise Invalid("command_sha256: another body was signed; sign this one")
+
+
+class Read(NamedTuple):
+    """What the events and the scripts need of an approval that was verified: the id of its key, and until
+    when it counts (ms since 1970 UTC).
+    """
+
+    signer: str
+    expires_at: int
+
+
+def read_approvals(command: OfferCommand) -> tuple[Read, ...]:
+    """The approvals of a command. They must have been verified, as a gate does."""
+    return tuple(map(_read, command.approvals))
+
+
+def signers_of(command: Command) -> tuple[str, ...]:
+    """The ids of the keys that approved a command. Its approvals must have been verified, as a gate does."""
+    if not isinstance(command, OfferCommand) or not command.approvals:
+        return ()
+    return tuple(approval.signer for approval in read_approvals(command))
+
+
+def operator_of(key_id: str) -> str:
+    """The operator who has a key: what stands before the first `.` of its id, since a key is replaced by one
+    with another id (`ann.1`, `ann.2`).
+    """
+    return key_id.partition(".")[0]
+
+
+def key_id_of(text: str) -> str:
+    """The id of the key that a compact JWS names; raises ValueError if it names none. Whoever verifies a text
+    takes the key of this id: of a header that two readers read differently, the event would name another.
+    """
+    try:
+        return _decode_header(_segment(text.partition(".")[0])).kid
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _read(text: str) -> Read:
+    return Read(key_id_of(text), _decode(_segment(text.split(".")[1])).expires_at)
+
+
+def _segment(text: str) -> bytes:
+    return urlsafe_b64decode(text + "=" * (-len(text) % 4))

@@ -1,0 +1,113 @@
+"""`checkpoint`: signed heads of all shards."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from grabstream.ops.connections.opening import check_system, checked_books
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
+from grabstream.ops.formats.replay_request import ObjectAddress
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.verification.checkpoints import Made, make_checkpoint
+from grabstream.ops.verification.checks import Say
+from grabstream.ops.verification.evidence import (
+    BadCheckpoint,
+    Written,
+    in_words,
+    lock_of,
+    require_new,
+    sealed_json,
+    second_of,
+    write_new,
+)
+from grabstream.streams.buckets import Place
+
+LOCK_DAYS_MAX = 36_500
+
+
+@click.command()
+@click.option(
+    "--output",
+    type=ObjectAddress(is_written=True),
+    metavar="FILE",
+    help="Write it to a new file instead of standard output, or to a new object: s3://bucket/key.",
+)
+@click.option(
+    "--lock-days",
+    type=WholeNumber(min=1, max=LOCK_DAYS_MAX),
+    metavar="N",
+    help="Lock the object for N days, in a bucket with object lock.",
+)
+@click.option(
+    "--lock-mode",
+    type=click.Choice(["compliance", "governance"]),
+    help="Who can end this lock: nobody, or who has s3:BypassGovernanceRetention.  [default: compliance]",
+)
+@json_option
+def checkpoint(
+    output: Path | Place | None, lock_days: int | None, lock_mode: str | None, as_json: bool
+) -> None:
+    """Write a signed checkpoint: for each shard the seq and hash of its last event in the audit trail, and
+    the root of a tree of all events. Kept elsewhere, it proves later that this history was not rewritten
+    (`verify --against`), and that a grab is part of it (`prove`).
+
+    Reads every event. Exit code 1: the trail contradicts itself, or is not what the journal has, or the file
+    exists, or the store refuses; 3: a server or the store cannot be reached.
+    """
+    if lock_days is not None and not isinstance(output, Place):
+        raise click.UsageError("--lock-days is for --output s3://bucket/key")
+    if lock_mode is not None and lock_days is None:
+        raise click.UsageError("--lock-mode needs --lock-days")
+    report: Say = lambda line: None if output is None or as_json else console.print(f"[dim]{line} …[/]")  # noqa: E731
+    settings = load_settings()
+    try:
+        if output is not None:
+            require_new(output, settings.store_login, lock_days is not None)
+        made = asyncio.run(_make(settings, report))
+        text = sealed_json(made.checkpoint)
+        if output is None:
+            click.echo(text, nl=False)
+            for line in made.ignored.in_words():
+                click.echo(f"grabstream: {line}", err=True)
+            return
+        lock = None if lock_days is None else lock_of(lock_days, lock_mode or "compliance")
+        written = write_new(output, text, settings.store_login, lock)
+    except BadCheckpoint as error:
+        click.echo(f"grabstream: {error}", err=True)
+        sys.exit(1)
+    if as_json:
+        print_json(_report(written, made))
+    else:
+        _print(written, made, isinstance(output, Place))
+
+
+def _report(written: Written, made: Made) -> dict[str, Any]:
+    lock = written.lock
+    return {
+        "file": written.name, "at": made.checkpoint.at,
+        "events": sum(one.seq for one in made.checkpoint.shards), "key": made.checkpoint.key,
+        "lock": None if lock is None else {"mode": lock.mode, "until": second_of(lock.until)},
+        "ignored_records": sum(made.ignored.counts.values()),
+        "notes": made.ignored.in_words(),
+    }  # fmt: skip
+
+
+def _print(written: Written, made: Made, is_object: bool) -> None:
+    seqs = sum(one.seq for one in made.checkpoint.shards)
+    words = f"{written.name}: {seqs:,} events, signed by the key {made.checkpoint.key}."
+    if written.lock is not None:
+        words += f" Locked until {in_words(written.lock)}."
+    elif is_object:
+        words += " Not locked: whoever may write there can replace it (--lock-days)."
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
+    for line in made.ignored.in_words():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+async def _make(settings: Settings, report: Say) -> Made:
+    await check_system(settings)
+    async with checked_books(settings) as books:
+        return await make_checkpoint(settings, books, report)

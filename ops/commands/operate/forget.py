@@ -1,0 +1,76 @@
+"""`forget`: makes the personal data of a user unreadable, everywhere and for good."""
+
+import asyncio
+from typing import Any
+
+import click
+
+from grabstream.models.identifiers import is_id
+from grabstream.ops.connections.opening import check_system, checked_books, sealer
+from grabstream.ops.connections.seal_keys import require_seal_keys
+from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.ops.settings import Settings, load_settings
+from grabstream.projections.records import user_keys
+
+#: How long a gate may still seal with a key that it has read, in seconds; nobody can open what it seals then.
+EFFECT_SECONDS = 60
+
+
+@click.command()
+@click.argument("user")
+@click.option(
+    "--by", "by_name", required=True, metavar="NAME", help="Who does it; an id, which is recorded for good."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and change nothing.")
+@json_option
+def forget(user: str, by_name: str, dry_run: bool, as_json: bool) -> None:
+    """Delete the key under which events have sealed the metadata of USER, and the kept refusals of USER. The
+    metadata are unreadable from then on, in the journal and in everything that was made of it; sums, hashes
+    and proofs stay as they are. It cannot be undone.
+
+    The id itself stays in the events: use pseudonyms as ids, and delete your own mapping too
+    (docs/privacy.md). A copy of PostgreSQL from before still has the key.
+    """
+    for value, where in ((user, "USER"), (by_name, "--by")):
+        if not is_id(value):
+            raise click.BadParameter(
+                f"must match [A-Za-z0-9._:-]{{1,64}}, got {value[:80]!r}", param_hint=where
+            )
+    settings = load_settings()
+    settings.require_seal_keys()
+    done = asyncio.run(_forget(settings, user, by_name, dry_run))
+    if as_json:
+        print_json(done)
+        return
+    key = "no key" if done["key"] is None else f"the key {done['key']}"
+    verb = "would be deleted" if dry_run else "deleted"
+    refusals = counted(done["refusals"], "kept refusals")
+    console.print(f"{user}: {key} and {refusals} {verb}.", highlight=False)
+    for before in done["before"]:
+        console.print(f"Was forgotten before: {before['at']}, by {before['by']}.", highlight=False)
+    if not dry_run:
+        console.print(f"Recorded under the digest {done['digest']}.", highlight=False)
+
+
+async def _forget(settings: Settings, user: str, by_name: str, dry_run: bool) -> dict[str, Any]:
+    await check_system(settings, seals=True)
+    # Keyed: who has neither a seal key nor a sealing part cannot tell from it whether a user was forgotten.
+    digests = sealer(settings).digests.names(f"forgotten/{user}")
+    async with checked_books(settings) as connection:
+        await require_seal_keys(connection, settings)
+        before = await user_keys.times_forgotten(connection, digests)
+        async with connection.transaction():
+            found = (
+                await user_keys.would_forget(connection, user)
+                if dry_run
+                else await user_keys.forget(connection, user, digests[0], by_name)
+            )
+    return {
+        "user": user,
+        "key": found.key_name,
+        "refusals": found.refusals,
+        "digest": digests[0],
+        "by": by_name,
+        "dry_run": dry_run,
+        "before": [{"at": one["at"].isoformat(), "by": one["by"]} for one in before],
+    }

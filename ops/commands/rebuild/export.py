@@ -1,0 +1,174 @@
+"""`export`: writes the lines of the journal as Parquet files, partitioned by day and shard."""
+
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from grabstream.extras import INSTALL_ANALYSTS, installed
+from grabstream.models.journal import Corrupt, Cursor, Gap
+from grabstream.ops.commands.operate.worker import step_of
+from grabstream.ops.connections.event_sources import NoTrail, open_history
+from grabstream.ops.connections.identity import find_journal
+from grabstream.ops.connections.opening import check_system
+from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json
+from grabstream.ops.console.progress import Reading
+from grabstream.ops.console.stopping import run_until_stopped
+from grabstream.ops.formats.replay_request import ArchiveAddress
+from grabstream.ops.settings import BadSettings, Settings, load_settings
+from grabstream.projections.cursors import facts_without_transfers
+from grabstream.streams.history.archive import Archive, ArchiveSystem, open_archive
+from grabstream.streams.history.stores import ArchiveInUse, CannotWrite, Store, in_thread
+from grabstream.streams.replaying.archive_sink import ArchiveSink, exporting
+from grabstream.streams.replaying.replay import Done, Planned, Stretch, plan, replay
+from grabstream.streams.replaying.selection import Selection, Wanted
+
+
+@click.command()
+@click.argument("archive", type=ArchiveAddress(exists=False))
+@click.option(
+    "--source",
+    type=click.Choice(["journal", "audit"]),
+    default="journal",
+    show_default=True,
+    help="What to read the lines from.",
+)
+@click.option(
+    "--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard. Repeatable."
+)
+@click.option("--check", is_flag=True, help="Verify every file of the archive, and export nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be exported, and write nothing.")
+@json_option
+def export(
+    archive: Path | str, source: str, shards: Sequence[int], check: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Export the journal to ARCHIVE as Parquet files, partitioned by day and shard, for DuckDB, pandas and
+    other tools. ARCHIVE is a directory, or s3://bucket/prefix in an S3-compatible store. Continues where the
+    last export into ARCHIVE ended, also after Ctrl-C or a crash.
+
+    Every line is verified by the chain of hashes, and stored byte for byte beside its fields as columns.
+    docs/archive.md describes the files. Needs the extra `analysts`, and for s3:// the extra `s3`.
+
+    Exit code 1: ARCHIVE is damaged, or of another system, or the source contradicts itself, or the store
+    refuses (no such bucket, access denied); 2: wrong usage; 3: a server or the store cannot be reached, or
+    refuses the credentials.
+    """
+    if not installed("pyarrow"):
+        raise click.UsageError(f"export needs the extra `analysts`: {INSTALL_ANALYSTS}")
+    settings = load_settings()
+    if wrong := [shard for shard in shards if shard >= settings.shards]:
+        raise click.UsageError(
+            f"--shard {wrong[0]}: the system has {settings.shards} shards, 0 to {settings.shards - 1}"
+        )
+    if check and (dry_run or shards):
+        raise click.UsageError("--check verifies the whole archive: leave out --dry-run and --shard")
+    # Thousands of short-lived objects: see `worker`.
+    gc.set_threshold(50_000, 20, 50)
+    chosen = sorted(set(shards)) or list(range(settings.shards))
+    try:
+        if check:
+            report = _check(open_archive(settings.store(archive), None))
+        else:
+            work = _export(settings, settings.store(archive), source, chosen, dry_run)
+            report = run_until_stopped(work, "repeat the command to continue")
+    except (Corrupt, Gap, NoTrail, ArchiveInUse, CannotWrite) as error:
+        click.echo(f"grabstream: {error}", err=True)
+        sys.exit(1)
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(_in_words(report))
+
+
+def _check(archive: Archive) -> dict[str, Any]:
+    files = archive.manifest.files
+    lines = 0
+    with Reading("check", len(files)) as show:
+        for file in files:
+            lines += len(archive.read(file))
+            show(1, file.last_seq - file.first_seq + 1)
+    return {
+        "directory": str(archive.store), "checked": True, "files": len(files), "lines": lines,
+        "events": sum(file.last_seq - file.first_seq + 1 for file in files),
+    }  # fmt: skip
+
+
+async def _export(
+    settings: Settings, store: Store, source: str, shards: Sequence[int], dry_run: bool
+) -> dict[str, Any]:
+    system = await _system(settings, source)
+    async with open_history(settings, source, facts_of=facts_without_transfers) as opened:
+        stretches = [Stretch(shard) for shard in shards]
+        if dry_run:
+            ends = await in_thread(_known_ends, store, system, shards)
+            return _report(store, source, await plan(opened, stretches, True, ends), {}, None)
+        async with exporting(store, system) as begun:
+            planned = await plan(opened, stretches, True, _ends(begun.archive, shards))
+            sink, done = ArchiveSink(begun, step_of(settings)), dict[int, Done]()
+            with Reading("export", sum(part.units for part in planned)) as show:
+                await replay(opened, planned, Selection(Wanted(), False), sink, show, done)
+        return _report(store, source, planned, done, sink)
+
+
+def _known_ends(store: Store, system: ArchiveSystem, shards: Sequence[int]) -> dict[int, Cursor]:
+    return _ends(open_archive(store, system), shards) if store.has_manifest() else {}
+
+
+def _ends(archive: Archive, shards: Sequence[int]) -> dict[int, Cursor]:
+    return {shard: archive.end(shard) for shard in shards}
+
+
+async def _system(settings: Settings, source: str) -> ArchiveSystem:
+    """The system that the archive belongs to: the schema names its journal, or Kafka does."""
+    identity = await check_system(settings, journal=source == "journal")
+    if identity is not None:
+        return ArchiveSystem(identity.prefix, identity.journal, identity.shards)
+    topic = await find_journal(settings) if source == "journal" else None
+    if topic is None:
+        raise BadSettings(f"schema {settings.schema_} names no system: run `grabstream init`")
+    return ArchiveSystem(settings.prefix, topic.id, settings.shards)
+
+
+def _report(
+    store: Store, source: str, planned: Sequence[Planned], done: dict[int, Done], sink: ArchiveSink | None
+) -> dict[str, Any]:
+    return {
+        "directory": str(store),
+        "source": source,
+        "dry_run": sink is None,
+        "files": sink.files if sink else 0,
+        "bytes": sink.bytes if sink else 0,
+        "lines": sink.lines if sink else 0,
+        "events": sum(one.events for one in done.values()),
+        "to_read": sum(part.units for part in planned),
+        "unit": "events" if source == "audit" else "records",
+        "shards": [
+            {
+                "shard": part.stretch.shard,
+                "from_seq": part.start.cursor.seq,
+                "seq": (done[part.stretch.shard].cursor if done else part.start.cursor).seq,
+                "head": (done[part.stretch.shard].cursor if done else part.start.cursor).head.hex(),
+            }
+            for part in planned
+        ],
+    }
+
+
+def _in_words(report: dict[str, Any]) -> str:
+    files, lines, events = (counted(report[name], name) for name in ("files", "lines", "events"))
+    if report.get("checked"):
+        return f"{report['directory']} is whole: {files} with {lines} ({events})."
+    if report["dry_run"]:
+        last = ", ".join(f"{one['shard']}:{one['seq']}" for one in report["shards"] if one["seq"])
+        return (
+            f"Would read {counted(report['to_read'], report['unit'])} of the {report['source']}, after "
+            f"{last or 'the beginning'}."
+        )
+    return f"Exported {events} in {lines} to {files} ({_size(report['bytes'])}) in {report['directory']}."
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e6:,.1f} MB" if number >= 1e6 else f"{number / 1e3:,.1f} kB"

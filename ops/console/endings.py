@@ -1,0 +1,77 @@
+"""How the command line ends after an error of a known kind. The command line imports this module when there
+is an error: the errors of the servers' clients come with the whole clients.
+"""
+
+import asyncio
+
+from aiokafka.errors import KafkaError
+from psycopg import OperationalError
+from psycopg.errors import InsufficientPrivilege, LockNotAvailable, UndefinedTable
+from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
+
+from grabstream.models.upcasting import BrokenChain
+from grabstream.ops.connections.logins import refusal
+from grabstream.ops.services import ServiceError
+from grabstream.ops.settings import BadSettings, LoginRefused, load_settings
+from grabstream.projections.database.locks import Held
+from grabstream.projections.versions import NoReadModel
+from grabstream.streams.buckets import StoreAway, StoreRefused
+from grabstream.streams.clients import in_words
+
+
+def ending_of(error: Exception) -> tuple[int, str] | None:
+    """The exit code, and the line that says what failed and the way out; None for an unknown error."""
+    match error:
+        case BadSettings():
+            return 2, str(error)
+        case ServiceError() | LoginRefused():
+            return 3, str(error)
+        case BrokenChain():
+            return 1, (
+                f"the upcasters of this program have a gap: {error}; docs/events.md explains how to write an "
+                "upcaster"
+            )
+        case ConnectionError() | TimeoutError():
+            return 3, _refused(error) or f"Redis cannot be reached (GRAB_REDIS_URL): {error}"
+        case NoPermissionError():
+            return 2, (
+                f"the Redis user of GRAB_REDIS_URL lacks a right: {error}; `grabstream grants` prints "
+                "the rights of each role"
+            )
+        case StoreAway():
+            return 3, str(error)
+        case StoreRefused():
+            return 1, str(error)
+        case KafkaError():
+            words = f"Kafka cannot be reached, or refused a request (GRAB_KAFKA): {in_words(error)}"
+            return 3, _refused(error) or words
+        case InsufficientPrivilege():
+            return 2, (
+                f"the PostgreSQL role of GRAB_POSTGRES lacks a privilege: {error.diag.message_primary}; "
+                "docs/operating.md lists the privileges that it needs"
+            )
+        case Held():
+            return 1, (
+                f"nothing was done, because another session of PostgreSQL holds a lock: {error}. Try again "
+                "when it has ended"
+            )
+        case LockNotAvailable():
+            return 1, (
+                "another PostgreSQL session holds a lock for too long "
+                f"({error.diag.message_primary}): try again"
+            )
+        case OperationalError():
+            return 3, _refused(error) or f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}"
+        case UndefinedTable():
+            return 2, (
+                f"tables are missing ({error.diag.message_primary}): run `grabstream init` to create them in "
+                "GRAB_SCHEMA"
+            )
+        case NoReadModel():
+            return 2, str(error)
+    return None
+
+
+def _refused(error: Exception) -> str:
+    """Why the server that an error came from refuses this process, and what to do; '' when it does not."""
+    return asyncio.run(refusal(load_settings(), error))

@@ -1,0 +1,129 @@
+"""Checks of webhooks: what is parked, what fails, and what nobody sends."""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from psycopg import AsyncConnection
+from psycopg.rows import class_row
+
+from grabstream.ops.console.output import counted
+from grabstream.ops.diagnosis.findings import Finding
+from grabstream.ops.diagnosis.topics import LATE_MS
+
+#: The command that shows why a webhook fails.
+_SHOW: Final = "grabstream webhooks deliveries"
+
+
+class HookReading(NamedTuple):
+    """A subscription: deliveries that wait and that are parked, the attempts and the problem of the one that
+    failed most often, and times in ms since 1970 UTC: since when it fails, since when a delivery is due that
+    was never tried, and since when an event of the audit trail is not read (None: it is not so).
+    """
+
+    webhook: str
+    state: str
+    reason: str | None
+    waiting: int
+    parked: int
+    parked_offers: int
+    parked_since: int | None
+    attempts: int
+    problem: str | None
+    failing_since: int | None
+    due_since: int | None
+    unread_since: int | None
+
+
+# An event that a subscription does not want moves its cursor, too: a cursor before the end of the audit trail
+# has not been read on. A subscription that nobody has read for yet has none.
+_READ: Final = """
+SELECT w.webhook, w.state, w.reason,
+       coalesce(d.waiting, 0) AS waiting, coalesce(d.parked, 0) AS parked,
+       coalesce(d.parked_offers, 0) AS parked_offers, d.parked_since,
+       coalesce(d.attempts, 0) AS attempts, d.problem, d.failing_since, d.due_since,
+       CASE WHEN u.cursors > 0 THEN u.unread_since
+            WHEN EXISTS (SELECT 1 FROM audit) THEN (extract(epoch FROM w.created_at) * 1000)::bigint
+       END AS unread_since
+FROM webhooks AS w
+LEFT JOIN LATERAL (
+    SELECT count(*) FILTER (WHERE state = 'waiting') AS waiting,
+           count(*) FILTER (WHERE state = 'parked') AS parked,
+           count(DISTINCT offer) FILTER (WHERE state = 'parked') AS parked_offers,
+           min(at) FILTER (WHERE state = 'parked') AS parked_since,
+           max(attempts) FILTER (WHERE state = 'waiting') AS attempts,
+           (array_agg(problem ORDER BY attempts DESC) FILTER (WHERE problem IS NOT NULL))[1] AS problem,
+           min(at) FILTER (WHERE state = 'waiting' AND attempts > 0) AS failing_since,
+           (extract(epoch FROM min(due_at) FILTER (WHERE state = 'waiting' AND attempts = 0)) * 1000)::bigint
+               AS due_since
+    FROM webhook_deliveries WHERE webhook = w.webhook
+) AS d ON true
+LEFT JOIN LATERAL (
+    SELECT count(*) AS cursors, min(first.at) AS unread_since
+    FROM webhook_cursors AS c LEFT JOIN LATERAL (
+        SELECT at FROM audit WHERE shard = c.shard AND seq > c.seq ORDER BY seq LIMIT 1
+    ) AS first ON true
+    WHERE c.webhook = w.webhook
+) AS u ON true
+ORDER BY w.created_at, w.webhook
+"""
+
+
+async def read_hooks(connection: AsyncConnection[Any]) -> list[HookReading]:
+    """Reads all subscriptions, the oldest first."""
+    async with connection.cursor(row_factory=class_row(HookReading)) as cursor:
+        await cursor.execute(_READ)
+        return await cursor.fetchall()
+
+
+def not_delivered(hooks: Sequence[HookReading], now_ms: int) -> list[Finding]:
+    """Subscriptions that were paused by the system, have parked deliveries, fail, or lag for LATE_MS."""
+    return [finding for hook in hooks for finding in _of(hook, now_ms)]
+
+
+def _of(hook: HookReading, now_ms: int) -> list[Finding]:
+    findings = []
+    name = f"webhook {hook.webhook}"
+    why = f": {hook.problem}" if hook.problem else ""
+    if hook.parked:
+        findings.append(
+            Finding(
+                "stuck",
+                f"{name}: {counted(hook.parked, 'events')} of {counted(hook.parked_offers, 'offers')} are "
+                f"parked{why}",
+                "its receiver gets no events of these offers until they are sent again",
+                f"grabstream webhooks resend {hook.webhook}   # once the receiver takes them; {_SHOW} "
+                f"{hook.webhook} --state parked shows them",
+                hook.parked_since,
+            )
+        )  # fmt: skip
+    if hook.state == "paused":
+        if hook.reason:
+            findings.append(
+                Finding(
+                    "stuck", f"{name} was paused: {hook.reason}",
+                    "its receiver gets nothing; after a resume, it gets everything since",
+                    f"grabstream webhooks resume {hook.webhook}   # or, if it is no longer wanted: "
+                    f"grabstream webhooks remove {hook.webhook}",
+                )
+            )  # fmt: skip
+        return findings
+    if hook.failing_since is not None and now_ms - hook.failing_since > LATE_MS:
+        findings.append(
+            Finding(
+                "risk",
+                f"{name} fails, after {counted(hook.attempts, 'attempts')}{why}",
+                "its receiver gets events late; they are parked in the end",
+                f"{_SHOW} {hook.webhook}   # mend the receiver: the events are sent again by themselves",
+                hook.failing_since,
+            )
+        )
+    # While the receiver fails, few requests are sent to it, and the other deliveries wait for that.
+    elif late := [at for at in (hook.due_since, hook.unread_since) if at and now_ms - at > LATE_MS]:
+        findings.append(
+            Finding(
+                "stuck", f"{name} lags: {counted(hook.waiting, 'events')} waiting, others are not read",
+                "its receiver gets events late; nothing is lost",
+                "grabstream worker --roles webhooks", min(late),
+            )
+        )  # fmt: skip
+    return findings

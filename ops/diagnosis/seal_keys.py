@@ -1,0 +1,96 @@
+"""Checks of the seal keys: whether the settings have those of the system, and which old ones are needed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from psycopg import AsyncConnection
+from psycopg.errors import QueryCanceled
+
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.ops.connections.seal_keys import WrongSealKeys, compare_first
+from grabstream.ops.console.output import counted
+from grabstream.ops.diagnosis.findings import Finding
+from grabstream.ops.settings import Settings
+from grabstream.projections.records import seal_keys
+from grabstream.projections.records.seal_keys import SealKey, Uses
+
+#: How long counting what old keys have sealed may take.
+COUNT_SECONDS_MAX: Final = 5
+
+
+class SealKeyReadings(NamedTuple):
+    """The recorded keys, and what each is needed for: None if that was not counted, because there is only one
+    key, or it took too long.
+    """
+
+    known: Sequence[SealKey] = ()
+    uses: Mapping[str, Uses] | None = None
+
+
+async def read_seal_keys(connection: AsyncConnection[Any]) -> SealKeyReadings:
+    """Reads the recorded keys; raises psycopg's errors when the server cannot be reached."""
+    known = await seal_keys.find_all(connection) or []
+    if sum(key.retired_at is None for key in known) < 2:
+        return SealKeyReadings(known)
+    try:
+        async with connection.transaction():
+            await connection.execute(f"SET LOCAL statement_timeout = '{COUNT_SECONDS_MAX}s'".encode())
+            return SealKeyReadings(known, await seal_keys.uses(connection))
+    except QueryCanceled:
+        return SealKeyReadings(known)
+
+
+def wrong(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
+    """Seal keys that are not those of the system, or that it does not know."""
+    text = settings.seal_keys.get_secret_value()
+    if not text:
+        return []  # that is a finding already
+    if not readings.known:
+        return [
+            Finding(
+                "risk", "the seal keys of this system are not recorded",
+                "a process with wrong keys starts, and is noticed when a recovery cannot open what it needs",
+                "grabstream init   # with the right keys; it records them",
+            )
+        ]  # fmt: skip
+    try:
+        compare_first(Sealer.from_text(text).fingerprints, readings.known)
+    except WrongSealKeys as error:
+        means = "workers and gates with these settings refuse to start"
+        return [Finding("stuck", error.what, means, error.mend)]
+    return []
+
+
+def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
+    """Keys that no longer seal, and what they are needed for."""
+    text = settings.seal_keys.get_secret_value()
+    first = text.strip().partition(":")[0]
+    findings = []
+    for key in readings.known:
+        if not text or key.key_id == first or key.retired_at is not None:
+            continue
+        what, retire = f"seal key {key.key_id} ", f"grabstream reseal --retire {key.key_id}"
+        if readings.uses is None:
+            what += f"may still be needed: that could not be counted within {COUNT_SECONDS_MAX} s"
+            means = "every process must have the key"
+        elif uses := readings.uses.get(key.key_id):
+            what += f"is still needed for {in_words(uses)}"
+            means = "every process must have the key until these have ended"
+            if (uses.webhooks or uses.user_keys) and not uses.envelopes and not uses.code_lists:
+                retire = f"grabstream reseal && {retire}"
+        else:
+            what += "is not needed any more"
+            means = "every process must have the key until it is retired"
+        findings.append(Finding("note", what, means, f"{retire}   # docs/operating.md, A new seal key"))
+    return findings
+
+
+def in_words(uses: Uses) -> str:
+    """What a key is needed for."""
+    parts = (
+        (uses.envelopes, "open envelopes"),
+        (uses.code_lists, "coupon offers"),
+        (uses.webhooks, "webhooks"),
+        (uses.user_keys, "keys of users"),
+    )
+    return ", ".join(counted(number, what) for number, what in parts if number)

@@ -1,0 +1,91 @@
+"""`follow_into`: hands the events of a system on to a sink, from the cursor that the sink has stored."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Final
+
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.journal import Cursor
+from grabstream.ops.connections.opening import check_system
+from grabstream.ops.event_cursor import EventCursor
+from grabstream.ops.settings import Settings
+from grabstream.projections.cursors import CursorMoved, single_facts
+from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.following.sinks import EventSink, SinkDamaged
+from grabstream.streams.history.chunks import gathered
+from grabstream.streams.history.sources import JournalSource, Start
+from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.topics import Topics
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 0.2
+RETRY_SECONDS: Final = 1.0
+#: How many events are handed on at once, as far as there are more: at least so many, in whole records.
+BATCH_SEQS: Final = 4_000
+
+
+async def follow_into(
+    settings: Settings, sink: EventSink, *, step: Callable[[str], None] = lambda name: None
+) -> None:
+    """Hands all events on to a sink, from the cursor that it has stored, and then new ones, until cancelled.
+
+    The events are read from the journal and verified by the chain of hashes. While a server is away, or the
+    sink raises OSError, it waits, and begins again with what the sink has stored. `step` is called after each
+    batch. Raises BadSettings when the servers belong to another system, SinkDamaged for a cursor that is not
+    one of this system, Corrupt or Gap when the journal contradicts itself or its old records were deleted,
+    and all other errors of the sink.
+    """
+    identity = await check_system(settings)
+    trouble = Trouble(log, "follow")
+    while True:
+        try:
+            async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
+                stored = await sink.load()
+                cursor = _cursor(stored, settings, identity.journal if identity else None)
+                await _hand_on(settings, sink, reader, stored, cursor, trouble, step)
+        except CursorMoved as moved:
+            log.info("%s; reading it again", moved)
+            await asyncio.sleep(POLL_SECONDS)
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            trouble.say(in_words(error))
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+def _cursor(stored: str | None, settings: Settings, journal: str | None) -> EventCursor:
+    try:
+        cursor = EventCursor() if stored is None else EventCursor.decode(stored)
+        cursor.require_system(settings.prefix, settings.shards, journal)
+    except ValueError as error:
+        raise SinkDamaged(f"the sink has stored what is not a cursor of this system: {error}") from None
+    return cursor
+
+
+async def _hand_on(
+    settings: Settings, sink: EventSink, reader: JournalReader, stored: str | None, cursor: EventCursor,
+    trouble: Trouble, step: Callable[[str], None],
+) -> None:  # fmt: skip
+    source = JournalSource(reader, None)
+    while True:
+        for shard, end in (await reader.ends(range(settings.shards))).items():
+            position = cursor.positions().get(shard, Cursor())
+            if end <= position.next_offset:
+                continue
+            read = gathered(source.chunks(shard, Start(position, end)), BATCH_SEQS)
+            async with aclosing(read) as chunks:
+                async for chunk in chunks:
+                    # The cursor of a program may stand within a run of grabs.
+                    taken = cursor.seq(shard)
+                    facts = [fact for fact in single_facts(chunk.facts) if fact.event.seq > taken]
+                    cursor.move(shard, chunk.after.seq, chunk.after)
+                    if facts:
+                        after = cursor.encode()
+                        await sink.apply(facts, stored, after)
+                        stored = after
+                        step("sink.applied")
+        trouble.over()
+        await asyncio.sleep(POLL_SECONDS)

@@ -1,0 +1,211 @@
+"""What each role may do on the three servers: the least that its work needs.
+
+Redis cannot narrow what a gate does to the data of its own prefix, because a function runs with the rights of
+its caller: such credentials stay with gates and workers. Passwords are not set here.
+"""
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import for_code
+from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest
+from psycopg import AsyncConnection, sql
+
+from grabstream.lua.keys import readable_patterns
+from grabstream.streams import brokers
+from grabstream.streams.clients import started
+from grabstream.streams.relaying.shadow import SHADOW
+
+#: Rights on Redis by role, beside the keys and channels of the prefix. @dangerous has FLUSHALL, CONFIG, ACL,
+#: KEYS and SHUTDOWN. Functions of the server's own are never deleted by these roles.
+REDIS_RIGHTS: Final = {
+    "worker": "+@all -@dangerous -function -script +function|load +function|list +info +config|get",
+    "gate": "+@all -@dangerous -function -script +info +config|get",
+    "reader": "+@read +@connection +subscribe +unsubscribe -@dangerous +info",
+}
+#: Operations on topics, by role and the topic's last part. A new topic is one more word here.
+KAFKA_RIGHTS: Final = {
+    "worker": {
+        "commands": "READ", "operations": "READ", "results": "WRITE",
+        "journal": "READ WRITE DESCRIBE_CONFIGS",
+        "events": "READ WRITE", "rejected": "READ WRITE", "refusals": "WRITE",
+    },
+    "gate": {"refusals": "WRITE"},
+    "user": {"commands": "WRITE", "results": "READ"},
+    "operator": {"operations": "WRITE", "results": "READ"},
+    "reader": {"events": "READ", "refusals": "READ"},
+}  # fmt: skip
+#: Groups of workers, by what follows the prefix and a dot, and how it is matched: the deciders' and the read
+#: models' (`group_of`), whose name goes on with the numbers of their definitions. No prefix of a system has a
+#: colon, so none of them is a group of another system, not even of one whose prefix begins with this one.
+_GROUPS_OF_WORKERS: Final = {
+    "decider": "literal", "decider.operations": "literal", "ledger:": "prefixed", "events": "literal",
+}  # fmt: skip
+#: Characters of a group that readers have, and how many.
+_is_group = re.compile(r"[A-Za-z0-9._:-]{1,249}\Z").match
+#: Tables of the ledger and the audit trail: rows are added, never changed.
+_JOURNALED: Final = re.compile(r"(audit|transfers|transfer_runs)_[0-9]+|journal_keys|user_keys")
+#: Tables that only the owner writes: `init`, `keys`, `forget` and `rebuild`.
+_OF_OWNER: Final = frozenset(
+    {"api_keys", "forgotten", "migrations", "outcomes", "read_models", "seal_keys", "system", "view_texts"}
+)
+_RESOURCES: Final = {"topic": 2, "group": 3}
+_PATTERNS: Final = {"literal": 3, "prefixed": 4}
+_OPERATIONS: Final = {"READ": 3, "WRITE": 4, "DESCRIBE_CONFIGS": 10}
+_ALLOW: Final = 3
+
+
+class Acl(NamedTuple):
+    """One permission in Kafka: who, on which topics or groups (all whose names begin so, if `prefixed`)."""
+
+    principal: str
+    resource: str
+    name: str
+    pattern: str
+    operation: str
+
+    def command(self, bootstrap: str, change: str = "--add") -> str:
+        """The command of Kafka's tools that adds it, or removes it (`--remove --force`)."""
+        words = self.operation.title().replace("_", "")
+        return (
+            f"kafka-acls.sh --bootstrap-server {bootstrap} --command-config admin.properties {change} "
+            f"--allow-principal {self.principal} --operation {words} --{self.resource} {self.name} "
+            f"--resource-pattern-type {self.pattern}"
+        )
+
+    def request(self, kind: type[CreateAclsRequest] | type[DeleteAclsRequest]) -> Any:
+        """The request that adds or removes it."""
+        return kind(
+            _RESOURCES[self.resource], self.name, _PATTERNS[self.pattern], self.principal, "*",
+            _OPERATIONS[self.operation], _ALLOW,
+        )  # fmt: skip
+
+
+def role_name(prefix: str, role: str) -> str:
+    """The name of a role's user on Redis and Kafka."""
+    return f"{prefix}_{role}"
+
+
+def redis_commands(prefix: str) -> list[list[str]]:
+    """The ACL SETUSER command of each role. A reader may only read keys, and none that tell parts or codes to
+    come; a worker also has those with which the verifier compares (streams/relaying/shadow.py).
+    """
+    own = f"~{prefix}:*"
+    keys = {"worker": [own, f"~{prefix}{SHADOW}*"], "gate": [own], "reader": []}
+    keys["reader"] = [f"%R~{pattern}" for pattern in readable_patterns(prefix)]
+    begin = ["on", "resetkeys", "resetchannels", "-@all"]
+    return [
+        [
+            "ACL", "SETUSER", role_name(prefix, role), *begin, *keys[role], f"&{prefix}:*", *rights.split(),
+        ]
+        for role, rights in REDIS_RIGHTS.items()
+    ]  # fmt: skip
+
+
+def require_group(prefix: str, group: str) -> None:
+    """Raises ValueError for a text that cannot be a group of readers. A member of the deciders' group would
+    be given partitions, whose commands nobody would decide.
+    """
+    if not _is_group(group):
+        raise ValueError("a group has 1 to 249 letters, digits, '.', '_', ':' and '-'")
+    for name, pattern in _GROUPS_OF_WORKERS.items():
+        own = f"{prefix}.{name}"
+        if group == own or (pattern == "prefixed" and group.startswith(own)):
+            raise ValueError(f"{group} is a group of this system's workers")
+
+
+def kafka_acls(prefix: str, groups: Sequence[str] = ()) -> list[Acl]:
+    """The permissions of each role; `groups` are those of readers."""
+    acls = []
+    for role, topics in KAFKA_RIGHTS.items():
+        principal = f"User:{role_name(prefix, role)}"
+        for topic, operations in topics.items():
+            acls += [
+                Acl(principal, "topic", f"{prefix}.{topic}", "literal", operation)
+                for operation in operations.split()
+            ]
+    worker, reader = (f"User:{role_name(prefix, role)}" for role in ("worker", "reader"))
+    acls += [
+        Acl(worker, "group", f"{prefix}.{name}", pattern, "READ")
+        for name, pattern in _GROUPS_OF_WORKERS.items()
+    ]
+    return acls + [Acl(reader, "group", group, "literal", "READ") for group in groups]
+
+
+def former_kafka_acls(prefix: str) -> list[Acl]:
+    """Permissions that earlier releases gave and nobody has now: on all groups whose names begin with the
+    prefix and a dot, also those of another system (`grab.eu` of `grab`), and of the deciders.
+    """
+    return [
+        Acl(f"User:{role_name(prefix, role)}", "group", f"{prefix}.", "prefixed", "READ")
+        for role in ("worker", "reader")
+    ]
+
+
+async def apply_kafka(bootstrap: str, acls: Sequence[Acl], former: Sequence[Acl] = ()) -> None:
+    """Adds permissions, then removes the `former`; others stay as they are. Raises aiokafka's errors."""
+    async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
+        for acl in acls:
+            answer = await client._send_request(acl.request(CreateAclsRequest))
+            _require_success(answer.creation_responses)
+        for acl in former:
+            answer = await client._send_request(acl.request(DeleteAclsRequest))
+            _require_success(answer.filter_responses)
+            for *_, matching in answer.filter_responses:
+                for found in matching:
+                    _require_success([found])
+
+
+def _require_success(responses: Sequence[tuple[Any, ...]]) -> None:
+    [(code, message, *_)] = responses
+    if code:
+        raise for_code(code)(message)
+
+
+async def postgres_statements(connection: AsyncConnection[Any], schema: str, prefix: str) -> list[str]:
+    """The statements that make the roles writer and reader of a system, and give exactly their rights on what
+    the system has now. Run again after `init` and after a rebuild, which make tables and views.
+    """
+    return [text.as_string(connection) async for text in _statements(connection, schema, prefix)]
+
+
+async def _statements(
+    connection: AsyncConnection[Any], schema: str, prefix: str
+) -> AsyncIterator[sql.Composed]:
+    writer, reader = (sql.Identifier(role_name(prefix, role)) for role in ("writer", "reader"))
+    for role in ("writer", "reader"):
+        name = role_name(prefix, role)
+        known = await connection.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (name,))
+        if await known.fetchone() is None:
+            yield sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name))
+    home = sql.Identifier(schema)
+    database = sql.Identifier(connection.info.dbname)
+    yield sql.SQL("GRANT CONNECT, TEMPORARY ON DATABASE {} TO {}").format(database, writer)
+    yield sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(database, reader)
+    yield sql.SQL("GRANT USAGE ON SCHEMA {} TO {}").format(home, reader)
+    versions = await connection.execute(sql.SQL("SELECT DISTINCT schema FROM {}.read_models").format(home))
+    schemas = list(dict.fromkeys([schema, *(row[0] for row in await versions.fetchall())]))
+    found = await connection.execute(
+        "SELECT nspname, relname, relkind::text FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
+        "WHERE nspname = ANY(%s) AND relkind IN ('r', 'p', 'v', 'S') ORDER BY 1, 2",
+        (schemas,),
+    )
+    for one in schemas:
+        yield sql.SQL("GRANT USAGE ON SCHEMA {} TO {}").format(sql.Identifier(one), writer)
+    for home_name, name, kind in await found.fetchall():
+        of = sql.Identifier(home_name, name)
+        if kind == "S":
+            yield sql.SQL("GRANT USAGE ON SEQUENCE {} TO {}").format(of, writer)
+            continue
+        yield sql.SQL("REVOKE ALL ON {} FROM {}, {}").format(of, writer, reader)
+        yield sql.SQL(f"GRANT {_of_writer(name, kind)} ON {{}} TO {{}}").format(of, writer)
+        if kind == "v" and home_name == schema:
+            yield sql.SQL("GRANT SELECT ON {} TO {}").format(of, reader)
+
+
+def _of_writer(name: str, kind: str) -> str:
+    if kind == "v" or name in _OF_OWNER:
+        return "SELECT"
+    return "SELECT, INSERT" if _JOURNALED.fullmatch(name) else "SELECT, INSERT, UPDATE, DELETE"

@@ -1,0 +1,137 @@
+"""An archive as a source of history: its lines, and after them the rest of the journal. The journal may lack
+what the archive has.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Final
+
+from grabstream.models.journal import Corrupt, Cursor, chain
+from grabstream.projections.records.set_aside import SetAside
+from grabstream.streams.history.archive import Archive, ArchiveSystem, BadArchive, open_archive
+from grabstream.streams.history.chunks import Chunk, Point
+from grabstream.streams.history.sources import (
+    PATIENCE_SECONDS,
+    JournalSource,
+    Start,
+    decode_verified,
+    without,
+)
+from grabstream.streams.history.stores import Store, in_thread
+from grabstream.streams.journal import open_reader
+from grabstream.streams.topic_ids import find_topic
+
+#: Lines that are decoded at once.
+CHUNK_LINES: Final = 500
+
+
+class ArchiveSource:
+    """An archive, and the journal after it.
+
+    A cursor within the archive has the offset from which reading began: only its seq and its hash count
+    there. The cursor after the archive's last line is the one that was exported.
+    """
+
+    name = "archive"
+    unit = "lines and records"
+
+    def __init__(self, archive: Archive, journal: JournalSource) -> None:
+        self.archive = archive
+        self._journal = journal
+
+    async def end(self, shard: int) -> int:
+        """The end of the journal; see Source."""
+        return await self._journal.end(shard)
+
+    async def resume(self, shard: int, cursor: Cursor) -> Start:
+        """See Source."""
+        return Start(cursor, await self.end(shard))
+
+    def between(self, cursor: Cursor, target: Cursor) -> Start:
+        """See Source; for a target after the archive."""
+        return Start(cursor, target.next_offset)
+
+    def units(self, shard: int, start: Start) -> int:
+        """The number of lines in files to be read, and of records after them."""
+        lines = sum(file.lines for file in self.archive.files(shard, start.cursor.seq))
+        offset = max(start.cursor.next_offset, self.archive.end(shard).next_offset)
+        return lines + max(start.end - offset, 0)
+
+    async def start(self, shard: int, first: Point | None) -> Start:
+        """The beginning, or the beginning of a file with the first event of the stretch."""
+        end = await self.end(shard)
+        if first is None:
+            return Start(Cursor(), end)
+        for file in self.archive.files(shard):
+            if (file.last_at if first.seq is None else file.last_seq) >= first.value:
+                return Start(Cursor(file.first_seq - 1, bytes.fromhex(file.prev)), end)
+        return Start(self.archive.end(shard), end)
+
+    async def chunks(
+        self, shard: int, start: Start, set_aside: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Chunk, None]:
+        """See Source."""
+        cursor = start.cursor
+        async with aclosing(self.archived(shard, cursor, set_aside)) as chunks:
+            async for chunk in chunks:
+                cursor = chunk.after
+                yield chunk
+        end = self.archive.end(shard)
+        if cursor.next_offset < end.next_offset:
+            # No line led to the end: the cursor is from the audit trail, or the shard had no events. The
+            # journal need not have what is before the archive's end.
+            before = cursor
+            cursor = before._replace(next_offset=end.next_offset, term=end.term, owner=end.owner)
+            yield Chunk(shard, before, cursor, [], 0)
+        rest = self._journal.chunks(shard, start._replace(cursor=cursor, proved=None), set_aside)
+        async with aclosing(rest) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def archived(
+        self, shard: int, cursor: Cursor, set_aside: Sequence[SetAside] = ()
+    ) -> AsyncGenerator[Chunk, None]:
+        """The events of the archive after a cursor. Raises BadArchive, or Corrupt if the cursor is of another
+        history, before it yields anything of the file.
+        """
+        set_aside = [record for record in set_aside if record.shard == shard]
+        end = self.archive.end(shard)
+        for file in self.archive.files(shard, cursor.seq):
+            where = f"archive, {self.archive.store.where(file.path)}"
+            # Parsed here: threads of Arrow abort a process that ends while they work.
+            lines = self.archive.lines_of(file, await in_thread(self.archive.content_of, file))
+            hashes = chain(bytes.fromhex(file.prev), lines)
+            at = Cursor(file.first_seq - 1, bytes.fromhex(file.prev), *cursor[2:])
+            for first in range(0, len(lines), CHUNK_LINES):
+                part = slice(first, first + CHUNK_LINES)
+                facts, error = decode_verified(where, shard, at.seq + 1, lines[part], hashes[part])
+                if error is not None:
+                    raise BadArchive(str(error))
+                before, at = at, at._replace(seq=facts[-1].event.last_seq, head=facts[-1].hash)
+                known = sum(fact.event.last_seq <= cursor.seq for fact in facts)
+                if known:
+                    before = before._replace(seq=facts[known - 1].event.last_seq, head=facts[known - 1].hash)
+                if known == len(facts):
+                    continue
+                if before[:2] != cursor[:2]:
+                    raise Corrupt(f"{where}: another history at seq {cursor.seq}, where the reader is")
+                facts = facts[known:]
+                is_end = at.seq == end.seq and end.next_offset >= at.next_offset
+                after = end if is_end else at
+                yield Chunk(shard, cursor, after, without(facts, set_aside), len(facts))
+                cursor = after
+
+
+@asynccontextmanager
+async def open_archive_source(
+    store: Store, prefix: str, shards: int, kafka: str, journal: str,
+    patience_seconds: float | None = PATIENCE_SECONDS,
+) -> AsyncIterator[ArchiveSource]:  # fmt: skip
+    """The archive in a store, and the journal after it; raises BadArchive if the archive is damaged, or not
+    of the system that has this journal.
+    """
+    topic = await find_topic(kafka, journal)
+    system = ArchiveSystem(prefix, "" if topic is None else topic.id, shards)
+    archive = await in_thread(open_archive, store, system)
+    async with open_reader(kafka, journal) as reader:
+        yield ArchiveSource(archive, JournalSource(reader, None, patience_seconds))

@@ -1,0 +1,179 @@
+"""Seal keys of a system: a process with wrong keys is refused at its start, and `doctor` names the key."""
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from grabstream.lua.gate.sealing import Sealer
+from grabstream.models.commands import Open
+from grabstream.models.offers import EnvelopeTerms
+from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.ops.connections.opening import checked_books, open_gate
+from grabstream.ops.connections.seal_keys import WrongSealKeys
+from grabstream.ops.diagnosis.examination import Examination, examine
+from grabstream.ops.initialization import make_system
+from grabstream.ops.settings import Settings
+from grabstream.projections.database.sessions import connect
+from grabstream.projections.records import seal_keys
+from tests.conftest import until
+from tests.support.command_line import env_of, grabstream
+
+
+def with_keys(settings: Settings, *keys: str) -> Settings:
+    return settings.model_copy(update={"seal_keys": SecretStr(",".join(keys))})
+
+
+def keys_of(settings: Settings) -> str:
+    return settings.seal_keys.get_secret_value()
+
+
+def other_key(key_id: str) -> str:
+    return f"{key_id}:{base64.urlsafe_b64encode(bytes(range(32))).decode().rstrip('=')}"
+
+
+async def finding_of(settings: Settings) -> str | None:
+    examination: Examination = await examine(settings)
+    found = [one for name, one in examination.findings if name == "seal keys are those of the system"]
+    assert all(one.severity == "stuck" for one in found)
+    return found[0].what if found else None
+
+
+async def refusal_of(settings: Settings) -> str:
+    """What a gate, a worker, a gateway and `init` say, without the secret, when they refuse these keys."""
+    with pytest.raises(WrongSealKeys) as raised:
+        async with open_gate(settings):
+            pass
+    for words in (
+        ("worker",),
+        ("gateway", "--port", "0"),
+        ("grab", "o", "u"),
+        ("webhooks", "add", "https://example.com"),
+    ):
+        done = grabstream(*words, **env_of(settings))
+        assert (done.returncode, str(raised.value) in done.stderr) == (2, True), done.stderr
+        assert not any(key.partition(":")[2] in done.stderr for key in keys_of(settings).split(","))
+    assert await finding_of(settings) == raised.value.what
+    return str(raised.value)
+
+
+async def test_wrong_seal_keys_are_refused_at_the_start(system: Settings) -> None:
+    right = keys_of(system)
+    key_id = right.partition(":")[0]
+    assert await finding_of(system) is None
+    # Another key under the same id.
+    said = await refusal_of(with_keys(system, other_key(key_id)))
+    assert said.startswith(f"GRAB_SEAL_KEYS: key {key_id} is not the key of that id")
+    assert f"Restore key {key_id} from the backup" in said
+    # The key of another system: the system's own is missing.
+    said = await refusal_of(with_keys(system, other_key("other")))
+    assert said.startswith(f"GRAB_SEAL_KEYS: key {key_id} of this system is missing; there are other")
+    # A key that nobody has recorded must not seal.
+    said = await refusal_of(with_keys(system, other_key("other"), right))
+    assert "key other, which would seal, is not recorded" in said
+    assert "`grabstream init`" in said
+    # But it may open, so that all processes can get it before it seals.
+    async with open_gate(with_keys(system, right, other_key("other"))):
+        pass
+
+
+async def test_init_records_a_new_key_only_with_all_others(system: Settings) -> None:
+    right, new = keys_of(system), new_seal_key()
+    for wrong in (with_keys(system, new), with_keys(system, other_key(right.partition(":")[0]), new)):
+        with pytest.raises(WrongSealKeys):
+            await make_system(wrong)
+        done = grabstream("init", **env_of(wrong))
+        assert (done.returncode, "GRAB_SEAL_KEYS" in done.stderr) == (2, True)
+    assert (await make_system(with_keys(system, right, new))).seal_keys == [new.partition(":")[0]]
+    assert (await make_system(with_keys(system, right, new))).seal_keys == []
+    # Without keys, nothing is compared or recorded.
+    assert (await make_system(with_keys(system))).seal_keys == []
+    # From now on every process must have the new key; it may seal.
+    assert "is missing" in str(await refusal_of(system))
+    async with open_gate(with_keys(system, new, right)):
+        pass
+    async with checked_books(system) as connection:
+        await seal_keys.retire(connection, right.partition(":")[0])
+    async with open_gate(with_keys(system, new)):
+        pass
+    assert "was retired on" in await refusal_of(with_keys(system, right, new))
+
+
+async def test_a_system_of_an_older_release_records_its_keys_with_init(system: Settings) -> None:
+    async with checked_books(system) as connection:
+        await connection.execute("DELETE FROM seal_keys")
+    async with open_gate(with_keys(system, new_seal_key())):
+        pass
+    examination = await examine(system)
+    [found] = [one for name, one in examination.findings if name == "seal keys are those of the system"]
+    assert (found.severity, found.command.startswith("grabstream init ")) == ("risk", True)
+    async with checked_books(system) as connection:
+        await connection.execute(
+            "DROP TABLE seal_keys; DELETE FROM migrations WHERE name = '0021_seal_keys.sql'"
+        )
+    async with open_gate(system):
+        pass
+    made = await make_system(system)
+    assert (made.migrations, made.seal_keys) == (["0021_seal_keys.sql"], [keys_of(system).partition(":")[0]])
+
+
+async def test_a_worker_that_started_without_postgresql_ends_when_its_keys_are_wrong(
+    system: Settings, worker: Callable[..., Any]
+) -> None:
+    main, hidden = system.schema_, f"{system.schema_}.hidden_system"
+    async with await connect(system.postgres, main) as connection:
+        await connection.execute(f"ALTER TABLE {main}.system RENAME TO hidden_system".encode())
+        wrong = with_keys(system, other_key(keys_of(system).partition(":")[0]))
+        # Which system this is cannot be asked yet.
+        started = worker(wrong, "decide,relay,sweep,project")
+        await until(lambda: "does not record yet" in started.log.read_text(), 30, "the worker waits")
+        assert started.process.poll() is None
+        await connection.execute(f"ALTER TABLE {hidden} RENAME TO system".encode())
+        await until(lambda: started.process.poll() is not None, 30, "the end of the worker")
+    assert "is not the key of that id" in started.log.read_text()
+    assert started.process.returncode == 2
+
+
+async def test_processes_that_only_seal(system: Settings, worker: Callable[..., Any]) -> None:
+    """The sealing part makes offers and webhooks; what opens refuses it and says so; `reseal` opens all."""
+    worker(system, "decide,relay,sweep,project")
+    part = grabstream("config", "--sealing-keys", **env_of(system)).stdout.strip()
+    key_id = keys_of(system).partition(":")[0]
+    assert part.startswith(f"{key_id}:seals.")
+    assert keys_of(system).partition(":")[2] not in part
+    only = with_keys(system, part)
+    shown = grabstream("config", "--json", **env_of(only)).stdout
+    assert f"{key_id}:… (only seals)" in shown
+    assert part[20:60] not in shown
+    for words in (
+        ("worker", "--roles", "decide,relay"), ("worker", "--roles", "webhooks"), ("reseal",),
+        ("rebuild", "redis", "--dry-run"), ("verify",),
+    ):  # fmt: skip
+        done = grabstream(*words, **env_of(only))
+        assert done.returncode in (1, 2), (words, done.stdout, done.stderr)
+        assert "is a sealing part, which opens nothing" in done.stdout + done.stderr, words
+    async with open_gate(only) as gate:
+        terms = EnvelopeTerms(issuer="i", funding="p", asset="CNY", total=100, parts=3)
+        [opened] = await gate.decide(
+            [Open(id="o", offer="e", terms=terms)], patience_ms=30_000, timeout_ms=30_000
+        )
+    assert opened.outcome == "opened"
+    added = grabstream("webhooks", "add", "https://example.org/x", "--json", **env_of(only))
+    assert added.returncode == 0, added.stderr
+
+    async def is_counted() -> bool:
+        async with checked_books(system) as connection:
+            return await seal_keys.uses(connection) == {key_id: seal_keys.Uses(1, 0, 1)}
+
+    await until(is_counted, 60, "what the sealing part has sealed is counted under its key")
+    done = grabstream("reseal", "--json", **env_of(system))
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["webhooks_resealed"]) == 1
+    # The part of another key of that id is noticed as the key would be.
+    other = Sealer.from_text(other_key(key_id)).sealing_text()
+    with pytest.raises(WrongSealKeys, match="is not the key of that id"):
+        async with open_gate(with_keys(system, other)):
+            pass

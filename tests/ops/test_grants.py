@@ -1,0 +1,57 @@
+"""Kafka's groups by role; `test_secured.py` tries all rights at secured servers."""
+
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from grabstream.ops.cli import grabstream
+from grabstream.ops.grants import kafka_acls, require_group
+from grabstream.projections.definitions import PROJECTIONS as READ_MODELS
+from grabstream.streams.deciding.decider import decider_group
+from grabstream.streams.projecting.agents import PROJECTIONS, group_of
+from grabstream.streams.topics import Topics
+
+TOPICS = Topics("grab")
+#: The groups of a worker, and of `faust -A grabstream.streams.app worker`.
+OF_WORKERS = (
+    decider_group(TOPICS, TOPICS.commands),
+    decider_group(TOPICS, TOPICS.operations),
+    group_of("grab", READ_MODELS),
+    group_of("grab", ["events"]),
+    group_of("grab", PROJECTIONS),
+)
+
+
+@pytest.mark.parametrize("group", OF_WORKERS)
+def test_a_worker_may_read_in_its_groups_and_readers_cannot_get_them(group: str) -> None:
+    rights = [acl for acl in kafka_acls("grab", ["reports"]) if acl.resource == "group"]
+    matching = [
+        acl
+        for acl in rights
+        if group == acl.name or (acl.pattern == "prefixed" and group.startswith(acl.name))
+    ]
+    assert [(acl.principal, acl.operation) for acl in matching] == [("User:grab_worker", "READ")]
+    with pytest.raises(ValueError, match="is a group of this system's workers"):
+        require_group("grab", group)
+
+
+@pytest.mark.parametrize("prefix", ["grab.eu", "grab.decider", "grab.ledger", "grab.events", "grab-eu"])
+def test_no_right_is_on_a_group_of_a_system_with_a_longer_prefix(prefix: str) -> None:
+    topics = Topics(prefix)
+    others = (
+        decider_group(topics, topics.commands), decider_group(topics, topics.operations),
+        group_of(prefix, READ_MODELS), group_of(prefix, ["events"]), group_of(prefix, PROJECTIONS),
+    )  # fmt: skip
+    for acl in kafka_acls("grab"):
+        if acl.resource == "group":
+            assert acl.name not in others
+            assert acl.pattern == "literal" or not [group for group in others if group.startswith(acl.name)]
+
+
+@pytest.mark.parametrize("group", ["", "a b", "x" * 250, "gr\xfcn", "grab.decider"])
+def test_a_group_that_readers_cannot_have_is_refused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAB_PREFIX", "grab")
+    done = CliRunner().invoke(grabstream, ["grants", "--group", group])
+    assert done.exit_code == 2
+    assert re.search("--group: (a group has 1 to 249 letters|.* is a group of this system's)", done.stderr)

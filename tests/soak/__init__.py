@@ -1,0 +1,3 @@
+"""A long steady load over all roles, after which memory must be flat and the lag bounded (`python -m
+tests.soak`).
+"""

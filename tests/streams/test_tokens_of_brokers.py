@@ -1,0 +1,45 @@
+"""Tokens for the brokers: an issuer that is away is asked again, one that refuses is an error of settings."""
+
+from base64 import b64encode
+
+import pytest
+from aiohttp import web
+
+from grabstream.lua.trouble import is_trouble
+from grabstream.streams.brokers import Login, NoToken, TokenRefused, Tokens
+from tests.support.web_servers import serving
+
+
+class Issuer:
+    """An issuer of tokens that answers what a test says."""
+
+    def __init__(self) -> None:
+        self.status, self.text = 200, ""
+        self.asked_by = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked_by = request.headers["Authorization"]
+        return web.Response(status=self.status, text=self.text)
+
+
+async def test_an_issuer_that_is_away_is_asked_again_and_one_that_refuses_is_not() -> None:
+    issuer, application = Issuer(), web.Application()
+    application.router.add_post("/token", issuer.answer)
+    async with serving(application) as port:
+        login = Login("SASL_SSL", "OAUTHBEARER", "id", "secret", token_url=f"http://127.0.0.1:{port}/token")
+        tokens = Tokens(login)
+        for status, refused in ((500, False), (503, False), (429, False), (400, True), (401, True)):
+            issuer.status = status
+            with pytest.raises(NoToken, match=f"answered {status}$") as raised:
+                await tokens.token()
+            assert isinstance(raised.value, TokenRefused) is refused
+        issuer.status, issuer.text = 200, "[]"
+        with pytest.raises(TokenRefused, match="answered no token"):
+            await tokens.token()
+        issuer.text = '{"access_token": "t"}'
+        assert await tokens.token() == "t"
+        assert issuer.asked_by == f"Basic {b64encode(b'id:secret').decode()}"
+    with pytest.raises(NoToken, match="cannot be asked") as away:
+        await Tokens(login).token()
+    assert not isinstance(away.value, TokenRefused)
+    assert is_trouble(away.value)
