@@ -3,14 +3,14 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 GRABSTREAM := $(VENV)/bin/grabstream
 STAMP := $(VENV)/complete
-# Four on two cores: most tests wait on servers.
-PROCESSES ?= 4
-# Only a test whose time ran out runs a second time, and is listed: nobody knows how busy the machine was. What
-# ends with a wrong result never does.
-RERUNS := --reruns 1 --only-rerun 'did not happen within|TimeoutError|TimeoutExpired|Timeout .>|with timeout [0-9]+ms'
+# Three on two cores: tests wait on servers, too.
+PROCESSES ?= 3# Several hundred processes of a run import the program: its bytecode is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+# Brokers of tests live for minutes: without the optimizing compiler they take a third less processor time.
+TEST_JAVA := JDK_JAVA_OPTIONS="-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo pictures test test-cluster drill upgrade lint docs format mutations nightly bench simulate
+.PHONY: help setup up down demo pictures test test-long tiers explore test-cluster drill upgrade lint docs format mutations nightly bench simulate
 .PHONY: lock lock-image release clean
 
 help: ## List the targets.
@@ -39,14 +39,25 @@ pictures: setup ## Take the pictures of the pages in docs/images/ (ARGS="webhook
 	@scripts/packages.sh chromium
 	@scripts/with-servers.sh $(PYTHON) -m scripts.page_pictures $(ARGS)
 
-test: setup ## Run all tests on real servers (ARGS="-k name" for some; PROCESSES=0 for one after the other).
+test: setup ## Run the tests of every change, on real servers (ARGS="-k name"; PROCESSES=0: one by one).
+	@scripts/packages.sh kcat redis-cli:redis-tools node:nodejs npm chromium
+	@$(TEST_JAVA) CI=1 TIER=test scripts/with-servers.sh scripts/test.sh $(PROCESSES) $(ARGS)
+
+test-long: setup ## Run the tests that are too long for every change, and draw new cases for properties.
 	@scripts/packages.sh kcat redis-cli:redis-tools node:nodejs npm chromium javac:openjdk-17-jdk-headless
 	@scripts/packages.sh promtool:prometheus prometheus-redis-exporter
-	@CI=1 scripts/with-servers.sh $(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile $(RERUNS) $(ARGS)
+	@$(TEST_JAVA) CI=1 TIER=long scripts/with-servers.sh scripts/test.sh $(PROCESSES) $(ARGS)
+
+tiers: setup ## Print tests and minutes of `make test` and `make test-long`, by folder, and the slowest tests.
+	@$(PYTHON) -m tests.tiers $(ARGS)
+
+explore: setup ## Draw new random cases for MINUTES (10), from seeds that no run before has played.
+	@scripts/packages.sh redis-cli:redis-tools
+	@scripts/with-servers.sh $(PYTHON) -m tests.explore --minutes $(or $(MINUTES),10) $(ARGS)
 
 test-cluster: setup ## Run the tests that need servers on a Redis Cluster and three Kafka brokers.
 	@scripts/packages.sh kcat redis-cli:redis-tools promtool:prometheus prometheus-redis-exporter
-	@CI=1 CLUSTER=1 scripts/with-servers.sh $(PYTHON) -m pytest tests/streams tests/ops $(ARGS)
+	@$(TEST_JAVA) CI=1 TIER=day CLUSTER=1 scripts/with-servers.sh $(PYTHON) -m pytest tests/streams tests/ops $(ARGS)
 
 drill: setup ## Play the kill matrix, again on a cluster, then test-cluster (ARGS="--list", "--cell redis.*").
 	@$(PYTHON) -m tests.drill $(ARGS)

@@ -4,13 +4,14 @@ worker processes; and polling with a bound. Also which tests run together in a p
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import secrets
 import signal
 import subprocess
+import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,35 @@ from pydantic import SecretStr
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.connections.redis_servers import masters
-from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import LocalServices, free_ports, local
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
+from tests import tiers
 from tests.support import forks
+from tests.support.systems import make_system
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-#: `make nightly` multiplies the number of random cases by this.
-LONGER = 10 if NIGHTLY else 1
+# jsonschema imports it for a format that no schema here has, and it takes 3 s to compile its grammars.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
+#: Whether `make nightly` plays, which also lengthens some tests.
+NIGHTLY = tiers.TIER == tiers.NIGHTLY
+
+
+def examples(count: int) -> int:
+    """How many random cases a property gets in the tier that is played, where the long tier draws `count`:
+    every change plays a quarter of them, always the same ones; `make nightly` plays ten times as many.
+    """
+    if tiers.TIER == tiers.TEST:
+        return max(1, count // 4)
+    return 10 * count if NIGHTLY else count
+
+
 hypothesis_settings.register_profile(
     "tests",
-    max_examples=100 * LONGER,
+    max_examples=examples(100),
+    # New cases are for the long tier: they must not decide whether somebody else's change lands.
+    derandomize=tiers.TIER == tiers.TEST,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -66,6 +83,8 @@ ONE_BY_ONE = (
 )  # fmt: skip
 
 
+#: How long gates of tests wait for answers.
+GATE_TIMEOUT_MS = 20_000
 #: Files of long tests that share nothing: in a parallel run, each test goes to any free process. The tests of
 #: every other file stay in one process.
 ANYWHERE = (
@@ -76,30 +95,39 @@ ANYWHERE = (
 )
 
 
-def some_by_day(cases: Iterable[Any], one_in: int) -> list[Any]:
-    """Cases of a parametrized test of which each run plays one in so many; `make nightly` plays all."""
+def some_by_tier(cases: Iterable[Any], one_in: int) -> list[Any]:
+    """Cases of a parametrized test of which the long tier plays one in so many, `make test` a fifth of those,
+    and `make nightly` all.
+    """
     return [
-        case if number % one_in == 0 else pytest.param(case, marks=pytest.mark.nightly)
+        case if number % (5 * one_in) == 0
+        else pytest.param(case, marks=pytest.mark.nightly if number % one_in else pytest.mark.long)
         for number, case in enumerate(cases)
-    ]
+    ]  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record", action="store_true", help="Add the durations of this whole run to tests/durations.json."
+    )
+    parser.addoption(
+        "--stop-after", type=float, default=math.inf, metavar="SECONDS", help="Begin no test after this time."
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests marked `nightly`, unless `make nightly` runs. In a parallel run, the tests that one
-    process must run come first, so that the others do all the rest meanwhile.
-    """
-    if not NIGHTLY:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    """Leaves the tests of the tier. In a parallel run, the groups of tests that take longest begin first."""
+    tiers.choose(config, items)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        sizes = Counter(_group_of(item.nodeid) for item in items)
-        items.sort(key=lambda item: (not item.nodeid.startswith(ONE_BY_ONE), -sizes[_group_of(item.nodeid)]))
+        tiers.longest_first(items, _group_of)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives each process of a parallel run its own range of ports, so that a server that a test has killed
     finds its port free when it starts again. And gives Ctrl-C its meaning again where it is ignored.
     """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(tiers.Run(config))
     # A shell that is not interactive ignores SIGINT in what it runs in the background, and all processes that
     # tests start would inherit it.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -111,15 +139,6 @@ def pytest_configure(config: pytest.Config) -> None:
     first, last = local.PORT_RANGE
     size = (last - first) // count
     local.PORT_RANGE = (first + number * size, first + (number + 1) * size - 1)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Lists the tests whose time ran out and that `make test` ran once more, with what they waited for."""
-    for report in terminalreporter.stats.get("rerun", ()):
-        crash = getattr(report.longrepr, "reprcrash", None)
-        reason = (crash.message if crash else str(report.longrepr)).partition("\n")[0]
-        terminalreporter.write_line(f"RERUN {report.nodeid} - {reason}")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -147,6 +166,8 @@ def _group_of(nodeid: str) -> str:
 @pytest.fixture(scope="session")
 def servers() -> Settings:
     """The settings of servers that answer. If they do not, tests are skipped, or fail if `CI` is set."""
+    # Also of the processes that tests start: on a busy machine, an answer may take longer than the usual 2 s.
+    os.environ.setdefault("GRAB_GATE_TIMEOUT_MS", str(GATE_TIMEOUT_MS))
     settings = load_settings()
     settings = settings.model_copy(update={"seal_keys": SecretStr(new_seal_key())})
     try:

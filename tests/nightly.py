@@ -54,7 +54,7 @@ class Result(NamedTuple):
 
 def steps() -> list[Step]:
     """All steps in their order: quick steps that find the most come first."""
-    tests = {"CI": "1", "HYPOTHESIS_PROFILE": "nightly"}
+    tests = {"CI": "1", "TIER": "nightly"}
     return [
         Step("demo", "the rehearsal of the envelopes", REHEARSE, minutes_max=10),
         Step("demo-under-load", "the same on a busy machine", REHEARSE, under_load=True, minutes_max=20),

@@ -26,7 +26,8 @@ def rows() -> dict[str, str]:
 def marked(folder: Path = PROJECT / "tests") -> Iterator[tuple[str, str]]:
     """Yields (requirement, test id) for every mark."""
     for path in sorted(folder.rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "pytest.mark.requirement" in text else ():
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             for mark in node.decorator_list:

@@ -53,6 +53,7 @@ from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.ops.settings import BadSettings, Settings, load_settings
 from grabstream.streams.deciding.understanding import Authority, Pace, Rejected, understand
 from grabstream.streams.topics import Topics
+from tests.conftest import examples
 from tests.support.odd_values import (
     ENVELOPE,
     ODD_TEXTS,
@@ -67,7 +68,7 @@ from tests.support.odd_values import (
 
 #: A few seconds for each door.
 FUZZED: Final = hypothesis_settings(
-    max_examples=int(os.environ.get("GRAB_FUZZ_EXAMPLES", "200")), deadline=None
+    max_examples=int(os.environ.get("GRAB_FUZZ_EXAMPLES") or examples(200)), deadline=None
 )
 #: What an input may cost, with so much for the beginning: of the slowest door, many times what it takes on a
 #: busy machine.
@@ -337,6 +338,7 @@ def blocks(draw: st.DrawFn) -> tuple[list[tuple[str, bytes]], bytes | None]:
     return headers, b"\n".join(lines)
 
 
+@pytest.mark.long
 @FUZZED
 @given(records=st.lists(blocks(), max_size=5))
 def test_journal_record_counts_is_ignored_or_is_corrupt(

@@ -172,6 +172,7 @@ async def delete_topics_of_agent(settings: Settings) -> None:
             await client.delete_topics(names)
 
 
+@pytest.mark.long
 def test_service_gets_its_answers(stage: Stage) -> None:
     """A repeat with the same id gets the first answer. A refusal is an answer too."""
     printed = stage.run(sys.executable, "service.py", "lunch", "erin", "--id", "erin-1")
@@ -186,6 +187,7 @@ def test_service_gets_its_answers(stage: Stage) -> None:
     )
 
 
+@pytest.mark.long
 def test_each_instance_of_a_service_finds_its_own_answers(stage: Stage) -> None:
     running = [
         subprocess.Popen(
@@ -215,6 +217,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_service_in_node_gets_its_answers(stage: Stage, node: Path) -> None:
     printed = stage.run("node", "service.mjs", "lunch", "frank", "frank-1", folder=node)
     assert re.fullmatch(r"frank-1 granted \d+\n", printed)
@@ -232,6 +235,7 @@ def test_lock_file_of_node_names_no_registry() -> None:
         assert not name or one["integrity"].startswith("sha512-")
 
 
+@pytest.mark.long
 def test_verifier_in_node_finds_the_heads_of_the_books(stage: Stage, tmp_path: Path) -> None:
     """Of what `grabstream dump` writes, and of what kcat does."""
     need_node("the verifier examples/verify-journal.mjs")
@@ -265,6 +269,7 @@ def test_notebook_is_stored_without_output() -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
+@pytest.mark.long
 def test_notebook_runs(stage: Stage, tmp_path: Path) -> None:
     """Its numbers are those of the ledger, and its charts those of docs/notebook.md."""
     stage.until_booked()
@@ -289,6 +294,7 @@ def test_notebook_runs(stage: Stage, tmp_path: Path) -> None:
         assert path.read_text().rstrip().endswith("</svg>")
 
 
+@pytest.mark.long
 def test_events_are_as_their_schemas_say(stage: Stage) -> None:
     """The recipe of docs/recipes.md, with what kcat prints."""
     stage.until_published()
@@ -316,6 +322,7 @@ def test_events_are_as_their_schemas_say(stage: Stage) -> None:
     assert (wrong.returncode, "'1' is not of type 'integer'" in wrong.stderr) == (1, True)
 
 
+@pytest.mark.long
 def test_agent_counts_grabs_by_minute(stage: Stage) -> None:
     """The counts are those of the events; at night, also when the agent is started again. All its topics are
     there before it starts: Faust would skip the records that come before it knows a changelog.
@@ -368,6 +375,7 @@ def running_agent(stage: Stage) -> Iterator[Callable[[], dict[tuple[str, int], i
                 raise
 
 
+@pytest.mark.long
 def test_points_are_counted(stage: Stage, tmp_path: Path) -> None:
     """In a schema of the test. A rebuild ends at the end of the journal."""
     schema = f"{stage.settings.schema_}_loyalty"
@@ -383,6 +391,7 @@ def test_points_are_counted(stage: Stage, tmp_path: Path) -> None:
     assert {name: points[name] for name in ("ann", "bob", "carol")} == {"ann": 20, "bob": 10, "carol": 10}
 
 
+@pytest.mark.long
 def test_replay_job_writes_the_same_file_from_both_sources(stage: Stage, tmp_path: Path) -> None:
     """From both sources the same bytes. The command refuses a day that is not over, so the test calls what it
     calls.

@@ -22,6 +22,7 @@ def test_names_of_guards_are_unique() -> None:
     assert len({mutation.guard for mutation in MUTATIONS}) == len(MUTATIONS)
 
 
+@pytest.mark.long
 def test_every_test_that_a_mutation_names_exists() -> None:
     """pytest ends with an error that names an unknown id."""
     named = sorted({test for mutation in MUTATIONS for test in mutation.tests})
@@ -30,12 +31,14 @@ def test_every_test_that_a_mutation_names_exists() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutation", ALWAYS, ids=lambda mutation: mutation.guard)
 def test_a_test_fails_when_a_guard_is_removed(mutation: Mutation, servers: object) -> None:
     verdict = play(mutation)
     assert verdict.outcome == "killed", verdict.output
 
 
+@pytest.mark.long
 def test_only_a_failed_test_counts_as_a_kill() -> None:
     """Not a mutant that survives, a guard that is not in its file, or a test that does not exist."""
     chain = next(mutation for mutation in MUTATIONS if mutation.guard == "the chain")

@@ -77,6 +77,7 @@ def busy_children(parent_pid: int) -> int:
     return count
 
 
+@pytest.mark.long
 def test_busy_processes_run_beside_a_step_under_load_and_end_with_it(tmp_path: Path) -> None:
     count = f"from tests.test_nightly import busy_children; print(busy_children({os.getpid()}))"
     assert run(step("loaded", count, under_load=True), tmp_path).outcome == "passed"

@@ -59,6 +59,7 @@ def bare_imports(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_no_file_imports_a_room_by_its_bare_name() -> None:
     """Tests run in the root of the tree, where a bare name would be found, as a second module with types of
     its own.
@@ -73,6 +74,7 @@ def test_no_file_imports_a_room_by_its_bare_name() -> None:
     assert {name: lines for name in listed if (lines := bare_imports((PROJECT / name).read_text()))} == {}
 
 
+@pytest.mark.long
 def test_no_module_is_loaded_under_two_names() -> None:
     done = subprocess.run(
         [sys.executable, "-c", NAMES_MODULES_TWICE % (ROOMS,)],
@@ -233,6 +235,7 @@ def service(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.long
 def test_wheel_works_beside_another_package_named_models(installed: Path, tmp_path: Path) -> None:
     code = (
         "import models, grabstream.models.commands as ours, grabstream.lua.loader as loader, "
@@ -251,6 +254,7 @@ def test_wheel_works_beside_another_package_named_models(installed: Path, tmp_pa
     assert (done.stdout.split(), done.stderr) == (["False", *["True"] * 6], "")
 
 
+@pytest.mark.long
 def test_wheel_has_the_command_line(installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [str(installed.parent / "grabstream"), "--help"],
@@ -279,6 +283,7 @@ for name in ("open_gate", "Projection", "read_events"):
 """
 
 
+@pytest.mark.long
 def test_service_needs_the_base_dependencies_only(service: Path, tmp_path: Path) -> None:
     environ = {"GRAB_KAFKA": "kafka:9092", "GRAB_REDIS_URL": "redis://r/0", "GRAB_POSTGRES": "host=p"}
     done = subprocess.run(
@@ -300,6 +305,7 @@ def test_service_needs_the_base_dependencies_only(service: Path, tmp_path: Path)
         )
 
 
+@pytest.mark.long
 def test_command_line_names_the_extra_that_it_needs(service: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [str(service.parent / "grabstream"), "status"],
@@ -361,6 +367,7 @@ def strict(python: Path, folder: Path, names: list[str]) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_every_example_passes_the_type_check_of_another_project(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stranger"
     names = example_files(folder)

@@ -5,6 +5,7 @@ import pytest
 from tests import requirements
 
 
+@pytest.mark.long
 def test_every_requirement_has_a_test() -> None:
     tested = {requirement for requirement, _ in requirements.marked()}
     rows = requirements.rows()

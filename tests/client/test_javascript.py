@@ -13,8 +13,9 @@ from grabstream import CouponTerms, Grab, Open, open_gate
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import PROJECT
 from tests.client.scripted import DROP, HANG, losing_replies, reply, scripted
-from tests.client.test_over_http import BUSY, GRANTED, NO_KEY, SOLD_OUT
+from tests.client.test_over_http import BUSY, BUSY_LONG, GRANTED, NO_KEY, SOLD_OUT
 from tests.client.test_streams import HEAD, message
+from tests.conftest import some_by_tier
 from tests.gateway.conftest import Door
 from tests.support.nodejs import need_node
 from tests.support.receipts import SECRET, as_text
@@ -47,6 +48,7 @@ async def test_every_command_and_question(door: Door, offer: str) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 async def test_lost_replies_are_asked_for_again(door: Door, offer: str) -> None:
     async with open_gate(door.settings) as gate:
         await gate.decide([Open(id="o", offer=offer, terms=CouponTerms(issuer="s", total=9))])
@@ -58,30 +60,30 @@ async def test_lost_replies_are_asked_for_again(door: Door, offer: str) -> None:
     assert (answer.outcome, answer.repeated, answer.left) == ("granted", True, 7)
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([BUSY, GRANTED], "granted false"),
-        ([SOLD_OUT], "sold_out false"),
-        ([BUSY], "RequestProblem busy"),
-        ([DROP], "OutcomeUnknown"),
-        ([HANG], "OutcomeUnknown"),
-        ([DROP, NO_KEY], "OutcomeUnknown"),
-        ([DROP, SOLD_OUT], "sold_out false"),
-        ([NO_KEY], "RequestProblem unauthorized"),
-        ([reply(502, "<h1>")], "OutcomeUnknown"),
-        ([reply(404, "<h1>")], "RequestProblem unexpected_reply"),
-        ([reply(200, "<h1>")], "OutcomeUnknown"),
-        ([reply(200, "{}")], "OutcomeUnknown"),
-        ([reply(503, "upstream connect error")], "OutcomeUnknown"),
-        ([reply(524, "<h1>"), GRANTED], "granted false"),
-        ([reply(302, "", "location: http://127.0.0.1:1/")], "RequestProblem unexpected_reply"),
-    ],
-    ids=range(15),
-)
-async def test_replies(steps: list[bytes | str], expected: str) -> None:
+CASES: list[tuple[list[bytes | str], str]] = [
+    ([BUSY, GRANTED], "granted false"),
+    ([SOLD_OUT], "sold_out false"),
+    ([BUSY_LONG], "RequestProblem busy"),
+    ([DROP], "OutcomeUnknown"),
+    ([HANG], "OutcomeUnknown"),
+    ([DROP, NO_KEY], "OutcomeUnknown"),
+    ([DROP, SOLD_OUT], "sold_out false"),
+    ([NO_KEY], "RequestProblem unauthorized"),
+    ([reply(502, "<h1>")], "OutcomeUnknown"),
+    ([reply(404, "<h1>")], "RequestProblem unexpected_reply"),
+    ([reply(200, "<h1>")], "OutcomeUnknown"),
+    ([reply(200, "{}")], "OutcomeUnknown"),
+    ([reply(503, "upstream connect error")], "OutcomeUnknown"),
+    ([reply(524, "<h1>"), GRANTED], "granted false"),
+    ([reply(302, "", "location: http://127.0.0.1:1/")], "RequestProblem unexpected_reply"),
+]
+
+
+@pytest.mark.parametrize("case", some_by_tier(range(len(CASES)), 1))
+async def test_replies(case: int) -> None:
+    steps, expected = CASES[case]
     # Where no reply decides, the time must run out; elsewhere it must not, however busy the machine.
-    timeout_ms = "700" if expected in ("OutcomeUnknown", "RequestProblem busy") else "30000"
+    timeout_ms = "700" if expected == "OutcomeUnknown" else "30000"
     async with scripted(steps) as (url, requests):
         assert await run("one_call.mjs", url, "o", "u", "g", timeout_ms) == expected
     assert all(b"idempotency-key: g\r\n" in request.lower() for request in requests)
@@ -93,6 +95,7 @@ async def test_nothing_was_decided_when_nothing_listens() -> None:
     assert await run("one_call.mjs", url, "o", "u", "g", "500") == "RequestProblem no_reply"
 
 
+@pytest.mark.long
 async def test_error_of_a_callback_ends_a_stream() -> None:
     """It is no failure of the connection, after which the client would connect again."""
     position = b'event: position\ndata: {"offer":"o","grab":"g","position":3}\n\n'
@@ -101,6 +104,7 @@ async def test_error_of_a_callback_ends_a_stream() -> None:
     assert len(requests) == 2
 
 
+@pytest.mark.long
 def test_types(tmp_path: Path) -> None:
     """A strict compiler takes what a service writes, and refuses what is wrong in it."""
     for name in ("package.json", "package-lock.json"):

@@ -135,6 +135,7 @@ async def answers_to_others_are_skipped(settings: Settings) -> None:
     await producer.stop()
 
 
+@pytest.mark.long
 async def test_without_a_worker_the_outcome_is_unknown_and_a_repeat_is_safe(
     servers: Settings, tmp_path: Path
 ) -> None:

@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from grabstream.ops.services.servers import PROJECT
 from tests.gateway.conftest import Door
 from tests.support.gateways import environment_of
 from tests.support.nodejs import need_node
+
+pytestmark = pytest.mark.long
 
 PAGE: Final = (PROJECT / "docs" / "clients.md").read_text()
 

@@ -52,6 +52,7 @@ async def first(kind: Kind, url: str, count: int, ask: str, *words: Any) -> list
     return found
 
 
+@pytest.mark.long
 async def test_gateway_that_is_killed_loses_and_doubles_nothing(
     door: Door, offer: str, tmp_path: Path
 ) -> None:

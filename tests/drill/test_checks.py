@@ -16,6 +16,8 @@ from tests.drill.checks import at_rest, journal_of, level, missing, problems_of,
 from tests.drill.observer import Fenced
 from tests.support.projecting import open_tables
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 async def scene(system: Settings, redis_client: Any, worker: Callable[..., Any]) -> AsyncIterator[Any]:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Grab
-from tests.conftest import Worker, some_by_day
+from tests.conftest import Worker, some_by_tier
 from tests.drill.__main__ import main
 from tests.drill.cells import SHORT, Cell, cells, play
 from tests.drill.checks import Journaled, decided_while_fenced, ended_by_themselves, missing
@@ -22,6 +22,8 @@ from tests.drill.gaps import waited
 from tests.drill.observer import Fenced
 from tests.drill.stage import Servers, servers
 from tests.drill.traffic import SHAPES
+
+pytestmark = pytest.mark.long
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -32,7 +34,7 @@ async def drill_servers() -> AsyncIterator[Servers]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", some_by_day(SHORT, 2))
+@pytest.mark.parametrize("name", some_by_tier(SHORT, 2))
 async def test_a_cell_passes(drill_servers: Servers, name: str) -> None:
     verdict = await play(drill_servers, Cell(*name.split("×")), seed=1)
     assert verdict.passed, verdict

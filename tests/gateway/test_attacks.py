@@ -255,6 +255,7 @@ async def test_nothing_is_decompressed(caller: Caller, operation: Operation) -> 
     await is_refused(caller.send(operation.method, path_of(operation), bomb, new_key()), "bytes")
 
 
+@pytest.mark.long
 async def test_others_are_served_beside_dear_bodies(caller: Caller, offer: str) -> None:
     """Twenty at once, over and over: who asks beside them waits no longer than a moment."""
     bodies = [body for _, body in dear_bodies(16_384)]
@@ -279,6 +280,7 @@ async def test_others_are_served_beside_dear_bodies(caller: Caller, offer: str) 
 # -- tickets -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_ticket_is_of_one_user_one_offer_and_one_use(door: Door, offer: str, tmp_path: Path) -> None:
     keys = f"new:HS256:{as_text(SECRET)}"
     with GatewayProcess(door.settings, tmp_path / "log", ticket_keys=keys) as gateway:
@@ -335,6 +337,7 @@ def harmful_in(text: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 async def test_title_deceives_neither_terminals_nor_browsers(caller: Caller, door: Door, offer: str) -> None:
     for control in (
         "\x1b[31m",
@@ -376,6 +379,7 @@ async def test_title_deceives_neither_terminals_nor_browsers(caller: Caller, doo
 # -- half-open connections -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2_000, pytest.param(19_000, marks=pytest.mark.nightly)])
 async def test_gateway_serves_beside_half_open_connections(
     door: Door, offer: str, tmp_path: Path, count: int

@@ -270,6 +270,7 @@ async def test_documents_of_one_user_never_reach_another_beside_each_other(anyon
 # -- keys ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_revoked_rotated_and_expired_keys(anyone: Caller, guarded: Guarded) -> None:
     """A key that ended is refused within the stated time, in the same words as one that never existed."""
     names = {word: f"{word}-{secrets.token_hex(4)}" for word in ("revoked", "rotated", "given", "expiring")}
@@ -313,6 +314,7 @@ async def test_revoked_rotated_and_expired_keys(anyone: Caller, guarded: Guarded
     assert answers[5][2] == 401
 
 
+@pytest.mark.long
 async def test_stream_ends_with_its_key_or_token_and_no_other_does(anyone: Caller, guarded: Guarded) -> None:
     name, secret = f"streaming-{secrets.token_hex(4)}", new_secret()
     loop = asyncio.get_running_loop()
@@ -477,6 +479,7 @@ async def test_address_with_wrong_credentials_is_refused_and_others_are_not(
     assert (await anyone.send("GET", "/health")).status == 200
 
 
+@pytest.mark.long
 async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
     door: Door, guarded: Guarded, tmp_path: Path
 ) -> None:
@@ -531,6 +534,7 @@ async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
         await asyncio.to_thread(cache.kill)
 
 
+@pytest.mark.long
 @pytest.mark.requirement("E11")
 async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Caller, guarded: Guarded) -> None:
     """A question waits for an event that never comes for 5 s, and the gateway takes a bounded number of
@@ -586,6 +590,7 @@ async def test_server_that_decides_is_refused_as_cache(door: Door) -> None:
 # -- servers that are away -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_without_any_known_keys_services_wait_and_users_do_not(
     door: Door, guarded: Guarded, offer: str, tmp_path: Path
 ) -> None:
@@ -646,6 +651,7 @@ class Forwarder:
         return server
 
 
+@pytest.mark.long
 async def test_without_postgresql_known_keys_are_valid_and_a_revocation_holds_soon_after_it_is_back(
     door: Door, offer: str, tmp_path: Path
 ) -> None:

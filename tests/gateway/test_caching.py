@@ -105,6 +105,7 @@ def test_digest_is_of_the_arguments_in_any_order(one: dict[str, str], other: dic
     assert digest_of("x", {"cursor": "C\0\0limit\x005"}) != digest_of("x", {"cursor": "C", "limit": "5"})
 
 
+@pytest.mark.requirement("E10")
 async def test_gateway_keeps_what_a_crowd_asks_and_answers_after_anew(caller: Caller, offer: str) -> None:
     opened = await caller.open(offer, total=5)
     path = f"/v1/offers/{offer}"

@@ -179,6 +179,7 @@ async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
     assert left.body["left"] == 0, "the refused basket took nothing"
 
 
+@pytest.mark.long
 async def test_large_envelope_opens_and_is_grabbed(
     door: Door, caller: Caller, offer: str, tmp_path: Path
 ) -> None:
@@ -330,6 +331,7 @@ async def test_every_refusal_says_what_and_until_when(caller: Caller, offer: str
     await until(is_expired, 20, "the end of a hold")
 
 
+@pytest.mark.long
 async def test_shard_without_a_relay_is_fenced(system: Settings, tmp_path: Path) -> None:
     with GatewayProcess(system, tmp_path / "log") as gateway:
         async with calling(gateway.port) as caller:
@@ -495,6 +497,7 @@ async def test_types_of_problems_are_explained(caller: Caller) -> None:
 # -- lists and corrections -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_lists_are_loaded_in_chunks_before_an_offer_takes_grabs(caller: Caller, offer: str) -> None:
     opens_at = time.time_ns() // 1_000_000 + 2_000
     await caller.open(offer, total=10, audience="list", opens_at=opens_at)

@@ -333,6 +333,7 @@ async def test_kept_lists_are_answered_as_new_ones_are(caller: Caller, door: Doo
         assert await one.is_closed()
 
 
+@pytest.mark.long
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "IDLE_SECONDS_MAX", 1)
 
@@ -601,6 +602,7 @@ async def test_grab_of_a_client_that_is_slow_to_take_answers_is_answered(
         assert (got.status, got.body["user"]) == (201, "ann")
 
 
+@pytest.mark.long
 async def test_slow_clients_are_sent_away_and_others_served(caller: Caller, door: Door) -> None:
     """A request that comes byte by byte, a body that never ends, and a connection without a request."""
     async with (
@@ -637,6 +639,7 @@ async def test_slow_clients_are_sent_away_and_others_served(caller: Caller, door
             await asyncio.gather(*drips, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_client_that_does_not_take_its_answers_is_sent_away(door: Door) -> None:
     """Answers that nobody reads fill the buffers of both machines; then the connection is aborted."""
     plain = socket.socket()
@@ -655,6 +658,7 @@ async def test_client_that_does_not_take_its_answers_is_sent_away(door: Door) ->
         plain.close()
 
 
+@pytest.mark.long
 async def test_connections_above_the_bound_are_refused(system: Settings, tmp_path: Path) -> None:
     with GatewayProcess(system, tmp_path / "log", gateway_connections_max="5") as gateway:
         held = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(5)]
@@ -673,6 +677,7 @@ async def test_connections_above_the_bound_are_refused(system: Settings, tmp_pat
         await until(is_served, 20, "room again")
 
 
+@pytest.mark.long
 async def test_requests_above_the_bound_are_busy_at_once(
     system: Settings, tmp_path: Path, worker: Callable[..., Worker]
 ) -> None:

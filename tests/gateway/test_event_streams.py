@@ -100,6 +100,7 @@ async def follow_at_random(caller: Caller, path: str, place: str, ends: int, cha
     return found
 
 
+@pytest.mark.long
 async def test_clients_that_connect_again_at_random_miss_nothing_and_get_nothing_twice(
     caller: Caller, door: Door, offer: str
 ) -> None:
@@ -146,6 +147,7 @@ async def test_clients_that_connect_again_at_random_miss_nothing_and_get_nothing
 # -- positions -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "place", "words"),
     [
@@ -181,6 +183,7 @@ async def test_position_that_cannot_be_resumed_is_a_reset(
         assert (got.status, got.body["field"]) == (400, "after")
 
 
+@pytest.mark.long
 async def test_position_that_the_read_model_has_not_reached_is_waited_for(
     caller: Caller, door: Door, offer: str
 ) -> None:
@@ -297,6 +300,7 @@ async def test_client_that_takes_nothing_is_ended(
     reading.cancel()
 
 
+@pytest.mark.long
 async def test_stream_whose_client_is_slower_than_its_events_is_cut_and_resumes(
     caller: Caller, door: Door, books: Books, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,6 +386,7 @@ async def test_stream_that_waits_for_its_beginning_ends_with_its_client(
     assert (streams.count, streams._joining, streams._bytes) == (0, [], 0)
 
 
+@pytest.mark.long
 async def test_streams_take_no_room_of_commands(door: Door, offer: str, tmp_path: Path) -> None:
     """They wait for a position that no event has, more of them than the gateway takes commands."""
     bounds = {"gateway_requests_max": "5", "gate_timeout_ms": "20000"}
@@ -490,6 +495,7 @@ def test_watches_of_all_streams_share_the_memory(monkeypatch: pytest.MonkeyPatch
 # -- the end -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_streams_end_when_the_gateway_is_stopped(door: Door, offer: str, tmp_path: Path) -> None:
     with GatewayProcess(door.settings, tmp_path / "log", gate_timeout_ms="20000") as gateway:
         async with calling(gateway.port) as caller:
@@ -516,6 +522,7 @@ async def test_streams_end_when_the_gateway_is_stopped(door: Door, offer: str, t
         assert gateway.text().count("\n") == 2, gateway.text()
 
 
+@pytest.mark.long
 async def test_stream_outlives_the_time_limits_of_requests(caller: Caller, offer: str) -> None:
     """Also its connection is checked every second; a client that closes it is forgotten."""
     path = f"/v1/offers/{offer}/events"

@@ -93,6 +93,7 @@ async def test_every_way_to_pay_ends_as_it_should(
     await until(are_booked, 30, "the payments")
 
 
+@pytest.mark.long
 async def test_receipt_is_repeated_until_the_gateway_answers(
     caller: Caller, payer: Caller, offer: str, door: Door, tmp_path: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_provider_needs_the_keys() -> None:
     assert "GRAB_PAYMENT_KEYS is not set" in done.stderr
 
 
+@pytest.mark.long
 def test_walk_through_of_the_page_works(system: Settings, tmp_path: Path) -> None:
     blocks = re.findall(r"^<!-- payments -->\n```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4

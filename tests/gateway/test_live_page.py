@@ -6,6 +6,7 @@ import asyncio
 import re
 from typing import Any
 
+import pytest
 from playwright.async_api import Browser, expect
 
 from tests.conftest import until
@@ -94,6 +95,7 @@ async def test_overview_has_the_numbers_of_sql(
         await expect(books.locator(".badge")).to_have_text("balanced")
 
 
+@pytest.mark.long
 async def test_offer_has_the_numbers_of_sql_and_a_film(
     browser: Browser, caller: Caller, door: Door, offer: str
 ) -> None:
@@ -138,6 +140,7 @@ async def test_offer_has_the_numbers_of_sql_and_a_film(
         await expect(page.locator("[data-film=given]")).to_have_text(f"{row[1] / 100:,.2f}")
 
 
+@pytest.mark.long
 async def test_actions_say_what_they_do_and_are_done(
     browser: Browser, caller: Caller, door: Door, offer: str
 ) -> None:
@@ -203,6 +206,7 @@ async def test_actions_say_what_they_do_and_are_done(
         await expect(page.get_by_role("group", name="Actions").get_by_role("button")).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_user_and_system_have_the_numbers_of_sql(
     browser: Browser, caller: Caller, door: Door, offer: str
 ) -> None:
@@ -234,6 +238,7 @@ async def test_user_and_system_have_the_numbers_of_sql(
         await expect(doctor.locator(".badge").first).to_have_text(re.compile("healthy|finding"))
 
 
+@pytest.mark.long
 async def test_title_is_text(browser: Browser, caller: Caller, door: Door, offer: str) -> None:
     last = await caller.open(offer, kind="coupon", total=5, title=HOSTILE)
     await caller.send("GET", f"/v1/offers/{offer}?{position(last)}")
@@ -256,6 +261,7 @@ async def test_title_is_text(browser: Browser, caller: Caller, door: Door, offer
         assert await page.locator("main img, main script").count() == 0
 
 
+@pytest.mark.long
 async def test_everybody_can_use_it(browser: Browser, caller: Caller, door: Door, offer: str) -> None:
     """axe finds nothing on any page, light and dark; a phone does not scroll sideways."""
     await caller.open(f"{offer}e", **ENVELOPE, total=5_000, parts=20, title="Dinner")
@@ -285,6 +291,7 @@ async def test_everybody_can_use_it(browser: Browser, caller: Caller, door: Door
             await page.keyboard.press("Escape")
 
 
+@pytest.mark.long
 async def test_page_is_used_with_the_keyboard(browser: Browser, door: Door) -> None:
     async with shown(browser, door.gateway.port, "") as page:
         await expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
@@ -298,6 +305,7 @@ async def test_page_is_used_with_the_keyboard(browser: Browser, door: Door) -> N
         assert await page.evaluate("document.querySelector('[aria-current]').textContent") == "Offer"
 
 
+@pytest.mark.long
 async def test_rows_are_updated_in_place(browser: Browser, caller: Caller, door: Door, offer: str) -> None:
     """Elements stay while their numbers change, so nothing flickers, and focus and selection stay."""
     last = await caller.open(offer, kind="coupon", total=50)
@@ -313,6 +321,7 @@ async def test_rows_are_updated_in_place(browser: Browser, caller: Caller, door:
         assert await page.evaluate("window.kept.isConnected && document.activeElement === window.kept")
 
 
+@pytest.mark.long
 async def test_key_is_asked_for_and_kept_by_the_tab(browser: Browser, guarded: Guarded) -> None:
     asked: list[int] = []
     async with shown(browser, guarded.gateway.port, "", "status of 40[13]") as page:
@@ -337,6 +346,7 @@ async def test_key_is_asked_for_and_kept_by_the_tab(browser: Browser, guarded: G
         assert await page.evaluate("Object.values(sessionStorage)") == []
 
 
+@pytest.mark.long
 async def test_numbers_stay_while_the_gateway_is_away(
     browser: Browser, caller: Caller, door: Door, offer: str
 ) -> None:

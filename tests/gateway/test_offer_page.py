@@ -128,6 +128,7 @@ async def test_envelope_is_grabbed_and_opened(
         assert await page.evaluate("Object.keys(localStorage).length") == 0
 
 
+@pytest.mark.long
 async def test_lost_answer_takes_nothing_twice(
     browser: Browser, caller: Caller, door: Door, offer: str
 ) -> None:
@@ -159,6 +160,7 @@ async def test_lost_answer_takes_nothing_twice(
         assert len(set(keys)) == 2
 
 
+@pytest.mark.long
 async def test_hold_is_paid_at_the_provider(
     browser: Browser, caller: Caller, door: Door, shop: Shop, offer: str
 ) -> None:
@@ -188,6 +190,7 @@ async def test_hold_is_paid_at_the_provider(
         await expect(page.locator("[data-value=left]")).to_have_text("4 left")
 
 
+@pytest.mark.long
 async def test_buttons_of_a_hold_are_disabled_while_an_answer_is_awaited(
     browser: Browser, caller: Caller, shop: Shop, offer: str
 ) -> None:
@@ -209,6 +212,7 @@ async def test_buttons_of_a_hold_are_disabled_while_an_answer_is_awaited(
         await expect(more).to_have_attribute("aria-disabled", "false")
 
 
+@pytest.mark.long
 async def test_waiting_list_gives_what_comes_back(
     browser: Browser, caller: Caller, shop: Shop, offer: str
 ) -> None:
@@ -227,6 +231,7 @@ async def test_waiting_list_gives_what_comes_back(
         await expect(page.get_by_role("button", name="Pay 49.00 CNY")).to_be_visible()
 
 
+@pytest.mark.long
 async def test_states_of_an_offer(browser: Browser, caller: Caller, door: Door, offer: str) -> None:
     now = time.time_ns() // 1_000_000
     await opened(caller, offer, kind="coupon", total=5, opens_at=now + 3_600_000)
@@ -256,6 +261,7 @@ async def test_states_of_an_offer(browser: Browser, caller: Caller, door: Door, 
         await page.goto(f"http://127.0.0.1:{door.gateway.port}/o/{offer}")
 
 
+@pytest.mark.long
 async def test_user_signs_in_with_a_token(
     browser: Browser, caller: Caller, door: Door, guarded: Guarded, offer: str
 ) -> None:
@@ -281,6 +287,7 @@ async def test_user_signs_in_with_a_token(
         assert await page.evaluate("Object.values(sessionStorage)") == []
 
 
+@pytest.mark.long
 async def test_everybody_can_use_it(browser: Browser, caller: Caller, shop: Shop, offer: str) -> None:
     """axe finds nothing in any state, light and dark; a phone does not scroll sideways; nothing moves for
     whoever wants that.
@@ -320,6 +327,7 @@ async def test_everybody_can_use_it(browser: Browser, caller: Caller, shop: Shop
         await page.goto(f"http://127.0.0.1:{shop.port}/o/{offer}")
 
 
+@pytest.mark.long
 async def test_two_tabs_and_the_same_user_get_one_part(
     browser: Browser, caller: Caller, door: Door, offer: str
 ) -> None:

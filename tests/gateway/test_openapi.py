@@ -21,7 +21,7 @@ from grabstream.models.bounds import BASKET_GRABS_MAX
 from grabstream.models.commands import Undecodable, decode_command
 from grabstream.models.identifiers import ID_PATTERN
 from grabstream.ops.services.servers import PROJECT
-from tests.conftest import LONGER, NIGHTLY
+from tests.conftest import examples
 from tests.gateway.conftest import Door
 from tests.support.gateways import Caller, calling
 
@@ -196,8 +196,8 @@ def requests(draw: st.DrawFn) -> tuple[Operation, str, str, bytes | None, dict[s
 
 
 # Each example is up to five requests, one after the other: on a busy machine, 120 of them took 240 s.
-@pytest.mark.timeout(480 * LONGER)
-@settings(max_examples=1_200 if NIGHTLY else 30)
+@pytest.mark.timeout(4_800)
+@settings(max_examples=examples(120))
 @given(st.lists(requests(), min_size=1, max_size=5))
 def test_hostile_requests_get_answers_of_the_document(door: Door, sent: list[Any]) -> None:
     async def send() -> None:
@@ -233,7 +233,7 @@ def test_hostile_requests_get_answers_of_the_document(door: Door, sent: list[Any
 @pytest.mark.parametrize(
     "operation", [one for one in OPERATIONS if one.kind == "command"], ids=lambda one: one.name
 )
-@settings(max_examples=40 * LONGER)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_fitting_body_is_refused_only_by_a_rule(operation: Operation, data: st.DataObject) -> None:
     """A body that fits the document is a command, or breaks a rule about several fields, which the message

@@ -61,6 +61,7 @@ def wait_until_books_have(door: Door, offer: str) -> None:
     wait_until(lambda: "grab-carol" in run(asked, door.gateway.port, Path()), 30, "the read models")
 
 
+@pytest.mark.long
 def test_page_of_http_works(plain_door: Door, tmp_path: Path) -> None:
     blocks = blocks_of(PAGE)
     functions = re.search(r"^api\(\) .*$", PAGE, re.MULTILINE)

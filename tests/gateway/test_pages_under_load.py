@@ -19,6 +19,8 @@ from tests.gateway.test_watching import sql, until_books_are_level, until_counte
 from tests.support.browsers import shown
 from tests.support.gateways import Caller
 
+pytestmark = pytest.mark.long
+
 SECONDS: Final = 5
 GRABS_A_SECOND: Final = 3_000
 MANY_A_SECOND: Final = 10_000

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grabstream.lua.gate import tickets
 from grabstream.lua.gate.signing import Purpose
-from tests.conftest import LONGER, until
+from tests.conftest import examples, until
 from tests.gateway.conftest import Door
 from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
 from tests.support.projecting import rows
@@ -353,6 +353,7 @@ def _decoded(part: str) -> bytes:
     return json.dumps(claims_of(f".{part}.")).encode()
 
 
+@pytest.mark.long
 async def test_without_keys_there_are_no_tokens_and_no_receipts(
     door: Door, caller: Caller, offer: str, tmp_path: Path
 ) -> None:
@@ -365,6 +366,7 @@ async def test_without_keys_there_are_no_tokens_and_no_receipts(
     assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
 
 
+@pytest.mark.long
 @pytest.mark.requirement("E3")
 async def test_receipt_is_safe_when_the_gateway_dies_before_its_answer(
     door: Door, caller: Caller, offer: str, tmp_path: Path
@@ -392,6 +394,7 @@ async def test_receipt_is_safe_when_the_gateway_dies_before_its_answer(
     await until_booked(door, offer, {f"p{number}": "confirmed" for number in range(30)}, 0)
 
 
+@pytest.mark.long
 @pytest.mark.requirement("E3")
 async def test_a_new_key_of_the_payment_side_needs_no_restart(
     door: Door, caller: Caller, offer: str, tmp_path: Path
@@ -463,7 +466,7 @@ sent_receipts = st.lists(
 
 
 @pytest.mark.requirement("E3")
-@settings(max_examples=25 * LONGER)
+@settings(max_examples=examples(25))
 @given(sent_receipts, st.sampled_from(["refuse", "retake"]), st.booleans())
 def test_in_any_order_each_payment_is_confirmed_or_to_be_paid_back_once(
     door: Door, sent: list[tuple[str, str, str, int]], late: str, at_once: bool

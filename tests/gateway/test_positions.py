@@ -41,6 +41,7 @@ def positions_of(got: list[Message]) -> list[int]:
     return [json.loads(one.text)["position"] for one in got if one.type == "position"]
 
 
+@pytest.mark.long
 async def test_who_waits_hears_of_a_changed_position(caller: Caller, door: Door, offer: str) -> None:
     """From the moment at which it joins the list until it is served, without any question."""
     await caller.open(offer, **{**SALE, "total": 1, "waiting_list": True})

@@ -295,6 +295,7 @@ async def test_what_a_user_has_and_how_it_came(caller: Caller, offer: str) -> No
     assert nobody == {"balances": []}
 
 
+@pytest.mark.long
 async def test_retired_offer_is_answered_from_sql(caller: Caller, offer: str) -> None:
     await caller.open(offer, retire_after_ms=0)
     await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, "g")
@@ -356,6 +357,7 @@ async def test_wrong_question_is_refused_with_its_field(
         assert got.body["field"] == field, query
 
 
+@pytest.mark.long
 async def test_unknown_offer_and_event_that_never_comes(caller: Caller, offer: str) -> None:
     for path in (f"/v1/offers/{offer}", f"/v1/offers/{offer}/grabs"):
         got = await caller.send("GET", path)
@@ -368,6 +370,7 @@ async def test_unknown_offer_and_event_that_never_comes(caller: Caller, offer: s
     assert 4 < time.monotonic() - began < 30
 
 
+@pytest.mark.long
 async def test_commands_go_on_without_postgresql(
     door: Door, caller: Caller, offer: str, tmp_path: Path
 ) -> None:
@@ -387,6 +390,7 @@ async def test_commands_go_on_without_postgresql(
         assert "secret" not in gateway.text()
 
 
+@pytest.mark.long
 async def test_a_missing_right_is_named_in_the_log_only(
     system: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,6 +84,7 @@ async def never() -> bytes:
 # -- sharing -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_two_gateways_share_an_answer_with_its_age(server: CacheServer) -> None:
     one, two, source = gateway_of(server), gateway_of(server), Source()
     assert await ask(one, source) == b"1"
@@ -278,6 +279,7 @@ async def test_full_server_stays_in_use_for_what_it_has(
     assert (await gateway_of(server).document("offers", {"kind": "coupon"}, never)).body == b"8"
 
 
+@pytest.mark.long
 async def test_server_that_hangs_is_left_alone_until_it_answers(
     server: CacheServer, cache_redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -334,6 +336,7 @@ async def test_server_that_is_killed_while_an_answer_is_made(server: CacheServer
 # -- whole gateways ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.requirement("E10")
 async def test_hit_asks_neither_postgresql_nor_the_core(
     door: Door, cache_redis: Redis, tmp_path: Path, offer: str
@@ -368,6 +371,7 @@ async def test_hit_asks_neither_postgresql_nor_the_core(
     await switch.close()
 
 
+@pytest.mark.long
 async def test_what_is_answered_is_in_the_books_when_the_cache_is_killed(
     door: Door, cache_redis: Redis, tmp_path: Path, offer: str
 ) -> None:

@@ -102,6 +102,7 @@ async def overloaded(
         return served / during["seconds"] / capacity, memory.values
 
 
+@pytest.mark.long
 async def test_a_crowd_of_three_times_the_capacity_is_shed(door: Door, tmp_path: Path) -> None:
     await overloaded(door, tmp_path / "gateway.log", 2, 5)
 

@@ -21,6 +21,7 @@ from tests.support.gateways import GatewayProcess, calling
 from tests.support.projecting import rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 async def test_requests_in_work_get_their_answers_when_it_is_stopped(
     system: Settings, tmp_path: Path, worker: Callable[..., Worker], number: signal.Signals, code: int
@@ -62,6 +63,7 @@ async def test_requests_in_work_get_their_answers_when_it_is_stopped(
         assert "Traceback" not in gateway.text()
 
 
+@pytest.mark.long
 async def test_what_was_answered_is_in_the_books_after_kill_9(
     system: Settings, tmp_path: Path, worker: Callable[..., Worker]
 ) -> None:
@@ -107,6 +109,7 @@ async def test_what_was_answered_is_in_the_books_after_kill_9(
             assert await rows(system, twice) == []
 
 
+@pytest.mark.long
 async def test_answer_that_does_not_come_in_time_is_unknown_and_can_be_repeated(
     system: Settings, tmp_path: Path, worker: Callable[..., Worker]
 ) -> None:
@@ -164,6 +167,7 @@ def test_missing_servers_and_settings_have_their_exit_codes(settings: Settings) 
     assert (done.returncode, "GRAB_SEAL_KEYS" in done.stderr) == (2, True)
 
 
+@pytest.mark.long
 def test_log_lines_are_json(system: Settings, tmp_path: Path) -> None:
     with GatewayProcess(system, tmp_path / "log", "--json") as gateway:
         assert gateway.stop() == 0

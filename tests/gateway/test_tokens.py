@@ -293,6 +293,7 @@ async def test_new_key_is_known_when_it_is_first_used(
         await tokens.caller_of(old)
 
 
+@pytest.mark.long
 async def test_unknown_keys_are_asked_for_once_by_all_and_not_often(server: KeyServer) -> None:
     server.answer = server.hanging
     tokens, _ = tokens_of(server)
@@ -355,6 +356,7 @@ async def compressed(request: web.Request) -> web.StreamResponse:
     return web.Response(body=gzip.compress(key_set()), headers={"Content-Encoding": "gzip"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "answer",
     [rubbish, error, elsewhere, ten_megabytes, endless, compressed, "hanging"],

@@ -50,6 +50,7 @@ async def follow(caller: Caller, path: str, got: list[Message], place: str | Non
         pass  # its gateway was killed
 
 
+@pytest.mark.long
 async def test_a_grab_at_one_is_known_at_the_other(caller: Caller, second: Caller, offer: str) -> None:
     await caller.open(offer, total=20, max_per_grab=2)
     path = f"/v1/offers/{offer}/events"
@@ -78,6 +79,7 @@ async def test_a_grab_at_one_is_known_at_the_other(caller: Caller, second: Calle
     following.cancel()
 
 
+@pytest.mark.long
 async def test_a_receipt_that_comes_to_both_at_once_is_one_payment(
     caller: Caller, second: Caller, door: Door, offer: str
 ) -> None:
@@ -102,6 +104,7 @@ async def test_a_receipt_that_comes_to_both_at_once_is_one_payment(
     await until(are_booked, 30, "each payment once")
 
 
+@pytest.mark.long
 async def test_one_is_enough_when_the_other_is_killed(
     caller: Caller, second: Caller, second_gateway: GatewayProcess, door: Door, offer: str
 ) -> None:

@@ -53,6 +53,7 @@ async def until_books_are_level(caller: Caller) -> None:
     await until(are_level, 30, "level read models")
 
 
+@pytest.mark.long
 async def test_demand_is_what_sql_has(caller: Caller, door: Door, offer: str) -> None:
     began = int(time.time())
     await caller.open(offer, total=5)
@@ -163,6 +164,7 @@ async def test_waiting_list_is_in_order(caller: Caller, offer: str) -> None:
     ]
 
 
+@pytest.mark.long
 async def test_who_waits_is_told_the_position(
     caller: Caller, door: Door, books: Books, offer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ async def test_who_waits_is_told_the_position(
     assert asked.count(asking.WAITING_PLACES) == 1
 
 
+@pytest.mark.long
 async def test_why_is_the_story_of_a_user(caller: Caller, door: Door, offer: str) -> None:
     await caller.open(offer, kind="coupon", total=1)
     await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, "k1")
@@ -233,6 +236,7 @@ async def test_why_is_the_story_of_a_user(caller: Caller, door: Door, offer: str
     assert (got.status, got.body["type"]) == (400, "/problems/invalid")
 
 
+@pytest.mark.long
 async def test_film_is_what_the_time_machine_says(caller: Caller, door: Door, offer: str) -> None:
     """An offer with all that moves its sums: at each time, the film has the numbers of `grabstream at`."""
     terms = {**SALE, "total": 6, "waiting_list": True, "max_per_grab": 2}
@@ -286,6 +290,7 @@ async def test_time_of_a_film_is_bounded(caller: Caller, offer: str) -> None:
         assert (got.status, got.body["type"]) == (400, "/problems/invalid"), at
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("draw", ["ahead", "at_grab"])
 async def test_fairness_is_counted_and_held_against_the_law(
     caller: Caller, offer: str, draw: str, door: Door
@@ -330,6 +335,7 @@ async def test_unknown_offer_has_no_numbers(caller: Caller, offer: str) -> None:
         assert (got.status, got.body["type"]) == (404, "/problems/no_such_offer"), question
 
 
+@pytest.mark.long
 async def test_system_without_postgres(door: Door, tmp_path: Path) -> None:
     """A gateway whose PostgreSQL is away says so within seconds, and stays."""
     [port] = free_ports(1)

@@ -142,6 +142,7 @@ async def test_wrong_changes_are_refused_and_change_nothing(caller: Caller, door
         assert (got.status, got.body["type"]) == (404, "/problems/no_such_webhook"), path
 
 
+@pytest.mark.long
 async def test_page_shows_webhooks_and_sends_again(
     browser: Browser, caller: Caller, door: Door, webhook: str
 ) -> None:
@@ -193,6 +194,7 @@ async def test_page_shows_webhooks_and_sends_again(
         await until(are_waiting, 20, "what SQL has")
 
 
+@pytest.mark.long
 async def test_page_says_that_webhooks_need_a_scope(browser: Browser, guarded: Guarded) -> None:
     async with shown(browser, guarded.gateway.port, "#/webhooks", "status of 40[13]") as page:
         dialog = page.get_by_role("dialog")

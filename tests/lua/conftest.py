@@ -24,7 +24,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import cancellable
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
-from tests.conftest import wait_until
+from tests.conftest import GATE_TIMEOUT_MS, wait_until
 from tests.support.runs import as_singles
 
 SEAL_KEYS = {"test": bytes(32)}
@@ -89,7 +89,8 @@ async def make_gate(client: Any, keys: KeySpace) -> AsyncIterator[Callable[..., 
     gates = []
 
     def make(now: list[int] | None = None, **limits: int) -> Gate:
-        gate = Gate(client, keys, SEALER, GateLimits(**limits), clock=(lambda: now[0]) if now else None)
+        bounds = GateLimits(**{"timeout_ms": GATE_TIMEOUT_MS} | limits)
+        gate = Gate(client, keys, SEALER, bounds, clock=(lambda: now[0]) if now else None)
         gates.append(gate)
         return gate
 

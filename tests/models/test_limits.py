@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_page_of_bounds_agrees_with_the_code(tmp_path: Path) -> None:
     def limits(*arguments: str) -> int:
         return subprocess.run(

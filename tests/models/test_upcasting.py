@@ -122,6 +122,7 @@ def test_gap_in_upcasters_raises_broken_chain(
         Upcasters([Upcaster(type_, version, _same) for type_, version in steps], current)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [

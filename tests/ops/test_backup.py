@@ -17,7 +17,7 @@ from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
-from tests.conftest import NIGHTLY, some_by_day, until
+from tests.conftest import NIGHTLY, some_by_tier, until
 from tests.support.backup_recipes import DECIDING, PROJECTING, assert_verified, run_recipe
 from tests.support.losses import delete_topics, forget_last_audit_row
 from tests.support.projecting import rows
@@ -40,6 +40,7 @@ async def grab(settings: Settings, *users: str, opening: bool = False) -> None:
         assert {answer.outcome for answer in answers} == {"granted"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["restore", pytest.param("anew", marks=pytest.mark.nightly)])
 async def test_lost_postgresql_is_restored(
     system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str
@@ -139,6 +140,7 @@ async def test_lost_redis_is_rebuilt_without_a_command(system: Settings, worker:
     await assert_verified(system)
 
 
+@pytest.mark.long
 async def test_everything_is_restored_into_new_servers(
     system: Settings, worker: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -168,7 +170,8 @@ async def gone(settings: Settings) -> bool:
         return not set(retention_ms(Topics(settings.prefix))) & set(await client.list_topics())
 
 
-@pytest.mark.parametrize("how", some_by_day(["journal-with-loss", "journal"], 2))
+@pytest.mark.long
+@pytest.mark.parametrize("how", some_by_tier(["journal-with-loss", "journal"], 2))
 async def test_lost_journal_is_restored_from_the_audit_trail(
     system: Settings, worker: Callable[..., Any], tmp_path: Path, how: str
 ) -> None:

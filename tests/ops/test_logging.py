@@ -124,6 +124,7 @@ def test_a_line_of_json_holds_what_a_record_says() -> None:
     assert line["at"].endswith("+00:00")
 
 
+@pytest.mark.long
 def test_errors_that_end_a_process_are_json_too(servers: Settings, tmp_path: Path) -> None:
     """A worker of a system that does not exist; before its settings are read, its log is text."""
     log = tmp_path / "worker.log"

@@ -24,6 +24,7 @@ async def sequences(settings: Settings) -> list[Any]:
     return await rows(settings, query.format(settings.schema_))
 
 
+@pytest.mark.long
 async def test_backup_and_restore_concern_one_system_only(servers: Settings, tmp_path: Path) -> None:
     async with systems(servers, 3) as (first, *others):
         finding = "INSERT INTO findings (kind, shard, subject, what) VALUES ('keys', 0, '{}', 'w')"
@@ -82,6 +83,7 @@ async def test_channels_differ_between_databases_of_one_redis(system: Settings) 
         await redis.aclose()
 
 
+@pytest.mark.long
 def test_down_remove_keeps_servers_in_a_directory_with_a_similar_name(tmp_path: Path) -> None:
     sets = []
     try:

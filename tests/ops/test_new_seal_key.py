@@ -30,6 +30,8 @@ from grabstream.streams.webhooks.sending import secrets_now
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 
+pytestmark = pytest.mark.long
+
 
 class Shell:
     """One shell of an operator, in which the blocks of the page run one after another."""

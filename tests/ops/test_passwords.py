@@ -164,6 +164,7 @@ def test_the_table_has_every_verb() -> None:
     assert set(WORDS) | ELSEWHERE == set(VERBS)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_no_verb_shows_a_password(locked: Locked, settings: Settings, tmp_path: Path) -> None:
     good = locked.settings(settings, PASSWORD)
@@ -176,6 +177,7 @@ def test_no_verb_shows_a_password(locked: Locked, settings: Settings, tmp_path: 
     assert arguments.shown() == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "server",
@@ -211,6 +213,7 @@ def test_no_verb_shows_a_password_when_servers_refuse_it(
         run_verb(verb, refused, tmp_path, {0, 1, 2, 3})
 
 
+@pytest.mark.long
 async def test_a_worker_runs_with_files_and_logs_no_password(
     locked: Locked, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +281,7 @@ async def test_a_worker_runs_with_files_and_logs_no_password(
     assert arguments.shown() == []
 
 
+@pytest.mark.long
 async def test_a_gateway_logs_no_password(locked: Locked, settings: Settings, tmp_path: Path) -> None:
     good, bad = (locked.settings(settings, password) for password in (PASSWORD, WRONG))
     run_verb("init", good, tmp_path, {0})
@@ -312,6 +316,7 @@ async def test_a_gateway_logs_no_password(locked: Locked, settings: Settings, tm
     assert arguments.shown() == []
 
 
+@pytest.mark.long
 def test_a_traceback_with_settings_shows_no_password(locked: Locked, settings: Settings) -> None:
     good: Any = locked.settings(settings, PASSWORD)
     key = good.seal_keys.get_secret_value().partition(":")[2]

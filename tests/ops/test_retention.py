@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from grabstream.lua.gate.calls import now_ms
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms
@@ -17,6 +19,8 @@ from grabstream.projections.definitions import PROJECTIONS
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows
+
+pytestmark = pytest.mark.long
 
 COUNTS = {"demand_1": "second", "findings": "cleared_at", "recoveries": "at", "lost_decisions": "at"}
 

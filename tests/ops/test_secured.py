@@ -121,6 +121,7 @@ def working(environment: dict[str, str], log: Path) -> Iterator[Any]:
             process.wait()
 
 
+@pytest.mark.long
 async def test_the_round_trip(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +154,7 @@ async def round_trip(environment: dict[str, str], tmp_path: Path, monkeypatch: p
     assert "password" not in json.dumps(shown)
 
 
+@pytest.mark.long
 def test_no_password_is_shown(environment: dict[str, str]) -> None:
     printed = run(environment, "config", "--json") + run(environment, "config")
     for name in ("redis_url", "postgres"):
@@ -161,6 +163,7 @@ def test_no_password_is_shown(environment: dict[str, str]) -> None:
     assert environment["kafka_password"] not in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -282,6 +285,7 @@ async def refused(settings: Settings) -> str:
     return await refusal(settings, raised.value)
 
 
+@pytest.mark.long
 async def test_a_broker_admits_a_token(
     environment: dict[str, str], issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +300,7 @@ async def test_a_broker_admits_a_token(
             await producer.send_and_wait("by-token", b"forged")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("key_id", "changed"),
     [
@@ -319,6 +324,7 @@ async def test_a_token_that_the_broker_refuses_is_named(
     assert "GRAB_KAFKA_TOKEN_URL" in said
 
 
+@pytest.mark.long
 async def test_a_client_of_the_issuer_that_it_refuses_is_named(
     environment: dict[str, str], issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +334,7 @@ async def test_a_client_of_the_issuer_that_it_refuses_is_named(
     assert "guessed" not in said
 
 
+@pytest.mark.long
 async def test_a_refused_token_is_replaced(
     environment: dict[str, str], issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +368,7 @@ def by_certificate(
     }  # fmt: skip
 
 
+@pytest.mark.long
 async def test_a_broker_admits_a_certificate(
     environment: dict[str, str], secured: SecureServices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +385,7 @@ async def test_a_broker_admits_a_certificate(
             await producer.send_and_wait("by-certificate", b"forged")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "which", ["none", "of another authority", "of an authority of the same name", "with another key"]
 )
@@ -472,6 +481,7 @@ async def test_a_redis_cluster_with_tls_and_certificates_of_clients(
         await client.aclose()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("which", "words"),
     [
@@ -521,6 +531,7 @@ async def test_a_client_that_redis_refuses_is_told_why(
     assert "guessed" not in said
 
 
+@pytest.mark.long
 async def test_postgresql_wants_a_certificate_of_this_client(
     environment: dict[str, str], secured: SecureServices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -591,6 +602,7 @@ async def test_the_round_trip_with(
 # -- verbs, settings, roles ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_verb_ends_with_the_refusal(environment: dict[str, str]) -> None:
     done = grabstream("worker", **environment | {"kafka_password": "guessed"})
     assert done.returncode == 3
@@ -615,6 +627,7 @@ def test_settings_that_contradict_each_other_are_refused(
         settings_of(given, monkeypatch)
 
 
+@pytest.mark.long
 async def test_each_role_may_do_its_work_and_nothing_else(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

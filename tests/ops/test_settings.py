@@ -177,6 +177,7 @@ def test_brokers_may_have_a_port_or_none(monkeypatch: pytest.MonkeyPatch, value:
     assert load_settings().kafka == value
 
 
+@pytest.mark.long
 def test_faust_app_reports_a_wrong_address_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "faust", "-A", "grabstream.streams.app", "worker"],

@@ -31,6 +31,8 @@ from tests.support.backup_recipes import DECIDING, assert_verified, run_recipe
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows
 
+pytestmark = pytest.mark.long
+
 READING = "project,publish,verify"
 OFFERS = ("e", "f")
 AT_ONCE = 4

@@ -105,6 +105,7 @@ async def open_sale(caller: Caller) -> None:
     await until(is_open, 60, "an offer")
 
 
+@pytest.mark.long
 async def test_an_event_is_traced_through_all_processes(
     system: Settings, worker: Callable[..., Any], collector: Collector, tmp_path: Path
 ) -> None:
@@ -138,6 +139,7 @@ async def test_an_event_is_traced_through_all_processes(
     assert working.stop() == 0
 
 
+@pytest.mark.long
 async def test_a_collector_that_hangs_delays_nothing(
     system: Settings, worker: Callable[..., Any], collector: Collector, tmp_path: Path
 ) -> None:

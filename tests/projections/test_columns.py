@@ -38,7 +38,7 @@ from grabstream.projections.cursors import Fact, facts_of
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.versions import create_flat
-from tests.conftest import LONGER
+from tests.conftest import examples
 from tests.models.test_runs import grants
 from tests.support.projecting import SHARD
 from tests.support.random_history import random_history
@@ -221,7 +221,7 @@ def test_runs_change_accounts_as_their_single_events(pieces: list[list[bytes]], 
     assert by_account == changes
 
 
-@hypothesis_settings(max_examples=30 * LONGER)
+@hypothesis_settings(max_examples=examples(30))
 @given(pieces=mixtures(), grabs_max=st.integers(1, 5), sizes=groups)
 def test_random_runs_make_the_rows_of_their_single_events(
     books: Settings, pieces: list[list[bytes]], grabs_max: int, sizes: list[int]
@@ -231,7 +231,7 @@ def test_random_runs_make_the_rows_of_their_single_events(
     asyncio.run(same_rows(books, lines, runs, sizes))
 
 
-@hypothesis_settings(max_examples=6 * LONGER)
+@hypothesis_settings(max_examples=examples(6))
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 400), grabs_max=st.integers(1, 9), sizes=groups)
 def test_histories_in_runs_make_the_rows_of_their_single_events(
     books: Settings, seed: int, steps: int, grabs_max: int, sizes: list[int]
@@ -243,6 +243,7 @@ def test_histories_in_runs_make_the_rows_of_their_single_events(
     asyncio.run(same_rows(books, lines, as_runs(lines, grabs_max), sizes))
 
 
+@pytest.mark.long
 def test_mixtures_have_runs_and_events_after_them() -> None:
     """Runs of several grabs come with every optional column, and are followed by events about their grabs."""
     found = set()

@@ -14,6 +14,7 @@ from grabstream.projections import reports, versions
 from grabstream.projections.database.migrate import migrate, use_schema
 from grabstream.projections.definitions.dictionary import VIEWS, integer_of
 from tests.conftest import as_role
+from tests.support.systems import make_tables
 
 _COLUMNS = (
     "SELECT c.relname, a.attname, replace(format_type(a.atttypid, NULL), 'timestamp with time zone', "
@@ -26,7 +27,7 @@ _COLUMNS = (
 @pytest.fixture
 async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as opened:
-        await migrate(opened, settings.schema_, settings.shards)
+        await make_tables(opened, settings)
         yield opened
         await versions.drop_all(opened, settings.schema_)
 
@@ -171,14 +172,13 @@ def writes_of(name: sql.Identifier, view: str) -> list[sql.Composed]:
     ]
 
 
-@pytest.mark.parametrize("view", VIEWS)
-async def test_no_view_can_be_written_through(
-    connection: AsyncConnection[Any], settings: Settings, view: str
-) -> None:
+async def test_no_view_can_be_written_through(connection: AsyncConnection[Any], settings: Settings) -> None:
     """By its owner; also if no row matches."""
-    for write in writes_of(sql.Identifier(settings.schema_, view), view):
-        with pytest.raises(ObjectNotInPrerequisiteState, match="read-only"):
-            await connection.execute(write)
+    for view in VIEWS:
+        for write in writes_of(sql.Identifier(settings.schema_, view), view):
+            with pytest.raises(ObjectNotInPrerequisiteState, match="read-only"):
+                await connection.execute(write)
+                pytest.fail(f"{view} was written")
 
 
 async def test_a_reader_reads_every_view_and_writes_none(

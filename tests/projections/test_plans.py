@@ -119,6 +119,7 @@ async def books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
         await connection.rollback()
 
 
+@pytest.mark.long
 async def test_questions_are_answered_from_indexes_alone(books: AsyncConnection[Any]) -> None:
     for question, (query, count) in QUERIES.items():
         assert len(await (await books.execute(query.encode())).fetchall()) == count, question
@@ -153,6 +154,7 @@ def steps_of(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from steps_of(step)
 
 
+@pytest.mark.long
 async def test_writers_find_rows_by_keys_also_when_tables_were_empty_at_first(settings: Settings) -> None:
     """A plan is made while tables are empty, and kept while they grow: it must not scan them even then."""
     history = random_history(7, 300)

@@ -31,11 +31,12 @@ from grabstream.models.events import (
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
-from grabstream.projections.database.migrate import migrate, use_schema
+from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.read_models import READ_MODELS
 from tests.projections.test_columns import facts, in_groups
 from tests.support.random_history import random_history
 from tests.support.runs import as_runs
+from tests.support.systems import make_tables
 
 #: Refusals of an offer: outcome → count. Those of `extend` and `confirm` are counted, too.
 REFUSALS = {"sold_out": 7, "limit_reached": 3, "not_held": 2}
@@ -44,7 +45,7 @@ REFUSALS = {"sold_out": 7, "limit_reached": 3, "not_held": 2}
 @pytest.fixture
 async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as opened:
-        await migrate(opened, settings.schema_, settings.shards)
+        await make_tables(opened, settings)
         yield opened
         await versions.drop_all(opened, settings.schema_)
 

@@ -17,7 +17,7 @@ from grabstream.models.runs import AnyRun, HeldRun
 from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import Fact
 from grabstream.projections.read_models import READ_MODELS
-from tests.conftest import LONGER
+from tests.conftest import examples
 from tests.projections.test_columns import MODELS, books, facts, groups, in_groups, mixtures
 from tests.support.projecting import SHARD, granted, opened
 from tests.support.random_history import random_history
@@ -58,7 +58,7 @@ async def found(settings: Settings, events: list[Fact], sizes: list[int]) -> dic
         return by_user
 
 
-@hypothesis_settings(max_examples=30 * LONGER)
+@hypothesis_settings(max_examples=examples(30))
 @given(pieces=mixtures(), grabs_max=st.integers(1, 5), sizes=groups)
 def test_transfers_of_users_of_random_runs(
     books: Settings, pieces: list[list[bytes]], grabs_max: int, sizes: list[int]

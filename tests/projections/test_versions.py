@@ -16,6 +16,7 @@ from grabstream.projections import versions
 from grabstream.projections.checking.difference import compare
 from grabstream.projections.database.migrate import migrate
 from grabstream.projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
+from tests.support.systems import make_tables
 
 FORM = {
     "columns": "SELECT c.relname, c.relkind, a.attnum - (SELECT count(*) FROM pg_attribute WHERE attrelid = "
@@ -35,7 +36,7 @@ FORM = {
 @pytest.fixture
 async def connection(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as opened:
-        await migrate(opened, settings.schema_, settings.shards)
+        await make_tables(opened, settings)
         yield opened
         await versions.drop_all(opened, settings.schema_)
 

@@ -1,12 +1,11 @@
 """The takeover protocol keeps its invariants in random histories, and needs each of its rules."""
 
-import os
-
 import pytest
 
+from tests.conftest import examples
 from tests.protocol.model import RULES, SCENARIOS, play
 
-HISTORIES = 1_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 40
+HISTORIES = examples(80)
 #: rule → a history (scenario, seed) that breaks these invariants without the rule, and none with it.
 NEEDED = {
     "OWNER": ("own", 553, {"I1", "I2"}),

@@ -306,6 +306,7 @@ async def agents_get_what_is_in_the_journal(kafka: str, prefix: str, producer: A
     return [[one for one in items if f"shard={shard}" in one] for items in found for shard in (0, 1)]
 
 
+@pytest.mark.long
 async def test_faust(settings: Settings) -> None:
     prefix = f"{settings.prefix}-faust"
     topic = Topics(prefix).journal

@@ -82,6 +82,7 @@ def simulate(
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_seeds_break_no_invariant() -> None:
     code, said = simulate("--seeds", str(SEEDS), "--whole")
     assert code == 0, said[-8_000:]
@@ -162,6 +163,7 @@ def test_the_times_of_a_list_are_checked(
     assert bool(oracle.violations) == is_broken
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
@@ -183,6 +185,7 @@ def test_what_makes_no_sense_is_refused(asked: Sequence[str], named: str) -> Non
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_a_timeline_shows_the_steps_of_a_short_history_and_no_routine() -> None:
     code, said = simulate("--seed", "3", "--length", "6", "--lines", "30")
     assert code == 0, said
@@ -192,6 +195,7 @@ def test_a_timeline_shows_the_steps_of_a_short_history_and_no_routine() -> None:
     assert not re.search(r"lease s[01] -> \[", said)
 
 
+@pytest.mark.long
 def test_one_worker_may_be_of_another_release(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     # Other scripts have other names.
@@ -213,6 +217,7 @@ def test_what_another_release_does_is_seen(tmp_path: Path) -> None:
     assert "BROKEN: " in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("length", "seeds"), KEPT.items())
 def test_seeds_that_failed_once_pass(length: int | None, seeds: tuple[int, ...]) -> None:
     of_length = () if length is None else ("--length", str(length))
@@ -221,6 +226,7 @@ def test_seeds_that_failed_once_pass(length: int | None, seeds: tuple[int, ...])
     assert said.startswith(f"{len(seeds)} seeds in ")
 
 
+@pytest.mark.long
 def test_a_run_that_keeps_going_names_each_seed_that_fails() -> None:
     asked = ("--without", "grabs of pieces are granted", "--seeds", "3", "--keep-going")
     code, said = simulate(*asked)
@@ -244,6 +250,7 @@ def digests(first: int, seeds: int, **where: Any) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "seeds"), TWICE)
 def test_a_seed_gives_the_same_trace_on_another_machine(first: int, seeds: int, tmp_path: Path) -> None:
     """As far as one machine can be another: other names of host and folders, another time zone, language and
@@ -258,6 +265,7 @@ def test_a_seed_gives_the_same_trace_on_another_machine(first: int, seeds: int, 
     assert digests(first, seeds) == again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
 def test_a_signal_ends_all_processes_and_removes_their_folders(
     ending: signal.Signals, tmp_path: Path
@@ -296,6 +304,7 @@ def assert_found_by_night(name: str) -> None:
     assert code == 1, said[-2_000:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("guard", SOON_FOUND)
 def test_a_guard_that_is_missing_is_found(guard: str) -> None:
     code, said = simulate("--without", guard, "--seconds", "60", "--whole")
@@ -310,6 +319,7 @@ def test_every_guard_that_is_missing_is_found(guard: str) -> None:
     assert_found_by_night(guard)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("damage", "first"), SOON_SEEN.items())
 def test_a_damage_is_seen(damage: str, first: int) -> None:
     asked = ("--without", damage, "--first", str(first), "--seeds", "4")

@@ -81,6 +81,7 @@ def test_too_few_values_are_no_verdict() -> None:
         trend(series(noise, count=8), SECONDS, 1)
 
 
+@pytest.mark.long
 async def test_a_process_that_leaks_is_named() -> None:
     """A real process, which takes a megabyte for each line that it gets, beside one that does not."""
     code = "import sys\nkept = []\nfor line in sys.stdin:\n    kept.append(bytearray(b'x' * 2**20))"

@@ -29,6 +29,8 @@ from tests.lua.conftest import grabs, opening
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.streams.traffic import traffic
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterServices]:

@@ -25,6 +25,8 @@ from tests.conftest import until
 from tests.support.command_line import env_of
 from tests.support.projecting import rows
 
+pytestmark = pytest.mark.long
+
 
 class HangingProxy:
     """A TCP proxy before PostgreSQL. After `hang` it forwards nothing, but still accepts connections."""

@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics
@@ -59,6 +61,7 @@ def grab(id: str, user: str, **rest: Any) -> dict[str, Any]:
     return {"type": "grab", "id": id, "offer": "e1", "user": user, **rest}
 
 
+@pytest.mark.long
 async def test_kcat_and_sql_see_an_envelope_from_opening_to_close(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -164,6 +167,7 @@ async def test_kcat_and_sql_see_an_envelope_from_opening_to_close(
     assert counts["results"].keys() == {"answer"}
 
 
+@pytest.mark.long
 async def test_kcat_sees_a_sale_without_secrets(system: Settings, worker: Callable[..., Any]) -> None:
     """Coupons and stock through the commands topic: a basket, a hold that is paid twice, a second payment of
     the same hold; and no topic contains a secret.

@@ -33,6 +33,8 @@ from tests.support.projecting import (
     until_at_seq,
 )
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("where", ["between statements", "in a copy"])
 async def test_rows_locked_by_a_hanging_process_are_freed(

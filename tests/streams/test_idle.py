@@ -58,6 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, counts: Cou
 # -- Kafka ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_the_fetcher_of_faust_sleeps_while_a_fetch_waits(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ async def test_the_fetcher_of_faust_sleeps_while_a_fetch_waits(
     assert counts["_get_actions_per_node"] <= 2 * FETCHES
 
 
+@pytest.mark.long
 async def test_faust_polls_once_until_there_are_records_or_it_stops_taking_them(
     system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +160,7 @@ async def test_a_reader_does_not_fetch_behind_the_end_of_a_read(
         await reading.aclose()
 
 
+@pytest.mark.long
 async def test_a_decider_polls_once_and_ends_at_once(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +177,7 @@ async def test_a_decider_polls_once_and_ends_at_once(
 
     monkeypatch.setattr(AIOKafkaConsumer, "getmany", poll)
     redis, stop = open_redis(system), asyncio.Event()
-    gate = Gate(redis, key_space(system), sealer(system), GateLimits())
+    gate = Gate(redis, key_space(system), sealer(system), GateLimits(timeout_ms=20_000))
     gate.start()
     decider = Decider(gate, system.kafka, Topics(system.prefix), system.shards)
     running = asyncio.create_task(decider.run(stop))

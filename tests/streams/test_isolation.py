@@ -29,6 +29,8 @@ from tests.conftest import make_system, until
 from tests.drill.gaps import Gaps, bound_seconds
 from tests.support.leases import until_spread_over
 
+pytestmark = pytest.mark.long
+
 MASTERS = 3
 BASELINE_SECONDS = 4.0
 #: Longer than a lease.

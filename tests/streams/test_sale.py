@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Release, Return
@@ -20,6 +22,8 @@ from grabstream.ops.verification.verifying import verify
 from tests.conftest import until
 from tests.support.leases import until_relayed_by
 from tests.support.projecting import rows
+
+pytestmark = pytest.mark.long
 
 PEOPLE, TOTAL, PRICE, HOLD_MS = 600, 200, 990, 2_500
 TERMS = StockTerms(

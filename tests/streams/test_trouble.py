@@ -305,6 +305,7 @@ async def test_a_program_error_is_raised_by_each_role(words: str) -> None:
             await asyncio.wait_for(work(Failing(PROGRAM_ERRORS[words])), 5)
 
 
+@pytest.mark.long
 async def test_a_worker_waits_for_a_server_that_is_being_started(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:

@@ -26,6 +26,8 @@ from tests.gateway.conftest import Door
 from tests.support.gateways import GatewayProcess, calling
 from tests.support.receipts import CALLBACK, KEYS_TEXT
 
+pytestmark = pytest.mark.long
+
 SALE = {"price": 100, "currency": "CNY", "hold_ms": 600_000, "extensions": 3, "max_per_grab": 9}
 #: The offers that schemathesis.toml names.
 OFFERS = {

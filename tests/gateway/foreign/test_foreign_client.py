@@ -25,6 +25,8 @@ from tests.gateway.conftest import Door, Guarded
 from tests.support.gateways import GatewayProcess, new_key
 from tests.support.receipts import CALLBACK, KEYS_TEXT, receipt_for, signed
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 DOCUMENT = PROJECT / "schemas" / "openapi.json"
 #: Jars and classes that earlier runs made.

@@ -134,6 +134,7 @@ def failing(events: Any) -> list[str]:
     return [one.name for one in verify_fairness("e", events).checks if one.problem is not None]
 
 
+@pytest.mark.long
 async def test_a_recovery_and_the_verifier(client: Any, keys: KeySpace) -> None:
     await take_over(client, keys)
     gate = Gate(client, keys, SEALER)
@@ -194,7 +195,7 @@ async def test_a_recovery_and_the_verifier(client: Any, keys: KeySpace) -> None:
 
 async def test_a_gate_may_require_a_beacon(client: Any, keys: KeySpace) -> None:
     await take_over(client, keys)
-    gate = Gate(client, keys, SEALER, GateLimits(beacon_required=True))
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=20_000, beacon_required=True))
     try:
         [refused] = await gate.decide([opening("e", 5)], "decided")
         assert (refused.outcome, "GRAB_BEACON_REQUIRED" in (refused.message or "")) == ("invalid", True)

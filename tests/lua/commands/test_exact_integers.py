@@ -39,6 +39,7 @@ from grabstream.models.offers import (
     StockTerms,
 )
 from grabstream.ops.settings import Settings
+from tests.conftest import examples
 from tests.lua.conftest import NOW
 from tests.lua.histories.scene import Scene
 
@@ -165,7 +166,7 @@ LARGER_THAN_DUE: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=examples(60), deadline=None)
 @given(opened=terms(), commands=steps)
 @example(opened=WAITER, commands=LARGER_THAN_DUE)
 def test_every_number_in_an_event_is_the_exact_integer_of_the_rules(

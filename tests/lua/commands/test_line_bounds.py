@@ -66,6 +66,7 @@ from grabstream.models.offers import (
 from grabstream.models.rules import settling
 from grabstream.ops.settings import Settings
 from grabstream.streams.relaying.blocks import BLOCK_BYTES_MAX, blocks_of
+from tests.conftest import examples
 from tests.lua.conftest import NOW
 from tests.lua.histories.scene import HOUR, Scene, coupon, stock
 from tests.support.plain_scripts import use_plain_scripts
@@ -261,7 +262,7 @@ def check_lines(lines: Sequence[bytes]) -> None:
 
 
 @pytest.mark.timeout(600)
-@hypothesis_settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=examples(25), deadline=None)
 @given(size=sizes)
 @example(size=LARGEST)
 @example(size=LARGEST._replace(text="🧧"))
@@ -407,6 +408,7 @@ def _with_larger_baskets(name: str) -> Script:
     return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
+@pytest.mark.long
 async def test_refusals_of_unknown_offers_are_counted_as_one_offer(scene: Scene) -> None:
     """Otherwise a sender of invented ids could fill a hash in Redis and a table in PostgreSQL."""
     for number in range(300):

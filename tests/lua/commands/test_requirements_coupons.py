@@ -204,7 +204,10 @@ def window_of_zone(zone: str, per: str, opened_at: int, moment: int) -> Any:
     return (moment + round(shift.total_seconds() * 1000) % HOUR) // HOUR
 
 
-@pytest.mark.parametrize("per", ["hour", "day", "week"])
+# One period is for every change: two days of grabs take a second.
+@pytest.mark.parametrize(
+    "per", ["day", *(pytest.param(per, marks=pytest.mark.long) for per in ("hour", "week"))]
+)
 @pytest.mark.parametrize(
     ("zones", "first_opens", "second_opens"),
     [

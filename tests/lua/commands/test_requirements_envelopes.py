@@ -6,6 +6,7 @@ needs a worker.
 """
 
 import asyncio
+import itertools
 import json
 import random
 import signal
@@ -35,7 +36,7 @@ from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics
-from tests.conftest import until
+from tests.conftest import some_by_tier, until
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.scene import DAY, HOUR, Scene, coupon
@@ -369,11 +370,11 @@ def legal(chance: random.Random, law: Any, number: int) -> EnvelopeTerms:
 
 
 @pytest.mark.requirement("B1")
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("drawn", some_by_tier(itertools.product(LAWS, DRAWS), 1))
 async def test_random_amounts_keep_minimum_maximum_and_the_exact_sum(
-    scene: Scene, law: Any, draw: Draw
+    scene: Scene, drawn: tuple[Any, Draw]
 ) -> None:
+    law, draw = drawn
     chance = random.Random(f"{law} {draw}")
     for number in range(40):
         terms = msgspec.structs.replace(legal(chance, law, number), draw=draw)
@@ -517,11 +518,12 @@ async def test_already_taken_takes_precedence_over_sold_out_and_over(scene: Scen
 
 
 @pytest.mark.requirement("D1")
-@pytest.mark.parametrize(("total", "parts"), [(20, 10), (1_000, 10), (17, 5)])
+@pytest.mark.parametrize("split", some_by_tier([(20, 10), (1_000, 10), (17, 5)], 1))
 async def test_parts_of_double_mean_are_from_1_to_twice_the_mean_of_the_rest(
-    scene: Scene, total: int, parts: int
+    scene: Scene, split: tuple[int, int]
 ) -> None:
     """Each part is from 1 to twice the mean of what remains, and parts near both ends are drawn."""
+    total, parts = split
     firsts = []
     for number in range(100):
         await scene.open(
@@ -677,7 +679,7 @@ async def test_grabs_reach_the_journal_the_books_and_the_published_events_once(
         # A: no answer before Kafka has the event. The command was decided once, and its repeat says so.
         first.signal(signal.SIGSTOP)
         with pytest.raises(OutcomeUnknown, match="decided, but not journaled"):
-            await gate.decide(grabs[:1], timeout_ms=300)
+            await gate.decide(grabs[:1], timeout_ms=2_000)
         first.signal(signal.SIGCONT)
         answers = await gate.decide(grabs, patience_ms=20_000, timeout_ms=20_000)
         assert [answer.repeated for answer in answers] == [True] + [False] * (PARTS - 1)

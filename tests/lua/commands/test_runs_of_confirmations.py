@@ -163,6 +163,7 @@ def history(terms: Any) -> list[tuple[int, list[AnyCommand]]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*((name, LAYOUT) for name in OFFERS), *(("priced", layout) for layout in range(LAYOUT_MIN, LAYOUT))],

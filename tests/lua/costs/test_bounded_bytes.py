@@ -89,6 +89,7 @@ def check_bounded(calls: Sequence[Call]) -> None:
 # -- lists of many bytes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_calls_for_grabs_of_the_longest_codes_and_their_repeats_are_bounded(
     system: MeasuredShard,
 ) -> None:
@@ -101,6 +102,7 @@ async def test_calls_for_grabs_of_the_longest_codes_and_their_repeats_are_bounde
     check_bounded(await shortest_of(system, lambda: with_coupons(system, 1_200), act))
 
 
+@pytest.mark.long
 async def test_calls_for_known_ids_of_a_sold_out_offer_with_the_longest_codes_are_bounded(
     system: MeasuredShard,
 ) -> None:
@@ -117,6 +119,7 @@ async def test_calls_for_known_ids_of_a_sold_out_offer_with_the_longest_codes_ar
     check_bounded(await shortest_of(system, prepare, act))
 
 
+@pytest.mark.long
 async def test_calls_for_adjusts_with_the_longest_names_are_bounded(system: MeasuredShard) -> None:
     offer = "q" * 57 + ":" + "r" * 6
 
@@ -157,6 +160,7 @@ async def test_calls_that_serve_queued_grabs_with_the_longest_metadata_are_bound
     check_bounded(await shortest_of(system, prepare, lambda: decided(system, releases, "released")))
 
 
+@pytest.mark.long
 async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(system: MeasuredShard) -> None:
     async def prepare() -> None:
         await with_coupons(system, 1_000)
@@ -191,6 +195,7 @@ async def test_an_outbox_of_long_lines_is_read_and_applied_in_bounded_calls(syst
     check_bounded(calls)
 
 
+@pytest.mark.long
 async def test_long_answers_of_retired_offers_are_deleted_in_bounded_calls(system: MeasuredShard) -> None:
     async def prepare() -> None:
         await system.decide([Open(id="stays", offer="c:stays", terms=StockTerms(issuer="i", total=1))])
@@ -212,6 +217,7 @@ async def test_long_answers_of_retired_offers_are_deleted_in_bounded_calls(syste
     check_bounded(await shortest_of(system, prepare, act))
 
 
+@pytest.mark.long
 async def test_calls_for_plain_grabs_whose_ids_have_long_answers_are_bounded(system: MeasuredShard) -> None:
     """The ids have stored answers with codes, in the same campaign. Before layout 4, the script asks whether
     they exist, without reading them.
@@ -330,6 +336,7 @@ async def test_a_basket_whose_earlier_answers_are_too_long_together_is_invalid(s
 # -- arguments -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_arguments_of_a_call_are_bounded_and_rarely_sent_twice(
     system: MeasuredShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ class OneItemPerCallTwins(HostileTwins):
             await self._compare(number, events)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 async def test_histories_with_one_command_per_call_match_the_rules(servers: Settings, seed: int) -> None:
     """Answers, events, state and recoveries are those of the rules, wherever calls end."""
@@ -165,6 +166,7 @@ async def check_whole(system: MeasuredShard) -> None:
     assert not differences(live, recovered)
 
 
+@pytest.mark.long
 async def test_calls_are_bounded_when_many_holds_end_before_a_long_queue(system: MeasuredShard) -> None:
     """256 holds of 6 units each, 1,536 waiting grabs."""
     await with_queue(system, "o", 1_536, units=6, holds=256)
@@ -186,6 +188,7 @@ async def test_calls_are_bounded_for_many_releases_before_a_long_queue(system: M
     assert await system.redis.zcard(system.keys.holds) == 1_280
 
 
+@pytest.mark.long
 async def test_calls_are_bounded_when_many_offers_with_queues_close(system: MeasuredShard) -> None:
     for n in range(OFFERS_AT_ONCE_MAX):
         await with_queue(system, f"o{n}", 30)
@@ -198,6 +201,7 @@ async def test_calls_are_bounded_when_many_offers_with_queues_close(system: Meas
     await check_whole(system)
 
 
+@pytest.mark.long
 async def test_calls_are_bounded_for_many_offers_grabs_and_loads(system: MeasuredShard) -> None:
     """Hundreds of offers with eight limits, long lists of codes, grabs of 100 codes, large envelopes."""
     limits = tuple(Limit(by, per, 100) for by in ("user", "card") for per in ("offer", "hour", "day", "week"))
@@ -254,6 +258,7 @@ async def test_a_new_grab_does_not_overtake_a_queue_that_is_served_in_steps(syst
     assert {name.decode() for name in held} == {"o/o-h0", *(f"o/o-w{n}" for n in range(149))}
 
 
+@pytest.mark.long
 async def test_calls_of_hostile_histories_are_bounded(system: MeasuredShard) -> None:
     """Checks cost and time of every call, and the times in SLOWLOG, which include the time during which other
     processes kept the Redis thread from running.
@@ -276,6 +281,7 @@ async def test_calls_of_hostile_histories_are_bounded(system: MeasuredShard) -> 
 # -- no work waits for other work ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_a_hold_ends_before_offers_retire_and_answers_are_cleaned(system: MeasuredShard) -> None:
     """200 empty offers retire. Their campaign has another offer with many grabs, whose answers are in the
     same hash.

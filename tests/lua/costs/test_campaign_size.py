@@ -245,6 +245,7 @@ def grown(few: dict[str, list[list[RedisCall]]], many: dict[str, list[list[Redis
     ]
 
 
+@pytest.mark.long
 async def test_no_command_costs_more_beside_more_offers_of_its_campaign(system: MeasuredShard) -> None:
     few, many = [await work_of(system, others) for others in (FEW, MANY)]
     assert all(any(calls) for calls in few.values()), "each step calls Redis"
@@ -253,6 +254,7 @@ async def test_no_command_costs_more_beside_more_offers_of_its_campaign(system: 
     assert called <= BOUNDED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "growing",
     [

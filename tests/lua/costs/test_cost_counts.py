@@ -9,6 +9,8 @@ subtracted first.
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import pytest
+
 from grabstream.lua.loader import load, script_names
 from grabstream.models.commands import (
     Adjust,
@@ -31,6 +33,8 @@ from tests.lua.conftest import SEALER, event_lines
 from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, LONG, codes, loads
 from tests.lua.costs.measured_shard import Call, MeasuredShard, changed
 from tests.lua.histories.recovered import fold
+
+pytestmark = pytest.mark.long
 
 #: The least counted cost as a share of the µs that the calls take on a quiet machine.
 COUNTED_AT_LEAST: Final = 0.5

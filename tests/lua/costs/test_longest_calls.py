@@ -76,6 +76,7 @@ async def waiting(system: MeasuredShard, offer: str, count: int, quantity: int, 
         await decided(system, grabs, "waiting")
 
 
+@pytest.mark.long
 async def test_calls_of_a_basket_over_offers_with_queues_are_short(system: MeasuredShard) -> None:
     """The units left in each offer suffice for none of its first hundred waiting grabs. One basket takes
     them, a second basket is refused.
@@ -145,6 +146,7 @@ async def test_calls_of_a_basket_of_codes_are_short(system: MeasuredShard) -> No
     await check(system, prepare, act, "grab")
 
 
+@pytest.mark.long
 async def test_calls_for_a_grab_with_the_largest_record_are_short(system: MeasuredShard) -> None:
     """Late payments took units again in a hundred windows, under eight limits each. Then every command about
     the grab is sent.
@@ -201,6 +203,7 @@ async def test_calls_for_a_grab_with_the_largest_record_are_short(system: Measur
     await check(system, prepare, act, "confirm", "return", "apply")
 
 
+@pytest.mark.long
 async def test_confirmations_of_grabs_with_large_records_are_short(system: MeasuredShard) -> None:
     """Records are read ahead, before it is known how large they are. Each of these has counted in a hundred
     windows of eight limits, as after a hundred late payments that took units again.
@@ -232,6 +235,7 @@ async def test_confirmations_of_grabs_with_large_records_are_short(system: Measu
     await check(system, prepare, act, "confirm")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1_000, pytest.param(25_600, marks=pytest.mark.nightly)])
 async def test_calls_that_give_units_to_a_long_queue_are_short(system: MeasuredShard, count: int) -> None:
     """The total is raised by as many units as are waited for; then units return, one by one and by the
@@ -284,6 +288,7 @@ async def test_calls_that_give_units_to_a_long_queue_are_short(system: MeasuredS
     await check(system, prepare, act, "return", "amend", "sweep", "release", "close")
 
 
+@pytest.mark.long
 async def test_calls_that_wipe_a_shard_are_short(system: MeasuredShard) -> None:
     """Many small keys, large hashes, and parts of envelopes, which Redis frees in its main thread."""
     shard = OwnedShard(system.redis, KeySpace("gone", 1).shard(0))

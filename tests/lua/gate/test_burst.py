@@ -18,7 +18,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Load, Open
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.ops.settings import Settings
-from tests.conftest import some_by_day
+from tests.conftest import some_by_tier
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.strategies import HOUR, TICKETS, ticket_for
@@ -147,7 +147,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_by_day(CASES, 2))
+@pytest.mark.parametrize("name", some_by_tier(CASES, 2))
 async def test_a_burst_gets_exactly_what_the_terms_allow(burst: Burst, name: str) -> None:
     case = CASES[name]
     for offer in case.offers:
@@ -174,6 +174,7 @@ async def test_a_burst_gets_exactly_what_the_terms_allow(burst: Burst, name: str
     assert sum(int(line.split(b'"quantity":')[1].split(b",")[0]) for line in events) == case.most + again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "terms",
     [
@@ -204,6 +205,7 @@ async def test_a_burst_gets_each_code_once(burst: Burst) -> None:
     assert sorted(answer.coupon_code for answer in answers if answer.coupon_code) == list(codes)
 
 
+@pytest.mark.long
 async def test_of_five_hundred_payments_for_a_hold_one_is_served(burst: Burst) -> None:
     """One payment is served; a refund is due for each of the others."""
     await burst.send(Open(id="open", offer="o", terms=stock(hold_ms=HOUR, price=250, currency="CNY")))

@@ -165,6 +165,7 @@ async def test_a_call_in_flight_is_decided_after_the_calls_decided_again(relay: 
     await gate.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 async def test_order_holds_however_often_the_tail_is_lost(relay: FakeRelay, seed: int) -> None:
     """Lists and a reader's calls, with replies lost and tails cut at random: every step finds the effect of
@@ -224,7 +225,7 @@ async def test_commands_after_a_fenced_grab_in_its_list_are_fenced(relay: FakeRe
 
 
 async def test_commands_after_a_grab_that_found_no_room_are_busy(relay: FakeRelay) -> None:
-    gate = Gate(relay.client, relay.keys, SEALER, GateLimits(queue_commands_max=3))
+    gate = Gate(relay.client, relay.keys, SEALER, GateLimits(timeout_ms=20_000, queue_commands_max=3))
     many = [Grab(id=f"g{number}", offer="s", user="ann") for number in range(4)]
     confirm = Confirm(id="c", offer="s", grab="g0", payment="p", paid=7, currency="CNY")
     assert {answer.outcome for answer in await gate.decide([*many, confirm], "decided")} == {"busy"}
@@ -255,7 +256,7 @@ async def test_unsent_commands_of_a_cancelled_caller_are_dropped(relay: FakeRela
 
 async def test_a_reader_is_never_refused_for_a_full_queue(relay: FakeRelay) -> None:
     """A reader bounds its commands in flight itself, so a full queue never refuses them."""
-    gate = Gate(relay.client, relay.keys, SEALER, GateLimits(queue_commands_max=10))
+    gate = Gate(relay.client, relay.keys, SEALER, GateLimits(timeout_ms=20_000, queue_commands_max=10))
     gate.start()
     reader = CallOrder()
     relaying = asyncio.create_task(relay.run())

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 import redis.asyncio
 
 from grabstream.lua.gate.gate import Gate
@@ -57,6 +58,7 @@ async def test_one_request_sent_many_times_at_once_gets_one_part(servers: Settin
     assert sum(b"grab.granted" in line for line in lines) == 1
 
 
+@pytest.mark.long
 async def test_many_requests_of_one_user_at_once_get_one_part(servers: Settings, prefix: str) -> None:
     answers, _ = await crowd(
         servers, prefix, 50, [Grab(id=f"g{n}", offer="e", user="u") for n in range(CALLERS)]

@@ -108,6 +108,7 @@ async def test_closing_does_not_wait_for_a_server_that_hangs(monkeypatch: pytest
         log.take([grab(1)], [sold_out(grab(1))])
 
 
+@pytest.mark.long
 async def test_a_write_that_never_ends_does_not_stop_later_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a client whose server has vanished: the write ignores its cancellation too."""
     monkeypatch.setattr("grabstream.lua.gate.refusals.WRITE_SECONDS_MAX", 0.1)

@@ -274,6 +274,7 @@ async def test_parts_from_a_former_owner_are_refused(private_redis: Any) -> None
 # -- time ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_a_million_parts_take_no_long_call(
     private_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_other_valid_claims_are_accepted(claims: dict[str, Any]) -> None:
     assert KEYS.read(token_of(claims), USER, OFFER) == GOOD
 
 
+@pytest.mark.long
 def test_a_ticket_becomes_valid_at_its_not_before_time() -> None:
     good_from = int(time.time()) + 2
     token = token_of(but(nbf=good_from + NOT_BEFORE_LEEWAY_SECONDS))
@@ -225,6 +226,7 @@ def test_without_keys_every_ticket_is_refused(setting: str) -> None:
     assert TicketKeys.from_text(setting).read(token_of(), USER, OFFER) is None
 
 
+@pytest.mark.long
 def test_remembered_tickets_are_bounded_and_forged_ones_are_not_remembered() -> None:
     keys = TicketKeys({"h": SECRET})
     good, forged = token_of(), token_of(key=OTHER_SECRET)

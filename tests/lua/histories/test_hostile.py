@@ -5,8 +5,8 @@ In earlier releases such histories found: offers whose ids looked like keys of o
 after their offer had retired; due sums beyond the exact range; campaign limits counted in two time zones;
 tickets valid for several offers; and units that stayed unused because one grab waited for too many.
 
-A failure prints its seed, and `GRAB_TEST_SEED=<seed>` repeats it. `HYPOTHESIS_PROFILE=nightly` plays more and
-longer histories.
+A failure prints its seed, and `GRAB_TEST_SEED=<seed>` repeats it. `TIER=nightly` plays more and longer
+histories.
 """
 
 import asyncio
@@ -26,20 +26,23 @@ from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Amend, Changes, Grab, Open, Release
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.settings import Settings
-from tests.conftest import NIGHTLY
+from tests.conftest import NIGHTLY, examples
 from tests.lua.conftest import NOW
 from tests.lua.histories.hostile_history import Sweep
 from tests.lua.histories.hostile_twins import HostileTwins, play
 from tests.lua.histories.tables import check_tables
 from tests.lua.histories.twins import SHARDS
 
-STEPS, HISTORIES, EXAMPLES = (2_000, 40, 300) if NIGHTLY else (300, 4, 12)
+STEPS, HISTORIES, EXAMPLES = (2_000, 40, 300) if NIGHTLY else (300, 4, examples(12))
 #: Steps of the short histories, which Hypothesis can shrink if one fails.
 SHORT_STEPS = 80
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3_600 if NIGHTLY else 900)
-@pytest.mark.parametrize("history", [*range(1, HISTORIES), "fresh"])
+@pytest.mark.parametrize(
+    "history", [*range(1, HISTORIES), pytest.param("fresh", marks=pytest.mark.draws_cases)]
+)
 async def test_hostile_histories_keep_all_promises(servers: Settings, history: Any) -> None:
     """The same histories on every run, and one with a new seed."""
     seed = int(
@@ -76,7 +79,9 @@ async def waiting_twins(client: Any, waiters: int) -> HostileTwins:
     10 s later.
     """
     twins = HostileTwins()
-    await twins.begin_twins(client, KeySpace(f"closing{secrets.token_hex(5)}", SHARDS), GateLimits())
+    await twins.begin_twins(
+        client, KeySpace(f"closing{secrets.token_hex(5)}", SHARDS), GateLimits(timeout_ms=30_000)
+    )
     terms = CouponTerms(
         issuer="shop", total=1, hold_ms=60_000, closes_at=NOW + 70_000, price=1, currency="CNY",
         waiting_list=True,
@@ -94,6 +99,7 @@ async def compare_and_end(twins: HostileTwins) -> None:
     await twins.end_twins()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("waiters", [2, 26], ids=["one is served", "a call serves 25 and leaves one"])
 @pytest.mark.parametrize("leaves", [False, True], ids=["who waits stays", "who waits leaves"])
 async def test_units_that_return_after_the_closing_time_change_no_due_time(

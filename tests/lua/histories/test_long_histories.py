@@ -8,6 +8,7 @@ import os
 import secrets
 from typing import Any, get_args
 
+import pytest
 import redis.asyncio
 
 from grabstream.lua.gate.calls import GateLimits
@@ -22,6 +23,8 @@ from tests.lua.conftest import NOW
 from tests.lua.histories.shop import Shop
 from tests.lua.histories.twins import SHARDS, Twins
 
+pytestmark = pytest.mark.long
+
 STEPS = 3_000
 #: Steps between two replacements of an offer by its successor.
 GENERATION_STEPS = 150
@@ -33,7 +36,7 @@ async def _run(settings: Settings, seed: int, total: int = 40) -> Twins:
     """Plays the history of this seed, with `total` units per offer; returns its twins."""
     twins, shop = Twins(), Shop(seed, NOW, total=total)
     client = redis.asyncio.Redis.from_url(settings.redis_url)
-    limits = GateLimits(batch_commands_max=shop.random.choice((1, 3, 512)))
+    limits = GateLimits(timeout_ms=30_000, batch_commands_max=shop.random.choice((1, 3, 512)))
     await twins.begin_twins(client, KeySpace(f"long{secrets.token_hex(5)}", SHARDS), limits)
     try:
         for index in range(len(shop.names)):
@@ -76,6 +79,7 @@ def _count(twins: Twins, *words: str) -> int:
     return sum(all(word.encode() in line for word in words) for line in lines)
 
 
+@pytest.mark.draws_cases
 async def test_a_fresh_long_history_matches_the_rules(servers: Settings) -> None:
     await _run(servers, int(os.environ.get("GRAB_TEST_SEED") or secrets.randbelow(10**9)))
 

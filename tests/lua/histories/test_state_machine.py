@@ -29,7 +29,7 @@ from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
 from grabstream.ops.settings import Settings
-from tests.conftest import LONGER
+from tests.conftest import examples
 from tests.lua.histories.strategies import (
     IDS,
     PASSES_MS,
@@ -74,7 +74,7 @@ class Machine(Twins, RuleBasedStateMachine):
         self.baskets: list[list[Any]] = []
         self.fresh = 0
         self.only_pieces = only_pieces
-        limits = GateLimits(batch_commands_max=batch_commands_max)
+        limits = GateLimits(timeout_ms=30_000, batch_commands_max=batch_commands_max)
         self.runner.run(
             self.begin_twins(type(self).connect(), KeySpace(f"machine{secrets.token_hex(5)}", SHARDS), limits)
         )
@@ -277,8 +277,10 @@ class Machine(Twins, RuleBasedStateMachine):
             self.runner.close()
 
 
-def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int = 0) -> None:
-    """Plays `examples` histories; with `derandomize` the same ones on every run, others for each `part`."""
+def _run(connect: Callable[[], Any], count: int, derandomize: bool, part: int = 0) -> None:
+    """Plays histories, `count` of them in the long tier. With `derandomize` they are the same ones on every
+    run, others for each `part`.
+    """
     # With `derandomize`, Hypothesis derives the histories from the name of the class.
     machine = type(
         f"Machine{part}", (Machine,), {"connect": staticmethod(connect), "__qualname__": f"Machine{part}"}
@@ -286,7 +288,7 @@ def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=hypothesis_settings(
-            max_examples=examples * LONGER, stateful_step_count=40, derandomize=derandomize, deadline=None
+            max_examples=examples(count), stateful_step_count=40, derandomize=derandomize, deadline=None
         ),
     )
 
@@ -296,15 +298,18 @@ def _run(connect: Callable[[], Any], examples: int, derandomize: bool, part: int
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in (1, 2, 3))])
 def test_fixed_histories_match_the_rules(servers: Settings, part: int) -> None:
     """The same random histories on every run, more than 6,000 steps; `make nightly` plays more."""
-    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 80, derandomize=True, part=part)
+    _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 40, derandomize=True, part=part)
 
 
+@pytest.mark.draws_cases
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_fresh_histories_match_the_rules(servers: Settings) -> None:
     """Other histories on every run."""
     _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 100, derandomize=False)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_histories_on_a_cluster_match_the_rules(cluster_port: int) -> None:
     """The same scripts, with the shards on different nodes."""

@@ -225,7 +225,9 @@ class Twins:
                 check_books(self.lines[number])
                 check_events(self.lines[number][-SCHEMA_CHECKS:])
                 check_events((await outbox_lines(self.client, self.keys, number))[-SCHEMA_CHECKS:])
-                await self.compare_recovered(number)
+                # One without events is recovered by each worker that starts.
+                if self.lines[number]:
+                    await self.compare_recovered(number)
             check_answered(self.answered[-SCHEMA_CHECKS:])
         finally:
             names = [name async for name in self.client.scan_iter(match=f"{self.keys.prefix}*", count=1_000)]

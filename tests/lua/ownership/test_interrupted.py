@@ -66,6 +66,7 @@ def _sometimes(seed: int) -> Any:
 # -- before the first write ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(servers: Settings) -> None:
     """Interrupts at every call of Redis up to the first write, in a history with many rare cases. Afterwards
@@ -254,6 +255,7 @@ def test_every_redis_command_in_a_script_is_listed_as_a_read_or_a_write() -> Non
     assert noted - set(WRITES) == set()
 
 
+@pytest.mark.long
 async def test_a_failed_write_after_another_write_fences_the_shard_until_a_rebuild(
     servers: Settings,
 ) -> None:
@@ -263,7 +265,7 @@ async def test_a_failed_write_after_another_write_fences_the_shard_until_a_rebui
     twins, shop = Twins(), Shop(8, NOW, total=8)
     client = cancellable(redis.asyncio.Redis.from_url(servers.redis_url))
     keys = KeySpace(f"broken{random.getrandbits(40):x}", SHARDS)
-    await twins.begin_twins(client, keys, GateLimits())
+    await twins.begin_twins(client, keys, GateLimits(timeout_ms=30_000))
     torn: Counter[str] = Counter()
     try:
         for index in range(len(shop.names)):
@@ -354,6 +356,7 @@ async def _copy(client: Any, source: KeySpace, target: KeySpace) -> None:
             await client.copy(name, target.shard(number).tag + name.decode().removeprefix(tag))
 
 
+@pytest.mark.long
 async def test_a_shard_whose_outbox_is_ahead_of_its_state_is_fenced(servers: Settings) -> None:
     """XADD refuses an event whose seq was used before: the seq stored in the shard's state is wrong."""
     client = cancellable(redis.asyncio.Redis.from_url(servers.redis_url))

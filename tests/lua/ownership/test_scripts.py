@@ -289,7 +289,7 @@ async def test_a_call_with_too_large_a_clock_difference_is_fenced(
     client: Any, keys: KeySpace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await take_over(client, keys)
-    gate = Gate(client, keys, SEALER, GateLimits(clock_skew_ms_max=1_000))
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=20_000, clock_skew_ms_max=1_000))
     assert (
         await gate.decide([opening(opens_at=now_ms() + 3_600_000, closes_at=now_ms() + 7_200_000)], "decided")
     )[0].positive

@@ -26,6 +26,8 @@ from grabstream.ops.connections.opening import cancellable
 from grabstream.streams.deciding.sweeper import SWEEP_EVERY_SECONDS, Sweeper
 from tests.lua.conftest import SEALER, event_lines, take_over
 
+pytestmark = pytest.mark.long
+
 LATE_MS_MAX = 1_000
 HOLD_MS = 2_000
 TICK_SECONDS = 0.02

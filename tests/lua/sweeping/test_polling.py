@@ -46,6 +46,7 @@ def test_the_next_poll_is_when_the_next_thing_is_due(due: Due, seconds: float) -
     assert due.seconds(POLL_SECONDS_MAX) == seconds
 
 
+@pytest.mark.long
 async def test_an_idle_shard_costs_a_call_a_second(private_server: Any) -> None:
     client, keys = cancellable(CountingClient(port=private_server[1])), KeySpace("own", 1)
     await load(client)
@@ -65,6 +66,7 @@ async def test_an_idle_shard_costs_a_call_a_second(private_server: Any) -> None:
         await client.aclose()
 
 
+@pytest.mark.long
 async def test_a_shard_whose_relay_waits_for_events_is_polled_more_rarely(private_server: Any) -> None:
     """Until the relay does something else, and says so."""
     client, keys, decided = (

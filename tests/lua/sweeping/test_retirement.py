@@ -271,6 +271,7 @@ async def test_cleaning_with_a_cursor_of_another_history_starts_over(
     assert await client.hkeys(shard.answers("m")) == [b"open-m:living"]
 
 
+@pytest.mark.long
 async def test_sweeps_stay_short_while_many_offers_of_a_large_campaign_retire(
     private_redis: Any,
 ) -> None:
@@ -475,6 +476,7 @@ def test_lua_and_python_keep_payments_for_the_same_time() -> None:
 # -- bounded grabs -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_the_record_of_a_grab_does_not_grow_with_redemptions(private_redis: Any) -> None:
     client, keys = private_redis
     gate = Gate(client, keys, SEALER, clock=lambda: NOW)

@@ -29,6 +29,7 @@ def pem(tmp_path: Path) -> dict[str, Path]:
     return files
 
 
+@pytest.mark.long
 def test_it_shows_what_is_signed_and_refuses_what_needs_no_approval(tmp_path: Path, pem: Any) -> None:
     file = tmp_path / "commands.json"
     file.write_text(

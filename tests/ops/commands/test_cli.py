@@ -70,6 +70,7 @@ def test_every_verb_has_help(verb: str) -> None:
     assert done.output.startswith(f"Usage: grabstream {verb} ")
 
 
+@pytest.mark.long
 def test_the_program_that_is_started_prints_help_and_errors() -> None:
     def started(*words: str, **settings: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", "grabstream.ops.cli", *words]
@@ -93,6 +94,7 @@ print("modules:", *sys.modules)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "unneeded"),
     [
@@ -183,6 +185,7 @@ def test_exit_code_is_3_when_a_server_is_away(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 async def test_status_shows_unknown_values_as_unknown(system: Settings) -> None:
     """Without PostgreSQL, its values are unknown, not 0. A read model with more events than Redis is ahead of
     it.
@@ -249,6 +252,7 @@ def coupons(names: Sequence[str]) -> str:
     return json.dumps([{"offer": name, "terms": terms} for name in names])
 
 
+@pytest.mark.long
 def test_table_in_a_narrow_terminal_shows_whole_ids() -> None:
     name = "friday:" + "p" * 52
     assert name in in_a_terminal("open", "-", "--dry-run", columns=80, stdin=coupons([name, "x"]))
@@ -311,6 +315,7 @@ def test_unfinished_bar_is_not_red() -> None:
     assert not [color for color in colors if color.red > 2 * max(color.green, color.blue)]
 
 
+@pytest.mark.long
 async def test_replay_of_an_unknown_offer_is_refused(system: Settings) -> None:
     for words in ([], ["--until", "2026-01-01T00:00:00Z"], ["--source", "audit"]):
         done = grabstream("replay", "--into", "-", "--offer", "nosuch", *words, **env_of(system))
@@ -328,6 +333,7 @@ async def test_exit_code_of_a_worker_depends_on_the_signal(
     assert running.process.wait(30) == code, running.log.read_text()
 
 
+@pytest.mark.long
 async def test_another_number_of_shards_is_refused(system: Settings) -> None:
     for verb, shards in (("init", "4"), ("worker", "4"), ("verify", "4"), ("verify", "16")):
         done = grabstream(verb, **env_of(system), shards=shards)
@@ -428,6 +434,7 @@ def test_commands_of_the_readme_are_decoded() -> None:
     assert isinstance(found[0], Open)
 
 
+@pytest.mark.requirement("E11")
 async def test_redis_that_may_evict_keys_is_refused(system: Settings, tmp_path: Path) -> None:
     server = Redis(tmp_path, free_ports(1)[0])
     server.start()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import pytest
 from pydantic import SecretStr
 
 from grabstream.client.over_kafka import KafkaClient
@@ -146,6 +147,7 @@ async def _forget(settings: Settings, folder: Path) -> None:
         run(*words, code=2)
 
 
+@pytest.mark.long
 async def test_a_command_by_kafka_and_a_new_seal_key(system: Settings, worker: Callable[..., Any]) -> None:
     running = worker(system, "decide,relay,sweep,project", **SEALS)
     use_keys(JournalKeys.from_text("", KEYS["journal_public_keys"]))

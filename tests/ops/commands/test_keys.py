@@ -28,6 +28,7 @@ async def table_of(settings: Settings) -> list[Any]:
     return await rows(settings, f"SELECT {COLUMNS} FROM api_keys ORDER BY name")
 
 
+@pytest.mark.long
 async def test_life_of_a_key(system: Settings) -> None:
     assert "no keys" in keys(system, "list")
     assert keys(system, "list", "--json") == []

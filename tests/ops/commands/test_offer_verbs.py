@@ -131,6 +131,7 @@ def test_exit_code_is_2_for_wrong_usage(words: str, said: str) -> None:
     assert (done.exit_code, said in done.stderr) == (2, True), done.output
 
 
+@pytest.mark.long
 def test_wrong_lines_are_reported_before_anything_is_sent(nobody: Operator, tmp_path: Path) -> None:
     file = written(tmp_path / "users.txt", ["anna", "", "two words", "  bob  ", *["é"] * 30])
     stderr = nobody.type("load", "o", "--audience", file, code=2).stderr
@@ -190,6 +191,7 @@ def test_amend_reads_changes_as_in_a_file_of_offers() -> None:
 # -- with servers --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_codes_are_loaded_once_and_given_out(operator: Operator, tmp_path: Path) -> None:
     codes = [f"CODE {number:04}" for number in range(2_500)]
     file = written(tmp_path / "codes.txt", codes)
@@ -273,6 +275,7 @@ def test_grab_is_held_confirmed_and_returned(operator: Operator) -> None:
     assert "over" in operator.type("grab", "phones", "dora", code=1).stdout
 
 
+@pytest.mark.long
 def test_audience_is_admitted_by_ticket_or_list(operator: Operator, tmp_path: Path) -> None:
     rows = f"vip:a,coupon,shop,9,,,1,,,,,ticket,\nvip:b,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n"
     assert [
@@ -293,6 +296,7 @@ def test_audience_is_admitted_by_ticket_or_list(operator: Operator, tmp_path: Pa
     assert (loaded["loaded"], loaded["items"]) == (21, 20_500)
 
 
+@pytest.mark.long
 def test_ticket_is_signed_with_a_key_pair(operator: Operator, tmp_path: Path) -> None:
     private = Ed25519PrivateKey.generate()
     (tmp_path / "key.pem").write_bytes(
@@ -307,6 +311,7 @@ def test_ticket_is_signed_with_a_key_pair(operator: Operator, tmp_path: Path) ->
     assert operator.ask("grab", "vip", "anna", "--ticket", token.strip())["outcome"] == "granted"
 
 
+@pytest.mark.long
 def test_many_offers_are_opened_in_several_calls(operator: Operator) -> None:
     rows = "".join(f"many:{number},coupon,shop,1,,,1,,,,,,\n" for number in range(501))
     done = operator.type("open", "-", "--format", "csv", stdin=HEADER + rows)
@@ -324,6 +329,7 @@ def test_many_offers_are_opened_in_several_calls(operator: Operator) -> None:
     assert "many:7" in done.stdout
 
 
+@pytest.mark.long
 def test_stopped_load_continues_when_repeated(operator: Operator, system: Settings, tmp_path: Path) -> None:
     operator.type(
         "open", "-", "--format", "csv", stdin=HEADER + f"crowd,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n"

@@ -52,6 +52,7 @@ def found(system: Settings, *words: str) -> dict[str, Any]:
     return shown
 
 
+@pytest.mark.long
 async def test_offers_are_filtered_and_listed_by_pages(listed: Settings) -> None:
     def ids(*words: str) -> list[str]:
         return [offer["offer"] for offer in found(listed, *words)["offers"]]

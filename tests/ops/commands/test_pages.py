@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import open_gate
@@ -79,6 +81,7 @@ async def test_readme_python_works(system: Settings, worker: Callable[..., Any],
     assert (outcome, again.repeated, again.amount) == ("granted", True, int(amount))
 
 
+@pytest.mark.long
 async def test_flash_sale_page_works(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
     worker(system)
     blocks = re.findall(r"^<!-- sale -->\n```sh\n(.*?)^```", FLASH_SALE, re.MULTILINE | re.DOTALL)

@@ -119,6 +119,7 @@ def moment(text: str | None) -> Any:
     return None if text is None else datetime.fromisoformat(text)
 
 
+@pytest.mark.long
 async def test_result_says_what_is_wrong(played: Settings) -> None:
     def refused(code: int, *words: str) -> str:
         done = grabstream("result", *words, **env_of(played))

@@ -118,6 +118,7 @@ async def test_every_part_is_proved_from_the_events(system: Settings, worker: Ca
         verify_fairness("ahead", events[:-1])
 
 
+@pytest.mark.long
 async def test_the_seed_of_an_opener_is_refused(system: Settings, worker: Callable[..., Any]) -> None:
     worker(system, "decide,relay,sweep")
     async with open_gate(system) as gate:

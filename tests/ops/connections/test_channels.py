@@ -83,6 +83,7 @@ async def test_a_connection_that_the_server_ends_is_trouble(client: ScriptClient
         await second.task
 
 
+@pytest.mark.long
 async def test_what_is_refused_and_what_fails_is_raised(client: ScriptClient, server: int) -> None:
     await client.acl_setuser("deaf", enabled=True, nopass=True, commands=["+@all"], reset=True)
     deaf = ScriptClient(port=server, username="deaf", password="")

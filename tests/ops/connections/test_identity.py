@@ -153,6 +153,7 @@ async def mixed_up(request: pytest.FixtureRequest, system: Settings) -> Any:
         )
 
 
+@pytest.mark.long
 def test_every_verb_refuses_settings_that_mix_two_systems(
     mixed_up: Settings, system: Settings, call: Callable[..., Any]
 ) -> None:  # fmt: skip
@@ -197,6 +198,7 @@ async def forget(settings: Settings) -> None:
     await redis.aclose()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "lock", ["LOCK TABLE {0}.migrations", "SELECT pg_advisory_xact_lock(hashtext('grabstream-{0}'))"]
 )
@@ -244,6 +246,7 @@ async def test_another_journal_of_the_same_name_is_refused_until_it_is_declared_
     assert (await make_system(system))[:2] == ([], [])
 
 
+@pytest.mark.long
 async def test_worker_claims_the_prefix_again_after_redis_was_emptied(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -276,6 +279,7 @@ async def forget_the_system(settings: Settings) -> None:
         await books.execute("DELETE FROM migrations WHERE name = '0009_system.sql'")
 
 
+@pytest.mark.long
 async def test_init_accepts_an_older_schema_only_if_its_cursors_are_in_the_journal(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -318,6 +322,7 @@ async def test_init_accepts_an_older_schema_only_if_its_cursors_are_in_the_journ
     assert await claim(system) is not None
 
 
+@pytest.mark.long
 async def test_worker_decides_but_writes_no_books_until_init_has_recorded_the_identity(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

@@ -74,6 +74,7 @@ async def shards_by_master(client: ClusterClient) -> dict[int, list[int]]:
     return by_port
 
 
+@pytest.mark.long
 async def test_commands_do_not_wait_for_another_server_that_hangs(
     settings: Settings, client: ClusterClient, masters: Sequence[Redis]
 ) -> None:
@@ -132,6 +133,7 @@ async def test_commands_do_not_wait_for_another_server_that_hangs(
     assert await client.hget(KEYS.shard(shards[hung.port][0]).state, "seq") is None
 
 
+@pytest.mark.long
 async def test_subscription_receives_messages_of_other_servers_while_one_hangs(
     client: ClusterClient, masters: Sequence[Redis]
 ) -> None:
@@ -167,6 +169,7 @@ async def test_subscription_receives_messages_of_other_servers_while_one_hangs(
         await journaled.close()
 
 
+@pytest.mark.long
 async def test_commands_follow_keys_that_are_being_moved(
     client: ClusterClient, masters: Sequence[Redis]
 ) -> None:

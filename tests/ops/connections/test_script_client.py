@@ -108,6 +108,7 @@ async def test_a_lost_connection_fails_all_its_calls_and_the_next_one_opens_anot
     assert await lines_of(client) != {line}
 
 
+@pytest.mark.long
 async def test_a_server_that_hangs_fails_the_calls_in_time(
     client: ScriptClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ async def test_callers_that_come_while_it_connects_share_the_connection(client: 
     assert len(await lines_of(client)) == 1
 
 
+@pytest.mark.long
 async def test_a_server_that_is_away_is_trouble_and_is_found_again(server: int) -> None:
     client = ScriptClient(port=1)
     for _ in range(2):
@@ -174,6 +176,7 @@ async def test_login_and_database_are_those_of_the_url(settings: Settings, serve
     await client.aclose()
 
 
+@pytest.mark.long
 async def test_only_calls_that_waited_too_long_fail_and_later_ones_use_another_connection(
     client: ScriptClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +244,7 @@ class HangingServer:
         target.close()
 
 
+@pytest.mark.long
 async def test_a_client_that_is_closed_or_dropped_leaves_no_connection(server: int) -> None:
     admin = cancellable(redis.asyncio.Redis(port=server))
 

@@ -60,6 +60,7 @@ async def refusal_of(settings: Settings) -> str:
     return str(raised.value)
 
 
+@pytest.mark.long
 async def test_wrong_seal_keys_are_refused_at_the_start(system: Settings) -> None:
     right = keys_of(system)
     key_id = right.partition(":")[0]
@@ -80,6 +81,7 @@ async def test_wrong_seal_keys_are_refused_at_the_start(system: Settings) -> Non
         pass
 
 
+@pytest.mark.long
 async def test_init_records_a_new_key_only_with_all_others(system: Settings) -> None:
     right, new = keys_of(system), new_seal_key()
     for wrong in (with_keys(system, new), with_keys(system, other_key(right.partition(":")[0]), new)):
@@ -102,6 +104,7 @@ async def test_init_records_a_new_key_only_with_all_others(system: Settings) -> 
     assert "was retired on" in await refusal_of(with_keys(system, right, new))
 
 
+@pytest.mark.long
 async def test_a_system_of_an_older_release_records_its_keys_with_init(system: Settings) -> None:
     async with checked_books(system) as connection:
         await connection.execute("DELETE FROM seal_keys")
@@ -120,6 +123,7 @@ async def test_a_system_of_an_older_release_records_its_keys_with_init(system: S
     assert (made.migrations, made.seal_keys) == (["0021_seal_keys.sql"], [keys_of(system).partition(":")[0]])
 
 
+@pytest.mark.long
 async def test_a_worker_that_started_without_postgresql_ends_when_its_keys_are_wrong(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -137,6 +141,7 @@ async def test_a_worker_that_started_without_postgresql_ends_when_its_keys_are_w
     assert started.process.returncode == 2
 
 
+@pytest.mark.long
 async def test_processes_that_only_seal(system: Settings, worker: Callable[..., Any]) -> None:
     """The sealing part makes offers and webhooks; what opens refuses it and says so; `reseal` opens all."""
     worker(system, "decide,relay,sweep,project")

@@ -100,6 +100,7 @@ async def test_before_init_topics_and_tables_are_missing(settings: Settings) -> 
     assert examination.exit_code == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("server", "setting", "value", "still_found"),
     [
@@ -125,6 +126,7 @@ async def test_a_server_without_answer_does_not_hide_findings_about_the_others(
 # -- what stops ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_doctor_names_what_waits_after_the_worker_has_stopped(
     system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +192,7 @@ async def test_doctor_names_what_waits_after_the_worker_has_stopped(
     }
 
 
+@pytest.mark.long
 async def test_a_stopped_read_model_and_a_record_set_aside_are_reported(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -217,6 +220,7 @@ async def test_a_stopped_read_model_and_a_record_set_aside_are_reported(
     ) == ("note", True, True)
 
 
+@pytest.mark.long
 async def test_a_read_model_of_another_release_needs_a_rebuild(system: Settings) -> None:
     await execute(system, "UPDATE read_models SET definition = 999 WHERE projection = 'ledger'")
     finding = only(await examine(system), "read models are of this release")
@@ -224,6 +228,7 @@ async def test_a_read_model_of_another_release_needs_a_rebuild(system: Settings)
     assert finding.command == "grabstream rebuild ledger"
 
 
+@pytest.mark.long
 async def test_a_finding_of_the_verifier_is_reported(system: Settings, journal: JournalWriter) -> None:
     lines = [opened("e", 1), granted("e", 2)]
     await journal.marker(1, "a")
@@ -249,6 +254,7 @@ async def test_a_finding_of_the_verifier_is_reported(system: Settings, journal: 
     assert {shard["shard"]: shard["seq"] for shard in status["verified"]}[SHARD] == 2
 
 
+@pytest.mark.long
 async def test_a_lost_decision_is_reported_by_doctor_and_why(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -290,6 +296,7 @@ async def test_a_lost_decision_is_reported_by_doctor_and_why(
     await redis.aclose()
 
 
+@pytest.mark.long
 async def test_a_lost_journal_leads_every_finding_to_the_restore(
     system: Settings, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +335,7 @@ async def test_a_lost_journal_leads_every_finding_to_the_restore(
     assert not findings_of(markers, "read models keep up")
 
 
+@pytest.mark.long
 async def test_a_cursor_that_is_not_where_its_rows_are_is_reported_and_retried(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -466,6 +474,7 @@ def test_fenced_shards_name_their_reason_and_command(settings: Settings) -> None
     assert fenced["shard 5"].command.startswith("nothing: its relay is recovering the shard")
 
 
+@pytest.mark.long
 async def test_a_shard_changed_by_hand_names_the_field_and_the_command_mends_it(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -523,6 +532,7 @@ def test_the_layouts_are_the_numbers_that_the_scripts_write() -> None:
     assert f"\nlocal LAYOUT, LAYOUT_MIN = {LAYOUT}, {LAYOUT_MIN}\n" in loader.load("server_epoch").text
 
 
+@pytest.mark.long
 async def test_a_topic_of_commands_that_keeps_compressed_batches_is_mended_by_init(system: Settings) -> None:
     """The topic is as an operator or an earlier release may have created it."""
     assert not findings_of(await examine(system), "commands are bounded")
@@ -550,6 +560,7 @@ async def test_a_topic_of_commands_that_keeps_compressed_batches_is_mended_by_in
 # -- servers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_each_fault_of_a_redis_server_is_reported(
     system: Settings, tmp_path: Path, worker: Callable[..., Any]
 ) -> None:
@@ -611,6 +622,7 @@ async def test_each_fault_of_a_redis_server_is_reported(
         server.kill()
 
 
+@pytest.mark.long
 async def test_servers_clocks_behind_this_machines_are_reported(system: Settings) -> None:
     """The doctor's clock is a minute ahead, so the clocks of both servers are behind it."""
     examination = await examine(system, lambda: now_ms() + 60_000)
@@ -620,6 +632,7 @@ async def test_servers_clocks_behind_this_machines_are_reported(system: Settings
     assert not findings_of(await examine(system), "clocks agree")
 
 
+@pytest.mark.long
 async def test_a_journal_that_is_not_kept_for_ever_is_reported(system: Settings) -> None:
     topic = Topics(system.prefix).journal
     client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
@@ -637,6 +650,7 @@ async def test_a_journal_that_is_not_kept_for_ever_is_reported(system: Settings)
     assert "--add-config retention.ms=-1" in finding.command
 
 
+@pytest.mark.long
 async def test_a_nearly_full_disk_is_reported(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is above 100 % free, so every disk counts as nearly full."""
     monkeypatch.setattr(machine, "FREE_SHARE_MIN", 1.01)
@@ -659,6 +673,7 @@ def test_partitions_without_leader_or_with_replicas_out_of_sync_are_reported(set
     assert "start broker 2 to 3" in degraded.command
 
 
+@pytest.mark.long
 async def test_a_relay_that_copies_nothing_is_reported_with_its_worker(
     system: Settings, monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Any]
 ) -> None:

@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.answers import Answer
@@ -66,6 +68,7 @@ def moments(story: Any) -> list[tuple[str, bool]]:
     ]
 
 
+@pytest.mark.long
 async def test_why_shows_attempts_lateness_limits_and_payments_of_a_sale(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -187,6 +190,7 @@ async def test_why_shows_part_place_and_rest_of_an_envelope(
     assert "offer:e → wallet:eve" in shown
 
 
+@pytest.mark.long
 async def test_why_says_why_the_ledger_lacks_an_event(system: Settings, journal: JournalWriter) -> None:
     """A grant is not booked: first the ledger lags, then it has stopped at the grant, then the grant is set
     aside.
@@ -238,6 +242,7 @@ async def test_why_says_why_the_ledger_lacks_an_event(system: Settings, journal:
     assert (await why(system, "u2", "e"))["not_in_ledger"] == []
 
 
+@pytest.mark.long
 async def test_why_refuses_an_unknown_offer_and_a_bad_id(system: Settings) -> None:
     done = grabstream("why", "ann", "nothing", "--json", **env_of(system))
     assert done.returncode == 1

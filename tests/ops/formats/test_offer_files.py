@@ -21,7 +21,7 @@ from grabstream.models.identifiers import is_id
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
-from tests.conftest import some_by_day
+from tests.conftest import some_by_tier
 
 FORMS = get_args(Form)
 COUPON = {"kind": "coupon", "issuer": "shop", "total": 5}
@@ -577,7 +577,8 @@ def test_any_text_is_read_or_refused(text: str, form: Form) -> None:
         assert all(place and reason for place, reason in problems)
 
 
-@pytest.mark.parametrize("form", some_by_day(FORMS, 3))
+@pytest.mark.long
+@pytest.mark.parametrize("form", some_by_tier(FORMS, 3))
 def test_five_times_as_many_offers_take_about_five_times_as_long(form: Form) -> None:
     terms = CouponTerms(
         issuer="shop", title="Half price", total=100, opens_at=FRIDAY, timezone="Asia/Shanghai",
@@ -674,6 +675,7 @@ LARGE = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LARGE)
 def test_a_file_takes_memory_and_time_in_proportion_to_its_length(name: str) -> None:
     text, form, word = LARGE[name]

@@ -27,6 +27,8 @@ from tests.ops.metrics.promql import names_in
 from tests.ops.metrics.scraping import port_of, scrape
 from tests.support.gateways import GatewayProcess
 
+pytestmark = pytest.mark.long
+
 DEPLOY = PROJECT / "deploy"
 ALERTS = [
     rule

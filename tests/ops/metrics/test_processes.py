@@ -130,6 +130,7 @@ async def _is_found(caller: Caller, path: str) -> bool:
     return (await caller.send("GET", path)).status == 200
 
 
+@pytest.mark.long
 async def test_a_second_worker_on_the_same_port_works_without_metrics_and_says_so(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:
@@ -143,6 +144,7 @@ async def test_a_second_worker_on_the_same_port_works_without_metrics_and_says_s
     assert second.stop() == 0
 
 
+@pytest.mark.long
 async def test_connections_beyond_the_bound_are_closed_and_others_are_answered_again(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:

@@ -275,6 +275,7 @@ def test_an_axis_ends_at_a_round_number(maximum: float, axis: float) -> None:
 # -- runs ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_crowd_over_http_passes_its_verdict(settings: Settings, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     done = grabstream(

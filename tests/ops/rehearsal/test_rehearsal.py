@@ -74,6 +74,7 @@ def test_users_after_the_deadline_are_not_expected_to_have_parts(settings: Setti
     assert 1_000 <= granted < 37_000
 
 
+@pytest.mark.long
 async def test_it_can_be_watched_while_it_runs(settings: Settings) -> None:
     words = ("--parts", "300", "--envelopes", "0", "--small-parts", "20", "--deadline", "2")
     process = await asyncio.create_subprocess_exec(
@@ -114,6 +115,7 @@ def test_an_impossible_number_is_refused(words: tuple[str, ...]) -> None:
     assert f"Invalid value for '{words[0]}'" in done.stderr
 
 
+@pytest.mark.long
 async def test_the_deadline_counts_from_when_workers_answer(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -181,6 +183,7 @@ async def test_a_gateway_that_does_not_listen_is_named(
         await Stage({}, tmp_path / "all.log", tmp_path / "gateway.log").gateway_port()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failures", [2, 3])
 async def test_a_system_that_cannot_be_removed_changes_no_verdict(
     failures: int, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,

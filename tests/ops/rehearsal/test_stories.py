@@ -32,6 +32,7 @@ def story(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.long
 def test_the_week_of_a_flash_sale_passes_its_verdict(settings: Settings, tmp_path: Path) -> None:
     report = story("week", settings, tmp_path)
     checked = {check["name"] for check in report["checks"] if check["checked"]}

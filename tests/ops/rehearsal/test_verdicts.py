@@ -261,10 +261,12 @@ def assert_problem(checks: list[Check], name: str, says: str) -> None:
     assert any(says in problem for problem in problems[name]), problems[name][:3]
 
 
+@pytest.mark.long
 async def test_the_week_has_no_problems(week: Story) -> None:
     assert problems_of(await copied(week).checks()) == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", WEEK, ids=lambda one: f"{one.name}: {one.says}")
 async def test_damage_to_the_week_is_reported(week: Story, damage: Damage) -> None:
     events = list(week.tally.events.values())
@@ -282,16 +284,19 @@ PROMOTION = [
 ]
 
 
+@pytest.mark.long
 async def test_the_promotion_has_no_problems(promotion: Story) -> None:
     assert problems_of(await copied(promotion).checks()) == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", PROMOTION, ids=lambda one: f"{one.name}: {one.says}")
 async def test_damage_to_the_promotion_is_reported(promotion: Story, damage: Damage) -> None:
     events = list(promotion.tally.events.values())
     assert_problem(await copied(promotion, damage.change(events)).checks(), damage.name, damage.says)
 
 
+@pytest.mark.long
 async def test_codes_of_two_users_and_unknown_codes_are_reported(promotion: Story) -> None:
     known = promotion.coupons[0][1]  # type: ignore[attr-defined]
     for coupon, says in ((("g", known), "2 users have it"), (("g", "CODE-X"), "was not loaded")):
@@ -302,6 +307,7 @@ async def test_codes_of_two_users_and_unknown_codes_are_reported(promotion: Stor
         assert any(says in problem for problem in problems["each code in one hand"])
 
 
+@pytest.mark.long
 async def test_a_code_that_no_user_got_is_reported(promotion: Story) -> None:
     story = copied(promotion)
     story.coupons.pop()  # type: ignore[attr-defined]
@@ -309,12 +315,14 @@ async def test_a_code_that_no_user_got_is_reported(promotion: Story) -> None:
     assert "coupons are taken" in problem
 
 
+@pytest.mark.long
 async def test_a_limit_that_no_user_reached_is_reported(promotion: Story) -> None:
     story = copied(promotion)
     story.answers = [answer for answer in story.answers if not (answer.limit and answer.limit.per == "day")]
     assert problems_of(await story.checks()) == {"every limit was met": ["user/day: no user reached it"]}
 
 
+@pytest.mark.long
 async def test_damaged_answers_are_reported(week: Story) -> None:
     """A second answer that differs, an outcome that the story does not expect, a refusal that Redis did not
     count, an outcome that no command had, an answer without its event.

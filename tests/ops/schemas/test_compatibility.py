@@ -289,12 +289,14 @@ def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.long
 def test_this_tree_is_compatible_with_the_last_release() -> None:
     done = compare(SCHEMAS, "--compare", "--json")
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout)["since"] == last_release(SCHEMAS / "released")
 
 
+@pytest.mark.long
 def test_the_script_prints_what_breaks_and_what_to_do(tmp_path: Path) -> None:
     """The release has a field that the models lack, and lacks an outcome that the models have."""
     shutil.copytree(SCHEMAS, tmp_path, ignore=shutil.ignore_patterns("released"), dirs_exist_ok=True)
@@ -320,6 +322,7 @@ def test_the_script_prints_what_breaks_and_what_to_do(tmp_path: Path) -> None:
     assert "0.2.0.json" in missing.stderr
 
 
+@pytest.mark.long
 def test_a_release_is_written_once(tmp_path: Path) -> None:
     folder = tmp_path / "schemas"
     shutil.copytree(SCHEMAS, folder, ignore=shutil.ignore_patterns("released"))

@@ -11,6 +11,8 @@ import pytest
 
 from tests.copies import copy_package
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[3]
 CLASS_TEXT, UPCASTER_TEXT = (re.sub(r"^    ", "", text, flags=re.MULTILINE) for text in re.findall(
     r"^    ```python\n(.*?)^    ```$", (ROOT / "docs" / "events.md").read_text(), re.DOTALL | re.MULTILINE

@@ -54,6 +54,7 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> 
     assert server.pid is None
 
 
+@pytest.mark.long
 def test_data_survive_a_stop_and_a_kill(private_services: LocalServices) -> None:
     services = private_services
     redis.Redis(port=services.redis.port).set("kept", "1")
@@ -179,6 +180,7 @@ async def test_a_worker_logs_when_it_is_ready_and_each_outage_of_a_server_once(
     assert logged("ready:") == 1
 
 
+@pytest.mark.long
 def test_the_init_step_of_compose_makes_a_seal_key_once(tmp_path: Path) -> None:
     step = yaml.safe_load((PROJECT / "compose.yaml").read_text())["services"]["seal-key"]
     command = [*step["entrypoint"], *(word.replace("$$", "$") for word in step["command"])]

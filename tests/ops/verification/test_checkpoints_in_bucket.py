@@ -23,6 +23,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
         yield running
 
 
+@pytest.mark.long
 async def test_a_locked_checkpoint_cannot_be_replaced_unnoticed(sold: Sold, store: ObjectStore) -> None:
     bucket, key = store.bucket(locks=True), "checkpoints/2026-11-25.json"
     address, client = f"s3://{bucket}/{key}", store.client
@@ -61,6 +62,7 @@ async def test_a_locked_checkpoint_cannot_be_replaced_unnoticed(sold: Sold, stor
     assert sold.run("verify", "--quick", "--against", address, **PUBLIC, **settings).returncode == 0
 
 
+@pytest.mark.long
 async def test_locks_that_a_store_lacks_or_forgets_are_reported(sold: Sold, store: ObjectStore) -> None:
     plain, locking = store.bucket(), store.bucket(locks=True)
     settings = env_of_store(store.login)
@@ -101,6 +103,7 @@ async def test_locks_that_a_store_lacks_or_forgets_are_reported(sold: Sold, stor
 # -- the objects themselves ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_conditional_puts_and_versions(store: ObjectStore) -> None:
     name = store.bucket(locks=True)
     bucket = Bucket(name, store.login)
@@ -129,6 +132,7 @@ def test_conditional_puts_and_versions(store: ObjectStore) -> None:
     assert found.lock == Lock("GOVERNANCE", until)
 
 
+@pytest.mark.long
 def test_all_pages_of_a_listing_are_read(store: ObjectStore) -> None:
     bucket = Bucket(store.bucket(), store.login)
     names = {f"p/{number}" for number in range(3 * PAGE_KEYS + 1)}

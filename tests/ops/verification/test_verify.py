@@ -49,7 +49,7 @@ from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.relaying import shadow
 from grabstream.streams.topics import Topics, create_topics, retention_ms
-from tests.conftest import Worker, make_system, some_by_day, until
+from tests.conftest import Worker, make_system, some_by_tier, until
 from tests.support.projecting import (
     LINES,
     SHARD,
@@ -489,13 +489,14 @@ def assert_only_problem(checks: list[Check], name: str, *says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", some_by_day(TABLES, 3), ids=lambda one: f"{one.table.split('.')[0]}: {one.change}"
+    "damage", some_by_tier(TABLES, 3), ids=lambda one: f"{one.table.split('.')[0]}: {one.change}"
 )
 async def test_a_damaged_row_is_reported_and_nothing_else(whole: Settings, damage: TableDamage) -> None:
     async with damaged(whole, damage):
         assert_only_problem(await verify(whole, 0, share=1), damage.check, damage.says)
 
 
+@pytest.mark.long
 async def test_a_grab_of_another_user_is_reported_as_two_rows(whole: Settings) -> None:
     """The user is a part of the key."""
     given = TableDamage("grabs_1", "UPDATE {t} SET user_id = 'thief' WHERE grab = 's0'", BALANCES, "")
@@ -726,7 +727,7 @@ async def keeping(settings: Settings, key: str) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "damage", some_by_day(KEYS, 3), ids=lambda one: f"{one.kind} {one.offer}: {one.says}"
+    "damage", some_by_tier(KEYS, 3), ids=lambda one: f"{one.kind} {one.offer}: {one.says}"
 )
 async def test_a_damaged_key_is_reported_and_nothing_else(
     whole: Settings, damage: KeyDamage, monkeypatch: pytest.MonkeyPatch
@@ -743,6 +744,7 @@ async def test_a_damaged_key_is_reported_and_nothing_else(
 FOLD = "Redis = fold of the journal"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [b"c:stock/\xff", b"\xff\n", b""])
 async def test_a_key_of_any_name_is_reported(
     whole: Settings, name: bytes, monkeypatch: pytest.MonkeyPatch
@@ -776,6 +778,7 @@ async def test_every_kind_of_key_is_compared(whole: Settings) -> None:
     assert damaged_kinds - kinds == set()
 
 
+@pytest.mark.long
 async def test_staged_parts_are_not_compared(whole: Settings) -> None:
     key = key_space(whole).shard(0).staged("token")
     async with keeping(whole, key) as redis:
@@ -783,6 +786,7 @@ async def test_staged_parts_are_not_compared(whole: Settings) -> None:
         assert problems_of(await verify(whole, 0, share=1)) == {}
 
 
+@pytest.mark.long
 async def test_the_copies_of_shards_are_removed(whole: Settings) -> None:
     redis = open_redis(whole)
     await verify(whole, 0, share=1)
@@ -856,7 +860,7 @@ JOURNALS = {
 }
 
 
-@pytest.mark.parametrize("name", JOURNALS)
+@pytest.mark.parametrize("name", some_by_tier(JOURNALS, 1))
 async def test_a_damaged_journal_is_reported_and_nothing_else(
     whole: Settings, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -914,7 +918,7 @@ VIEWS = (
 )
 
 
-@pytest.mark.parametrize("view", some_by_day(VIEWS, 3))
+@pytest.mark.parametrize("view", some_by_tier(VIEWS, 3))
 @pytest.mark.parametrize("which", ["shown", "version"])
 async def test_a_changed_view_is_reported(whole: Settings, view: str, which: str) -> None:
     async with await open_books(whole) as connection:
@@ -943,6 +947,7 @@ async def test_a_changed_view_is_reported(whole: Settings, view: str, which: str
     assert problems_of(await verify(whole, 0, share=1)) == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
@@ -960,6 +965,7 @@ async def test_a_checkpoint_that_differs_from_the_journal_is_reported(
         assert_only_problem(await verify(whole, 0, share=1), "what Redis knows as journaled is", says)
 
 
+@pytest.mark.long
 async def test_a_shard_at_another_seq_than_its_journal_is_reported(
     whole: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1008,6 +1014,7 @@ async def test_a_stopped_read_model_is_reported(whole: Settings) -> None:
             await connection.execute(f"DELETE FROM {table}".encode())
 
 
+@pytest.mark.long
 async def test_a_lagging_read_model_is_reported(
     system: Settings, journal: JournalWriter, redis_client: Any
 ) -> None:
@@ -1025,6 +1032,7 @@ async def test_a_lagging_read_model_is_reported(
     ]
 
 
+@pytest.mark.long
 async def test_an_account_below_0_is_reported(system: Settings, journal: JournalWriter) -> None:
     """An event gives away more than the offer has, and the ledger has lost the constraint against it."""
     lines = [opened("e", 1, total=100), granted("e", 2, amount=101)]
@@ -1044,6 +1052,7 @@ async def test_an_account_below_0_is_reported(system: Settings, journal: Journal
     assert list(problems) == [FOLD]  # Redis does not have the offer
 
 
+@pytest.mark.long
 async def test_different_sums_in_ledger_and_balances_are_reported(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -1076,6 +1085,7 @@ async def test_a_shard_that_another_process_compares_is_not_compared(whole: Sett
     await redis.aclose()
 
 
+@pytest.mark.long
 async def test_a_shard_is_not_copied_where_there_is_no_room(
     whole: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1092,6 +1102,7 @@ async def test_a_shard_is_not_copied_where_there_is_no_room(
 # -- under traffic -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_a_sound_system_has_no_problems_under_traffic(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

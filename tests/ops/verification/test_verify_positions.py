@@ -35,6 +35,7 @@ async def prefix(redis: Any) -> AsyncIterator[str]:
         await redis.unlink(*names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fields", [3, 700], ids=["small", "large"])
 async def test_a_key_that_expires_is_reported(redis: Any, prefix: str, fields: int) -> None:
     live, made = KeySpace(prefix, 1).shard(0), KeySpace(f"{prefix}/made", 1).shard(0)

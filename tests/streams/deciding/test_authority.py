@@ -138,6 +138,7 @@ async def _is_in(settings: Settings, answer: tuple[str, str]) -> bool:
     return answer in await outcomes(settings)
 
 
+@pytest.mark.long
 async def test_a_system_without_the_topic_of_operations_is_upgraded_by_init(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

@@ -80,7 +80,12 @@ class Stage:
     @asynccontextmanager
     async def decider(self, redis: Any = None, **limits: int) -> AsyncIterator[Decider]:
         """Runs a decider within the context."""
-        gate = Gate(redis or self.redis, self.keys, sealer(self.settings), GateLimits(**limits))
+        gate = Gate(
+            redis or self.redis,
+            self.keys,
+            sealer(self.settings),
+            GateLimits(**{"timeout_ms": 20_000} | limits),
+        )
         gate.start()
         decider, stop = Decider(gate, self.settings.kafka, self.topics, self.settings.shards), asyncio.Event()
         running = asyncio.create_task(decider.run(stop))
@@ -208,6 +213,7 @@ async def _is(finding: Any, expected: object) -> bool:
     return bool(await finding == expected)
 
 
+@pytest.mark.long
 async def test_commands_of_a_shard_without_a_relay_are_bounded_in_memory(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +247,7 @@ async def test_commands_of_a_shard_without_a_relay_are_bounded_in_memory(
         await until(lambda: _is(stage.committed(), 800), 20, "the commit of all")
 
 
+@pytest.mark.long
 async def test_keys_of_records_are_bounded_in_memory(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept until their commands are answered, and may be longer than the commands; also those of
     single grabs, which are decoded together.
@@ -272,6 +279,7 @@ async def test_keys_of_records_are_bounded_in_memory(stage: Stage, monkeypatch: 
     assert most < 100
 
 
+@pytest.mark.long
 async def test_commands_of_a_topic_are_never_answered_busy(stage: Stage) -> None:
     """The decider waits for room in the gate's queue, however many commands are in the topic."""
     offer = stock_in(stage.keys, 0)
@@ -282,6 +290,7 @@ async def test_commands_of_a_topic_are_never_answered_busy(stage: Stage) -> None
         assert Counter((await stage.until_answered(1_000)).values()) == {"held": 500, "confirmed": 500}
 
 
+@pytest.mark.long
 async def test_commands_of_a_topic_wait_while_their_shard_is_fenced(stage: Stage) -> None:
     """A `busy` or `fenced` answer is not stored, and a command that was read cannot be returned to the topic,
     so the decider waits. Other shards continue.
@@ -332,6 +341,7 @@ async def test_odd_records_of_a_topic_are_decided_or_kept_and_hold_up_nothing(st
     assert [dict(record.headers).get("offset") for record in kept] == [None, b"1", b"3"]
 
 
+@pytest.mark.long
 async def test_an_undecidable_command_of_a_topic_is_answered_invalid_and_set_aside(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +383,7 @@ async def test_an_undecidable_command_of_a_topic_is_answered_invalid_and_set_asi
     assert stage.topics.rejected in findings[0].command
 
 
+@pytest.mark.long
 async def test_a_shard_is_rebuilt_when_a_script_fails_after_its_first_write(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +410,7 @@ async def test_a_shard_is_rebuilt_when_a_script_fails_after_its_first_write(
     await assert_state_is_the_journal_s(stage.settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("as_array", [True, False], ids=["one array", "three records"])
 async def test_the_order_of_the_topic_holds_when_redis_loses_its_tail(stage: Stage, as_array: bool) -> None:
     """The test deletes all keys after the grab was decided, before the grab is journaled and its confirmation

@@ -84,6 +84,7 @@ async def test_texts_of_answers_stay_away(with_topic: Settings) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 async def test_refusals_of_a_clock_that_was_ahead_are_written(with_topic: Settings) -> None:
     """Brokers refuse records of a time more than an hour ahead."""
     ahead_ms = time.time_ns() // 1_000_000 + 2 * 3_600_000

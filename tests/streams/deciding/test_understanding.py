@@ -32,7 +32,7 @@ from grabstream.streams.clients import started
 from grabstream.streams.deciding import understanding
 from grabstream.streams.deciding.understanding import Authority, Pace, Rejected, Understood, understand
 from grabstream.streams.topics import COMPRESSION, Topics, create_topics, make_topics, retention_ms
-from tests.conftest import until
+from tests.conftest import examples, until
 from tests.streams.deciding.topic_records import read_all
 
 AUTHORITY = Authority(Topics("t"))
@@ -123,7 +123,7 @@ async def _of_each(records: Sequence[Record]) -> list[tuple[Any, ...]]:
     return [tuple(await understand(record, Pace(), AUTHORITY)) for record in records]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.lists(st.sampled_from(NEAR_PLAIN), max_size=8), st.integers(1, 3))
 def test_records_that_are_decoded_together_are_what_each_is_alone(values: list[bytes], most: int) -> None:
     records = [Record(value, offset=offset) for offset, value in enumerate(values)]
@@ -153,6 +153,7 @@ def test_plain_grabs_of_records_are_decoded_together() -> None:
     assert [grab.id for _, grabs in runs for grab in grabs] == [f"a{n}" for n in range(600) if n != 500]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BAD_RECORDS)
 async def test_an_undecodable_record_is_rejected_once_with_all_its_bytes(name: str) -> None:
     value = BAD_RECORDS[name]
@@ -186,6 +187,7 @@ async def test_a_command_above_a_bound_is_answered_invalid(name: str, id: str) -
     assert [(answer.id, answer.outcome) for answer in result.refused] == [(id, "invalid")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BAD_RECORDS)
 async def test_decoding_a_bad_record_does_not_block_other_tasks(name: str) -> None:
     gaps = [0.0]
@@ -293,6 +295,7 @@ async def test_a_decider_survives_bad_records_and_keeps_every_byte(
     assert [value for (_, _, part), value in whole.items() if part == b"key"] == [key]
 
 
+@pytest.mark.long
 async def test_the_broker_refuses_a_batch_that_is_too_large_uncompressed(system: Settings) -> None:
     """A consumer decompresses a whole batch: a record of zeros would need a thousand times its size."""
     topics = Topics(system.prefix)

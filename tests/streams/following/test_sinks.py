@@ -74,6 +74,7 @@ def following(
         running.wait()
 
 
+@pytest.mark.long
 async def test_a_file_has_each_event_once_through_a_kill(system: Settings, tmp_path: Path) -> None:
     history, file = MixedHistory(21, 4, 200), tmp_path / "events.ndjson"
     half = len(history.lines) // 2
@@ -91,6 +92,7 @@ async def test_a_file_has_each_event_once_through_a_kill(system: Settings, tmp_p
         assert await asyncio.to_thread(running.wait, 30) == 128 + signal.SIGTERM
 
 
+@pytest.mark.long
 async def test_the_sink_of_the_page_counts_each_event_once(system: Settings, tmp_path: Path) -> None:
     """Through a kill, and with a second process on the same store."""
     page = (ROOT / "docs" / "projection.md").read_text()
@@ -184,6 +186,7 @@ async def follow_until(settings: Settings, sink: Flaky, count: int) -> None:
         await asyncio.gather(following, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_a_cursor_within_a_run_is_continued_from(system: Settings) -> None:
     """A sink may be given the cursor of a program that has read events before."""
     history = random_history(7, 200, NOW - 1_000 * DAY_MS)
@@ -323,6 +326,7 @@ async def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert lines_of(file) == LINES[:6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["", "nosuch/f", "."])
 def test_a_file_that_cannot_be_is_refused(path: str, tmp_path: Path, settings: Settings) -> None:
     with following(settings, tmp_path, f"file:{path}") as refused:

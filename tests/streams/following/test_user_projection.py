@@ -29,6 +29,8 @@ from tests.streams.replaying.histories import MixedHistory, drop, journal, schem
 from tests.support.command_line import env_of
 from tests.support.projecting import rows
 
+pytestmark = pytest.mark.long
+
 DOCUMENT = Path(__file__).parents[3] / "docs" / "projection.md"
 
 

@@ -136,6 +136,7 @@ async def scene(system: Settings) -> AsyncIterator[Scene]:
     await drop(scene.settings, *left)
 
 
+@pytest.mark.long
 async def test_no_trick_of_an_apply_writes_rows_without_their_cursor(scene: Scene) -> None:
     """`follow` and `rebuild` end with an error that names the trick, and write nothing; without the trick
     each event is written once.
@@ -166,6 +167,7 @@ async def test_an_apply_that_changes_the_role_is_refused(scene: Scene) -> None:
     assert (await scene.seen(), await scene.cursor()) == ([], 0)
 
 
+@pytest.mark.long
 async def test_an_apply_may_use_savepoints_and_restore_its_settings(scene: Scene) -> None:
     """Nested transactions, savepoints, and settings that it restores are allowed. A schema of an older
     release, without the guard, gets it when it is followed.
@@ -201,6 +203,7 @@ async def test_an_apply_may_use_savepoints_and_restore_its_settings(scene: Scene
     assert await scene.seen() == scene.seqs
 
 
+@pytest.mark.long
 async def test_a_rebuild_delays_no_reader_and_waits_for_older_snapshots(scene: Scene) -> None:
     """It does not wait for a transaction that has read; it waits for one with an older snapshot, which sees
     the same rows until it ends. No session waits for the rebuild.
@@ -227,6 +230,7 @@ async def test_a_rebuild_delays_no_reader_and_waits_for_older_snapshots(scene: S
     assert await schemas(scene.settings, f"{scene.schema}_") == []
 
 
+@pytest.mark.long
 async def test_a_rebuild_waits_for_locks_at_most_its_patience(scene: Scene) -> None:
     """Another session locks the cursors: readers continue, and the rebuild ends with an error when its
     patience is over. A second rebuild is refused, with the process and pid of the first in the message.

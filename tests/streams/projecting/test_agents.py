@@ -55,6 +55,7 @@ async def test_the_agents_deliver_records(system: Settings, journal: JournalWrit
         await asyncio.wait({running}, timeout=10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ledger", "events"])
 async def test_a_record_that_faust_leaves_out_is_found(
     name: str, system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +117,7 @@ def _run(system: Settings, stop: asyncio.Event, names: list[str]) -> "asyncio.Ta
     )
 
 
+@pytest.mark.long
 async def test_a_foreign_cursor_restarts_nothing(
     system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ async def test_a_foreign_cursor_restarts_nothing(
         await asyncio.wait({running}, timeout=30)
 
 
+@pytest.mark.long
 async def test_an_app_is_stopped_whatever_the_watchdog_raises(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +189,7 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
     assert stopped == [True, True, True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["trouble", "unknown", "hangs"])
 async def test_trouble_with_the_topic_of_events_hides_no_stalled_projector(
     how: str, system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ async def execute(settings: Settings, statement: str) -> None:
         await books.execute(statement.encode())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "projection",
     ["audit", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ledger", "balances"))],
@@ -67,6 +68,7 @@ async def test_a_dropped_version_is_reported_and_rebuilt(booked: Settings, proje
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 async def test_a_rebuild_succeeds_after_live_and_building_schemas_were_dropped(booked: Settings) -> None:
     live = await version_in(booked, "ledger")
     before = await digests(booked, live)
@@ -83,6 +85,7 @@ async def _are_at(settings: Settings, seq: int) -> bool:
     return seqs == [(name, seq) for name in sorted(PROJECTIONS)]
 
 
+@pytest.mark.long
 async def test_a_worker_continues_while_tables_and_cursors_are_missing(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

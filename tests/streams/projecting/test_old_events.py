@@ -128,6 +128,7 @@ async def write(journal: JournalWriter, lines: Sequence[bytes]) -> None:
         await journal.block(lines, first, min(first + 6, len(lines)))
 
 
+@pytest.mark.long
 async def test_old_event_versions_produce_the_same_rows(
     system: Settings, another: Settings, journal: JournalWriter
 ) -> None:
@@ -160,6 +161,7 @@ class Newer(EventDecoder):
         )
 
 
+@pytest.mark.long
 async def test_a_newer_event_version_stops_the_shard_until_a_newer_program_runs(
     system: Settings, journal: JournalWriter
 ) -> None:

@@ -81,6 +81,7 @@ async def test_operations_shows_every_action_of_an_operator_whatever_its_reason(
     assert shown == [seq for seq, (_, by_operator) in enumerate(EVENTS, 1) if by_operator]
 
 
+@pytest.mark.long
 async def test_a_title_cannot_make_a_stop_look_like_one_of_a_newer_release(
     system: Settings, journal: JournalWriter
 ) -> None:

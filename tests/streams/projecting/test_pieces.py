@@ -8,6 +8,8 @@ import random
 from collections.abc import Sequence
 from copy import deepcopy
 
+import pytest
+
 from grabstream.models.calendar import DAY_MS, window_of
 from grabstream.models.commands import (
     Amend,
@@ -186,6 +188,7 @@ async def test_view_limits_agrees_with_the_rules(system: Settings) -> None:
     assert {(by, per): left for (_, by, per, _), left in in_view.items()} == by_rules
 
 
+@pytest.mark.long
 async def test_view_limits_counts_retaken_units_in_the_window_of_their_payment(
     system: Settings,
 ) -> None:
@@ -237,6 +240,7 @@ async def test_view_limits_counts_retaken_units_in_the_window_of_their_payment(
     assert {(value, per): counted for value, per, counted in await rows(system, query)} == by_rules
 
 
+@pytest.mark.long
 async def test_view_limits_follows_amendments_and_the_zone_of_the_campaign(
     system: Settings,
 ) -> None:
@@ -290,6 +294,7 @@ async def test_view_limits_follows_amendments_and_the_zone_of_the_campaign(
     assert in_view == by_rules
 
 
+@pytest.mark.long
 async def test_view_limits_restarts_a_campaign_like_redis_within_one_millisecond(
     system: Settings,
 ) -> None:

@@ -82,6 +82,7 @@ async def test_two_projectors_of_a_shard_write_each_event_once(
     assert await rows(system, "SELECT count(*) FROM audit") == [(31,)]
 
 
+@pytest.mark.long
 async def test_records_that_faust_skipped_are_read_from_the_journal(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -104,6 +105,7 @@ async def test_catching_up_reads_without_a_new_record(system: Settings, journal:
         await until_at_seq(system, 30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -226,6 +228,7 @@ async def test_a_stale_projector_writes_no_row_twice(system: Settings, journal: 
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
 
 
+@pytest.mark.long
 async def test_a_restarted_publisher_leaves_no_gap(system: Settings, journal: JournalWriter) -> None:
     """The publisher reads its cursor from the topic when it starts: repeats have the same id and bytes, and
     no event is missing.

@@ -100,6 +100,7 @@ async def _ten(journal: JournalWriter) -> Cursor:
     return Cursor(10, HASHES[10], 2, 1, "a")
 
 
+@pytest.mark.long
 async def test_a_cursor_that_the_publisher_did_not_write_is_skipped(
     events: Events,
     journal: JournalWriter,
@@ -130,6 +131,7 @@ async def test_a_cursor_that_the_publisher_did_not_write_is_skipped(
     assert await events.newest() == ten
 
 
+@pytest.mark.long
 async def test_a_cursor_after_markers_is_found(events: Events, journal: JournalWriter) -> None:
     ten = await _ten(journal)
     await journal.block(LINES, 11, 12, owner="zombie")  # does not count
@@ -155,6 +157,7 @@ async def test_a_journal_of_another_history_is_not_published_from_its_beginning(
     assert await events.newest() == ten._replace(head=b"\x11" * 32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["transaction", "some deleted", "all deleted"])
 async def test_offsets_without_records_hide_no_unpublished_event(
     what: str,
@@ -180,6 +183,7 @@ async def test_offsets_without_records_hide_no_unpublished_event(
         assert await published.load(connection, ends) == {SHARD: 3 if what == "all deleted" else 2}
 
 
+@pytest.mark.long
 async def test_records_of_another_program_hide_no_unpublished_event(
     system: Settings,
     events: Events,
@@ -248,6 +252,7 @@ async def test_the_watchdog_reads_a_tail_of_markers_once(
         assert await load(connection, 7) == [5, 5]
 
 
+@pytest.mark.long
 async def test_a_read_of_what_never_comes_ends(
     events: Events,
     journal: JournalWriter,
@@ -329,6 +334,7 @@ def test_an_event_of_an_older_version_names_the_schema_in_which_it_was_written()
     ]
 
 
+@pytest.mark.long
 async def test_markers_after_the_last_event_do_not_hide_that_it_is_published(
     system: Settings,
     events: Events,

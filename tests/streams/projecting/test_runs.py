@@ -53,6 +53,7 @@ async def both(system: Settings, prefix: str) -> AsyncIterator[Both]:
     await take_down(other)
 
 
+@pytest.mark.long
 async def test_read_models_of_runs_are_those_of_single_events(both: Both) -> None:
     found = {type(decode_line(line)) for line in both.lines if len(singles(decode_line(line))) > 1}
     assert found == {GrantedRun, HeldRun}, "the history has no runs of several grabs"

@@ -85,6 +85,7 @@ async def test_a_refused_record_is_set_aside_and_later_events_are_applied(
     ] == [head]
 
 
+@pytest.mark.long
 async def test_a_corrupt_record_is_set_aside_once_a_later_block_exists(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -126,6 +127,7 @@ async def test_a_corrupt_record_is_set_aside_once_a_later_block_exists(
     assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
 
 
+@pytest.mark.long
 async def test_setting_aside_a_corrupt_repeat_loses_no_event(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -142,6 +144,7 @@ async def test_setting_aside_a_corrupt_repeat_loses_no_event(
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
 
 
+@pytest.mark.long
 async def test_a_record_of_any_headers_is_set_aside(system: Settings, journal: JournalWriter) -> None:
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 5)
@@ -173,6 +176,7 @@ async def test_missing_events_cannot_be_set_aside(system: Settings, journal: Jou
     assert "events are missing from the journal" in said
 
 
+@pytest.mark.long
 async def test_retry_applies_the_record_once_its_cause_is_mended(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -197,6 +201,7 @@ async def test_retry_applies_the_record_once_its_cause_is_mended(
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
 
 
+@pytest.mark.long
 async def test_set_aside_needs_a_reason_an_operator_and_a_confirmation(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -213,6 +218,7 @@ async def test_set_aside_needs_a_reason_an_operator_and_a_confirmation(
     assert await rows(system, "SELECT count(*) FROM set_aside") == [(0,)]
 
 
+@pytest.mark.long
 async def test_an_audit_trail_that_lacks_events_is_not_a_snapshot(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -229,6 +235,7 @@ async def test_an_audit_trail_that_lacks_events_is_not_a_snapshot(
         assert await trail_of(connection, SHARD) is None
 
 
+@pytest.mark.long
 async def test_a_rebuild_applies_the_record_set_aside_and_undo_removes_it(
     system: Settings, journal: JournalWriter
 ) -> None:  # fmt: skip
@@ -267,6 +274,7 @@ async def test_a_rebuild_applies_the_record_set_aside_and_undo_removes_it(
         assert len((await call_json(system, "set-aside", "--list"))[1]) == lacking
 
 
+@pytest.mark.long
 async def test_a_rebuild_skips_records_set_aside_on_request(system: Settings, journal: JournalWriter) -> None:
     """Seq 3 overdraws, 5 and 6 are corrupt. Without the option, the rebuild reads both records again, stops,
     and names the option.
@@ -310,6 +318,7 @@ async def test_a_rebuild_skips_records_set_aside_on_request(system: Settings, jo
     assert code == 0, [check for check in checks if check["problems"]]
 
 
+@pytest.mark.long
 async def test_a_rebuild_from_the_audit_trail_keeps_set_aside_records_under_a_new_version_number(
     system: Settings, journal: JournalWriter
 ) -> None:
@@ -349,6 +358,7 @@ async def contents(settings: Settings) -> list[Any]:
     return [sorted(await rows(settings, f"SELECT t::text FROM {table} AS t")) for table in tables]
 
 
+@pytest.mark.long
 async def test_a_running_worker_continues_after_a_record_is_set_aside(
     system: Settings, journal: JournalWriter, worker: Callable[..., Any]
 ) -> None:

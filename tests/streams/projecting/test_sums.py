@@ -115,6 +115,7 @@ async def test_columns_of_unbounded_sums_are_numeric(system: Settings) -> None:
     assert unbounded == {"flows", "revenue", "fairness", *reports()} - {"refusals_by_reason"}
 
 
+@pytest.mark.long
 async def test_a_rebuild_computes_the_same_sums_and_reports_them_as_integers(large: Settings) -> None:
     for name in ("ledger", "balances"):
         done = await asyncio.to_thread(grabstream, "rebuild", name, "--json", **env_of(large))
@@ -130,6 +131,7 @@ async def test_a_rebuild_computes_the_same_sums_and_reports_them_as_integers(lar
     ]
 
 
+@pytest.mark.long
 async def test_verify_compares_large_sums(large: Settings) -> None:
     async def checks() -> dict[str, Any]:
         done = await asyncio.to_thread(grabstream, "verify", "--quick", "--json", **env_of(large))
@@ -150,6 +152,7 @@ async def test_verify_compares_large_sums(large: Settings) -> None:
     assert f"available is {SUM - 1}, the journal makes it {SUM}" in problems
 
 
+@pytest.mark.long
 async def test_the_verifier_compares_large_sums(large: Settings) -> None:
     async with verifying(large) as passes:
         assert await passes() == []
@@ -162,6 +165,7 @@ async def test_the_verifier_compares_large_sums(large: Settings) -> None:
         assert f"has {SUM + 1}, its events lead to {SUM}" in finding.what
 
 
+@pytest.mark.long
 async def test_json_output_has_integers(large: Settings) -> None:
     """Commands that show sums: `--json` has integers, and the tables show all digits."""
     words = ("at", str(int(time.time() * 1000)), "--source", "audit")
@@ -179,6 +183,7 @@ async def test_json_output_has_integers(large: Settings) -> None:
     )
 
 
+@pytest.mark.long
 async def test_a_rebuild_resumes_a_ledger_that_definition_1_stopped(
     large: Settings, journal: JournalWriter
 ) -> None:

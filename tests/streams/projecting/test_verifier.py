@@ -51,6 +51,7 @@ async def progress_of(settings: Settings, shard: int = SHARD) -> verified.Verifi
         return (await verified.progress(connection))[shard]
 
 
+@pytest.mark.long
 async def test_the_verifier_agrees_with_a_sound_history(system: Settings, history: History) -> None:
     await project(system, history, Random(1))
     async with verifying(system) as passes:
@@ -109,6 +110,7 @@ DAMAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 async def test_every_damage_is_a_finding_until_it_is_mended(system: Settings, history: History) -> None:
     """The damage is done after all events were verified once: verified rows may be changed later."""
     await project(system, history, Random(2))
@@ -158,6 +160,7 @@ async def execute_all(settings: Settings, *statements: str) -> None:
             await connection.execute(statement.encode())
 
 
+@pytest.mark.long
 async def test_verification_stops_before_a_damaged_event(system: Settings, history: History) -> None:
     """An event is damaged before its first verification: `verified to` stays before it, and advances when it
     is mended.
@@ -177,6 +180,7 @@ async def test_verification_stops_before_a_damaged_event(system: Settings, histo
         assert (await progress_of(system)).seq == len(history.lines)
 
 
+@pytest.mark.long
 async def test_a_dismissed_finding_returns_when_it_changes(system: Settings, history: History) -> None:
     await project(system, history, Random(4))
     change = "UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'issuer:shop' AND asset = 'CNY'"
@@ -192,6 +196,7 @@ async def test_a_dismissed_finding_returns_when_it_changes(system: Settings, his
         assert again.what != finding.what
 
 
+@pytest.mark.long
 async def test_records_set_aside_are_not_findings(system: Settings, journal: JournalWriter) -> None:
     """One record is missing from the ledger, another from the audit trail: all other events are verified."""
     lines = [opened("e", 1, total=100), granted("e", 2), granted("e", 3, amount=999), granted("e", 4)]
@@ -317,6 +322,7 @@ async def test_the_verifier_compares_redis_at_the_same_event(
     await redis.aclose()
 
 
+@pytest.mark.long
 async def test_a_second_verifier_takes_over_when_the_first_stops(system: Settings, history: History) -> None:
     redis = open_redis(system)
     stops = [asyncio.Event(), asyncio.Event()]
@@ -345,6 +351,7 @@ async def test_a_second_verifier_takes_over_when_the_first_stops(system: Setting
     await redis.aclose()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "word", "mend"),
     [

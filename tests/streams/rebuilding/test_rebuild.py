@@ -49,6 +49,7 @@ from tests.support.rebuilding import (
 from tests.support.runs import as_runs
 
 
+@pytest.mark.long
 async def test_rebuilds_from_either_source_make_the_live_rows(system: Settings, prefix: str) -> None:
     history = random_history(20261122, 3_000)
     lines = as_runs(history.lines)
@@ -140,6 +141,7 @@ async def all_versions(settings: Settings, projection: str) -> list[Version]:
         return await versions(books, settings.schema_, projection)
 
 
+@pytest.mark.long
 async def test_undo_applies_newer_events_to_the_previous_version_first(
     booked: Settings, journal: JournalWriter
 ) -> None:
@@ -176,6 +178,7 @@ async def _is(settings: Settings, query: str, expected: list[Any]) -> bool:
     return await rows(settings, query) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["rebuild.committed:3", "rebuild.finished"])
 async def test_a_killed_rebuild_continues(booked: Settings, step: str) -> None:
     """kill -9 between two commits of the load, and after it: the same command ends with the same rows."""
@@ -200,6 +203,7 @@ async def test_a_killed_rebuild_continues(booked: Settings, step: str) -> None:
     assert await digests(booked, live) == before
 
 
+@pytest.mark.long
 async def test_an_interrupted_rebuild_continues(booked: Settings) -> None:
     """A cancellation between two commits of the load, and Ctrl-C while it waits for the live cursors."""
     before = await digests(booked, await version_in(booked, "ledger"))
@@ -244,6 +248,7 @@ async def test_an_interrupted_rebuild_continues(booked: Settings) -> None:
     assert await digests(booked, await version_in(booked, "ledger")) == before
 
 
+@pytest.mark.long
 async def test_a_second_rebuild_of_a_projection_is_refused(booked: Settings) -> None:
     async with open_rebuild(where_of(booked), "ledger"):
         done = grabstream("rebuild", "ledger", **env_of(booked))
@@ -252,6 +257,7 @@ async def test_a_second_rebuild_of_a_projection_is_refused(booked: Settings) -> 
         assert grabstream("rebuild", "audit", **env_of(booked)).returncode == 0
 
 
+@pytest.mark.long
 async def test_a_switch_waits_for_open_transactions_of_readers(booked: Settings) -> None:
     """An open transaction that has read a view sees the same version until it ends; the switch waits for it,
     and other readers do not wait.
@@ -278,6 +284,7 @@ async def test_a_switch_waits_for_open_transactions_of_readers(booked: Settings)
     assert grabstream("rebuild", "ledger", **env_of(booked)).returncode == 0
 
 
+@pytest.mark.long
 async def test_a_switch_waits_for_snapshots_of_other_roles(booked: Settings, servers: Settings) -> None:
     """A switch by a role that is not a superuser waits for a snapshot of another role, and continues when the
     snapshot ends.
@@ -319,6 +326,7 @@ async def test_a_switch_waits_for_snapshots_of_other_roles(booked: Settings, ser
             await connection.execute(sql.SQL("DROP ROLE {}").format(role))
 
 
+@pytest.mark.long
 async def test_a_wait_for_an_older_snapshot_ends_with_the_snapshot(booked: Settings) -> None:
     """The waiting session has an open transaction, as in a switch. It does not wait for a worker that waits
     for its locks.
@@ -347,6 +355,7 @@ async def test_a_wait_for_an_older_snapshot_ends_with_the_snapshot(booked: Setti
         await waits
 
 
+@pytest.mark.long
 async def test_a_rebuild_refuses_a_journal_that_lost_records_and_reads_the_audit_trail(
     booked: Settings,
 ) -> None:
@@ -363,6 +372,7 @@ async def test_a_rebuild_refuses_a_journal_that_lost_records_and_reads_the_audit
     assert not await rows(booked, "SELECT asset FROM accounts GROUP BY asset HAVING sum(posted) <> 0")
 
 
+@pytest.mark.long
 async def test_an_idle_worker_writes_the_new_version_after_a_switch(
     booked: Settings, journal: JournalWriter, worker: Callable[..., Any]
 ) -> None:  # fmt: skip
@@ -393,6 +403,7 @@ def test_deal_gives_processes_about_equal_numbers_of_events() -> None:
     assert deal({0: 5}, 4) == [[0]]
 
 
+@pytest.mark.long
 async def test_a_rebuild_with_several_processes_makes_the_same_rows(
     booked: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,6 +454,7 @@ async def test_rebuild_all_rebuilds_every_read_model(booked: Settings) -> None:
     assert json.loads(shown.stdout)["waiting"] == {"balances": 4}
 
 
+@pytest.mark.long
 async def test_a_rebuild_refuses_a_live_version_of_another_history(booked: Settings) -> None:
     """The live cursor has another hash at the same seq: from either source, the rebuild compares and switches
     nothing. With the right hash it succeeds.

@@ -35,6 +35,8 @@ from tests.support.losses import (
 from tests.support.projecting import rows
 from tests.support.rebuilding import digests, rebuilt, version_in
 
+pytestmark = pytest.mark.long
+
 RESTORE_JOURNAL = ("rebuild", "journal", "--from", "audit", "--new-journal")
 
 

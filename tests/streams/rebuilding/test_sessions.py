@@ -80,6 +80,7 @@ async def begin(stack: AsyncExitStack, postgres: str, name: str) -> int:
     return connection.info.backend_pid
 
 
+@pytest.mark.long
 async def test_a_switch_waits_for_sessions_named_after_a_removed_system(
     system: Settings, other: Settings
 ) -> None:
@@ -90,6 +91,7 @@ async def test_a_switch_waits_for_sessions_named_after_a_removed_system(
         assert pid in {awaited for awaited, _ in await with_snapshot(asking, system.schema_)}
 
 
+@pytest.mark.long
 async def test_a_switch_does_not_wait_for_the_verifier_of_keys(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.settings import Settings
 from tests.conftest import until
+
+pytestmark = pytest.mark.long
 
 ASKED: dict[str, Any] = {"patience_ms": 60_000, "timeout_ms": 60_000}
 DAMAGED = {

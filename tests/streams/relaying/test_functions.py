@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from grabstream.lua.library import MISSING, library, missing_or_unusable
 from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import Settings
@@ -14,6 +16,7 @@ from tests.streams.traffic import traffic
 LOADED_SECONDS_MAX = 10.0
 
 
+@pytest.mark.long
 async def test_a_deleted_library_is_loaded_again_under_traffic(
     private: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -40,6 +43,7 @@ async def test_a_deleted_library_is_loaded_again_under_traffic(
     assert projecting.stop() == 0
 
 
+@pytest.mark.long
 async def test_an_idle_system_loads_a_deleted_library_by_itself(
     private: Settings, worker: Callable[..., Any]
 ) -> None:

@@ -44,6 +44,7 @@ def crowd(offer: str, number: int) -> list[AnyCommand]:
     return [Grab(id=f"{offer}-{number}.{n}", offer=offer, user=f"{number}.{n}") for n in range(GRABS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "old",
     # By day, the oldest one and the last one.
@@ -137,6 +138,7 @@ async def _booked(system: Settings) -> None:
     assert status.returncode == 0, status.stdout + status.stderr
 
 
+@pytest.mark.long
 async def test_comparisons_survive_a_raise(system: Settings, worker: Callable[..., Any]) -> None:
     """A comparison that goes on after the raise, and one that begins where a killed one has left its shadow,
     find no difference.
@@ -187,6 +189,7 @@ async def test_comparisons_survive_a_raise(system: Settings, worker: Callable[..
         await redis.aclose()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("old", [LAYOUT_MIN, LAYOUT])
 async def test_an_emptied_shard_has_its_layout_again(
     system: Settings, worker: Callable[..., Any], old: int
@@ -213,6 +216,7 @@ async def test_an_emptied_shard_has_its_layout_again(
         await redis.aclose()
 
 
+@pytest.mark.long
 async def test_a_rebuild_keeps_sound_counts_of_refusals_only(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -234,6 +238,7 @@ async def test_a_rebuild_keeps_sound_counts_of_refusals_only(
         await redis.aclose()
 
 
+@pytest.mark.long
 async def test_each_user_of_one_id_has_a_story_of_its_own(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

@@ -116,6 +116,7 @@ async def crew(redis_client: Any, settings: Settings) -> AsyncIterator[Crew]:
         await task
 
 
+@pytest.mark.long
 async def test_shards_are_spread_evenly_without_a_moment_in_which_one_has_no_relay(crew: Crew) -> None:
     crew.join("a")
     await crew.spread_becomes(8)
@@ -137,6 +138,7 @@ async def test_shards_are_spread_evenly_without_a_moment_in_which_one_has_no_rel
     assert {name for name, _ in crew.shards.relays.values()} == {"d"}
 
 
+@pytest.mark.long
 async def test_workers_that_start_together_share_at_once(crew: Crew) -> None:
     for name in "abc":
         crew.join(name)
@@ -144,6 +146,7 @@ async def test_workers_that_start_together_share_at_once(crew: Crew) -> None:
     assert crew.shards.gaps == []
 
 
+@pytest.mark.long
 async def test_workers_that_are_stopped_together_return_all_leases(crew: Crew) -> None:
     for name in "abc":
         crew.join(name)
@@ -164,6 +167,7 @@ async def test_workers_that_are_stopped_together_return_all_leases(crew: Crew) -
         assert await crew.redis.hgetall(crew.keys.shard(shard).present) == {}
 
 
+@pytest.mark.long
 async def test_more_workers_than_shards(redis_client: Any, settings: Settings) -> None:
     crew = Crew(redis_client, KeySpace(settings.prefix, 2))
     for name in "abc":
@@ -173,6 +177,7 @@ async def test_more_workers_than_shards(redis_client: Any, settings: Settings) -
         await crew.leave(name)
 
 
+@pytest.mark.long
 async def test_a_worker_that_cannot_take_over_loses_the_shard_again(crew: Crew) -> None:
     """It holds leases, but cannot reach Kafka: the giver relays until the other has taken over."""
     crew.join("a")
@@ -194,6 +199,7 @@ async def test_a_worker_that_cannot_take_over_loses_the_shard_again(crew: Crew) 
     assert crew.shards.gaps == []
 
 
+@pytest.mark.long
 async def test_a_taker_that_is_gone_costs_nothing(crew: Crew) -> None:
     """A worker says that it is present, and never asks again: its lease ends, the giver keeps the shard."""
     crew.join("a")
@@ -260,6 +266,7 @@ async def test_a_worker_that_leaves_does_not_leave_leases_to_a_taker_that_is_gon
     await until(lambda: crew.shards.spread() == [SHARDS], 7, "c relays all shards")
 
 
+@pytest.mark.long
 async def test_a_taker_that_is_slow_keeps_its_lease_when_the_giver_leaves(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +318,7 @@ async def test_a_host_may_have_any_name(
     assert lease.holder == leases.worker
 
 
+@pytest.mark.long
 async def test_garbage_in_the_keys_of_leases_is_ignored(crew: Crew) -> None:
     """Whoever can write there may be an operator that mistyped, or a later release."""
     far = b"9" * 13
@@ -408,6 +416,7 @@ async def older_release(crew: Crew, name: str, stop: asyncio.Event) -> set[int]:
     return mine
 
 
+@pytest.mark.long
 async def test_beside_a_worker_of_an_older_release(crew: Crew) -> None:
     """During an upgrade: nothing is passed to it or taken from it; what it returns is shared."""
     stop = asyncio.Event()
@@ -432,6 +441,7 @@ async def test_beside_a_worker_of_an_older_release(crew: Crew) -> None:
     assert len(await old) == SHARDS
 
 
+@pytest.mark.long
 async def test_a_shard_that_is_rebuilt_by_hand_is_left_to_the_command(crew: Crew) -> None:
     crew.join("a")
     crew.join("b")
@@ -447,6 +457,7 @@ async def test_a_shard_that_is_rebuilt_by_hand_is_left_to_the_command(crew: Crew
     await crew.spread_is(4, 4)
 
 
+@pytest.mark.long
 async def test_a_worker_with_less_room_gets_less(crew: Crew) -> None:
     """What an overloaded worker says is heeded by all, and its shards do not come back while it says so."""
     crew.join("a")
@@ -482,6 +493,7 @@ class Counting:
         return await self._redis.execute_command(*words, **options)
 
 
+@pytest.mark.long
 async def test_all_leases_are_renewed_in_one_turn_of_the_event_loop(crew: Crew) -> None:
     """Also after one of the shards was renewed late, because its relay ended slowly."""
     counting = crew.redis = Counting(crew.redis)
@@ -518,6 +530,7 @@ class SomeHang:
         return self._redis.execute_command(*words, **options)
 
 
+@pytest.mark.long
 async def test_a_worker_that_cannot_reach_some_servers_does_not_make_shards_wander(crew: Crew) -> None:
     """Another worker takes the shards of those servers; the rest is at rest, and is even afterwards."""
     partly, whole = SomeHang(crew.redis), crew.redis

@@ -37,6 +37,7 @@ def by(user: str) -> Grab:
     return Grab(id=f"g-{user}", offer=OFFER, user=user)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by_anchor", [False, True], ids=["block", "anchor"])
 async def test_a_relay_whose_record_gets_an_offset_again_fences_its_shard(
     system: Settings, monkeypatch: pytest.MonkeyPatch, by_anchor: bool
@@ -95,6 +96,7 @@ async def owner_of(shard: Any, redis: Any) -> relay.Ownership:
     return relay.Ownership(int(term), owner.decode(), epoch.decode())
 
 
+@pytest.mark.long
 async def test_a_relay_that_cannot_send_takes_its_shard_over_ever_more_slowly(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
-from tests.conftest import some_by_day, until
+from tests.conftest import some_by_tier, until
 from tests.copies import copy_package
 from tests.lua.interrupting_client import InterruptingClient
 from tests.streams.state import assert_state_is_the_journal_s
@@ -166,6 +166,7 @@ async def copied(services: LocalServices, to: Path) -> Path:
     return to
 
 
+@pytest.mark.long
 async def test_another_history_is_replaced_and_its_lost_decisions_are_reported(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -243,6 +244,7 @@ async def no_rows(settings: Settings, query: str) -> bool:
     return not await rows(settings, query)
 
 
+@pytest.mark.long
 async def test_a_recovery_starts_from_the_audit_trail(with_retired_offers: Any) -> None:
     """An emptied Redis is rebuilt from the audit trail and the later events of the journal; retired offers
     are not restored.
@@ -282,6 +284,7 @@ async def test_a_recovery_starts_from_the_audit_trail(with_retired_offers: Any) 
 NAMES = ("m:old", "m:now", "gone", "here")
 
 
+@pytest.mark.long
 async def test_a_recovery_without_postgresql_reads_the_journal(
     with_retired_offers: Any, worker: Callable[..., Any]
 ) -> None:
@@ -298,8 +301,9 @@ async def test_a_recovery_without_postgresql_reads_the_journal(
     await assert_state_is_the_journal_s(system)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["the audit trail", "the journal"])
-@pytest.mark.parametrize("living", some_by_day([False, True], 2))
+@pytest.mark.parametrize("living", some_by_tier([False, True], 2))
 async def test_payments_have_their_first_outcome_after_a_recovery(
     system: Settings, worker: Callable[..., Any], source: str, living: bool
 ) -> None:
@@ -358,6 +362,7 @@ async def test_payments_have_their_first_outcome_after_a_recovery(
     assert projecting.stop() == 0
 
 
+@pytest.mark.long
 async def test_a_recovery_ignores_an_audit_trail_of_another_history(
     with_retired_offers: Any, worker: Callable[..., Any]
 ) -> None:
@@ -378,6 +383,7 @@ async def test_a_recovery_ignores_an_audit_trail_of_another_history(
     await assert_state_is_the_journal_s(system)
 
 
+@pytest.mark.long
 async def test_a_killed_recovery_starts_again(with_retired_offers: Any, worker: Callable[..., Any]) -> None:
     system, deciding = with_retired_offers
     for step in ("recovery.wiped", "recovery.applied:2"):
@@ -389,6 +395,7 @@ async def test_a_killed_recovery_starts_again(with_retired_offers: Any, worker: 
         await assert_state_is_the_journal_s(system)
 
 
+@pytest.mark.long
 async def test_a_shard_stays_fenced_when_the_journal_lost_events(with_retired_offers: Any) -> None:
     """Redis has a checkpoint after the end of the journal. The shard stays fenced, so that these events are
     not lost, and its state names the command to run.
@@ -423,6 +430,7 @@ async def test_a_shard_stays_fenced_when_the_journal_lost_events(with_retired_of
         await redis.aclose()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by_whom", ["a recovery", "a former release"])
 async def test_a_checkpoint_within_another_term_hides_no_event(
     by_whom: str, with_retired_offers: Any, worker: Callable[..., Any]
@@ -468,6 +476,7 @@ async def test_a_checkpoint_within_another_term_hides_no_event(
         await redis.aclose()
 
 
+@pytest.mark.long
 async def test_a_shard_of_a_newer_key_layout_is_left_to_the_newer_program(
     with_retired_offers: Any, tmp_path: Path
 ) -> None:
@@ -539,6 +548,7 @@ def next_release(folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.long
 async def test_a_shard_of_an_older_key_layout_is_journaled_and_rebuilt(
     with_retired_offers: Any, worker: Callable[..., Any]
 ) -> None:
@@ -563,6 +573,7 @@ async def test_a_shard_of_an_older_key_layout_is_journaled_and_rebuilt(
     await assert_state_is_the_journal_s(system)
 
 
+@pytest.mark.long
 async def test_rebuild_redis_beside_a_worker(with_retired_offers: Any) -> None:
     system, _ = with_retired_offers
     words = env_of(system)
@@ -581,6 +592,7 @@ async def test_rebuild_redis_beside_a_worker(with_retired_offers: Any) -> None:
     await assert_state_is_the_journal_s(system)
 
 
+@pytest.mark.long
 async def test_a_script_that_fails_while_it_writes_causes_a_rebuild_and_loses_no_answer(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

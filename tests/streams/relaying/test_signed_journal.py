@@ -228,6 +228,7 @@ async def assert_sound(settings: Settings, seq: int, forged: int) -> None:
     await assert_state_is_the_journal_s(settings)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("knowing")
 async def test_what_no_relay_signed_is_no_money_stops_nothing_and_is_reported(
     system: Settings, worker: Callable[..., Any], forger: Forger
@@ -275,6 +276,7 @@ async def signed_from(settings: Settings, shard: int) -> int:
     raise AssertionError("nothing is signed")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("knowing")
 async def test_signing_begins_after_unsigned_history_and_cannot_be_taken_back(
     system: Settings, worker: Callable[..., Any], forger: Forger
@@ -405,6 +407,7 @@ async def test_a_relay_that_lacks_a_key_forgets_nothing_that_was_acknowledged(
     await assert_sound(system, seq + 1, 0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("knowing")
 async def test_a_relay_signs_with_a_new_key_without_a_restart(
     system: Settings, worker: Callable[..., Any], tmp_path: Path

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
@@ -15,6 +17,8 @@ from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.streams.state import assert_state_is_the_journal_s
+
+pytestmark = pytest.mark.long
 
 OTHER_DATABASE = 1
 

@@ -37,7 +37,7 @@ from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.replaying.archive_columns import COLUMN_NAMES
 from grabstream.streams.topics import Topics
-from tests.conftest import make_system, some_by_day, until, wait_until
+from tests.conftest import make_system, some_by_tier, until, wait_until
 from tests.streams.replaying.test_documented import examples
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import SHARD, JournalWriter, running
@@ -183,6 +183,7 @@ def test_views_of_duckdb_have_what_the_events_say(archived: Archived) -> None:
     ]
 
 
+@pytest.mark.long
 async def test_an_export_continues_where_the_last_one_ended(system: Settings, tmp_path: Path) -> None:
     """From either source; nothing new makes no file, and changes no byte."""
     history = random_history(7, 200, NOW - 1_000 * DAY_MS)
@@ -213,7 +214,8 @@ def bodies_or_none(folder: Path) -> list[bytes]:
     return bodies(folder) if list(folder.glob("day=*/shard=*/*.parquet")) else []
 
 
-@pytest.mark.parametrize("step", some_by_day(STEPS, 2))
+@pytest.mark.long
+@pytest.mark.parametrize("step", some_by_tier(STEPS, 2))
 def test_an_export_killed_at_a_step_loses_and_doubles_no_line(
     archived: Archived, step: str, tmp_path: Path
 ) -> None:
@@ -231,6 +233,7 @@ def test_an_export_killed_at_a_step_loses_and_doubles_no_line(
     assert export(archived.settings, folder, "--check")["lines"] == len(archived.lines)
 
 
+@pytest.mark.long
 def test_an_export_stops_on_sigterm_and_continues(archived: Archived, tmp_path: Path) -> None:
     folder = tmp_path / "archive"
     environment = child_environment(**env_of(archived.settings), fail_at="export.committed:2:stop")
@@ -256,6 +259,7 @@ def state_of(pid: int) -> str:
 # -- reading it again ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_an_archive_is_read_from_any_point_and_cursor(archived: Archived) -> None:
     """The same as from the journal; and a cursor continues in any source."""
     events = list(map(decode_event, archived.history.lines))
@@ -291,6 +295,7 @@ async def test_an_archive_is_read_from_any_point_and_cursor(archived: Archived) 
     assert read == events
 
 
+@pytest.mark.long
 async def test_read_models_are_rebuilt_after_the_journal_was_cut(system: Settings, tmp_path: Path) -> None:
     """From the archive and the rest of the journal: equal in every row. Without the archive, the way out is
     named.
@@ -328,6 +333,7 @@ def test_small_exports_are_told_in_kilobytes() -> None:
     assert (_size(0), _size(9_409), _size(32_000_000)) == ("0.0 kB", "9.4 kB", "32.0 MB")
 
 
+@pytest.mark.long
 async def test_shards_without_events_are_rebuilt(system: Settings, tmp_path: Path) -> None:
     """The journal of such a shard has markers only: from before the export, also after it, or also some that
     the read models do not know yet.
@@ -451,6 +457,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DAMAGES)
 async def test_a_damaged_archive_is_refused(archived: Archived, name: str, tmp_path: Path) -> None:
     """By a replay, before it prints a line of the damaged file; and the archive is not changed."""
@@ -503,6 +510,7 @@ def test_options_that_do_not_fit_are_refused(words: tuple[str, ...], reason: str
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_an_export_into_a_folder_with_other_files_is_refused(archived: Archived, tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("dear")
     done = grabstream("export", str(tmp_path), **env_of(archived.settings))

@@ -31,6 +31,7 @@ def assert_same(lines: Sequence[bytes]) -> Any:
     return read
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_of_a_random_history(seed: int) -> None:
     lines = random_history(seed, 400, NOW - 1_000 * DAY_MS).lines

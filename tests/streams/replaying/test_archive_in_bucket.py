@@ -108,6 +108,7 @@ def stored(store: ObjectStore, archived: Archived, tmp_path: Path) -> Stored:
 # -- exporting -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", SOME_STEPS)
 def test_an_export_killed_at_a_step_loses_and_doubles_no_line(
     stored: Stored, archived: Archived, step: str
@@ -125,6 +126,7 @@ def test_an_export_killed_at_a_step_loses_and_doubles_no_line(
     assert stored.export()["files"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", SOME_STEPS)
 def test_an_export_that_slept_while_another_one_ran_changes_nothing(
     stored: Stored, archived: Archived, step: str
@@ -180,6 +182,7 @@ def test_an_answer_that_is_lost_is_not_taken_for_another_export(stored: Stored, 
     assert stored.bodies() == archived.lines
 
 
+@pytest.mark.long
 async def test_read_models_are_rebuilt_from_a_bucket(
     system: Settings, store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -259,6 +262,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.long
 def test_a_damaged_archive_is_refused(stored: Stored, archived: Archived) -> None:
     """Before a line of the damaged file is handed on; the message names the object."""
     stored.export()
@@ -294,6 +298,7 @@ async def begin(stored: Stored, login: StoreLogin, address: str) -> None:
         pass
 
 
+@pytest.mark.long
 async def test_refusals_of_a_store_are_named(stored: Stored) -> None:
     """With the setting, the bucket or the right."""
     login = stored.store.login
@@ -326,6 +331,7 @@ async def test_refusals_of_a_store_are_named(stored: Stored) -> None:
         await begin(stored, login._replace(endpoint=endpoint, timeout_ms=100), stored.address)
 
 
+@pytest.mark.long
 def test_exit_codes_are_those_of_the_page(stored: Stored) -> None:
     login = stored.store.login
     words = ("replay", "--into", "-", "--source", "archive", "--archive")

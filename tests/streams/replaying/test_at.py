@@ -60,6 +60,7 @@ async def test_at_shows_what_the_read_models_showed_then(recorded: RecordedSyste
     assert await schemas(recorded.settings, f"{recorded.settings.schema_}_") == []
 
 
+@pytest.mark.long
 async def test_at_shows_one_offer_or_one_user(recorded: RecordedSystem) -> None:
     envelope = recorded.histories[2].envelope
     done = at(recorded, show_time(recorded.at_ms), "--offer", envelope, "--json")
@@ -88,6 +89,7 @@ async def test_at_shows_one_offer_or_one_user(recorded: RecordedSystem) -> None:
     assert "Balances (at most 3)" in at(recorded, show_time(recorded.at_ms), "--limit", "3").stdout
 
 
+@pytest.mark.long
 async def test_at_keeps_its_schema_on_request(recorded: RecordedSystem) -> None:
     schema = recorded.into("kept")
     assert at(recorded, show_time(recorded.at_ms), "--keep", schema).returncode == 0
@@ -97,6 +99,7 @@ async def test_at_keeps_its_schema_on_request(recorded: RecordedSystem) -> None:
     assert await tables(recorded.settings, schema) == recorded.then
 
 
+@pytest.mark.long
 async def test_a_time_before_the_first_event_and_an_unknown_offer_are_refused(
     recorded: RecordedSystem,
 ) -> None:
@@ -109,6 +112,7 @@ async def test_a_time_before_the_first_event_and_an_unknown_offer_are_refused(
     assert (done.returncode, "no offer 'never-heard-of'" in done.stderr) == (1, True), done.stderr
 
 
+@pytest.mark.long
 async def test_at_drops_its_schema_when_interrupted(recorded: RecordedSystem) -> None:
     """Interrupted after it has made its schema and begun to read, it drops the schema. The next call drops a
     schema that a kill -9 left.
@@ -176,6 +180,7 @@ def test_times_are_parsed_in_several_forms() -> None:
         parse_time("11/11/2026")
 
 
+@pytest.mark.long
 async def test_at_leaves_schemas_in_use_and_kept_schemas_alone(recorded: RecordedSystem) -> None:
     """A call drops neither the schema of another running call nor a schema that was kept. A schema in use
     cannot be kept by another call.

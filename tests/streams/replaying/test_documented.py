@@ -6,12 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from grabstream import GrabGranted
 from grabstream.models.journal import GENESIS, chain
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import child_environment
 from tests.streams.replaying.histories import RecordedSystem
 from tests.support.command_line import env_of
+
+pytestmark = pytest.mark.long
 
 
 def examples(page: str) -> list[str]:

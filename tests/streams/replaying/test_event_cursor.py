@@ -80,6 +80,7 @@ async def test_a_program_stopped_after_any_event_continues_after_it(runs: Runs) 
     assert await read(runs.settings, 9, cursor=EventCursor.decode(text)) == []
 
 
+@pytest.mark.long
 async def test_a_cursor_of_all_shards_continues_in_each(recorded: RecordedSystem) -> None:
     expected = [event for shard in sorted(recorded.histories) for event in recorded.histories[shard].events]
     for cut in (1, len(recorded.histories[2].events), len(expected) - 1, len(expected)):
@@ -107,6 +108,7 @@ async def test_lines_are_those_of_the_journal(runs: Runs) -> None:
         assert await anext(rest) == run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", SOURCES)
 async def test_events_of_a_user_are_those_of_a_replay(recorded: RecordedSystem, source: str) -> None:
     expected = recorded.replay("--into", "-", "--user", "u3").stdout.splitlines()

@@ -46,6 +46,7 @@ async def archive(folder: Path) -> Rows:
     return [(offer, len(given), sum(given)) for offer, given in sorted(amounts.items())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tool", ["polars", "pandas"])
 async def test_recipe_in_python(tool: str, tmp_path: Path) -> None:
     expected = await archive(tmp_path / "archive")

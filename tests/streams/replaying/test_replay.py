@@ -172,6 +172,7 @@ async def test_a_replay_of_a_user_prints_all_events_about_them(recorded: Recorde
     assert any('"ledger.adjusted"' in line for line in expected)
 
 
+@pytest.mark.long
 async def test_a_replay_ends_quietly_when_its_reader_closes_the_pipe(recorded: RecordedSystem) -> None:
     """SIGPIPE ends it without output."""
     command = [sys.executable, "-m", "grabstream.ops.cli", "replay", "--into", "-"]
@@ -200,6 +201,7 @@ class Counting(JournalSource):
             yield chunk
 
 
+@pytest.mark.long
 async def test_a_replay_from_near_the_end_reads_only_the_end(
     system: Settings, journal_of: JournalWriter
 ) -> None:
@@ -248,6 +250,7 @@ class OneByOne(JournalReader):
                     yield [record]
 
 
+@pytest.mark.long
 async def test_a_stale_block_at_the_start_of_a_replay_is_ignored(
     system: Settings, journal_of: JournalWriter
 ) -> None:
@@ -274,6 +277,7 @@ async def test_a_stale_block_at_the_start_of_a_replay_is_ignored(
             assert read == LINES[10:]
 
 
+@pytest.mark.long
 async def test_a_stale_block_with_true_events_after_the_end_hides_no_event(
     system: Settings, journal_of: JournalWriter
 ) -> None:
@@ -323,6 +327,7 @@ async def test_a_replay_ends_before_a_changed_event_of_the_audit_trail(recorded:
 # -- a file ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_a_replay_into_a_file_continues_wherever_it_was_cut(
     recorded: RecordedSystem, tmp_path: Path
 ) -> None:
@@ -353,6 +358,7 @@ async def test_a_replay_into_a_file_continues_wherever_it_was_cut(
     assert sorted(lines) == sorted(whole.splitlines())
 
 
+@pytest.mark.long
 async def test_a_replay_refuses_a_file_that_is_not_its_own(recorded: RecordedSystem, tmp_path: Path) -> None:
     file = tmp_path / "lines"
     for text, reason in (
@@ -435,6 +441,7 @@ async def topic(servers: Settings, prefix: str) -> AsyncIterator[str]:
     await client.close()
 
 
+@pytest.mark.long
 async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
     recorded: RecordedSystem, topic: str
 ) -> None:
@@ -489,6 +496,7 @@ async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
     assert (await records(recorded.settings, topic))[-1].value == recorded.histories[5].lines[-1]
 
 
+@pytest.mark.long
 async def test_a_replay_into_a_topic_continues_with_what_it_lacks(
     recorded: RecordedSystem, topic: str
 ) -> None:
@@ -507,6 +515,7 @@ async def test_a_replay_into_a_topic_continues_with_what_it_lacks(
     assert (done.returncode, "is not an event of shard 5" in done.stderr) == (1, True), done
 
 
+@pytest.mark.long
 async def test_a_second_replay_into_a_topic_is_refused(recorded: RecordedSystem, topic: str) -> None:
     """With or without --append; the message names the process and pid of the first. Each event is in the
     topic once.
@@ -540,6 +549,7 @@ async def test_a_replay_into_a_topic_without_postgresql_warns_that_it_has_no_loc
     assert len(await records(recorded.settings, topic)) == 5
 
 
+@pytest.mark.long
 async def test_a_replay_refuses_topics_that_are_not_its_own(recorded: RecordedSystem, topic: str) -> None:
     for name in (
         Topics(recorded.settings.prefix).journal,
@@ -554,6 +564,7 @@ async def test_a_replay_refuses_topics_that_are_not_its_own(recorded: RecordedSy
         assert (done.returncode, "2 partitions" in done.stderr) == (1, True), done.stderr
 
 
+@pytest.mark.long
 async def test_a_dry_run_of_a_replay_writes_nothing(recorded: RecordedSystem, topic: str) -> None:
     for into in (f"schema:{recorded.into('dry')}", f"topic:{topic}", "-"):
         done = recorded.replay("--into", into, "--dry-run", "--json")

@@ -53,6 +53,7 @@ async def topic(servers: Settings, prefix: str) -> AsyncIterator[str]:
     await client.close()
 
 
+@pytest.mark.long
 async def test_a_file_continues_with_the_same_filters_only(recorded: RecordedSystem, tmp_path: Path) -> None:
     file = tmp_path / "lines"
     offer, other = recorded.histories[2].envelope, recorded.histories[2].names[0]
@@ -74,6 +75,7 @@ async def test_a_file_continues_with_the_same_filters_only(recorded: RecordedSys
     ]
 
 
+@pytest.mark.long
 async def test_a_file_gets_shards_that_it_lacks(recorded: RecordedSystem, tmp_path: Path) -> None:
     """Also where the new ones begin elsewhere; then each of them continues from its own beginning only."""
     file = tmp_path / "lines"
@@ -111,6 +113,7 @@ async def test_a_file_without_a_record_continues_with_a_warning(
     assert decode_filters(record.read_bytes()) == Filters(recorded.settings.prefix, journal, users="u1")
 
 
+@pytest.mark.long
 async def test_a_file_that_has_the_name_of_a_record_is_not_overwritten(
     recorded: RecordedSystem, tmp_path: Path
 ) -> None:
@@ -125,6 +128,7 @@ async def test_a_file_that_has_the_name_of_a_record_is_not_overwritten(
         assert not (tmp_path / "lunch").exists()
 
 
+@pytest.mark.long
 async def test_a_file_continues_from_the_same_journal_only(recorded: RecordedSystem, tmp_path: Path) -> None:
     """Two systems may have one prefix, on other brokers. A record without a journal is completed."""
     file, record = tmp_path / "lines", tmp_path / "lines.replay"
@@ -154,6 +158,7 @@ async def test_the_journal_is_recorded_without_postgresql(recorded: RecordedSyst
     assert filters == Filters(recorded.settings.prefix, await journal_of(recorded))
 
 
+@pytest.mark.long
 async def test_a_topic_continues_with_the_same_filters_only(recorded: RecordedSystem, topic: str) -> None:
     """The first record of each partition names them, and no other one does."""
     into = ("--into", f"topic:{topic}")
@@ -176,6 +181,7 @@ async def test_a_topic_continues_with_the_same_filters_only(recorded: RecordedSy
         assert all(FILTERS_HEADER not in dict(record.headers) for record in rest)
 
 
+@pytest.mark.long
 async def test_a_topic_to_which_another_replay_was_appended_is_not_continued(
     recorded: RecordedSystem, topic: str
 ) -> None:
@@ -199,6 +205,7 @@ async def test_a_topic_to_which_another_replay_was_appended_is_not_continued(
     assert len(await records(recorded.settings, topic)) == len(written)
 
 
+@pytest.mark.long
 async def test_a_topic_to_which_the_same_replay_was_appended_is_continued(
     recorded: RecordedSystem, topic: str
 ) -> None:
@@ -217,6 +224,7 @@ async def test_a_topic_to_which_the_same_replay_was_appended_is_continued(
     assert [FILTERS_HEADER in dict(record.headers) for record in of_5] == [True, False, False, False]
 
 
+@pytest.mark.long
 async def test_an_append_that_was_stopped_says_how_to_append_the_rest(
     recorded: RecordedSystem, topic: str
 ) -> None:

@@ -58,6 +58,7 @@ async def test_a_replay_makes_the_rows_of_the_live_system(recorded: RecordedSyst
         await take_down(again)
 
 
+@pytest.mark.long
 async def test_a_replay_up_to_a_point_makes_the_rows_of_that_point(recorded: RecordedSystem) -> None:
     for name, words in (
         ("seqs", tuple(f"--until={shard}:{seq}" for shard, seq in recorded.seqs.items())),
@@ -115,6 +116,7 @@ async def test_a_replay_of_offers_has_their_rows(recorded: RecordedSystem) -> No
     ] == sums
 
 
+@pytest.mark.long
 async def test_a_replay_of_users_has_their_rows(recorded: RecordedSystem) -> None:
     """In two steps: the second step knows the refunds due for grabs of the first."""
     for words in ((f"--until={recorded.at_ms}",), ()):
@@ -167,6 +169,7 @@ async def test_a_replay_of_users_has_their_rows(recorded: RecordedSystem) -> Non
     assert not missing
 
 
+@pytest.mark.long
 async def test_a_replay_refuses_schemas_that_are_not_its_own(recorded: RecordedSystem) -> None:
     own, other = recorded.settings.schema_, recorded.into("other")
     for schema in (own, "public"):
@@ -212,6 +215,7 @@ async def test_a_replay_refuses_schemas_that_are_not_its_own(recorded: RecordedS
         )
 
 
+@pytest.mark.long
 async def test_no_worker_writes_the_schema_of_a_replay(recorded: RecordedSystem) -> None:
     schema = recorded.into("mine")
     assert (
@@ -245,6 +249,7 @@ async def test_no_worker_writes_the_schema_of_a_replay(recorded: RecordedSystem)
     assert await tables(recorded.settings, schema, ["audit"]) == before
 
 
+@pytest.mark.long
 async def test_an_interrupted_replay_continues(recorded: RecordedSystem) -> None:
     """SIGINT and SIGTERM while it writes: the same command continues, and the rows are those of an
     uninterrupted run.

@@ -34,6 +34,7 @@ async def ask(settings: Settings, *words: str, code: int = 0) -> Any:
     return json.loads(done.stdout) if code == 0 else done.stderr
 
 
+@pytest.mark.long
 async def test_a_worker_delivers_what_commands_subscribe_to(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
@@ -88,6 +89,7 @@ async def test_a_worker_delivers_what_commands_subscribe_to(
         assert {one.offer for one in receiver.requests} == {"o:a"}
 
 
+@pytest.mark.long
 async def test_a_rotated_secret_signs_beside_the_one_before_for_a_time(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

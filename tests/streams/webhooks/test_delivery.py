@@ -176,6 +176,7 @@ async def test_events_are_sent_signed_in_the_order_of_their_offers(
     assert (await hooks.found("all")).delivered == 60
 
 
+@pytest.mark.long
 async def test_runs_are_sent_grab_by_grab_as_on_the_topic(
     hooks: Hooks,
     journal: JournalWriter,
@@ -195,6 +196,7 @@ async def test_runs_are_sent_grab_by_grab_as_on_the_topic(
     assert [one.body.partition('"data":')[2][:-1].encode() for one in receiver.requests] == lines[1:]
 
 
+@pytest.mark.long
 async def test_a_subscription_gets_its_types_and_offers_from_its_time_on(
     hooks: Hooks,
     journal: JournalWriter,
@@ -227,6 +229,7 @@ async def test_a_subscription_gets_its_types_and_offers_from_its_time_on(
         }
 
 
+@pytest.mark.long
 async def test_a_new_subscription_begins_now_beside_a_journal_that_is_vouched_for(
     hooks: Hooks,
     journal: JournalWriter,
@@ -253,6 +256,7 @@ async def test_a_new_subscription_begins_now_beside_a_journal_that_is_vouched_fo
         assert seqs(past) == list(range(20, 41))
 
 
+@pytest.mark.long
 async def test_a_receiver_that_does_not_answer_delays_no_other(
     hooks: Hooks,
     journal: JournalWriter,
@@ -277,6 +281,7 @@ async def test_a_receiver_that_does_not_answer_delays_no_other(
     assert seqs(receiver, "a") == list(range(1, 41, 4))
 
 
+@pytest.mark.long
 async def test_failed_events_are_sent_again_then_parked_with_those_after_them(
     hooks: Hooks,
     journal: JournalWriter,
@@ -405,6 +410,7 @@ async def test_a_receiver_that_is_gone_for_good_is_paused(
     assert seqs(receiver) == [1, 2, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 async def test_what_is_left_when_a_worker_dies_is_sent_by_the_next_one(
     hooks: Hooks,
     journal: JournalWriter,
@@ -429,6 +435,7 @@ async def test_what_is_left_when_a_worker_dies_is_sent_by_the_next_one(
     assert receiver.most_of_offer == 1
 
 
+@pytest.mark.long
 async def test_rebuilds_and_replays_send_nothing(
     hooks: Hooks,
     journal: JournalWriter,
@@ -459,6 +466,7 @@ async def test_rebuilds_and_replays_send_nothing(
     assert [one.seq for one in (await hooks.cursors()).values()] == [21]
 
 
+@pytest.mark.long
 async def test_another_journal_with_the_same_events_is_read_on(
     hooks: Hooks,
     journal: JournalWriter,
@@ -507,6 +515,7 @@ async def test_another_history_is_never_sent(
     assert seqs(receiver) == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 async def test_a_full_queue_stops_its_subscription_alone_and_loses_nothing(
     hooks: Hooks,
     journal: JournalWriter,
@@ -531,6 +540,7 @@ async def test_a_full_queue_stops_its_subscription_alone_and_loses_nothing(
             await until(hooks.is_idle, 10, "an empty queue")
 
 
+@pytest.mark.long
 async def test_who_begins_with_too_much_does_not_keep_others_from_beginning(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,6 +569,7 @@ async def test_who_begins_with_too_much_does_not_keep_others_from_beginning(
     assert seqs(receiver, "a") == list(range(1, 61, 2))
 
 
+@pytest.mark.long
 async def test_a_url_that_is_not_allowed_gets_nothing(
     hooks: Hooks,
     journal: JournalWriter,
@@ -580,6 +591,7 @@ async def test_a_url_that_is_not_allowed_gets_nothing(
     assert receiver.requests == []
 
 
+@pytest.mark.long
 async def test_without_subscriptions_it_only_looks_for_the_first_one(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
