@@ -64,6 +64,8 @@ def steps() -> list[Step]:
         (*REHEARSE, "--story", "promotion", "--people", "5000"), minutes_max=30),
         Step("upgrade", "from the last release, under traffic",
              (WITH_SERVERS, sys.executable, "-m", "tests.drill.upgrade", last_release()), minutes_max=15),
+        Step("test-long", "the tests that are too long for every change, and new cases", ("make", "test-long"),
+             minutes_max=60),
         Step("secured", "servers with TLS, logins, tokens and certificates of clients",
              (*PYTEST, "tests/ops/test_secured.py", "tests/streams/test_tokens_of_brokers.py"), tests, 30),
         Step("mutations", "every guard is removed", (WITH_SERVERS, sys.executable, "-m", "tests.mutations"),

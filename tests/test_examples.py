@@ -310,7 +310,7 @@ def test_events_are_as_their_schemas_say(stage: Stage) -> None:
             cwd=PROJECT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
 
     done = check(printed)
@@ -360,7 +360,7 @@ def running_agent(stage: Stage) -> Iterator[Callable[[], dict[tuple[str, int], i
             log.seek(0)
             assert agent.poll() is None, log.read().decode()
             kcat = ["kcat", "-C", "-b", stage.settings.kafka, "-t", topic, "-e", "-q"]
-            lines = subprocess.run(kcat, capture_output=True, text=True, timeout=60).stdout.splitlines()
+            lines = subprocess.run(kcat, capture_output=True, text=True, timeout=240).stdout.splitlines()
             return {(one["offer"], one["minute"]): one["grabs"] for one in map(json.loads, lines)}
 
         try:
@@ -399,7 +399,7 @@ def test_replay_job_writes_the_same_file_from_both_sources(stage: Stage, tmp_pat
     today = datetime.now(UTC).date()
     words = [sys.executable, "replay_job.py", str(today), "--folder", str(tmp_path)]
     done = subprocess.run(
-        words, cwd=EXAMPLES, env=stage.environment, capture_output=True, text=True, timeout=60
+        words, cwd=EXAMPLES, env=stage.environment, capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, f"{today} is not over in UTC" in done.stderr) == (2, True)
     empty = stage.run(sys.executable, "replay_job.py", "2024-02-29", "--folder", str(tmp_path))

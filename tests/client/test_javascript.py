@@ -32,7 +32,7 @@ def _node() -> None:
 async def run(*words: str) -> str:
     """What a program of Node.js prints."""
     done = await asyncio.to_thread(
-        subprocess.run, ["node", *words], cwd=HERE, capture_output=True, text=True, timeout=60
+        subprocess.run, ["node", *words], cwd=HERE, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

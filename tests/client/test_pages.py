@@ -33,7 +33,8 @@ async def test_programs_of_the_page(plain_door: Door, tmp_path: Path) -> None:
         done = await asyncio.to_thread(
             subprocess.run,
             [sys.executable if language == "python" else "node", name],
-            cwd=tmp_path, env=environment_of(plain_door.settings), capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, env=environment_of(plain_door.settings), capture_output=True, text=True,
+            timeout=240,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)

@@ -398,7 +398,7 @@ async def test_body_of_an_unknown_caller_is_not_read(guarded: Guarded, anyone: C
         + anyone._always["X_Forwarded_For"].encode()
         + b"\r\n\r\n"
     )
-    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 401 ")
+    assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 401 ")
     writer.close()
 
 

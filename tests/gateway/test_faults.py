@@ -66,6 +66,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("server", ["redis", "kafka", "postgres"])
+@pytest.mark.every_change("one crash of each server under traffic over HTTP")
 async def test_what_is_answered_is_in_the_books_when_a_server_is_killed(
     private: Settings,
     private_services: LocalServices,

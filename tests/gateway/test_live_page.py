@@ -33,6 +33,7 @@ def minor(text: str) -> int:
     return int(re.sub(r"[,.]", "", text).replace("−", "-"))
 
 
+@pytest.mark.every_change("the numbers that people watch are those of the books")
 async def test_overview_has_the_numbers_of_sql(
     browser: Browser, caller: Caller, door: Door, offer: str
 ) -> None:

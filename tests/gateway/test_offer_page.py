@@ -92,6 +92,7 @@ def test_address_that_no_policy_can_name_is_refused(address: str) -> None:
         Settings(payment_pay_url=address)
 
 
+@pytest.mark.every_change("the page of an envelope in a browser")
 async def test_envelope_is_grabbed_and_opened(
     browser: Browser, caller: Caller, door: Door, offer: str
 ) -> None:

@@ -98,6 +98,7 @@ def test_page_of_http_works(plain_door: Door, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.every_change("commands of the README")
 async def test_readme_example_works(caller: Caller, door: Door, tmp_path: Path) -> None:
     await caller.open(
         "lunch", kind="envelope", issuer="alice", funding="pay-1", asset="CNY", total=1000, parts=5

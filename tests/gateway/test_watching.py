@@ -273,7 +273,7 @@ async def test_film_is_what_the_time_machine_says(caller: Caller, door: Door, of
                 sys.executable, "-m", "grabstream.ops.cli", "at", str(frame["at"]), "--offer", offer,
                 "--json",
             ],
-            env=environment_of(door.settings), capture_output=True, text=True, timeout=60,
+            env=environment_of(door.settings), capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         [detail] = json.loads(done.stdout)["details"]

@@ -170,7 +170,7 @@ def cluster_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         addresses = [f"127.0.0.1:{port}" for port in ports]
         wait_until(lambda: all(_answers(port) for port in ports), what="answers of all cluster nodes")
         create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
-        subprocess.run(create, check=True, capture_output=True, timeout=60)
+        subprocess.run(create, check=True, capture_output=True, timeout=240)
         wait_until(
             lambda: all(b"cluster_state:ok" in _ask(port, "CLUSTER", "INFO") for port in ports),
             what="cluster_state:ok on every node",

@@ -144,7 +144,7 @@ def test_program_with_a_gap_in_upcasters_does_not_start(tmp_path: Path, command:
     events.write_text(raised)
     environment = {"PYTHONPATH": str(tmp_path), "GRAB_SEAL_KEYS": new_seal_key()}
     ended = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment
     )
     assert ended.returncode != 0
     assert (

@@ -124,6 +124,7 @@ async def _has_rows(settings: Settings, table: str) -> bool:
     return await rows(settings, f"SELECT EXISTS (SELECT FROM {table})") == [(True,)]
 
 
+@pytest.mark.every_change("one loss of Redis")
 async def test_lost_redis_is_rebuilt_without_a_command(system: Settings, worker: Callable[..., Any]) -> None:
     """Redis needs no backup."""
     worker(system, DECIDING)

@@ -153,7 +153,7 @@ async def test_a_system_runs_from_the_image(image: Path, servers: Settings) -> N
         printed(image, "grabstream", "verify", settings=settings)
         for process in processes:
             process.send_signal(signal.SIGTERM)
-            text, _ = await asyncio.to_thread(process.communicate, timeout=60)
+            text, _ = await asyncio.to_thread(process.communicate, timeout=240)
             assert process.returncode == 0, text
         assert files(image) == before
     finally:

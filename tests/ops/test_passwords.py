@@ -289,7 +289,7 @@ async def test_a_gateway_logs_no_password(locked: Locked, settings: Settings, tm
     command = [sys.executable, "-m", "grabstream.ops.cli", "-v", "gateway", "--port", "0"]
     with log.open("wb") as output, Arguments() as arguments:
         refused = child_environment(**{**env_of(good), "postgres": bad.postgres})
-        assert subprocess.run(command, env=refused, stderr=output, stdout=output, timeout=60).returncode == 3
+        assert subprocess.run(command, env=refused, stderr=output, stdout=output, timeout=240).returncode == 3
         assert "PostgreSQL refuses the login of GRAB_POSTGRES" in log.read_text()
         gateway = subprocess.Popen(
             command, env=child_environment(**env_of(good)), stderr=output, stdout=output

@@ -184,7 +184,7 @@ def test_faust_app_reports_a_wrong_address_in_one_line() -> None:
         env=child_environment(postgres="foo"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 2, done.stderr
     assert "GRAB_POSTGRES: must be" in done.stderr

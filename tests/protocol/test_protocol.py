@@ -5,7 +5,7 @@ import pytest
 from tests.conftest import examples
 from tests.protocol.model import RULES, SCENARIOS, play
 
-HISTORIES = examples(80)
+HISTORIES = examples(160)
 #: rule → a history (scenario, seed) that breaks these invariants without the rule, and none with it.
 NEEDED = {
     "OWNER": ("own", 553, {"I1", "I2"}),

@@ -28,7 +28,7 @@ from tests.simulation.guards import COVERED, GUARDS, OF_THE_MODEL, stands_once
 from tests.simulation.oracle import Given, Oracle
 from tests.simulation.report import WAITED_MIN, never_reached
 
-#: Seeds that a run of all tests plays beside the other tests; `.ci/run` plays 500 afterwards.
+#: Seeds that each test of a run plays; `.ci/run` plays 200 by itself.
 SEEDS = 10
 #: Seeds that failed once, by the number of commands of their histories (None: as the seed says). A retirement
 #: that the sweeper had put off was taken for another state (223, 317); an offer that retired while its `open`

@@ -18,6 +18,7 @@ from tests.support.leases import until_relayed_by
 #: one has to pass, too (`make bench`, row `takeover`, measures); waiting for anything else has not.
 
 
+@pytest.mark.every_change("one crash of a worker")
 async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: Callable[..., Any]) -> None:
     first = worker(system, "decide,relay,sweep")
     worker(system, "project,publish")

@@ -45,7 +45,7 @@ class ObjectStore:
         request = urllib.request.Request(
             f"{endpoint}/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"}
         )
-        urllib.request.urlopen(request, timeout=60).close()
+        urllib.request.urlopen(request, timeout=240).close()
 
     def user(self, *rights: str) -> StoreLogin:
         name = f"user{secrets.token_hex(4)}"
@@ -144,7 +144,7 @@ class _Forwarding(BaseHTTPRequestHandler):
         headers.pop("Expect", None)
         request = urllib.request.Request(self.target + self.path, body or None, headers, method=self.command)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=240) as answer:
                 status, given, content = answer.status, answer.headers, answer.read()
         except urllib.error.HTTPError as error:
             status, given, content = error.code, error.headers, error.read()

@@ -266,6 +266,7 @@ def check_lines(lines: Sequence[bytes]) -> None:
 @given(size=sizes)
 @example(size=LARGEST)
 @example(size=LARGEST._replace(text="🧧"))
+@pytest.mark.every_change("every event fits into a record")
 def test_no_accepted_command_makes_a_line_above_its_bound(servers: Settings, size: Sizes) -> None:
     async def run() -> None:
         client = redis.asyncio.Redis.from_url(servers.redis_url)

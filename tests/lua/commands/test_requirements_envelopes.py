@@ -109,6 +109,7 @@ CALLERS, GRABS_A_CALL = 2_500, 41
 
 @pytest.mark.requirement("A1")
 @pytest.mark.parametrize(("parts", "callers"), [(10, 3), (100_000, CALLERS)])
+@pytest.mark.every_change("the largest envelope that is allowed")
 async def test_an_envelope_of_100_thousand_parts_is_opened_drained_and_closed_like_a_small_one(
     make_gate: Callable[..., Gate], client: Any, keys: KeySpace, parts: int, callers: int
 ) -> None:
@@ -660,6 +661,7 @@ PARTS, LEFT = 300, 5
 
 
 @pytest.mark.requirement("A5", "B3", "B7", "D3")
+@pytest.mark.every_change("the whole way of a grab")
 async def test_grabs_reach_the_journal_the_books_and_the_published_events_once(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

@@ -97,8 +97,8 @@ async def test_commands_sent_to_a_server_that_hangs_are_unknown(
     that were never sent are `busy`.
     """
     client, keys = private_redis
-    bounded = redis.asyncio.Redis(port=private_server[1], socket_timeout=0.2, retry=None)
-    gate = Gate(bounded, keys, SEALER, GateLimits(timeout_ms=400, queue_commands_max=20))
+    bounded = redis.asyncio.Redis(port=private_server[1], socket_timeout=1.0, retry=None)
+    gate = Gate(bounded, keys, SEALER, GateLimits(timeout_ms=2_000, queue_commands_max=20))
     await gate.decide([opening("t", 100)], "decided")
     os.kill(private_server[0].pid, signal.SIGSTOP)
     sent = [
@@ -174,7 +174,7 @@ async def test_commands_sent_without_a_reply_are_unknown_if_then_fenced(private_
     client, keys = private_redis
     await Gate(client, keys, SEALER).decide([opening("e")], "decided")
     gate = Gate(
-        LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=300)
+        LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=1_500)
     )
     with pytest.raises(OutcomeUnknown, match="under their ids"):
         await gate.decide(grabs(1), "decided")
@@ -189,7 +189,7 @@ async def test_commands_sent_without_a_reply_are_unknown_if_the_outbox_is_full(p
     client, keys = private_redis
     await Gate(client, keys, SEALER).decide([opening("e")], "decided")
     gate = Gate(
-        LosesReplies(client, 1, client.ping), keys, SEALER, GateLimits(timeout_ms=300, outbox_events_max=4)
+        LosesReplies(client, 1, client.ping), keys, SEALER, GateLimits(timeout_ms=1_500, outbox_events_max=4)
     )
     with pytest.raises(OutcomeUnknown, match="under their ids"):
         await gate.decide(grabs(3), "decided")
@@ -220,7 +220,7 @@ async def test_the_gate_times_out_before_a_more_patient_client(
     """
     _, keys = private_redis
     patient = redis.asyncio.Redis(port=private_server[1], socket_timeout=60)
-    gate = Gate(patient, keys, SEALER, GateLimits(timeout_ms=300))
+    gate = Gate(patient, keys, SEALER, GateLimits(timeout_ms=1_500))
     await gate.decide([opening("e")], "decided")
     os.kill(private_server[0].pid, signal.SIGSTOP)
     sent = asyncio.create_task(gate.decide(grabs(1), "decided"))

@@ -187,7 +187,7 @@ async def test_decided_answers_that_only_a_second_recovery_loses_are_reported(pr
 
 async def test_an_event_not_journaled_within_the_time_limit_is_unknown(private_redis: Any) -> None:
     client, keys = private_redis
-    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=300))
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=1_500))
     gate.start()
     with pytest.raises(OutcomeUnknown, match="not journaled within the time-out"):
         await gate.decide([opening(secrets.token_hex(4))])
@@ -200,7 +200,7 @@ async def test_a_command_of_a_lost_history_is_unknown_if_then_fenced(private_red
     """
     client, keys = private_redis
     shard = keys.shard(0)
-    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=600))
+    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=1_500))
     gate.start()
     await gate.decide([opening("j")], "decided")
     waiting = asyncio.create_task(gate.decide(grabs(1, "j")))

@@ -296,6 +296,7 @@ def _run(connect: Callable[[], Any], count: int, derandomize: bool, part: int = 
 # A failure is shrunk before it is printed, which takes minutes.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in (1, 2, 3))])
+@pytest.mark.every_change("every script against the rules")
 def test_fixed_histories_match_the_rules(servers: Settings, part: int) -> None:
     """The same random histories on every run, more than 6,000 steps; `make nightly` plays more."""
     _run(lambda: redis.asyncio.Redis.from_url(servers.redis_url), 40, derandomize=True, part=part)

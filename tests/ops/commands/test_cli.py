@@ -380,12 +380,13 @@ main()
             env=child_environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         assert done.returncode == 130, (module, done.stderr)
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.every_change("every verb about one offer")
 async def test_verbs_from_open_to_verify_on_one_offer(system: Settings, worker: Callable[..., Any]) -> None:
     worker(system)
     own = env_of(system)

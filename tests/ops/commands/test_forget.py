@@ -48,6 +48,7 @@ async def grabs_of(caller: Any, user: str) -> dict[str, Any]:
     return {row["grab"]: row["metadata"] for row in got.body["grabs"]}
 
 
+@pytest.mark.every_change("the only test of forgetting over all stores")
 async def test_a_user_is_forgotten(system: Settings, worker: Callable[..., Any], tmp_path: Path) -> None:
     worker(system, **SEALS)
     use_keys(JournalKeys.from_text("", KEYS["journal_public_keys"]))

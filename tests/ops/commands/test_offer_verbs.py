@@ -233,6 +233,7 @@ def test_codes_are_loaded_once_and_given_out(operator: Operator, tmp_path: Path)
     assert operator.ask("unredeem", "coupons", "g", "--order", "o1")["outcome"] == "unredeemed"
 
 
+@pytest.mark.every_change("every verb about one grab")
 def test_grab_is_held_confirmed_and_returned(operator: Operator) -> None:
     row = "phones,stock,shop,2,,user/offer/2; card/offer/2,2,1m,1,500,CNY,,true\n"
     operator.type("open", "-", "--format", "csv", stdin=HEADER + row)

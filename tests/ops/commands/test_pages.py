@@ -33,6 +33,7 @@ def run(command: list[str], settings: Settings, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.every_change("commands of the README")
 async def test_readme_grab_by_hand_works(
     system: Settings, worker: Callable[..., Any], tmp_path: Path
 ) -> None:

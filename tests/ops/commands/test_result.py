@@ -42,6 +42,7 @@ async def played(system: Settings) -> Settings:
     return system
 
 
+@pytest.mark.every_change("every form of a result")
 async def test_result_is_that_of_the_view_in_every_form(played: Settings, tmp_path: Path) -> None:
     expected = await rows(
         played,

@@ -56,6 +56,7 @@ def failed(events: Sequence[AnyEvent]) -> list[str]:
     return [one.name for one in verify_fairness("ahead", events).checks if one.problem is not None]
 
 
+@pytest.mark.every_change("the only proof of fairness on servers")
 async def test_every_part_is_proved_from_the_events(system: Settings, worker: Callable[..., Any]) -> None:
     worker(system, "decide,relay,sweep,project")
     commands: list[AnyCommand] = []

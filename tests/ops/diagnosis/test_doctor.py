@@ -73,6 +73,7 @@ def only(examination: Examination, check: str) -> Finding:
 # -- a healthy system ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_change("no false alarm")
 async def test_a_healthy_system_has_no_findings(system: Settings, worker: Callable[..., Any]) -> None:
     before = await examine(system)
     assert before.exit_code == 1

@@ -48,6 +48,7 @@ def expected(process: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.every_change("every metric of a worker")
 async def test_a_worker_exposes_every_metric_of_the_catalogue_and_nothing_else(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:

@@ -39,6 +39,7 @@ def rehearse(settings: Settings, *words: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.every_change("the command of the README that shows everything")
 def test_the_envelope_rehearsal_passes_its_verdict(settings: Settings) -> None:
     report = rehearse(
         settings, "--parts", "2000", "--envelopes", "6", "--small-parts", "100", "--deadline", "3"

@@ -286,7 +286,7 @@ def test_the_verdict_about_a_contract(
 
 def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "scripts/schemas.py", "--folder", str(folder), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.long

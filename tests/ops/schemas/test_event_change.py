@@ -55,7 +55,7 @@ class Tree:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
 
     def decode(self) -> subprocess.CompletedProcess[str]:

@@ -35,7 +35,7 @@ def schemas(*arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

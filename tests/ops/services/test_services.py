@@ -188,7 +188,7 @@ def test_the_init_step_of_compose_makes_a_seal_key_once(tmp_path: Path) -> None:
     environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     texts = []
     for _ in range(2):
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=240)
         texts.append((tmp_path / ".env").read_text())
     assert texts[0] == texts[1]
     Sealer.from_text(texts[0].removeprefix("GRAB_SEAL_KEYS=").strip())
@@ -196,7 +196,7 @@ def test_the_init_step_of_compose_makes_a_seal_key_once(tmp_path: Path) -> None:
     given = tmp_path / "given"
     given.mkdir()
     environment["GRAB_SEAL_KEYS"] = services_verbs.new_seal_key()
-    subprocess.run(command, cwd=given, env=environment, check=True, timeout=60)
+    subprocess.run(command, cwd=given, env=environment, check=True, timeout=240)
     assert not (given / ".env").exists()
 
 

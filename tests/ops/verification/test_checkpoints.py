@@ -115,6 +115,7 @@ async def forge(settings: Settings, shard: int) -> int:
         return int((await producer.send_and_wait(topic, b"", partition=shard, headers=headers)).offset)
 
 
+@pytest.mark.every_change("the only test of signed checkpoints from end to end")
 async def test_checkpoints_and_proofs(sold: Sold) -> None:
     shard = shard_of("sale", sold.settings.shards)
     offset = await forge(sold.settings, shard)

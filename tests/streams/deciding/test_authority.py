@@ -106,6 +106,7 @@ async def until_answered(settings: Settings, ids: Sequence[str]) -> dict[str, st
     return answered
 
 
+@pytest.mark.every_change("topics by authority")
 async def test_an_operation_on_the_topic_of_commands_is_rejected_and_no_crowd_delays_one_on_its_own(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

@@ -388,6 +388,7 @@ async def test_holds_end_in_time_while_the_payment_side_hangs(
     assert running.stop() == 0
 
 
+@pytest.mark.every_change("the payment side is asked before a hold ends")
 async def test_worker_confirms_what_was_paid_and_releases_what_was_not(
     system: Settings, worker: Callable[..., Worker], tmp_path: Path
 ) -> None:

@@ -262,6 +262,7 @@ def producing(settings: Settings, **options: Any) -> AIOKafkaProducer:
     )
 
 
+@pytest.mark.every_change("no input ends a process")
 async def test_a_decider_survives_bad_records_and_keeps_every_byte(
     system: Settings, worker: Callable[..., Any]
 ) -> None:

@@ -37,6 +37,7 @@ TABLES = {
 }  # fmt: skip
 
 
+@pytest.mark.every_change("read models against the rules")
 async def test_read_models_agree_with_the_rules(system: Settings, prefix: str) -> None:
     history = random_history(20261121, 4_000)
     state = history.state

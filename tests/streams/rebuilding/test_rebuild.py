@@ -84,6 +84,7 @@ async def damage_ledger(settings: Settings, statement: str, *values: Any) -> Non
         assert (await books.execute(statement.encode(), values)).rowcount > 0
 
 
+@pytest.mark.every_change("one rebuild that finds differences")
 async def test_a_rebuild_with_differences_is_refused_accepted_and_undone(booked: Settings) -> None:
     await damage_ledger(booked, "UPDATE accounts_1 SET posted = posted + 7 WHERE account = 'wallet:u3'")
     await damage_ledger(booked, "DELETE FROM transfers_1 WHERE (shard, seq) = (2, 9)")
@@ -430,6 +431,7 @@ async def test_a_rebuild_with_several_processes_makes_the_same_rows(
     assert await digests(booked, await rebuilt(booked, "ledger", jobs=2)) == await digests(booked, ledger)
 
 
+@pytest.mark.every_change("one rebuild of everything")
 async def test_rebuild_all_rebuilds_every_read_model(booked: Settings) -> None:
     """`--dry-run` and `status` also name a definition that differs from the live one."""
     expected = {name: (await version_in(booked, name)).version + 1 for name in PROJECTIONS}
@@ -442,13 +444,13 @@ async def test_rebuild_all_rebuilds_every_read_model(booked: Settings) -> None:
         assert existing == [expected[projection]]
     plan = subprocess.run(
         [sys.executable, "-m", "tests.streams.rebuilding.changed", "rebuild", "balances", "--dry-run"],
-        env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=60,
+        env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert "of definition 4 from the journal" in plan.stdout.replace("\n", " ")
     assert "offers_1.title may differ" in plan.stdout.replace("\n", " ")
     shown = subprocess.run(
         [sys.executable, "-m", "tests.streams.rebuilding.changed", "status", "--json"],
-        env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=60,
+        env=child_environment(**env_of(booked)), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert shown.returncode == 1
     assert json.loads(shown.stdout)["waiting"] == {"balances": 4}

@@ -103,6 +103,7 @@ async def state_numbers(settings: Settings, field: str) -> list[int]:
         ),
     ],
 )
+@pytest.mark.every_change("one recovery")
 async def test_redis_recovers_after_a_loss_under_traffic(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], tmp_path: Path, fault: str
 ) -> None:

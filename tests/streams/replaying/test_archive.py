@@ -150,7 +150,7 @@ def test_examples_of_the_page_run(archived: Archived, tmp_path: Path) -> None:
     assert len(closed) == sum(event.__struct_config__.tag == "offer.closed" for event in events)
     [verify] = examples("archive.md")
     done = subprocess.run(
-        [sys.executable, "-c", verify], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", verify], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     head = chain(GENESIS, archived.lines)[-1].hex()
@@ -246,7 +246,7 @@ def test_an_export_stops_on_sigterm_and_continues(archived: Archived, tmp_path: 
     finally:
         process.terminate()
         os.kill(process.pid, signal.SIGCONT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert (process.returncode, "repeat the command to continue" in said) == (143, True), said
     export(archived.settings, folder)
     assert bodies(folder) == archived.lines

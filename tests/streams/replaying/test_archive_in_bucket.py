@@ -158,7 +158,7 @@ def test_an_export_stops_on_ctrl_c_and_continues(stored: Stored, archived: Archi
     wait_until(lambda: state_of(process.pid) == "T", 60, "the export stops itself")
     process.send_signal(signal.SIGINT)
     os.kill(process.pid, signal.SIGCONT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert (process.returncode, "repeat the command to continue" in said) == (130, True), said
     stored.export()
     assert stored.bodies() == archived.lines

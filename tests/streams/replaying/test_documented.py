@@ -26,7 +26,7 @@ def examples(page: str) -> list[str]:
 def run(code: str, recorded: RecordedSystem, folder: Path) -> str:
     environment = child_environment(**env_of(recorded.settings))
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -34,6 +34,7 @@ from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows
 
 
+@pytest.mark.every_change("one replay against the live system")
 async def test_a_replay_makes_the_rows_of_the_live_system(recorded: RecordedSystem, prefix: str) -> None:
     """All events, from both sources, and from a journal with blocks of other sizes, some repeated."""
     now = await tables(recorded.settings, recorded.settings.schema_)
