@@ -1,5 +1,6 @@
 """Local servers: taken ports, process ids of other processes, and sets that are started and stopped again."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from grabstream.ops.commands.local import services as services_verbs
 from grabstream.ops.services import LocalServices, ServiceError, free_ports
 from grabstream.ops.services.process import _start_time
 from grabstream.ops.services.servers import PROJECT, Redis, kafka_version
-from grabstream.ops.settings import child_environment
+from grabstream.ops.settings import REDIS_PORT, child_environment
 from tests.conftest import until
 
 
@@ -30,6 +31,29 @@ def test_a_taken_port_is_named_with_the_setting_to_change(tmp_path: Path) -> Non
         port = taken.getsockname()[1]
         with pytest.raises(ServiceError, match=rf"port {port} for redis is taken.*GRAB_REDIS_URL"):
             Redis(tmp_path, port).start()
+
+
+def test_beside_other_programs_a_run_of_its_own_gets_free_ports() -> None:
+    """Settings that say where a server is are left as they are."""
+    environment = {
+        name: value for name, value in child_environment().items()
+        if name not in ("GRAB_REDIS_URL", "GRAB_KAFKA", "GRAB_POSTGRES")
+    } | {"GRAB_SERVICES": "processes"}  # fmt: skip
+
+    def ports(**more: str) -> str:
+        words = [sys.executable, "-m", "scripts.ports"]
+        return subprocess.run(
+            words, cwd=PROJECT, env=environment | more, check=True, capture_output=True, text=True
+        ).stdout
+
+    with contextlib.ExitStack() as taken:
+        with contextlib.suppress(OSError):  # otherwise the servers of this very run have it
+            taken.enter_context(socket.create_server(("127.0.0.1", REDIS_PORT)))
+        said = ports()
+        assert ports(GRAB_KAFKA="127.0.0.1:29092") == ""
+    found = dict(re.findall(r"^export GRAB_(\w+)=\S*?127\.0\.0\.1:(\d+)", said, re.MULTILINE))
+    assert found.keys() == {"REDIS_URL", "KAFKA", "POSTGRES"}
+    assert len({*found.values(), str(REDIS_PORT), str(int(found["KAFKA"]) + 1)}) == 5
 
 
 def test_another_process_with_the_same_id_is_not_stopped(tmp_path: Path) -> None:
