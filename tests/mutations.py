@@ -803,7 +803,8 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds_max: int) -> Verdict:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))
     }
-    environment |= {"PYTHONPATH": str(tree), "CI": "1"}
+    # Of every tier: a guard may have a long test only.
+    environment |= {"PYTHONPATH": str(tree), "CI": "1", "TIER": "day"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     began = time.monotonic()
     # A new session, so that processes started by the tests are killed with them when they take too long.

@@ -204,8 +204,11 @@ class Run:
         self._failures: dict[str, Failure] = {}
         self._seconds: dict[str, float] = {}
         self._fixtures: Counter[str] = Counter()
-        self._failed = config.cache.mkdir("failed") / FAILED.name
-        self._failed.unlink(missing_ok=True)
+        # A run without a cache, such as that of a mutation, leaves nothing.
+        cache = getattr(config, "cache", None)
+        self._failed: Path | None = cache.mkdir("failed") / FAILED.name if cache else None
+        if self._failed:
+            self._failed.unlink(missing_ok=True)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call":
@@ -220,11 +223,11 @@ class Run:
             pytest.exit("the time is up", returncode=1 if self._failures else 0)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if self._failures:
+        if self._failures and self._failed:
             ids = "".join(f"{nodeid}\n" for nodeid in self._failures)
             self._failed.with_name(IDS).write_text(ids, encoding="utf-8")
             self._failed.write_text(json.dumps(list(self._failures.values())), encoding="utf-8")
-        elif self._is_recorded and exitstatus == 0:
+        if self._is_recorded and exitstatus == 0:
             Durations().record(TIER, self._seconds, self._fixtures)
 
 

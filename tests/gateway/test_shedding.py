@@ -3,6 +3,8 @@ bounded time, with bounded memory; and it serves all again as soon as the crowd 
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -60,11 +62,35 @@ class Memory:
             self.values.append(resident_bytes(self._pid) / 2**20)
 
 
+class Slowed:
+    """Lets a process work a third of the time, as on a slower machine. What sends the load needs a core, too,
+    and could not send three times what the gateway serves with the other one.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._slow)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _slow(self) -> None:
+        while not self._ended.wait(0.01):
+            os.kill(self._pid, signal.SIGSTOP)
+            self._ended.wait(0.02)
+            os.kill(self._pid, signal.SIGCONT)
+
+
 async def overloaded(
     door: Door, log: Path, seconds: float, overload_seconds: float
 ) -> tuple[float, list[float]]:
     """Returns the part of the capacity that was served in the overload, and the memory in MB during it."""
-    with GatewayProcess(door.settings, log) as gateway:
+    with GatewayProcess(door.settings, log) as gateway, Slowed(gateway.process.pid):
         offer = f"rush{new_key()}"
         async with calling(gateway.port) as caller:
             await until_open(caller, offer, 10_000_000)
@@ -88,7 +114,7 @@ async def overloaded(
         assert during["statuses"].get("504", 0) <= COMMANDS_FIRST, during
         assert during["without_retry_after"] == 0, during
         # It was too much, and nevertheless commands were served all the time. How many depends on what else
-        # the machine does: half of the capacity is asked for only where this runs alone, by night.
+        # the machine does: a part of the capacity is asked for only where this runs alone, by night.
         assert during["statuses"].get("503", 0) > 0.2 * during["sent"], during
         assert served > COMMANDS_MIN * overload_seconds, (capacity, during)
         # Bounded by the time limit of the gate, and by some turns of a busy loop on this machine.
@@ -111,7 +137,8 @@ async def test_a_crowd_of_three_times_the_capacity_is_shed(door: Door, tmp_path:
 @pytest.mark.timeout(600)
 async def test_a_long_crowd_of_three_times_the_capacity_is_shed(door: Door, tmp_path: Path) -> None:
     part, memory_mb = await overloaded(door, tmp_path / "gateway.log", 10, 120)
-    assert part > 0.5
+    # A refusal costs 0.4 of what a grab costs, and this crowd sends twice as much as can be served.
+    assert part > 0.15
     # What the connections need is taken in the first half.
     assert memory_mb[-1] < memory_mb[len(memory_mb) // 2] + MEMORY_GROWTH_MB_MAX, memory_mb
 
