@@ -15,12 +15,11 @@ async def _always() -> bool:
     return True
 
 
-@pytest.mark.parametrize("slow", [1.0, 4.0])
-async def test_a_bound_is_as_many_times_longer_as_the_machine_is_slower(slow: float) -> None:
+async def test_a_bound_is_as_many_times_longer_as_the_machine_is_slower() -> None:
     began = time.monotonic()
     with pytest.raises(AssertionError, match=r"it did not happen within 0\.3 s of an idle machine"):
-        await until_paced(_never, 0.3, "it", began, lambda: slow)
-    assert time.monotonic() - began >= 0.3 * slow
+        await until_paced(_never, 0.3, "it", began, lambda: 4.0)
+    assert time.monotonic() - began >= 0.3 * 4.0
 
 
 async def test_time_before_the_wait_counts() -> None:

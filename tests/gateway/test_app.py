@@ -62,8 +62,6 @@ async def answer(application: Application, method: str, path: str, body: bytes =
     [
         ("POST", "/v1/offers/x/grabs", b'{"user": "ann"}'),
         ("GET", "/v1/offers/x", b""),
-        ("GET", "/v1/offers", b""),
-        ("GET", "/v1/demand", b""),
         ("GET", "/v1/system", b""),
     ],
 )

@@ -69,6 +69,7 @@ ODD_PARTS = {
     "parent, encoded": "%2e%2e",
     "parent, half": ".%2e",
     "here": "%2E",
+    "here, raw": ".",
     "parameter": "a;b=c",
     "encoded question": "a%3Fb",
     "encoded fragment": "a%23b",
@@ -135,42 +136,6 @@ async def test_cases_of_ids_are_different_ids(caller: Caller, offer: str) -> Non
     got = [await caller.post(f"/v1/offers/{offer}/grabs", {"user": user}, "one") for user in ("ann", "Ann")]
     assert [one.status for one in got] == [201, 201]
     assert (await caller.post(f"/v1/offers/{offer.upper()}/grabs", {"user": "ann"})).status == 404
-
-
-# -- requests that two programs read in two ways -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET /health HTTP/1.1\nHost: localhost\n\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\rX: y\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\r\n folded\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\r\n\tfolded\r\n\r\n",
-        b"GET /health HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
-        b"GET /health#/v1/offers HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET /health\tHTTP/1.1\r\nHost: localhost\r\n\r\n",
-        GRAB % b"x" + b"Content-Length: 2, 2\r\n\r\n{}",
-        GRAB % b"x" + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
-        GRAB % b"x" + b"Content-Length: +2\r\n\r\n{}",
-        GRAB % b"x" + b"Content-Length: 0x2\r\n\r\n{}",
-        GRAB % b"x" + b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n0\r\n\r\n",
-        GRAB % b"x" + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
-        GRAB % b"x" + b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
-        GRAB % b"x" + b"Transfer-Encoding: chunked\r\n\r\n1\n{\r\n0\r\n\r\n",
-        GRAB % b"x" + b"Transfer-Encoding: chunked\r\n\r\n0x1\r\n{\r\n0\r\n\r\n",
-        (GRAB % b"x").replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    ],
-)
-async def test_request_that_has_two_readings_is_refused(door: Door, data: bytes) -> None:
-    """And the connection ends, so what follows is no request."""
-    async with connected(door.gateway.port) as one:
-        await one.send(data)
-        got = await one.answer()
-        assert (got.status, got.body["type"]) == (400, "/problems/malformed_request")
-        assert await one.is_closed()
 
 
 # -- pages of other origins ----------------------------------------------------------------------------------

@@ -357,15 +357,12 @@ async def test_shard_without_a_relay_is_fenced(system: Settings, tmp_path: Path)
         (b"{}", "user", "missing required field `user`"),
         (b"", "user", "missing required field `user`"),
         (b"[]", "body", "JSON object"),
-        (b'"x"', "body", "JSON object"),
         (b"null", "body", "JSON object"),
         (b'{"user": "ann"', None, "truncated"),
         (b'{"user": "ann"} {}', None, "malformed"),
-        (b'{"user": "ann",}', None, "malformed"),
         (b'{"user": 5}', "user", "Expected `str`"),
         (b'{"user": "a b"}', "user", "must match"),
         (b'{"user": "\xff"}', None, "utf-8"),
-        (b'{"user": "ann", "quantity": 1.5}', "quantity", "Expected `int`"),
         (b'{"user": "ann", "quantity": 0}', "quantity", "1"),
         (b'{"user": "ann", "quantity": ' + b"9" * 5000 + b"}", None, ""),
         (b'{"user": "ann", "attributes": {"a": "b c"}}', "attributes", "must match"),
@@ -395,22 +392,12 @@ async def test_command_needs_a_key_that_is_an_id(caller: Caller, offer: str, key
     assert got.body["field"] in ("Idempotency-Key", "id")
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/v1/offers/a%2Fb/grabs", "/v1/offers/%2e%2e/grabs", "/v1/offers/./grabs", "/v1/offers/a%00/grabs",
-     "/v1/offers/%C3%A9/grabs", "/v1/offers/a%20b/grabs", f"/v1/offers/{'a' * 65}/grabs",
-     "/v1/offers/%D0%B0bc/grabs", "/v1/offers/a%25b/grabs", "/v1/offers/a%zz/grabs", "/v1/offers/a;b/grabs"],
-)  # fmt: skip
-async def test_path_with_a_part_that_is_no_id_is_refused(caller: Caller, path: str) -> None:
-    got = await caller.post(path, {"user": "ann"})
-    refused(got, Outcome.invalid)
-    assert got.body["field"] == "path"
-
-
 async def test_percent_encoded_id_is_the_same_id(caller: Caller, offer: str) -> None:
+    """What is no id is refused: `test_part_of_a_path_that_is_no_id_reaches_no_command` tries everything."""
     await caller.open(f"{offer}:a")
     got = await caller.post(f"/v1/offers/{offer}%3Aa/grabs", {"user": "ann"})
     assert (got.status, got.body["offer"]) == (201, f"{offer}:a")
+    refused(await caller.post("/v1/offers/a%2Fb/grabs", {"user": "ann"}), Outcome.invalid)
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/offers/", "/v1//offers", "/v1/offers/x/grabs/", "/v2/offers"])
@@ -431,14 +418,10 @@ async def test_methods_of_a_path(caller: Caller) -> None:
     assert head.headers["content-length"] == str(len(document.raw))
 
 
-@pytest.mark.parametrize(
-    "kind", ["text/plain", "application/xml", "application/json; charset=utf-16", "", "json"]
-)
-async def test_body_must_be_json(caller: Caller, offer: str, kind: str) -> None:
-    got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, Content_Type=kind)
-    assert is_problem(got, "unsupported_media_type", 415)
-    coded = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, Content_Encoding="gzip")
-    assert is_problem(coded, "unsupported_media_type", 415)
+async def test_body_must_be_json(caller: Caller, offer: str) -> None:
+    for kind in ("text/plain", "application/xml", "application/json; charset=utf-16", "", "json"):
+        got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, Content_Type=kind)
+        assert is_problem(got, "unsupported_media_type", 415), kind
     good = await caller.post(
         f"/v1/offers/{offer}/grabs", {"user": "ann"}, Content_Type='Application/JSON; charset="UTF-8"'
     )

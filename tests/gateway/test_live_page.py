@@ -256,10 +256,6 @@ async def test_title_is_text(browser: Browser, caller: Caller, door: Door, offer
         await page.goto(f"http://127.0.0.1:{door.gateway.port}/#/users/%3Cimg%20src=x%20onerror=alert(1)%3E")
         await page.reload()
         await expect(page.get_by_role("heading", level=1)).to_have_text("<img src=x onerror=alert(1)>")
-        # And on the page where everybody can grab.
-        await page.goto(f"http://127.0.0.1:{door.gateway.port}/o/{offer}#user=ann")
-        await expect(page.get_by_role("heading", level=1)).to_have_text(HOSTILE)
-        assert await page.locator("main img, main script").count() == 0
 
 
 @pytest.mark.long

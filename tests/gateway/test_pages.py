@@ -140,9 +140,8 @@ def test_page_has_every_route() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "operation", [one for one in OPERATIONS if one.kind != "document"], ids=lambda one: one.name
-)
-def test_page_has_an_example_of_every_route(operation: object) -> None:
-    pattern = re.sub(r"\\\{\w+\\\}", r"[\\w.:-]+", re.escape(operation.path))  # type: ignore[attr-defined]
-    assert re.search(rf"[ 0]{pattern}[ ?']", "\n".join(blocks_of(PAGE)))
+def test_page_has_an_example_of_every_route() -> None:
+    blocks = "\n".join(blocks_of(PAGE))
+    for operation in OPERATIONS:
+        pattern = re.sub(r"\\\{\w+\\\}", r"[\\w.:-]+", re.escape(operation.path))
+        assert operation.kind == "document" or re.search(rf"[ 0]{pattern}[ ?']", blocks), operation.name

@@ -176,13 +176,6 @@ async def test_paid_then_failed_stays_confirmed(caller: Caller, offer: str) -> N
     assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
 
 
-async def test_second_payment_of_a_grab_is_to_be_paid_back(caller: Caller, offer: str) -> None:
-    await caller.open(offer, **SALE)
-    held = await held_by(caller, offer)
-    assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
-    assert await result_of(caller, receipt_for(held, "p2")) == ("refund_due", "not_held")
-
-
 @pytest.mark.parametrize("late", ["refuse", "retake"])
 async def test_payment_after_the_deadline_follows_the_terms(caller: Caller, offer: str, late: str) -> None:
     await caller.open(offer, **{**SALE, "hold_ms": 200, "late": late})

@@ -382,10 +382,12 @@ async def test_commands_go_on_without_postgresql(
         async with calling(gateway.port) as alone:
             got = await alone.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, new_key())
             assert got.status == 201
-            got = await alone.send("GET", f"/v1/offers/{offer}")
-            assert is_problem(got, "unavailable", 503)
-            assert got.headers["retry-after"] == "1"
-            assert not {str(port), "joe", "secret"} & set(json.dumps(got.body).replace(":", " ").split())
+            for path in (f"/v1/offers/{offer}", "/v1/system", "/v1/demand", "/v1/users/ann/why?offer=x"):
+                got = await alone.send("GET", path)
+                assert is_problem(got, "unavailable", 503), path
+                assert got.headers["retry-after"] == "1"
+                assert not {str(port), "joe", "secret"} & set(json.dumps(got.body).replace(":", " ").split())
+            assert (await alone.send("GET", "/")).status == 200
         assert gateway.stop() == 0
         assert "secret" not in gateway.text()
 

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-import aiohttp
 import pytest
 import redis.asyncio
 
@@ -18,7 +17,6 @@ from tests.conftest import Worker, until
 from tests.gateway.conftest import until_all_decide, until_open
 from tests.support.command_line import env_of, grabstream
 from tests.support.gateways import GatewayProcess, calling
-from tests.support.projecting import rows
 
 
 @pytest.mark.long
@@ -61,52 +59,6 @@ async def test_requests_in_work_get_their_answers_when_it_is_stopped(
             assert {got.status for got in answers} == {201}
             assert await ends == code
         assert "Traceback" not in gateway.text()
-
-
-@pytest.mark.long
-async def test_what_was_answered_is_in_the_books_after_kill_9(
-    system: Settings, tmp_path: Path, worker: Callable[..., Worker]
-) -> None:
-    """Each request that was answered is in the journal; each that was not can be repeated through another
-    gateway, and is decided once.
-    """
-    worker(system)
-    answered: dict[str, dict[str, object]] = {}
-    with GatewayProcess(system, tmp_path / "first") as gateway:
-        await until_all_decide(gateway.port, system.shards)
-        async with calling(gateway.port) as caller:
-            await caller.open("x", total=3_000)
-
-            async def grab(user: str) -> None:
-                for n in range(300):
-                    try:
-                        got = await caller.post("/v1/offers/x/grabs", {"user": user}, f"{user}-{n}")
-                    except (aiohttp.ClientError, OSError):
-                        return
-                    if got.status == 201:
-                        answered[got.body["id"]] = got.body
-
-            crowd = [asyncio.create_task(grab(f"u{n}")) for n in range(10)]
-            await until(lambda: len(answered) > 200, 60, "some answers")
-            gateway.kill()
-            await asyncio.gather(*crowd)
-    with GatewayProcess(system, tmp_path / "second", gate_timeout_ms="20000") as gateway:
-        async with calling(gateway.port) as caller:
-            for key, first in answered.items():
-                got = await caller.post("/v1/offers/x/grabs", {"user": first["user"]}, key)
-                assert (got.status, got.body) == (201, {**first, "repeated": True})
-            unanswered = [f"u{n}-{m}" for n in range(10) for m in range(300) if f"u{n}-{m}" not in answered]
-            for key in unanswered[:50]:
-                got = await caller.post("/v1/offers/x/grabs", {"user": key.partition("-")[0]}, key)
-                assert got.status == 201
-
-            async def are_booked() -> bool:
-                found = {grab for (grab,) in await rows(system, "SELECT grab FROM grabs WHERE offer = 'x'")}
-                return {*answered, *unanswered[:50]} <= found
-
-            await until(are_booked, 30, "all answers in the books")
-            twice = "SELECT grab FROM grabs WHERE offer = 'x' GROUP BY grab HAVING count(*) > 1"
-            assert await rows(system, twice) == []
 
 
 @pytest.mark.long

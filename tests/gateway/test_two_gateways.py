@@ -109,7 +109,7 @@ async def test_one_is_enough_when_the_other_is_killed(
     caller: Caller, second: Caller, second_gateway: GatewayProcess, door: Door, offer: str
 ) -> None:
     """Half of the crowd is at each. What has no answer from the one that is killed is sent to the other, with
-    the same key; exactly the units that there are are given, each once.
+    the same key; exactly the units that there are are given, each once. A repeat gets the same answer.
     """
     await caller.open(offer, total=TOTAL)
     path = f"/v1/offers/{offer}/grabs"
@@ -160,3 +160,6 @@ async def test_one_is_enough_when_the_other_is_killed(
         return sorted(found) == sorted((one["grab"], one["user"], one["place"]) for one in answers.values())
 
     await until(are_booked, 60, "exactly the answers in the books")
+    for key, first in answers.items():
+        again = await caller.post(path, {"user": first["user"]}, key)
+        assert (again.status, again.body) == (201, {**first, "repeated": True})

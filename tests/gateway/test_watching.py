@@ -1,11 +1,10 @@
-"""Questions of operators: their numbers are those of SQL, and they answer while servers are away."""
+"""Questions of operators: their numbers are those of SQL."""
 
 import asyncio
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,12 +14,11 @@ from grabstream.gateway import asking
 from grabstream.gateway.books import Books
 from grabstream.gateway.caching import Cache
 from grabstream.models.outcomes import Outcome
-from grabstream.ops.services import free_ports
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_commands import SALE, refused
 from tests.gateway.test_questions import all_pages, ask, position
-from tests.support.gateways import Caller, GatewayProcess, calling, environment_of
+from tests.support.gateways import Caller, environment_of
 from tests.support.projecting import open_books
 from tests.support.receipts import receipt_for, signed
 
@@ -333,19 +331,6 @@ async def test_unknown_offer_has_no_numbers(caller: Caller, offer: str) -> None:
     for question in ("waiting", "demand", "film", "fairness"):
         got = await caller.send("GET", f"/v1/offers/{offer}/{question}")
         assert (got.status, got.body["type"]) == (404, "/problems/no_such_offer"), question
-
-
-@pytest.mark.long
-async def test_system_without_postgres(door: Door, tmp_path: Path) -> None:
-    """A gateway whose PostgreSQL is away says so within seconds, and stays."""
-    [port] = free_ports(1)
-    settings = door.settings.model_copy(update={"postgres": f"postgresql://nobody@127.0.0.1:{port}/none"})
-    with GatewayProcess(settings, tmp_path / "gateway.log") as gateway:
-        async with calling(gateway.port) as caller:
-            for path in ("/v1/system", "/v1/demand", "/v1/users/ann/why?offer=x"):
-                got = await caller.send("GET", path)
-                assert (got.status, got.body["type"]) == (503, "/problems/unavailable"), path
-            assert (await caller.send("GET", "/")).status == 200
 
 
 async def test_files_of_the_page(caller: Caller) -> None:

@@ -69,35 +69,6 @@ def test_offer_and_part_can_be_read_from_a_key_name(
     assert name.split("/") == [campaign, of_campaign]
 
 
-@given(
-    st.lists(ids, min_size=2, max_size=8, unique=True),
-    st.sampled_from(("UTC", "Etc/GMT+5", "America/Argentina/Ushuaia", "Europe/Berlin")),
-)
-def test_names_that_join_two_ids_are_distinct(drawn_ids: list[str], zone: str) -> None:
-    """Fields and members that join ids: holds `offer/grab`, refusals `campaign/id`, orders `grab/order`,
-    counters `by/per/value` (in a campaign `zone/by/per/value`), demand `second:code:offer`, accounts and
-    assets `kind:id`, used tickets and loaded chunks `kind/id`.
-    """
-    pairs = [(first, second_id) for first in drawn_ids for second_id in drawn_ids]
-    assert len({f"{first}/{second_id}" for first, second_id in pairs}) == len(pairs)
-    counters = [(by, per, value) for by, value in pairs for per in ("offer", "hour", "day", "week")]
-    names = [f"{by}/{per}/{value}" for by, per, value in counters]
-    assert len({*names, *(f"{zone}/{name}" for name in names)}) == 2 * len(counters)
-    assert [tuple(f"{zone}/{name}".rsplit("/", 3)[1:]) for name in names] == counters
-    demand = [
-        (second, code, offer) for second in (1, 12) for code in (2, 20, 120) for offer in (*drawn_ids, "*")
-    ]
-    assert len({f"{second}:{code}:{offer}" for second, code, offer in demand}) == len(demand)
-    accounts = [
-        (kind, id)
-        for kind in ("hold", "wallet", "offer", "issuer", "external", "refund", "redeemed", "receivable")
-        for id in drawn_ids
-    ]
-    assert [tuple(f"{kind}:{id}".split(":", 1)) for kind, id in accounts] == accounts
-    seen = [(kind, id) for kind in ("codes", "audience", "ticket") for id in (*drawn_ids, "1")]
-    assert len({f"{kind}/{id}" for kind, id in set(seen)}) == len(set(seen))
-
-
 @given(st.from_regex(r"[a-z0-9][a-z0-9._-]{0,47}", fullmatch=True), st.integers(0, 20), st.integers(0, 20))
 def test_key_tags_of_shards_and_systems_are_distinct(prefix: str, shard: int, other_shard: int) -> None:
     longer = f"{prefix}-s{shard}"

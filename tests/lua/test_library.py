@@ -13,7 +13,7 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from grabstream.lua.gate import calls
-from grabstream.lua.gate.calls import GateLimits, LibraryMissing, run_script
+from grabstream.lua.gate.calls import LibraryMissing, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace, state_key_beside
 from grabstream.lua.library import (
@@ -21,7 +21,6 @@ from grabstream.lua.library import (
     Library,
     assemble_library,
     library,
-    load,
     missing_or_unusable,
     provide,
 )
@@ -226,27 +225,6 @@ async def test_a_takeover_loads_it_and_an_earlier_call_does_not(private_server: 
     await client.aclose()
 
 
-async def test_a_gate_waits_for_the_library_as_for_a_fenced_shard(private_redis: Any) -> None:
-    client, keys = private_redis
-    gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=20_000))
-    assert await decide(gate, opening()) == ["opened"]
-    await client.execute_command("FUNCTION", "FLUSH")
-    assert (await gate.decide(grabs(1), "decided"))[0].outcome == "fenced"
-    await load(client)
-    assert await decide(gate, *grabs(1)) == ["granted"]
-    await gate.close()
-
-
-async def test_two_takeovers_may_load_it_at_a_time(private_redis: Any) -> None:
-    client, keys = private_redis
-    await client.execute_command("FUNCTION", "FLUSH")
-    assert [await load(client), await load(client), await provide(client, keys.shard(0).state)] == [
-        "",
-        "",
-        "",
-    ]
-
-
 # -- where functions cannot be used --------------------------------------------------------------------------
 
 
@@ -254,7 +232,6 @@ async def test_two_takeovers_may_load_it_at_a_time(private_redis: Any) -> None:
     ("forbidden", "reason"),
     [
         (("-function|load",), "'function|load'"),
-        (("-function",), "'function|load'"),
         (("-fcall", "-function"), "'fcall'"),
     ],
 )

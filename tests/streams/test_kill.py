@@ -33,42 +33,26 @@ async def test_another_worker_takes_over_after_kill_9(system: Settings, worker: 
         await crowd.adds_up()
 
 
+# `make drill` kills workers at every step, and every server.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "step",
-    [
-        "relay.acknowledged:20",
-        *(pytest.param(step, marks=pytest.mark.nightly) for step in ("relay.took_over", "relay.trimmed:20")),
-    ],
-)
-async def test_no_event_is_lost_when_a_relay_is_killed_at_a_step(
-    system: Settings, worker: Callable[..., Any], step: str
+async def test_no_event_is_lost_when_a_relay_is_killed_between_acknowledgement_and_trim(
+    system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Between Kafka's acknowledgement and the trim of the outbox, and after each of them."""
-    doomed = worker(system, "decide,relay,sweep", fail_at=step)
+    doomed = worker(system, "decide,relay,sweep", fail_at="relay.acknowledged:20")
     worker(system, "project,publish")
     async with traffic(system) as crowd:
-        if step == "relay.took_over":
-            assert await asyncio.to_thread(doomed.process.wait, 30) == -signal.SIGKILL
-            worker(system, "decide,relay,sweep")
-            await crowd.begin()
-        else:
-            await crowd.begin()
-            assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
-            worker(system, "decide,relay,sweep")
+        await crowd.begin()
+        assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
+        worker(system, "decide,relay,sweep")
         await crowd.adds_up()
 
 
-# The three read models with a cursor in PostgreSQL share this code; `make drill` plays every one of them.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "step", ["ledger.committed:2", pytest.param("events.committed:2", marks=pytest.mark.nightly)]
-)
 async def test_no_event_is_lost_when_a_projection_is_killed_after_its_commit(
-    system: Settings, worker: Callable[..., Any], step: str
+    system: Settings, worker: Callable[..., Any]
 ) -> None:
     worker(system, "decide,relay,sweep")
-    doomed = worker(system, "project,publish", fail_at=step)
+    doomed = worker(system, "project,publish", fail_at="ledger.committed:2")
     async with traffic(system) as crowd:
         await crowd.begin()
         assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
@@ -99,11 +83,11 @@ async def test_a_relay_that_continues_after_its_replacement_changes_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("server", ["kafka", "redis", pytest.param("postgres", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("server", ["kafka", "redis"])
 async def test_no_event_is_lost_when_a_server_is_killed(
     private: Settings, private_services: LocalServices, worker: Callable[..., Any], server: str
 ) -> None:
-    """PostgreSQL, the Kafka broker, and Redis with an intact append-only file."""
+    """The Kafka broker, and Redis with an intact append-only file."""
     deciding, projecting = worker(private, "decide,relay,sweep"), worker(private, "project,publish")
     process = getattr(private_services, server)
     async with traffic(private) as crowd:

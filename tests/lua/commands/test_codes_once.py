@@ -78,12 +78,6 @@ async def test_names_of_codes_are_stored_while_codes_can_be_loaded(scene: Scene)
     assert (await load(scene, 2, "a", "c", of=2)).outcome == "over"
 
 
-async def test_another_offer_may_have_the_same_code(scene: Scene) -> None:
-    for offer in ("c:one", "c:two"):
-        await scene.open(coupon(4, opens_at=NOW + 1), offer)
-        assert (await load(scene, 1, "a", "b", of=2)).outcome == "loaded"
-
-
 async def test_a_recovered_shard_refuses_the_same_codes(scene: Scene) -> None:
     """Twins compare every key with a recovery at the end of a test; here a list is half loaded then."""
     await scene.open(coupon(6, opens_at=NOW + 1))

@@ -3,15 +3,12 @@
 from typing import Any, NamedTuple
 
 import msgspec
-import pytest
 
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Close, Grab, Open, Pause, Resume
-from grabstream.models.events import encode_event
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.models.rules import ShardState, decide, sweep
-from grabstream.streams.deciding.sweeper import Sweeper
-from tests.lua.conftest import NOW, event_lines
+from grabstream.models.rules import ShardState, decide
+from tests.lua.conftest import NOW
 
 SEED = "5eed" * 16
 OPENS, CLOSES = NOW + 1_000, NOW + 10_000
@@ -150,29 +147,3 @@ async def test_lua_gives_the_answers_of_the_table(make_gate: Any, client: Any, k
         shard = keys.shard_of_offer(case.command.offer)
         decided = decide(states[shard], case.command, now[0], {"sealed_seed": "x"})
         assert answer == decided.answer, case
-
-
-@pytest.mark.parametrize("draw", ["ahead", "at_grab"])
-async def test_an_envelope_is_closed_once_at_its_deadline(
-    make_gate: Any, client: Any, keys: Any, draw: str
-) -> None:
-    """The sweeper refunds what is left at the deadline, once. A winner still gets the amount of the part."""
-    now = [NOW]
-    gate = make_gate(now)
-    opening = Open(id="o", offer="e", terms=terms(opens_at=None, closes_at=NOW + 100, draw=draw))
-    [_, granted] = await gate.decide([opening, grab("g", "u")], "decided")
-    shard = keys.shard_of_offer("e")
-    state = ShardState(shard)
-    decide(state, opening, NOW, {"sealed_seed": "x"})
-    decide(state, grab("g", "u"), NOW)
-    sweeper = Sweeper(client, keys.shard(shard), keys.shards, 10**9)
-    assert await sweeper.close_due(NOW + 99) == 0
-    assert await sweeper.close_due(NOW + 100) == 1
-    assert await sweeper.close_due(NOW + 101) == 0
-    [event] = sweep(state, NOW + 100)
-    assert (await event_lines(client, keys, shard))[-1] == encode_event(event)
-    assert event.amount == 1000 - (granted.amount or 0)
-    now[0] = NOW + 200
-    [winner, late] = await gate.decide([grab("again", "u"), grab("late", "v")], "decided")
-    assert (winner.outcome, winner.amount, winner.place) == ("already_taken", granted.amount, 1)
-    assert late.outcome == "over"

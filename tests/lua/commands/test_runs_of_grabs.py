@@ -170,7 +170,7 @@ async def decided(
     ("name", "layout"),
     [
         *((name, LAYOUT) for name in OFFERS),
-        *((name, layout) for name in list(OFFERS)[:3] for layout in range(LAYOUT_MIN, LAYOUT)),
+        *((name, layout) for name in list(OFFERS)[:2] for layout in range(LAYOUT_MIN, LAYOUT)),
         ("limits of the campaign", LAYOUT - 1),
     ],
 )

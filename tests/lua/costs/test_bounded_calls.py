@@ -246,18 +246,6 @@ async def test_calls_are_bounded_for_many_offers_grabs_and_loads(system: Measure
     await check_whole(system)
 
 
-async def test_a_new_grab_does_not_overtake_a_queue_that_is_served_in_steps(system: MeasuredShard) -> None:
-    await with_queue(system, "o", 200)
-    [amended] = await system.decide([Amend(id="a", offer="o", changes=Changes(total=150))])
-    assert amended.outcome == "amended"
-    assert (amended.left or 0) > 0
-    [newcomer] = await system.decide([Grab(id="new", offer="o", user="new")])
-    assert newcomer.outcome == "sold_out"
-    await system.sweeper.sweep(system.now)
-    held = await system.redis.zrange(system.keys.holds, 0, -1)
-    assert {name.decode() for name in held} == {"o/o-h0", *(f"o/o-w{n}" for n in range(149))}
-
-
 @pytest.mark.long
 async def test_calls_of_hostile_histories_are_bounded(system: MeasuredShard) -> None:
     """Checks cost and time of every call, and the times in SLOWLOG, which include the time during which other
@@ -303,7 +291,8 @@ async def test_a_hold_ends_before_offers_retire_and_answers_are_cleaned(system: 
         # One step per offer: the answers of the live offer add no calls, however many they are.
         assert len([call for call in calls if call.script == "sweep"]) <= 200 // OFFERS_AT_ONCE_MAX + 4
         assert await system.redis.scard(system.keys.retired) == 200
-        await system.sweeper.clean(system.now)
+        # One pass reads each answer once.
+        assert await system.sweeper.clean(system.now) < 2 * (20_000 + 400) / 500
     check_bounded(calls)
     assert await system.redis.hlen(system.keys.answers("c")) == 20_001
 

@@ -38,6 +38,7 @@ from tests.lua.histories.recovered import fold
 from tests.lua.histories.scene import DAY
 
 OLD, NEW = bytes(range(32)), bytes(range(1, 33))
+BOTH = {"new": NEW, "old": OLD}
 TICKETS = TicketKeys.from_text(f"h:HS256:{as_text(SECRET)}")
 ENVELOPE = EnvelopeTerms(
     issuer="alice", funding="pay", asset="CNY", total=1_000, parts=10, seed="ab" * 16, closes_at=NOW + DAY
@@ -148,36 +149,20 @@ async def assert_repeated(gate: Gate, answers: Sequence[Answer]) -> None:
             assert (other.outcome, other.seq) == (of_others.get(command.offer, "conflict"), None), command
 
 
-async def test_repeats_with_digests_of_this_release_get_the_first_answer(
-    client: Any, prefix: str, decided: Any
+@pytest.mark.parametrize(
+    ("name", "seal_keys"),
+    [("first", {"old": OLD}), ("recovered", {"old": OLD}), ("first", BOTH), ("first form", BOTH)],
+    ids=["this release", "after a recovery", "after a rotation of the seal key", "the first form of digests"],
+)
+async def test_repeats_get_the_first_answer(
+    client: Any, prefix: str, decided: Any, name: str, seal_keys: dict[str, bytes]
 ) -> None:
-    gate = gate_of(client, KeySpace(f"{prefix}-first", 1), {"old": OLD})
-    await assert_repeated(gate, decided[0])
-    await gate.close()
-
-
-async def test_repeats_after_a_recovery_get_the_first_answer(client: Any, prefix: str, decided: Any) -> None:
-    keys = KeySpace(f"{prefix}-again", 1)
-    await fold(client, keys.shard(0), decided[1], Sealer({"old": OLD}), 1)
-    gate = gate_of(client, keys, {"old": OLD})
-    await assert_repeated(gate, decided[0])
-    await gate.close()
-
-
-async def test_repeats_with_digests_of_the_first_form_get_the_first_answer(
-    client: Any, prefix: str, decided: Any
-) -> None:
-    keys = KeySpace(f"{prefix}-old", 1)
-    await in_first_form(client, keys, decided[1], HISTORY)
-    gate = gate_of(client, keys, {"new": NEW, "old": OLD})
-    await assert_repeated(gate, decided[0])
-    await gate.close()
-
-
-async def test_repeats_after_a_rotation_of_the_seal_key_get_the_first_answer(
-    client: Any, prefix: str, decided: Any
-) -> None:
-    gate = gate_of(client, KeySpace(f"{prefix}-first", 1), {"new": NEW, "old": OLD})
+    keys = KeySpace(f"{prefix}-{name.replace(' ', '-')}", 1)
+    if name == "recovered":
+        await fold(client, keys.shard(0), decided[1], Sealer({"old": OLD}), 1)
+    elif name == "first form":
+        await in_first_form(client, keys, decided[1], HISTORY)
+    gate = gate_of(client, keys, seal_keys)
     await assert_repeated(gate, decided[0])
     await gate.close()
 

@@ -107,30 +107,6 @@ async def test_an_offer_that_is_no_longer_due_keeps_its_answers(system: OneShard
     assert await system.events("ledger.adjusted") == 1
 
 
-async def test_a_retired_offer_decides_nothing_before_it_is_cleaned(
-    system: OneShard,
-) -> None:
-    await system.decide("grab", "g-1", "sale:a", user="ann", quantity=1)
-    await system.decide("confirm", "c-1", "sale:a", grab="g-1")
-    await system.decide("adjust", "adjust-1", "sale:a", **ENTRY)
-    await system.decide("close", "close-a", "sale:a")
-    system.now += 2_000
-    await system.sweeper.close_due(system.now)
-    # The worker dies here, before it has cleaned anything.
-    commands: list[tuple[str, str, dict[str, Any]]] = [
-        ("adjust", "adjust-1", ENTRY), ("adjust", "adjust-2", ENTRY), ("grab", "g-9", {"user": "eve"}),
-        ("return", "r-1", {"grab": "g-1"}),
-        ("close", "close-a", {}), ("amend", "a-1", {"changes": {"total": 9}}),
-    ]  # fmt: skip
-    assert {(await system.decide(type, id, "sale:a", **fields)).outcome for type, id, fields in commands} == {
-        "no_such_offer"
-    }
-    assert (await system.decide("open", "open-c", "sale:a", terms=TERMS)).outcome == "conflict"
-    assert await system.events("ledger.adjusted") == 1
-    await system.sweeper.clean(system.now)
-    assert set(await system.redis.hkeys(system.keys.answers("sale"))) == {b"open-b"}
-
-
 async def test_an_offer_opened_before_others_of_its_campaign_are_cleaned_keeps_its_answers(
     system: OneShard,
 ) -> None:

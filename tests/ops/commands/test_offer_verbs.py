@@ -90,17 +90,20 @@ def test_dry_run_shows_the_plan_and_opens_nothing(nobody: Operator, tmp_path: Pa
     plan = nobody.type("open", str(file), "--dry-run").stdout
     assert "Would open 1 offer" in plan
     assert "sale:fire:1" in plan
-    command = nobody.ask("open", str(file), "--dry-run")
+    command = nobody.ask("open", str(file), "--dry-run", "--operator", "olga")
     assert (command["type"], command["id"], command["offer"]) == ("open", "open-sale:fire:1", "sale:fire:1")
+    assert command["operator"] == "olga"
     assert (command["terms"]["opens_at"], command["terms"]["hold_ms"]) == (FRIDAY, 900_000)
-    assert nobody.ask("open", "-", "--format", "csv", "--dry-run", stdin=HEADER + row) == command
+    words = ("open", "-", "--format", "csv", "--dry-run", "--operator", "olga")
+    assert nobody.ask(*words, stdin=HEADER + row) == command
 
 
 def test_wrong_file_is_reported_with_all_its_problems(nobody: Operator, tmp_path: Path) -> None:
-    rows = [HEADER + "a,stock,shop,ten,,,,,,,,,", "b,stock,shop,1,,user,,,,,,,"]
+    """Before the first offer is opened, which is a good one."""
+    rows = [HEADER + "good,stock,shop,1,,,,,,,,,", "a,stock,shop,ten,,,,,,,,,", "b,stock,shop,1,,user,,,,,,,"]
     done = nobody.type("open", written(tmp_path / "offers.csv", rows), code=2)
-    assert "grabstream: line 2: terms.total" in done.stderr
-    assert "grabstream: line 3: terms.limits" in done.stderr
+    assert "grabstream: line 3: terms.total" in done.stderr
+    assert "grabstream: line 4: terms.limits" in done.stderr
     assert "--format" in nobody.type("open", written(tmp_path / "offers.xlsx", ["x"]), code=2).stderr
     (tmp_path / "latin.yaml").write_bytes("- offer: a\n  title: M\xfcnchen\n".encode("latin-1"))
     assert "line 2: is not UTF-8" in nobody.type("open", str(tmp_path / "latin.yaml"), code=2).stderr
@@ -278,6 +281,11 @@ def test_grab_is_held_confirmed_and_returned(operator: Operator) -> None:
 
 @pytest.mark.long
 def test_audience_is_admitted_by_ticket_or_list(operator: Operator, tmp_path: Path) -> None:
+    """A ticket is signed with a secret, or with a key pair."""
+    private, pem = Ed25519PrivateKey.generate(), tmp_path / "key.pem"
+    pem.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public = base64.b64encode(private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)).decode()
+    operator.environment["ticket_keys"] += f",e:EdDSA:{public}"
     rows = f"vip:a,coupon,shop,9,,,1,,,,,ticket,\nvip:b,coupon,shop,9,{in_an_hour()},,1,,,,,list,\n"
     assert [
         answer["outcome"] for answer in operator.ask("open", "-", "--format", "csv", stdin=HEADER + rows)
@@ -291,25 +299,13 @@ def test_audience_is_admitted_by_ticket_or_list(operator: Operator, tmp_path: Pa
     assert operator.ask("grab", "vip:a", "anna", "--ticket", token, code=1)["outcome"] == "not_eligible"
     late = operator.ask("ticket", "vip:a", "anna", *signed, "--expires", "2020-01-01T00:00:00Z")["ticket"]
     assert operator.ask("grab", "vip:a", "anna", "--ticket", late, code=1)["outcome"] == "not_eligible"
+    paired = ("--key-id", "e", "--key-file", str(pem), "--expires", "1h")
+    token = operator.type("ticket", "vip", "carl", *paired).stdout.strip()
+    assert operator.ask("grab", "vip:a", "carl", "--ticket", token)["outcome"] == "granted"
     # More than one gate call, and users with the longest ids.
     users = [f"user{number:060}" for number in range(20_500)]
     loaded = operator.ask("load", "vip:b", "--audience", written(tmp_path / "users.txt", users))
     assert (loaded["loaded"], loaded["items"]) == (21, 20_500)
-
-
-@pytest.mark.long
-def test_ticket_is_signed_with_a_key_pair(operator: Operator, tmp_path: Path) -> None:
-    private = Ed25519PrivateKey.generate()
-    (tmp_path / "key.pem").write_bytes(
-        private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    )
-    public = base64.b64encode(private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)).decode()
-    operator.environment["ticket_keys"] = f"e:EdDSA:{public}"
-    operator.type("open", "-", "--format", "csv", stdin=HEADER + "vip,coupon,shop,9,,,1,,,,,ticket,\n")
-    token = operator.type(
-        "ticket", "vip", "anna", "--key-id", "e", "--key-file", str(tmp_path / "key.pem"), "--expires", "1h"
-    ).stdout
-    assert operator.ask("grab", "vip", "anna", "--ticket", token.strip())["outcome"] == "granted"
 
 
 @pytest.mark.long

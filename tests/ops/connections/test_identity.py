@@ -199,24 +199,24 @@ async def forget(settings: Settings) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "lock", ["LOCK TABLE {0}.migrations", "SELECT pg_advisory_xact_lock(hashtext('grabstream-{0}'))"]
-)
 async def test_init_names_the_session_that_holds_a_lock(
-    system: Settings, monkeypatch: pytest.MonkeyPatch, lock: str
+    system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits only briefly, because readers queue behind it meanwhile. Once the lock is free, it has nothing
     to do.
     """
     monkeypatch.setattr("grabstream.ops.initialization.LOCK_SECONDS", 0.5)
     monkeypatch.setattr("grabstream.projections.database.migrate.FIRST_SECONDS_MAX", 1)
-    async with await AsyncConnection.connect(system.postgres, application_name="somebody's report") as stuck:
-        await stuck.execute(lock.format(system.schema_).encode())
-        with pytest.raises(
-            Held, match=rf"somebody's report \(role \w+, pid {stuck.info.backend_pid} of PostgreSQL\)"
-        ):
-            await make_system(system)
-    assert (await make_system(system))[:2] == ([], [])
+    for lock in (
+        "LOCK TABLE {0}.migrations", "SELECT pg_advisory_xact_lock(hashtext('grabstream-{0}'))",
+    ):  # fmt: skip
+        name = "somebody's report"
+        async with await AsyncConnection.connect(system.postgres, application_name=name) as stuck:
+            await stuck.execute(lock.format(system.schema_).encode())
+            said = rf"{name} \(role \w+, pid {stuck.info.backend_pid} of PostgreSQL\)"
+            with pytest.raises(Held, match=said):
+                await make_system(system)
+        assert (await make_system(system))[:2] == ([], [])
 
 
 async def test_another_journal_of_the_same_name_is_refused_until_it_is_declared_new(system: Settings) -> None:

@@ -80,6 +80,11 @@ async def test_a_healthy_system_has_no_findings(system: Settings, worker: Callab
     assert "no relay" in only(before, "shards are relayed").what
     unread = findings_of(before, "commands are read")
     assert [finding.command for finding in unread] == ["grabstream worker --roles decide"] * 2
+    printed = grabstream("doctor", "--json", **env_of(system))
+    report = json.loads(printed.stdout)
+    assert (printed.returncode, report["healthy"]) == (1, False)
+    assert {"check", "severity", "what", "means", "command", "since"} == set(report["findings"][0])
+    assert report["servers"] == {"redis": None, "kafka": None, "postgres": None}
     worker(system, "decide,relay,sweep,project,publish,verify", verify_percent="100")
     last: list[Examination] = []
 
@@ -102,26 +107,21 @@ async def test_before_init_topics_and_tables_are_missing(settings: Settings) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("server", "setting", "value", "still_found"),
-    [
+async def test_a_server_without_answer_does_not_hide_findings_about_the_others(system: Settings) -> None:
+    for server, setting, value, still_found in (
         ("redis", "redis_url", "redis://127.0.0.1:1/0", "commands are read"),
         ("kafka", "kafka", "127.0.0.1:1", "shards are relayed"),
         ("postgres", "postgres", "postgresql://127.0.0.1:1/x", "shards are relayed"),
-    ],
-)
-async def test_a_server_without_answer_does_not_hide_findings_about_the_others(
-    system: Settings, server: str, setting: str, value: str, still_found: str
-) -> None:
-    examination = await examine(system.model_copy(update={setting: value}))
-    assert [name for name, problem in examination.servers.items() if problem] == [server]
-    assert examination.exit_code == 3
-    assert findings_of(examination, still_found)
-    assert examination.not_checked
-    shown = grabstream("doctor", **{**env_of(system), setting: value})
-    assert shown.returncode == 3, shown.stderr
-    assert "does not answer" in shown.stdout
-    assert f"correct GRAB_{setting.upper()}" in shown.stdout
+    ):
+        examination = await examine(system.model_copy(update={setting: value}))
+        assert [name for name, problem in examination.servers.items() if problem] == [server]
+        assert examination.exit_code == 3
+        assert findings_of(examination, still_found)
+        assert examination.not_checked
+        shown = grabstream("doctor", **{**env_of(system), setting: value})
+        assert shown.returncode == 3, shown.stderr
+        assert "does not answer" in shown.stdout
+        assert f"correct GRAB_{setting.upper()}" in shown.stdout
 
 
 # -- what stops ----------------------------------------------------------------------------------------------
@@ -533,32 +533,48 @@ def test_the_layouts_are_the_numbers_that_the_scripts_write() -> None:
     assert f"\nlocal LAYOUT, LAYOUT_MIN = {LAYOUT}, {LAYOUT_MIN}\n" in loader.load("server_epoch").text
 
 
+# -- servers -------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.long
-async def test_a_topic_of_commands_that_keeps_compressed_batches_is_mended_by_init(system: Settings) -> None:
-    """The topic is as an operator or an earlier release may have created it."""
-    assert not findings_of(await examine(system), "commands are bounded")
-    topic = Topics(system.prefix).commands
+async def test_settings_of_topics_clocks_and_disks_are_reported(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Topics are as an operator or an earlier release may have created them; `init` mends that of commands.
+    The doctor's clock is a minute ahead, so the clocks of both servers are behind it. The bound of disks is
+    above 100 % free, so every disk counts as nearly full.
+    """
+    kept, bounded = "the journal is kept for ever", "commands are bounded"
+    sound = await examine(system)
+    assert not [name for name, _ in sound.findings if name in (kept, bounded, "clocks agree")]
+    topics_of = Topics(system.prefix)
     client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
     await client.start()
-    await client.alter_configs(
-        [ConfigResource(ConfigResourceType.TOPIC, topic, {"compression.type": "gzip"})]
-    )
+    for topic, change in (
+        (topics_of.journal, {"retention.ms": "86400000"}), (topics_of.commands, {"compression.type": "gzip"}),
+    ):  # fmt: skip
+        await client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, change)])
     await client.close()
 
-    async def compressed() -> list[Finding]:
-        return findings_of(await examine(system), "commands are bounded")
+    async def are_found(*checks: str) -> bool:
+        found = {name for name, _ in (await examine(system)).findings}
+        return found & {kept, bounded} == set(checks)
 
-    [finding] = await until(compressed, 20, "the finding")  # type: ignore[misc]
-    assert finding.what == f"{topic} keeps compressed batches: its compression.type is gzip"
+    await until(lambda: are_found(kept, bounded), 20, "the findings")
+    monkeypatch.setattr(machine, "FREE_SHARE_MIN", 1.01)
+    examination = await examine(system, lambda: now_ms() + 60_000)
+    finding = only(examination, kept)
+    assert "retention.ms is 86400000" in finding.what
+    assert "--add-config retention.ms=-1" in finding.command
+    compressed = only(examination, bounded)
+    assert compressed.what == f"{topics_of.commands} keeps compressed batches: its compression.type is gzip"
+    clocks = [one.what for one in findings_of(examination, "clocks agree")]
+    assert [what.split(" is ")[0] for what in clocks] == ["the clock of Redis", "the clock of PostgreSQL"]
+    assert all("behind this machine's" in what for what in clocks)
+    disks = [one.what for one in findings_of(examination, "disks have room")]
+    assert any("the disk of Redis" in what for what in disks)
     assert grabstream("init", **env_of(system)).returncode == 0
-
-    async def mended() -> bool:
-        return not await compressed()
-
-    await until(mended, 20, "the setting")
-
-
-# -- servers -------------------------------------------------------------------------------------------------
+    await until(lambda: are_found(kept), 20, "the setting")
 
 
 @pytest.mark.long
@@ -623,42 +639,6 @@ async def test_each_fault_of_a_redis_server_is_reported(
         server.kill()
 
 
-@pytest.mark.long
-async def test_servers_clocks_behind_this_machines_are_reported(system: Settings) -> None:
-    """The doctor's clock is a minute ahead, so the clocks of both servers are behind it."""
-    examination = await examine(system, lambda: now_ms() + 60_000)
-    whats = [finding.what for finding in findings_of(examination, "clocks agree")]
-    assert [what.split(" is ")[0] for what in whats] == ["the clock of Redis", "the clock of PostgreSQL"]
-    assert all("behind this machine's" in what for what in whats)
-    assert not findings_of(await examine(system), "clocks agree")
-
-
-@pytest.mark.long
-async def test_a_journal_that_is_not_kept_for_ever_is_reported(system: Settings) -> None:
-    topic = Topics(system.prefix).journal
-    client = AIOKafkaAdminClient(bootstrap_servers=system.kafka)
-    await client.start()
-    await client.alter_configs(
-        [ConfigResource(ConfigResourceType.TOPIC, topic, {"retention.ms": "86400000"})]
-    )
-    await client.close()
-
-    async def not_kept() -> list[Finding]:
-        return findings_of(await examine(system), "the journal is kept for ever")
-
-    [finding] = await until(not_kept, 20, "the finding")  # type: ignore[misc]
-    assert "retention.ms is 86400000" in finding.what
-    assert "--add-config retention.ms=-1" in finding.command
-
-
-@pytest.mark.long
-async def test_a_nearly_full_disk_is_reported(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is above 100 % free, so every disk counts as nearly full."""
-    monkeypatch.setattr(machine, "FREE_SHARE_MIN", 1.01)
-    whats = [finding.what for finding in findings_of(await examine(system), "disks have room")]
-    assert any("the disk of Redis" in what for what in whats)
-
-
 def test_partitions_without_leader_or_with_replicas_out_of_sync_are_reported(settings: Settings) -> None:
     """The partitions are given as a cluster describes them, since the tests have one broker."""
     partitions = {
@@ -702,11 +682,3 @@ def test_ranges_and_addresses_in_messages() -> None:
     assert spans([5, 0, 1, 2]) == "0 to 2, 5"
     assert address("GRAB_REDIS_URL", "redis://h:1/0") == "redis://h:1/0"
     assert address("GRAB_REDIS_URL", "redis://:secret@h:1/0") == '"$GRAB_REDIS_URL"'
-
-
-async def test_doctor_prints_json(system: Settings) -> None:
-    done = grabstream("doctor", "--json", **env_of(system))
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["healthy"]) == (1, False)
-    assert {"check", "severity", "what", "means", "command", "since"} == set(report["findings"][0])
-    assert report["servers"] == {"redis": None, "kafka": None, "postgres": None}

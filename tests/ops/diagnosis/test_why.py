@@ -188,6 +188,9 @@ async def test_why_shows_part_place_and_rest_of_an_envelope(
     shown = grabstream("why", "eve", "e", **env_of(system)).stdout
     assert "place 1, 1 part left after it" in shown
     assert "offer:e → wallet:eve" in shown
+    done = grabstream("why", "eve", "nothing", "--json", **env_of(system))
+    assert (done.returncode, "no offer 'nothing'" in done.stderr) == (1, True)
+    assert grabstream("why", "a b", "x", **env_of(system)).returncode == 2
 
 
 @pytest.mark.long
@@ -240,11 +243,3 @@ async def test_why_says_why_the_ledger_lacks_an_event(system: Settings, journal:
     [missing] = (await why(system, "u3", "e"))["not_in_ledger"]
     assert (missing["seq"], missing["type"]) == (3, "grab.granted")
     assert (await why(system, "u2", "e"))["not_in_ledger"] == []
-
-
-@pytest.mark.long
-async def test_why_refuses_an_unknown_offer_and_a_bad_id(system: Settings) -> None:
-    done = grabstream("why", "ann", "nothing", "--json", **env_of(system))
-    assert done.returncode == 1
-    assert "no offer 'nothing'" in done.stderr
-    assert grabstream("why", "a b", "x", **env_of(system)).returncode == 2

@@ -25,6 +25,7 @@ from tests.conftest import some_by_tier
 
 FORMS = get_args(Form)
 COUPON = {"kind": "coupon", "issuer": "shop", "total": 5}
+ENVELOPE = {"kind": "envelope", "issuer": "i", "funding": "f", "asset": "CNY", "total": 10, "parts": 2}
 #: 2026-11-27T10:00:00+08:00
 FRIDAY = 1_795_744_800_000
 HEADER = "offer,kind,issuer,total"
@@ -103,7 +104,6 @@ def test_different_spellings_are_the_same_command(text: str, form: Form, id: str
         ]
 
 
-@pytest.mark.parametrize("field", ["opens_at", "closes_at", "valid_until"])
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -114,16 +114,14 @@ def test_different_spellings_are_the_same_command(text: str, form: Form, id: str
         ("2026-11-26T21:00:00-05:00", FRIDAY), (str(FRIDAY), FRIDAY),
     ],
 )  # fmt: skip
-def test_time_is_read_in_several_forms(field: str, text: str, wanted: int) -> None:
-    terms: dict[str, Any] = {"issuer": "shop", "total": 5, field: wanted}
-    expected = [Open(id="open-a", offer="a", terms=CouponTerms(**terms))]
-    assert read_offers(one(**{field: text}), "json") == expected
-    assert read_offers(f"{HEADER},{field}\na,coupon,shop,5,{text}", "csv") == expected
+def test_time_is_read_in_several_forms(text: str, wanted: int) -> None:
+    """In each field: `test_every_field_in_milliseconds_accepts_times_and_durations`."""
+    expected = [Open(id="open-a", offer="a", terms=CouponTerms(issuer="shop", total=5, closes_at=wanted))]
+    assert read_offers(one(closes_at=text), "json") == expected
+    assert read_offers(f"{HEADER},closes_at\na,coupon,shop,5,{text}", "csv") == expected
     # Without quotes, which the usual loader reads as a timestamp.
-    assert (
-        read_offers(f"- offer: a\n  terms: {{kind: coupon, issuer: shop, total: 5, {field}: {text}}}", "yaml")
-        == expected
-    )
+    terms = f"{{kind: coupon, issuer: shop, total: 5, closes_at: {text}}}"
+    assert read_offers(f"- offer: a\n  terms: {terms}", "yaml") == expected
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -351,7 +349,6 @@ def test_json_with_tabs_and_emoji_is_read_as_yaml() -> None:
         (one(asset="sku:x"), "json", [("entry 1", "terms.asset", "envelope and stock")]),
         (one(limits=[{"by": "user", "each": "day", "max": 1}]), "json",
         [("entry 1", "terms.limits[0].each", "nearest")]),
-        (one(hours=[{"day": "fri"}]), "json", [("entry 1", "terms.hours[0].day", "the nearest is weekdays")]),
         ('[{"offer": "a", "term": {}}]', "json", [("entry 1", "term", "the nearest is terms"), ("entry 1",
         "terms: is missing")]),
         ("- {offer: a, type: close, terms: {kind: coupon, issuer: shop, total: 5}}", "yaml",
@@ -362,7 +359,6 @@ def test_json_with_tabs_and_emoji_is_read_as_yaml() -> None:
         [("entry 1", "offer", "'a b'")]),
         (json.dumps([{"offer": "o" * 60, "terms": COUPON}]), "json", [("entry 1", "id", "64", "give an id")]),
         (one(issuer=None), "json", [("entry 1", "terms.issuer", "`str`")]),
-        (one(issuer=7), "json", [("entry 1", "put it in quotes")]),
         ('[{"offer": "a", "terms": {"kind": "coupon", "total": 5}}]', "json", [("entry 1",
         "terms.issuer: is "
         "missing",
@@ -370,8 +366,6 @@ def test_json_with_tabs_and_emoji_is_read_as_yaml() -> None:
         (one(total="5"), "json", [("entry 1", "terms.total", "without quotes")]),
         (one(total=1.5), "json", [("entry 1", "whole number", "1.5")]),
         (one(total="many"), "json", [("entry 1", "terms.total: must be a whole number, got 'many'")]),
-        ("- {offer: a, terms: {kind: coupon, issuer: shop, total: five}}", "yaml",
-        [("entry 1", "terms.total: must be a whole number, got 'five'")]),
         (one(limits=[{"by": "user", "per": "day", "max": 1}, {"by": "user", "per": "day", "max": "2"}]),
         "json", [("entry 1", "terms.limits[", "a whole number without quotes, got '2'")]),
         (one(total=10**30), "json", [("entry 1", "terms.total")]),
@@ -379,6 +373,8 @@ def test_json_with_tabs_and_emoji_is_read_as_yaml() -> None:
         (one(late="never"), "json", [("entry 1", "terms.late", "refuse, grace, retake", "'never'")]),
         (one(waiting_list="yes"), "json", [("entry 1", "terms.waiting_list", "true or false")]),
         (one(price=5), "json", [("entry 1", "price and currency go together")]),
+        (json.dumps([{"offer": "a", "terms": ENVELOPE | {"parts": 11}}]), "json",
+        [("entry 1", "terms.total")]),
         (one(timezone="Mars"), "json", [("entry 1", "Asia/Shanghai")]),
         (one(title="\ud800"), "json", [("entry 1", "JSON")]),
         (one(opens_at=5, closes_at=4), "json", [("entry 1", "terms.closes_at")]),

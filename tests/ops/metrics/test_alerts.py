@@ -38,23 +38,57 @@ def relayed(instance: str, shard: int, values: str) -> dict[str, str]:
 def test_alerts_of_relays_count_shards(
     tmp_path: Path, alert: str, series: dict[str, str], fires: bool
 ) -> None:
-    [rule] = [rule for rule in ALERTS if rule["alert"] == f"GrabstreamShards{alert}"]
+    assert_fires(tmp_path, f"GrabstreamShards{alert}", series, 15, 9, fires)
+
+
+LOST, UNSIGNED, ERRORS = (
+    "grabstream_lost_decisions_total{job='x'}", "grabstream_projection_ignored_records_total",
+    "grabstream_http_requests_total{status='500'}",
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("alert", "series", "values", "minutes", "fires"),
+    [
+        # A worker that recovers a shard as soon as it starts has the number before it is first asked.
+        ("DecisionsLost", LOST, "_x120 3x20", 121, True),
+        ("DecisionsLost", LOST, "_x120 3x99", 190, False),
+        ("DecisionsLost", LOST, "0x120 1x20", 122, True),
+        ("DecisionsLost", LOST, "_x120 0x20", 122, False),
+        ("RecordsNotSigned", UNSIGNED, "0x9 1x9", 10, True),
+        ("RecordsNotSigned", UNSIGNED, "0x9 0x9", 10, False),
+        ("GatewayErrors", ERRORS, "0x9 1x9", 10, True),
+        ("GatewayErrors", ERRORS, "0x9 0x9", 10, False),
+    ],
+)
+def test_alerts_fire_at_the_first_event(
+    tmp_path: Path, alert: str, series: str, values: str, minutes: int, fires: bool
+) -> None:
+    assert_fires(tmp_path, f"Grabstream{alert}", {series: values}, 60, minutes, fires)
+
+
+def assert_fires(
+    folder: Path, alert: str, series: dict[str, str], every_seconds: int, minutes: int, fires: bool
+) -> None:
+    """An alert fires after so many minutes or not, when Prometheus reads these values."""
+    [rule] = [rule for rule in ALERTS if rule["alert"] == alert]
     annotations = {name: text.replace("{{ $value }}", "1") for name, text in rule["annotations"].items()}
     expected = [{"exp_labels": rule["labels"], "exp_annotations": annotations}] if fires else []
     test = {
         "rule_files": [str(DEPLOY / "prometheus" / "alerts.yaml")],
-        "evaluation_interval": "15s",
+        "evaluation_interval": f"{every_seconds}s",
         "tests": [
             {
-                "interval": "15s",
+                "interval": f"{every_seconds}s",
                 "input_series": [{"series": name, "values": values} for name, values in series.items()],
                 "alert_rule_test": [
-                    {"eval_time": "9m", "alertname": rule["alert"], "exp_alerts": expected},
+                    {"eval_time": f"{minutes}m", "alertname": alert, "exp_alerts": expected},
                 ],
             }
         ],
     }
-    file = tmp_path / "alert.yaml"
+    file = folder / "alert.yaml"
     file.write_text(yaml.safe_dump(test))
     promtool = tool("promtool", "prometheus")
     done = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True)

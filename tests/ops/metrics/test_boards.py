@@ -147,44 +147,6 @@ def test_boards_have_places_that_do_not_overlap_and_titles_of_their_own() -> Non
         assert len(titles) == len(set(titles))
 
 
-@pytest.mark.parametrize(
-    ("alert", "series", "values", "minutes", "fires"),
-    [
-        # A worker that recovers a shard as soon as it starts has the number before it is first asked.
-        ("GrabstreamDecisionsLost", "grabstream_lost_decisions_total{job='x'}", "_x120 3x20", 121, True),
-        ("GrabstreamDecisionsLost", "grabstream_lost_decisions_total{job='x'}", "_x120 3x99", 190, False),
-        ("GrabstreamDecisionsLost", "grabstream_lost_decisions_total{job='x'}", "0x120 1x20", 122, True),
-        ("GrabstreamDecisionsLost", "grabstream_lost_decisions_total{job='x'}", "_x120 0x20", 122, False),
-        ("GrabstreamRecordsNotSigned", "grabstream_projection_ignored_records_total", "0x9 1x9", 10, True),
-        ("GrabstreamRecordsNotSigned", "grabstream_projection_ignored_records_total", "0x9 0x9", 10, False),
-        ("GrabstreamGatewayErrors", "grabstream_http_requests_total{status='500'}", "0x9 1x9", 10, True),
-        ("GrabstreamGatewayErrors", "grabstream_http_requests_total{status='500'}", "0x9 0x9", 10, False),
-    ],
-)
-def test_alerts_fire_at_the_first_event(
-    tmp_path: Path, alert: str, series: str, values: str, minutes: int, fires: bool
-) -> None:
-    [rule] = [rule for rule in ALERTS if rule["alert"] == alert]
-    labels = {name: value for name, value in rule["labels"].items() if name != "alertname"}
-    expected = [{"exp_labels": labels, "exp_annotations": rule["annotations"]}] if fires else []
-    test = {
-        "rule_files": [str(DEPLOY / "prometheus" / "alerts.yaml")],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": series, "values": values}],
-                "alert_rule_test": [{"eval_time": f"{minutes}m", "alertname": alert, "exp_alerts": expected}],
-            }
-        ],
-    }
-    file = tmp_path / "alert.yaml"
-    file.write_text(yaml.safe_dump(test))
-    promtool = tool("promtool", "prometheus")
-    done = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_promtool_takes_the_alerts_and_the_example() -> None:
     promtool = tool("promtool", "prometheus")
     for kind, file in (("rules", "alerts.yaml"), ("config", "prometheus.yaml")):

@@ -329,6 +329,8 @@ async def _knows_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     ("words", "problem"),
     [
         (("--shape", "examples/shapes/bots.toml"), "--shape has no effect with"),
+        (("--people", "999"), "--people has no effect"),
+        (("--story", "week", "--parts", "9"), "--parts has no effect"),
         (("--door", "http", "--parts", "9"), "--parts has no effect with --door http"),
         (("--door", "http", "--story", "week"), "--door has no effect with --story week"),
         (("--door", "http", "--shape", "README.md"), "a shape is a .toml or a .json file"),

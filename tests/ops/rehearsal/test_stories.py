@@ -73,12 +73,3 @@ def test_a_promotion_of_five_days_passes_its_verdict(settings: Settings, tmp_pat
     [row] = report["result"]
     assert row["taken"] + row["back"] == row["total"]
     assert row["redeemed"] > row["unredeemed"] > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "option"), [(("--people", "999"), "--people"), (("--story", "week", "--parts", "9"), "--parts")]
-)
-def test_an_option_of_another_story_is_refused(words: tuple[str, ...], option: str) -> None:
-    done = grabstream("rehearse", *words)
-    assert done.returncode == 2
-    assert f"{option} has no effect" in done.stderr

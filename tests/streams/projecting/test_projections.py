@@ -83,29 +83,6 @@ async def test_two_projectors_of_a_shard_write_each_event_once(
 
 
 @pytest.mark.long
-async def test_records_that_faust_skipped_are_read_from_the_journal(
-    system: Settings, journal: JournalWriter
-) -> None:
-    await journal.marker(1, "a")
-    for first in range(1, 30, 3):
-        await journal.block(LINES, first, first + 2)
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(journal.records[2])
-            await projector.put(journal.records[-1])
-        await until_at_seq(system, 30)
-
-
-async def test_catching_up_reads_without_a_new_record(system: Settings, journal: JournalWriter) -> None:
-    await journal.marker(1, "a")
-    await journal.block(LINES, 1, 30)
-    async with running(system) as projectors:
-        for projector in projectors:
-            await projector.put(CatchUp(SHARD))
-        await until_at_seq(system, 30)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -210,22 +187,6 @@ async def test_guarded_accounts_cannot_be_written_below_zero(system: Settings) -
             with pytest.raises(errors.CheckViolation):
                 await books.execute("INSERT INTO accounts_1 VALUES (%s, 'CNY', -1)", (account,))
         await books.execute("INSERT INTO accounts_1 VALUES ('external:x', 'CNY', -1)")
-
-
-async def test_a_stale_projector_writes_no_row_twice(system: Settings, journal: JournalWriter) -> None:
-    """A projector that still runs after a rebalance: the WHERE clause of the cursor's UPDATE lets one of the
-    two write.
-    """
-    await journal.marker(1, "a")
-    for first in range(1, 30, 2):
-        await journal.block(LINES, first, first + 1)
-    async with running(system) as some, running(system) as others:
-        for record in journal.records:
-            for projector in [*some, *others]:
-                await projector.put(record)
-        await until_at_seq(system, 30)
-    assert await rows(system, "SELECT count(*) FROM transfers") == [(30,)]
-    assert await rows(system, "SELECT count(*) FROM stopped_shards") == [(0,)]
 
 
 @pytest.mark.long

@@ -102,6 +102,12 @@ async def test_a_corrupt_record_is_set_aside_once_a_later_block_exists(
         assert code == 1
         assert "no later block of the shard's owner shows yet" in said
         await journal.block(LINES, 10, 20)
+        for words, missing in ((("--yes",), "--reason and --operator"), (WHY, "--yes is required")):
+            refused = await asyncio.to_thread(
+                grabstream, "set-aside", "ledger", str(SHARD), *words, **env_of(system)
+            )
+            assert (refused.returncode, missing in refused.stderr) == (2, True), refused.stderr
+        assert await rows(system, "SELECT count(*) FROM set_aside") == [(0,)]
         for name in names:
             code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
             assert (code, done["first_seq"], done["event_count"], done["moved"]) == (0, 6, 4, True), done
@@ -199,23 +205,6 @@ async def test_retry_applies_the_record_once_its_cause_is_mended(
         assert (code, said["moved"], said["seq"]) == (0, True, 30)
         assert (await call_json(system, "retry", "ledger", str(SHARD)))[0] == 1
     assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(1000 - 290,)]
-
-
-@pytest.mark.long
-async def test_set_aside_needs_a_reason_an_operator_and_a_confirmation(
-    system: Settings, journal: JournalWriter
-) -> None:
-    await journal.marker(1, "a")
-    await journal.block(LINES, 1, 5, head=b"00" * 32)
-    await journal.block(LINES, 6, 30)
-    async with running(system, "ledger") as [ledger]:
-        await ledger.put(CatchUp(SHARD))
-        await until_stopped(system, "ledger")
-    for words, missing in ((("--yes",), "--reason and --operator"), (WHY, "--yes is required")):
-        done = grabstream("set-aside", "ledger", str(SHARD), *words, **env_of(system))
-        assert done.returncode == 2
-        assert missing in done.stderr
-    assert await rows(system, "SELECT count(*) FROM set_aside") == [(0,)]
 
 
 @pytest.mark.long

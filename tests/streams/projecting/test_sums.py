@@ -132,7 +132,20 @@ async def test_a_rebuild_computes_the_same_sums_and_reports_them_as_integers(lar
 
 
 @pytest.mark.long
-async def test_verify_compares_large_sums(large: Settings) -> None:
+async def test_commands_show_large_sums_as_integers_and_verify_compares_them(large: Settings) -> None:
+    """`--json` has integers, and the tables show all digits."""
+    words = ("at", str(int(time.time() * 1000)), "--source", "audit")
+    shown_at = json.loads((await asyncio.to_thread(grabstream, *words, "--json", **env_of(large))).stdout)
+    balances = shown_at["balances"]
+    assert {row["user_id"]: row["available"] for row in balances} == {"u1": SUM, "u2": 10, "u6": 10}
+    assert all(type(row[name]) is int for row in balances for name in ("available", "held"))
+    assert f"{SUM:,}" in (await asyncio.to_thread(grabstream, *words, **env_of(large))).stdout
+    shown = await asyncio.to_thread(grabstream, "show", "e", "--json", **env_of(large))
+    [due] = json.loads(shown.stdout)["payments"]
+    assert (due["amount"], type(due["amount"]), type(due["refunded"])) == (2 * LARGE, int, int)
+    told = await asyncio.to_thread(grabstream, "show", "e", **env_of(large))
+    assert f"{2 * LARGE:,} CNY due for a refund" in told.stdout
+
     async def checks() -> dict[str, Any]:
         done = await asyncio.to_thread(grabstream, "verify", "--quick", "--json", **env_of(large))
         return {check["name"]: check for check in json.loads(done.stdout)}
@@ -163,24 +176,6 @@ async def test_the_verifier_compares_large_sums(large: Settings) -> None:
             await books.execute("UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u1'")
         [finding] = await passes()
         assert f"has {SUM + 1}, its events lead to {SUM}" in finding.what
-
-
-@pytest.mark.long
-async def test_json_output_has_integers(large: Settings) -> None:
-    """Commands that show sums: `--json` has integers, and the tables show all digits."""
-    words = ("at", str(int(time.time() * 1000)), "--source", "audit")
-    shown_at = json.loads((await asyncio.to_thread(grabstream, *words, "--json", **env_of(large))).stdout)
-    balances = shown_at["balances"]
-    assert {row["user_id"]: row["available"] for row in balances} == {"u1": SUM, "u2": 10, "u6": 10}
-    assert all(type(row[name]) is int for row in balances for name in ("available", "held"))
-    assert f"{SUM:,}" in (await asyncio.to_thread(grabstream, *words, **env_of(large))).stdout
-    shown = await asyncio.to_thread(grabstream, "show", "e", "--json", **env_of(large))
-    [due] = json.loads(shown.stdout)["payments"]
-    assert (due["amount"], type(due["amount"]), type(due["refunded"])) == (2 * LARGE, int, int)
-    assert (
-        f"{2 * LARGE:,} CNY due for a refund"
-        in (await asyncio.to_thread(grabstream, "show", "e", **env_of(large))).stdout
-    )
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """`read_events`: programs read the events between any two points, from the journal or the audit trail."""
 
-from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
@@ -79,11 +78,6 @@ async def test_read_events_reads_the_journal_from_its_beginning_without_postgres
     middle = events[len(events) // 2]
     assert await read(settings, shard=2, first=Point(seq=middle.seq)) == events[len(events) // 2 :]
     assert "reading the journal from its beginning" in caplog.text
-
-
-async def test_read_events_may_be_closed_early(recorded: RecordedSystem) -> None:
-    async with aclosing(read_events(recorded.settings, shard=2)) as events:
-        assert await anext(events) == recorded.histories[2].events[0]
 
 
 async def test_read_events_of_a_system_without_tables_raises_no_trail(settings: Settings) -> None:
