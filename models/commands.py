@@ -490,8 +490,10 @@ def _check_load(command: Load) -> None:
     if not 1 <= len(command.items) <= ITEMS_MAX:
         raise Invalid(f"items: must be 1 to {ITEMS_MAX}, got {len(command.items)}")
     if command.what == "audience":
-        for item in command.items:
-            _check_named("items", item)
+        for index, item in enumerate(command.items):
+            # Codes that were called an audience by mistake are not repeated in a message.
+            if not is_id(item):
+                raise Invalid(f"items: each must match [A-Za-z0-9._:-]{{1,64}}, number {index} does not")
         return
     if len(set(command.items)) < len(command.items):
         raise Invalid("items: a code occurs twice; each code is handed out once")
@@ -882,6 +884,13 @@ def secret_of(command: AnyCommand) -> str | None:
     ):
         return "terms.seed"
     return "items" if isinstance(command, Load) and command.what == "codes" else None
+
+
+def may_have_secret(raw: bytes) -> bool:
+    """Whether bytes that could not be decoded may be a command with a secret: they have the name of a field
+    that `secret_of` names. Lists of users are such a field too.
+    """
+    return b"seed" in raw or b"items" in raw
 
 
 def encode_command(command: Command) -> bytes:

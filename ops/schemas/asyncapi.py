@@ -296,6 +296,10 @@ REJECTED_HEADERS: Final = _headers(
         },
     },
     {
+        "withheld": {
+            **_NUMBER,
+            "description": "length of bytes that may contain a secret, and are not copied",
+        },
         "piece": {
             **_NUMBER,
             "description": "ordinal of the piece, from 1, when the bytes are too long for one record",

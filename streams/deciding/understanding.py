@@ -26,6 +26,7 @@ from grabstream.models.commands import (
     commands_of,
     encode_command,
     may_be_plain_grab,
+    may_have_secret,
     plain_grabs,
     raws_of,
     secret_of,
@@ -165,7 +166,11 @@ async def understand(record: Any, pace: Pace, authority: Authority) -> Understoo
         reason = f"{len(bad)} of {len(elements)} commands; the first: {undecodable.reason}"
         bad = [(first, Undecodable(reason, value))]
     position = RecordPosition(record.topic, record.partition, record.offset, record.key)
-    rejected = [kept for index, undecodable in bad for kept in _rejected(position, index, undecodable)]
+    rejected = [
+        kept
+        for index, undecodable in bad
+        for kept in _rejected(position, index, undecodable, may_have_secret(undecodable.raw))
+    ]
     return Understood(commands, indexes, refused, rejected)
 
 
@@ -211,9 +216,12 @@ def _refused(command: AnyCommand, reason: str) -> Undecodable:
     return bad
 
 
-def _rejected(position: RecordPosition, index: int, bad: Undecodable) -> Iterator[Rejected]:
+def _rejected(
+    position: RecordPosition, index: int, bad: Undecodable, is_withheld: bool = False
+) -> Iterator[Rejected]:
     """Yields the records of `rejected` that keep an element; more than one when its bytes, or the record's
-    key, are too many for one record.
+    key, are too many for one record. Bytes that are withheld are not copied: the headers say how many they
+    are, and where they were sent.
     """
     where = (
         ("topic", position.topic),
@@ -225,11 +233,15 @@ def _rejected(position: RecordPosition, index: int, bad: Undecodable) -> Iterato
         ("reason", shortened(bad.reason).encode()),
         *((name, str(value).encode()) for name, value in where),
     ]
+    raw = bad.raw
+    if is_withheld:
+        headers.append(("withheld", b"%d" % len(raw)))
+        raw = b""
     key = position.key
     if key is not None and len(key) > REJECTED_KEY_BYTES_MAX:
         yield from _pieces(key[:REJECTED_KEY_BYTES_MAX], key, [*headers, ("part", b"key")])
         key = key[:REJECTED_KEY_BYTES_MAX]
-    yield from _pieces(key, bad.raw, headers)
+    yield from _pieces(key, raw, headers)
 
 
 def _pieces(key: bytes | None, raw: bytes, headers: RecordHeaders) -> Iterator[Rejected]:

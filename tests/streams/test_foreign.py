@@ -239,6 +239,8 @@ async def test_kcat_sees_a_sale_without_secrets(system: Settings, worker: Callab
     assert [event["payment"] for event in published if event["type"] == "payment.refund_due"] == ["p2"]
     assert [event["payment"] for event in published if event["type"] == "grab.confirmed"] == ["p1"]
     assert not any("SECRET" in json.dumps(event) for event in published)
+    assert not any("SECRET" in json.dumps(answer) for answer in answers.values())
+    assert not any("SECRET" in line or "5eed" in line for line in consume(system, topics.rejected))
     counts = await check_topics(system)
     assert counts["operations"] == {"command": 2, "commands": 1}
     assert counts["commands"] == {"command": 2, "commands": 3}
