@@ -12,6 +12,9 @@ from grabstream.streams.history.chunks import Point
 #: A number from here on is a time in ms (from 1973); a smaller number is a seq.
 TIME_MS_MIN = 100_000_000_000
 _is_shard_and_seq = re.compile(r"(\d{1,4}):(\d{1,18})\Z", re.ASCII).match
+#: What may be a time of the day. With a leading zero it is no shard and seq.
+_is_clock = re.compile(r"\d{1,2}:\d\d\Z", re.ASCII).match
+_has_leading_zero = re.compile(r"0\d|\d+:0", re.ASCII).match
 _is_number = re.compile(r"\d{1,18}\Z", re.ASCII).match
 
 
@@ -51,6 +54,11 @@ def parse_points(
     points: dict[int, Point] = {}
     everywhere: Point | None = None
     for text in texts:
+        if _is_clock(text) and (_has_leading_zero(text) or int(text.partition(":")[0]) >= total):
+            raise BadMoment(
+                f"{option} {text}: a time needs its date, such as 2026-11-11T{text:0>5}; for an event, write "
+                f"SHARD:SEQ: the system has {total} shards, 0 to {total - 1}, and the first seq is 1"
+            )
         event = _is_shard_and_seq(text)
         if event is None and not (_is_number(text) and int(text) < TIME_MS_MIN):
             if everywhere is not None:

@@ -587,6 +587,7 @@ async def test_a_dry_run_of_a_replay_writes_nothing(recorded: RecordedSystem, to
         (("-", "--until", "12"), "SHARD:12"),
         (("-", "--until", "12", "--offer", "a", "--offer", "b"), "exactly one --offer"),
         (("-", "--until", "99:12"), "8 shards"),
+        (("-", "--from", "10:00"), "needs its date"), (("-", "--from", "4:05"), "2026-11-11T04:05"),
         (("-", "--until", "yesterday"), "2026-11-11T"), (("-", "--from", "2:0"), "seq 1"),
         (("-", "--append"), "--append"), (("-", "--continue"), "--into file:PATH"),
         (("schema:other", "--continue"), "a schema continues without it"),
