@@ -1,7 +1,6 @@
 """Forked processes of the command line (tests/support/forks.py) are like those that are started."""
 
 import asyncio
-import json
 import signal
 import subprocess
 from collections.abc import Callable
@@ -14,17 +13,6 @@ from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
 from tests.support import forks
 from tests.support.command_line import grabstream
-
-
-def test_arguments_environment_and_folder_are_its_own(tmp_path: Path) -> None:
-    (tmp_path / ".env").write_text("GRAB_SHARDS=5\n")
-    done = grabstream("config", "--json", folder=tmp_path, prefix="mine")
-    assert (done.returncode, done.stderr) == (0, "")
-    shown = json.loads(done.stdout)
-    assert [shown[name]["value"] for name in ("GRAB_SHARDS", "GRAB_PREFIX")] == [5, "mine"]
-    done = grabstream("config", "--json", prefix="a-b c")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "GRAB_PREFIX" in done.stderr
 
 
 def test_processes_draw_different_random_numbers() -> None:

@@ -181,6 +181,9 @@ async def test_what_a_client_refuses_itself(client: Both) -> None:
         await client.grab("o", "ann", quantity=0)
     with pytest.raises(ValidationError, match="user"):
         await client.grab("o", "a/b")
+    # A new id in its place would make each repeat of a service another command.
+    with pytest.raises(ValidationError, match="id"):
+        await client.grab("o", "ann", id="")
     for offer in (".", ".."):
         with pytest.raises(ValueError, match="cannot be part of a path"):
             await client.grab(offer, "ann")
@@ -226,15 +229,14 @@ async def test_one_client_serves_a_crowd(door: Door, offer: str) -> None:
     assert sum(answer.amount or 0 for answer in answers if answer.positive) == 10_000
 
 
-@pytest.mark.parametrize("lost", [1, 3])
 async def test_lost_replies_are_asked_for_again(
-    door: Door, kind: type[Client | AsyncClient], offer: str, lost: int
+    door: Door, kind: type[Client | AsyncClient], offer: str
 ) -> None:
     async with losing_replies(door.gateway.port, 0) as url:
         both = Both(kind(url))
         await both.open(COUPON, offer)
         await both.end()
-    async with losing_replies(door.gateway.port, lost) as url:
+    async with losing_replies(door.gateway.port, 3) as url:
         both = Both(kind(url))
         answer = await both.grab(offer, "ann")
         assert (answer.outcome, answer.repeated, answer.left) == ("granted", True, 8)
@@ -271,19 +273,15 @@ CASES: Final[list[tuple[str, list[bytes | str], str]]] = [
     ("unknown, then the key is revoked", [DROP, NO_KEY], "OutcomeUnknown"),
     ("unknown, then refused", [DROP, SOLD_OUT], "sold_out after 2"),
     ("without a key", [NO_KEY], "RequestProblem unauthorized"),
-    ("busy, then without a key", [BUSY, NO_KEY], "RequestProblem unauthorized"),
     ("too many requests", [LIMITED, GRANTED], "granted after 2"),
     ("too many requests, says a proxy", [reply(429, "", "retry-after: 0"), GRANTED], "granted after 2"),
-    ("asked to wait for longer than it may", [reply(429, TOO_MANY, "retry-after: 60")], "RequestProblem"),
     ("a proxy whose connection was reset", [reply(503, "upstream connect error")], "OutcomeUnknown"),
     ("a proxy that was not answered in time", [reply(524, "<h1>"), GRANTED], "granted after 2"),
     ("a page of another server", [reply(200, "<html>hello</html>")], "OutcomeUnknown"),
-    ("JSON of another server", [reply(200, '["granted"]')], "OutcomeUnknown"),
     ("an answer without outcome", [reply(200, "{}")], "OutcomeUnknown"),
     ("unknown, then invalid to another release", [DROP, INVALID], "OutcomeUnknown"),
     ("invalid", [INVALID], "invalid after 1"),
     ("unknown, then a refusal without its parts", [DROP, ODD_REFUSAL], "OutcomeUnknown"),
-    ("an error page", [reply(404, "nothing here")], "RequestProblem unexpected_reply"),
     ("a redirect", [reply(302, "", "location: http://127.0.0.1:1/")], "RequestProblem unexpected_reply"),
     ("strange Retry-After", [reply(503, "", "retry-after: -1e9"), GRANTED], "granted after 2"),
     ("a refusal without its parts", [ODD_REFUSAL], "RequestProblem unexpected_reply"),
@@ -350,9 +348,3 @@ async def test_a_reply_that_drips_ends_with_the_time_out(kind: type[Client | Asy
             await both.grab("o", "u", id="g")
         assert time.monotonic() - began < 30  # the whole takes 100 s
         await both.end()
-
-
-async def test_an_empty_id_is_refused(client: Both) -> None:
-    """A new one in its place would make each repeat of a service another command."""
-    with pytest.raises(ValidationError, match="id"):
-        await client.grab("o", "ann", id="")

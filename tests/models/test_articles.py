@@ -65,9 +65,7 @@ def runs_with_nothing(split: Split, total: int, parts: int) -> int:
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize(
-    ("total", "parts"), [(20, 10), (10, 10), (11, 10), (15, 10), (2, 2), (3, 2), (4, 2), (1, 1), (7, 5)]
-)
+@pytest.mark.parametrize(("total", "parts"), [(20, 10), (10, 10), (11, 10), (3, 2)])
 def test_003_every_part_has_an_amount(name: str, total: int, parts: int) -> None:
     """Twenty cents in ten parts, and less."""
     assert runs_with_nothing(OURS[name], total, parts) == 0
@@ -94,7 +92,7 @@ def test_003_part_is_between_one_cent_and_twice_the_mean_of_the_rest() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("total", [1, 2, 77, 10**13])
+@pytest.mark.parametrize("total", [1, 10**13])
 def test_001_one_part_is_the_sum(name: str, total: int) -> None:
     assert {tuple(OURS[name](total, 1, 1, number)) for number in range(100)} == {(total,)}
 
@@ -104,10 +102,7 @@ def test_001_published_form_loses_a_single_part() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize(
-    ("total", "parts", "least"), [(1_000, 10, 1), (1_000, 10, 100), (1_003, 10, 100), (1_000, 10, 99), (1_000,
-    3, 50), (200, 2, 1)]
-)  # fmt: skip
+@pytest.mark.parametrize(("total", "parts", "least"), [(1_000, 10, 100), (1_003, 10, 100), (1_000, 3, 50)])
 def test_001_no_part_is_below_the_minimum(name: str, total: int, parts: int, least: int) -> None:
     for number in range(300):
         amounts = OURS[name](total, parts, least, number)
@@ -134,9 +129,7 @@ FAIR = 4.5
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize(
-    ("total", "parts", "least"), [(600, 6, 1), (1_000, 10, 1), (1_003, 10, 20), (20, 10, 1), (300, 3, 90)]
-)
+@pytest.mark.parametrize(("total", "parts", "least"), [(600, 6, 1), (1_003, 10, 20), (20, 10, 1)])
 def test_001_and_003_every_place_has_the_same_mean(name: str, total: int, parts: int, least: int) -> None:
     means, worst = means_by_place(OURS[name], total, parts, least)
     assert worst < FAIR, means

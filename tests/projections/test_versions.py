@@ -55,26 +55,23 @@ async def form(connection: AsyncConnection[Any], schema: str) -> dict[str, list[
     }
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
 async def test_new_system_has_the_tables_of_the_definition(
-    connection: AsyncConnection[Any], settings: Settings, projection: str
+    connection: AsyncConnection[Any], settings: Settings
 ) -> None:
     """Migrations make definition 1. A system without events then gets the current definition."""
-    live = await versions.in_state(connection, settings.schema_, projection, "live")
-    assert live is not None
-    assert live.definition == definition_of(projection).number
-    async with connection.transaction():
-        made = await versions.create(connection, settings.schema_, projection, settings.shards)
-        await versions.complete(connection, projection)
-    migrated, defined = await form(connection, live.schema), await form(connection, made.schema)
-    assert len(defined["columns"]) > 10
-    assert {row[0] for row in defined["columns"]} >= {
-        *definition_of(projection).tables,
-        "projection_cursors",
-        "stopped_shards",
-    }
-    for name in FORM:
-        assert migrated[name] == defined[name], name
+    for projection in PROJECTIONS:
+        live = await versions.in_state(connection, settings.schema_, projection, "live")
+        assert live is not None
+        assert live.definition == definition_of(projection).number
+        async with connection.transaction():
+            made = await versions.create(connection, settings.schema_, projection, settings.shards)
+            await versions.complete(connection, projection)
+        migrated, defined = await form(connection, live.schema), await form(connection, made.schema)
+        assert len(defined["columns"]) > 10
+        tables = {*definition_of(projection).tables, "projection_cursors", "stopped_shards"}
+        assert {row[0] for row in defined["columns"]} >= tables
+        for name in FORM:
+            assert migrated[name] == defined[name], (projection, name)
 
 
 async def test_migration_of_an_older_release_keeps_rows_and_dependent_views(

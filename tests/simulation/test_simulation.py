@@ -28,8 +28,6 @@ from tests.simulation.guards import COVERED, GUARDS, OF_THE_MODEL, stands_once
 from tests.simulation.oracle import Given, Oracle
 from tests.simulation.report import WAITED_MIN, never_reached
 
-#: Seeds that each test of a run plays; `.ci/run` plays 200 by itself.
-SEEDS = 10
 #: Seeds that failed once, by the number of commands of their histories (None: as the seed says). A retirement
 #: that the sweeper had put off was taken for another state (223, 317); an offer that retired while its `open`
 #: was repeated (326), and a payment that was confirmed again after its offer had retired (893), for a changed
@@ -80,12 +78,6 @@ def simulate(
         timeout=seconds_max,
     )
     return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.long
-def test_seeds_break_no_invariant() -> None:
-    code, said = simulate("--seeds", str(SEEDS), "--whole")
-    assert code == 0, said[-8_000:]
 
 
 def test_steps_that_no_process_reaches_are_named() -> None:
