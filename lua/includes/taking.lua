@@ -206,9 +206,9 @@ do
   -- `of_all` is the one that all grabs get, whoever sends them. Answers with codes may be large, so they are
   -- read one by one.
   local function refusal_of_plain(call, offer, of_all)
-    if not call.has_own_ids or offer.total < 1 or offer.rules.codes or not counts_by_user(offer) then
-      return nil
-    end
+    if not call.has_own_ids or offer.total < 1 or not counts_by_user(offer) then return nil end
+    -- Codes may also be loaded where the terms do not ask for them.
+    if offer.rules.codes or offer.loads.codes then return nil end
     if of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then return of_all end
     return available(offer) == 0 and {CODE.sold_out, 0, call.now} or nil
   end

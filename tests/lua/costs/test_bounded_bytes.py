@@ -120,6 +120,28 @@ async def test_calls_for_known_ids_of_a_sold_out_offer_with_the_longest_codes_ar
 
 
 @pytest.mark.long
+async def test_calls_for_known_ids_are_bounded_whether_or_not_terms_say_that_there_are_codes(
+    system: MeasuredShard,
+) -> None:
+    """`codes: false` takes codes, too, if they are loaded before the offer opens."""
+    ids = [f"g{n}" for n in range(100)]
+
+    async def prepare() -> None:
+        began = system.now
+        terms = CouponTerms(issuer="i", total=10_000, max_per_grab=100, opens_at=began + 1_000)
+        await decided(system, [Open(id="open", offer="o", terms=terms)], "opened")
+        await decided(system, loads("o", "codes", codes(10_000)), "loaded")
+        system.now = began + 1_000
+        await decided(system, [Grab(id=id, offer="o", user=id, quantity=100) for id in ids], "granted")
+        await decided(system, [Close(id="close", offer="o")], "closed")
+
+    async def act() -> None:
+        await decided(system, [Grab(id=id, offer="o", user=f"x{id}") for id in ids], "conflict")
+
+    check_bounded(await shortest_of(system, prepare, act))
+
+
+@pytest.mark.long
 async def test_calls_for_adjusts_with_the_longest_names_are_bounded(system: MeasuredShard) -> None:
     offer = "q" * 57 + ":" + "r" * 6
 
