@@ -11,11 +11,24 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 URL_LENGTH_MAX: Final = 2_048
-#: Networks that are global by their registration, but lead to addresses that may not be: IPv4 in IPv6 (6to4,
-#: Teredo, NAT64).
-_TRANSLATED: Final = tuple(
-    map(ipaddress.ip_network, ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48"))
-)
+#: Networks that are global by their registration, or that `ipaddress` takes for global, and that are refused
+#: nevertheless.
+_REFUSED: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            # They lead to addresses that may not be public: IPv4 in IPv6 (IPv4-compatible, IPv4-translated,
+            # 6to4 and its relays, Teredo, NAT64).
+            "::/96", "::ffff:0:0:0/96", "2002::/16", "192.88.99.0/24", "2001::/32", "64:ff9b::/96",
+            "64:ff9b:1::/48",
+            # Fixed addresses at which clouds offer their infrastructure to machines: Azure, Oracle (RFC 6890:
+            # for protocols, not for hosts).
+            "168.63.129.16/32", "192.0.0.0/24",
+            # Documentation (RFC 9637), and segment routing within a network (RFC 9602).
+            "3fff::/20", "5f00::/16",
+        ),
+    )
+)  # fmt: skip
 _is_written = re.compile(r"https?://[!-~]+\Z").match
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -66,8 +79,10 @@ def is_public(address: _IPAddress) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
-        if any(address in network for network in _TRANSLATED) or address.is_site_local:
+        if address.is_site_local:
             return False
+    if any(address in network for network in _REFUSED):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
