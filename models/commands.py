@@ -502,6 +502,10 @@ def _check_load(command: Load) -> None:
     for item in command.items:
         if not 0 < len(item) <= CODE_LENGTH_MAX:
             raise Invalid(f"items: a code has 1 to {CODE_LENGTH_MAX} characters, got {len(item)}")
+        if item != item.strip():
+            raise Invalid(
+                "items: a code begins or ends with a blank: a reader could not tell it from another"
+            )
         check_line("items", item)
     if (size := sum(map(bytes_of_code, command.items))) > ITEMS_BYTES_MAX:
         raise Invalid(

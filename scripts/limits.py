@@ -187,7 +187,8 @@ def of_commands() -> list[Row]:
         Row(
             "an id",
             f"1 … {identifiers.ID_LENGTH_MAX} characters of `A-Za-z0-9._:-`",
-            "needs no escaping in JSON, Lua, SQL or keys",
+            "needs no escaping in JSON, Lua, SQL or keys; ids are compared byte by byte: `ann` and `Ann` are two "
+            "users",
             INVALID,
         ),
         Row(
@@ -262,7 +263,12 @@ def of_commands() -> list[Row]:
             "one call reads them",
             f"{INVALID}; each grab, repeated alone, gets its answer",
         ),
-        Row("a code", f"1 … {commands.CODE_LENGTH_MAX} characters, one line", "", INVALID),
+        Row(
+            "a code",
+            f"1 … {commands.CODE_LENGTH_MAX} characters, one line, no blank at its ends",
+            "codes are compared byte by byte: `SAVE-10` and `save-10` are two",
+            INVALID,
+        ),
         Row(
             "occurrences of a code in a list",
             "1",
@@ -853,7 +859,8 @@ def document() -> str:
         "generates it from the code; `make lint` compares.\n\n"
         "Records are checked before they are decoded, commands before they reach a script, and event lines\n"
         "before the first write. So no accepted command makes an event that Kafka or PostgreSQL refuses. A\n"
-        "command above a bound is answered, its bytes are kept, and other commands do not wait for it.\n"
+        "command above a bound is answered, its bytes are kept (unless they may contain a secret), and other\n"
+        "commands do not wait for it.\n"
     )
     head = ("what", "at most", "reason", "above it")
     tables = (

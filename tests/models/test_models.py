@@ -187,6 +187,14 @@ def test_refusal_of_a_command_with_a_wrong_type_names_the_field(command: AnyComm
         check(command)
 
 
+@pytest.mark.parametrize("code", [" SAVE-10", "SAVE-10 ", "SAVE-10\N{NO-BREAK SPACE}"])
+def test_code_with_a_blank_at_its_end_is_refused_and_not_repeated(code: str) -> None:
+    load = Load(id="i", offer="o", what="codes", chunk=1, chunks=1, items=("SAVE 10", code))
+    with pytest.raises(Invalid, match="items: a code begins or ends with a blank") as refused:
+        check(load)
+    assert "SAVE" not in str(refused.value)
+
+
 def test_terms_and_changes_of_events_ignore_unknown_fields_and_bounds() -> None:
     """As the schemas promise: a newer program may add fields, and bounds may have been others."""
     limit = {"by": "user", "per": "day", "max": 10**15, "colour": "red"}
