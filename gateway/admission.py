@@ -22,7 +22,7 @@ from grabstream.gateway.operations import Operation
 from grabstream.gateway.problems import Problem, retry_after
 from grabstream.gateway.rates import Counters, Rates
 from grabstream.gateway.requests import Request
-from grabstream.gateway.tokens import BadToken, Tokens, add_bounded, is_token
+from grabstream.gateway.tokens import BadToken, Tokens, UnusableToken, add_bounded, is_token
 
 Network = IPv4Network | IPv6Network
 Address = IPv4Address | IPv6Address
@@ -76,7 +76,8 @@ class Admission:
             caller = await self._caller_of(credentials)
         except BadToken as error:
             self._recent.pop(mark, None)
-            await self._count_failure(self._address_of(request.scope))
+            if not isinstance(error, UnusableToken):
+                await self._count_failure(self._address_of(request.scope))
             raise unauthenticated(str(error), None if credentials is None else "invalid_token") from None
         if mark not in self._recent:
             add_bounded(self._recent, mark, None, TOKENS_REMEMBERED_MAX)

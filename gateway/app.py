@@ -67,6 +67,7 @@ AnswerT = TypeVar("AnswerT", bound=Reply | Streamed)
 Handler = Callable[[Request, bytes], Awaitable[Answer]]
 _GRABS: Final = "/v1/offers/{offer}/grabs"
 _RECEIPTS: Final = b"/v1/payments/callback"
+_HEALTH_PATHS: Final = frozenset({b"/health", b"/health/live", b"/health/ready"})
 #: A schema of a version changes only where a release adds a field to it.
 _KEEP_SCHEMA: Final = (b"cache-control", b"public, max-age=3600")
 #: Headers of requests whose body does not simply follow.
@@ -398,8 +399,10 @@ class Application:
         return _no_room()
 
     def _is_host(self, scope: Scope) -> bool:
-        """Whether a request is for a name that this gateway has."""
-        if self._hosts is None:
+        """Whether a request is for a name that this gateway has. Load balancers ask for its health by its
+        address, or by HTTP/1.0 without a name; the answer tells a page in a browser nothing.
+        """
+        if self._hosts is None or scope["raw_path"] in _HEALTH_PATHS:
             return True
         found = [value for name, value in scope["headers"] if name == b"host"]
         return len(found) == 1 and _name_of(found[0]) in self._hosts
@@ -547,7 +550,7 @@ def _internal_error(scope: Scope, error: BaseException) -> Reply:
 
 @lru_cache(HOSTS_KEPT_MAX)
 def _name_of(host: bytes) -> str:
-    """The name in a header Host, without the port."""
+    """The name in a header Host, without the port, and without the dot that may end a name of the DNS."""
     text = host.decode("latin-1").lower()
     name, _, port = text.rpartition(":")
-    return name if port.isdigit() else text
+    return (name if port.isdigit() else text).removesuffix(".")

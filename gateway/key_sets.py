@@ -52,6 +52,10 @@ class BadKeySet(Exception):
     """What was read is not a set with a usable key; the text says why."""
 
 
+class NoUsableKey(BadKeySet):
+    """The set was read, and has no usable key: its issuer has withdrawn those that it had."""
+
+
 class VerifyingKey(NamedTuple):
     """A public key, and the only algorithm that its tokens may have. `document` is the key as it was read."""
 
@@ -71,6 +75,8 @@ class KeySet:
         self._unknown_again_at = 0.0
         #: Why the last reading failed; '' if it did not.
         self.problem = ""
+        #: Why the set that was read last has no usable key.
+        self._unusable = ""
         self._refreshing: asyncio.Task[None] | None = None
 
     def known(self, key_id: str) -> VerifyingKey | None:
@@ -102,6 +108,11 @@ class KeySet:
         self._unknown_again_at = began + KEY_SET_UNKNOWN_SECONDS_MIN
         try:
             found = await self._found()
+        except NoUsableKey as error:
+            if self._keys or self._unusable != str(error):
+                self._unusable = str(error)
+                log.warning("GRAB_JWT_JWKS: %s; no token of an end user is valid", shortened(self._unusable))
+            self._keys, self.problem = {}, ""
         except (BadKeySet, OSError) as error:
             before, self.problem = self.problem, shortened(str(error) or type(error).__name__)
             if not before:
@@ -196,8 +207,8 @@ _decode_set = msgspec.json.Decoder(_Set).decode
 
 
 def keys_of(raw: bytes) -> dict[str, VerifyingKey]:
-    """The usable keys of a set, by their ids; raises BadKeySet when it has none. Others are ignored: an
-    issuer may publish keys for other purposes, too.
+    """The usable keys of a set, by their ids; raises NoUsableKey when it has none, and BadKeySet when it is
+    no set. Other keys are ignored: an issuer may publish some for other purposes, too.
     """
     try:
         documents = _decode_set(raw).keys
@@ -216,7 +227,7 @@ def keys_of(raw: bytes) -> dict[str, VerifyingKey]:
         except BadKeySet as error:
             reasons.append(str(error))
     if not found:
-        raise BadKeySet(f"no key of it can be used: {'; '.join(reasons) or 'it is empty'}")
+        raise NoUsableKey(f"no key of it can be used: {'; '.join(reasons) or 'it is empty'}")
     return found
 
 

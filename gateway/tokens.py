@@ -14,7 +14,7 @@ import jwt
 from grabstream.gateway.bounds import TOKEN_BYTES_MAX, TOKEN_LEEWAY_SECONDS, TOKENS_REMEMBERED_MAX
 from grabstream.gateway.callers import Caller
 from grabstream.gateway.key_sets import KEY_ID_LENGTH_MAX, KeySet, VerifyingKey
-from grabstream.models.identifiers import is_id
+from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.models.offers import TIME_MS_MAX
 
 K = TypeVar("K")
@@ -25,10 +25,22 @@ is_token = re.compile(rb"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+").fullma
 _CRITICAL: Final = ("crit", "b64")
 #: Names that no path can have (requests.py).
 _NO_USERS: Final = frozenset({".", ".."})
+#: What is wrong with claims of a token whose signature is right.
+_WRONG: Final[dict[type[jwt.PyJWTError], str]] = {
+    jwt.InvalidAudienceError: "The token is for another audience (aud).",
+    jwt.InvalidIssuerError: "The token is of another issuer (iss).",
+    jwt.exceptions.InvalidSubjectError: f"The claim sub of the token is no user: it must match {ID_PATTERN}.",
+}
 
 
 class BadToken(Exception):
     """A token is not valid; the text, for its caller, says why. It tells nothing about keys."""
+
+
+class UnusableToken(BadToken):
+    """A token that its issuer has signed, and that nevertheless is not valid here, or not now; the text names
+    the claim. Nobody forged it, so it is not counted as a failure of its address.
+    """
 
 
 class _Verified(NamedTuple):
@@ -64,9 +76,9 @@ class Tokens:
             add_bounded(self._verified, digest, verified, TOKENS_REMEMBERED_MAX)
         now = time.time()
         if now >= verified.until_seconds + TOKEN_LEEWAY_SECONDS:
-            raise BadToken("The token has expired.")
+            raise UnusableToken("The token has expired.")
         if now < verified.from_seconds - TOKEN_LEEWAY_SECONDS:
-            raise BadToken("The token is not valid yet.")
+            raise UnusableToken("The token is not valid yet.")
         return verified.caller
 
     async def _verify(self, token: str) -> _Verified:
@@ -93,14 +105,25 @@ class Tokens:
                 leeway=TOKEN_LEEWAY_SECONDS,
                 options={"require": ["exp", "iss", "aud", "sub"]},
             )
+        # The signature is verified before any claim is looked at.
         except jwt.ExpiredSignatureError:
-            raise BadToken("The token has expired.") from None
+            raise UnusableToken("The token has expired.") from None
         except jwt.ImmatureSignatureError:
-            raise BadToken("The token is not valid yet.") from None
+            raise UnusableToken("The token is not valid yet.") from None
+        except jwt.MissingRequiredClaimError as error:
+            raise UnusableToken(f"The token has no claim {error.claim}.") from None
+        except (
+            jwt.InvalidAudienceError,
+            jwt.InvalidIssuerError,
+            jwt.exceptions.InvalidSubjectError,
+        ) as error:
+            raise UnusableToken(_WRONG[type(error)]) from None
         except (jwt.PyJWTError, ValueError, OverflowError, RecursionError):
             raise _invalid() from None
         user, until = claims["sub"], _seconds(claims["exp"])
-        if not is_id(user) or user in _NO_USERS or until is None:
+        if not is_id(user) or user in _NO_USERS:
+            raise UnusableToken(_WRONG[jwt.exceptions.InvalidSubjectError])
+        if until is None:
             raise _invalid()
         begins = [claims[name] for name in ("nbf", "iat") if name in claims]
         seconds = list(map(_seconds, begins))

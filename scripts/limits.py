@@ -187,8 +187,7 @@ def of_commands() -> list[Row]:
         Row(
             "an id",
             f"1 … {identifiers.ID_LENGTH_MAX} characters of `A-Za-z0-9._:-`",
-            "needs no escaping in JSON, Lua, SQL or keys; ids are compared byte by byte: `ann` and `Ann` are two "
-            "users",
+            "needs no escaping in JSON, Lua, SQL or keys; compared byte by byte: `ann`, `Ann` are two users",
             INVALID,
         ),
         Row(
@@ -859,8 +858,8 @@ def document() -> str:
         "generates it from the code; `make lint` compares.\n\n"
         "Records are checked before they are decoded, commands before they reach a script, and event lines\n"
         "before the first write. So no accepted command makes an event that Kafka or PostgreSQL refuses. A\n"
-        "command above a bound is answered, its bytes are kept (unless they may contain a secret), and other\n"
-        "commands do not wait for it.\n"
+        "command above a bound is answered, its bytes are kept (unless they may contain a secret), and\n"
+        "other commands do not wait for it.\n"
     )
     head = ("what", "at most", "reason", "above it")
     tables = (

@@ -10,11 +10,14 @@ import pytest
 from grabstream.gateway import api_keys
 from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KeyRing, digest_of, is_secret, new_secret
+from grabstream.gateway.key_sets import KeySet
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.gateway.origins import Origins
 from grabstream.gateway.problems import Problem, Reply, retry_soon
 from grabstream.gateway.rates import Counters, MemoryCounters, read_rates
 from grabstream.gateway.requests import Request
+from grabstream.gateway.tokens import Tokens
+from tests.support.issuer import AUDIENCE, ISSUER, key_set, token
 
 NOW_MS = time.time_ns() // 1_000_000
 
@@ -195,6 +198,28 @@ async def test_address_with_too_many_failures_is_refused_before_any_work(
     until = time.monotonic() + 8_000
     monkeypatch.setattr(time, "monotonic", lambda: until)
     assert await outcome(admission, b"Bearer nothing") in ("unauthenticated", "too_many_requests")
+
+
+async def test_what_the_issuer_has_signed_is_no_failure_of_its_address() -> None:
+    """Old tokens of some users, or users whose names are no ids, keep nobody out."""
+
+    async def read() -> bytes:
+        return key_set()
+
+    keys = KeySet(read)
+    await keys.refresh()
+    tokens = Tokens(ISSUER, AUDIENCE, keys)
+    rates = CallerRates(failures=read_rates("3/hour"))
+    admission = Admission(await ring_of(), tokens, Counters(), rates)
+    of_issuer = [token("ann", exp=int(time.time()) - 60), token("auth0|ann"), token("ann@example.com")]
+    for text in 3 * of_issuer:
+        assert await outcome(admission, f"Bearer {text}".encode()) == "unauthenticated"
+    # It may read what anybody may who is known: the token counts.
+    assert await outcome(admission, f"Bearer {token('bob')}".encode()) in ("admitted", "insufficient_scope")
+    forged = f"Bearer {of_issuer[0].rpartition('.')[0]}.AA".encode()
+    assert [await outcome(admission, forged) for _ in range(4)] == ["unauthenticated"] * 3 + [
+        "too_many_requests"
+    ]
 
 
 async def test_memory_of_addresses_and_credentials_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

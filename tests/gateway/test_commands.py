@@ -461,11 +461,21 @@ async def test_wrong_baskets(caller: Caller, offer: str) -> None:
 
 
 async def test_request_for_another_host_is_refused(caller: Caller) -> None:
-    for host in ("example.com", "127.0.0.1.example.com", "localhost.example.com:80", ""):
+    for host in ("example.com", "127.0.0.1.example.com", "localhost.example.com:80", "", ".", "localhost.."):
         got = await caller.post("/v1/offers/x/grabs", {"user": "ann"}, Host=host)
         assert is_problem(got, "misdirected_request", 421), host
-    for host in ("LOCALHOST:99", "[::1]:8", "127.0.0.1"):
+    for host in ("LOCALHOST:99", "[::1]:8", "127.0.0.1", "localhost.", "localhost.:99"):
         refused(await caller.post("/v1/offers/x/grabs", {"user": "a"}, Host=host), Outcome.no_such_offer)
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+async def test_load_balancers_ask_for_health_by_any_name(caller: Caller, door: Door, path: str) -> None:
+    for host in ("10.1.2.3:18080", "gateway.internal.", ""):
+        assert (await caller.send("GET", path, Host=host)).status == 200, host
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.gateway.port)
+    writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+    assert (await asyncio.wait_for(reader.readline(), 60)).split()[1] == b"200"
+    writer.close()
 
 
 async def test_types_of_problems_are_explained(caller: Caller) -> None:

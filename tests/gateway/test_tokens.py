@@ -8,9 +8,10 @@ import gzip
 import hashlib
 import hmac
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Final
 
 import jwt
 import pytest
@@ -22,7 +23,8 @@ from grabstream.gateway import key_sets
 from grabstream.gateway.bounds import KEY_SET_BYTES_MAX, TOKEN_BYTES_MAX, TOKENS_REMEMBERED_MAX
 from grabstream.gateway.key_sets import BadKeySet, KeySet, keys_of, reader_of
 from grabstream.gateway.problems import Problem
-from grabstream.gateway.tokens import BadToken, Tokens
+from grabstream.gateway.tokens import BadToken, Tokens, UnusableToken
+from grabstream.models.identifiers import ID_PATTERN
 from tests.support.issuer import AUDIENCE, ISSUER, KEYS, KeyServer, key_set, public, serving_keys, token
 
 
@@ -127,6 +129,16 @@ FORGED: dict[str, Callable[[], str]] = {
 }  # fmt: skip
 
 
+CLAIMS: Final = ("exp", "iss", "aud", "sub")
+TOO_LARGE: Final = f"The token has more than {TOKEN_BYTES_MAX} bytes."
+#: Those that their issuer signed: what is wrong is said.
+SIGNED: Final = [
+    name
+    for name in FORGED
+    if re.match("expired|end is true|not yet|issued later|other |list of|part of|user|without (?!sig)", name)
+]
+
+
 @pytest.fixture
 async def tokens() -> Tokens:
     """Tokens of the issuer, whose keys are known."""
@@ -155,8 +167,13 @@ async def test_forged_token_is_refused(tokens: Tokens, name: str) -> None:
             await tokens.caller_of(text)
         assert str(refused.value) in {
             "The token is not valid.", "The token has expired.", "The token is not valid yet.",
-            f"The token has more than {TOKEN_BYTES_MAX} bytes.",
+            TOO_LARGE, "The token is for another audience (aud).",
+            "The token is of another issuer (iss).", *(f"The token has no claim {one}." for one in CLAIMS),
+            f"The claim sub of the token is no user: it must match {ID_PATTERN}.",
         }  # fmt: skip
+        is_signed = name in SIGNED
+        assert isinstance(refused.value, UnusableToken) == is_signed
+        assert is_signed or str(refused.value) in ("The token is not valid.", TOO_LARGE), "nothing about keys"
         assert refused.value.__cause__ is None
     assert not tokens._verified
 
@@ -397,6 +414,30 @@ async def test_known_keys_end_when_they_are_too_old() -> None:
     keys = KeySet(read, stale_seconds_max=-1.0)
     await keys.refresh()
     assert keys.known("rsa") is None
+
+
+@pytest.mark.parametrize("withdrawn", [b'{"keys":[]}', b'{"keys":[{"kty":"oct","kid":"rsa","k":"AQAB"}]}'])
+async def test_keys_that_are_withdrawn_end_at_once(
+    withdrawn: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A set without a usable key is not a set that could not be read."""
+    current = key_set("rsa")
+
+    async def read() -> bytes:
+        return current
+
+    keys = KeySet(read)
+    await keys.refresh()
+    assert keys.known("rsa") is not None
+    current = withdrawn
+    for _ in range(2):
+        await keys.refresh()
+    assert keys.known("rsa") is None
+    assert await keys.key("rsa") is None, "and nobody is told to try again later"
+    assert len([one for one in caplog.records if "no token of an end user is valid" in one.message]) == 1
+    current = key_set("rsa")
+    await keys.refresh()
+    assert keys.known("rsa") is not None
 
 
 async def test_keys_come_from_a_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
