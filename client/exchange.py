@@ -8,10 +8,13 @@ jitter (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter
 
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.vocabulary.answers import Answer
@@ -30,6 +33,10 @@ _PASSING: Final = frozenset({408, 425, 429})
 #: request that the gateway has decided.
 _UNDECIDED: Final = frozenset({408, 425, 429, 503})
 _UNEXPECTED: Final = "unexpected_reply"
+#: How the types of all problems of a gateway begin. Other servers send problem details, too.
+_PROBLEMS: Final = "/problems/"
+#: Waits that a server asks for are cut to this.
+_RETRY_AFTER_SECONDS_MAX: Final = 99_999.0
 #: Commands whose path is that of the offer, with the method and what follows.
 _OF_OFFER: Final = {
     "amend": ("PATCH", ""),
@@ -110,12 +117,14 @@ class Exchange(Generic[T]):
             self._is_unknown = self._is_unknown or is_odd or status not in _UNDECIDED
             self._last = problem
             return self._pause_seconds(_retry_after_seconds(headers))
-        # Nobody knows what was decided before somebody else than a gateway said that all is well.
-        self._is_unknown = self._is_unknown or (is_odd and status < 300)
+        # Somebody else than a gateway replied, with a refusal or as if all were well. Nobody knows what was
+        # decided before that: a proxy may also refuse what comes back.
+        self._is_unknown = self._is_unknown or is_odd
         try:
             if self._refused(problem, members):
                 return None
-        except ValidationError as error:
+        except ValueError as error:  # also that of pydantic
+            self._is_unknown = True
             problem = not_from_a_gateway(status, self.request, str(error))
         raise self._unknown(str(problem)) or problem
 
@@ -143,7 +152,9 @@ class Exchange(Generic[T]):
         raise NotImplementedError
 
     def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
-        """Takes a refusal as the result, if it is one; raises ValidationError for one that is malformed."""
+        """Takes a refusal as the result, if it is one; raises ValueError for one that is malformed, or is of
+        another command.
+        """
         return False
 
     def _pause_seconds(self, asked_seconds: float) -> float:
@@ -181,7 +192,13 @@ class Deciding(Exchange[ServedAnswer]):
         self._command = command
 
     def _read(self, body: bytes) -> ServedAnswer:
-        return ServedAnswer.model_validate_json(body)
+        return self._own(ServedAnswer.model_validate_json(body))
+
+    def _own(self, answer: ServedAnswer) -> ServedAnswer:
+        """The answer, if it is to this command; raises ValueError otherwise."""
+        if answer.id != self._command.id:
+            raise ValueError(f"the answer is to the command {answer.id}, not to {self._command.id}")
+        return answer
 
     def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
         if "outcome" not in members or "code" not in members:
@@ -192,7 +209,7 @@ class Deciding(Exchange[ServedAnswer]):
         command = self._command
         user = command.user if isinstance(command, Grab | GrabCommand) else None
         ours = {"id": command.id, "offer": command.offer} | ({"user": user} if user else {})
-        self.result = ServedAnswer.model_validate({**ours, **members, "message": problem.detail})
+        self.result = self._own(ServedAnswer.model_validate({**ours, **members, "message": problem.detail}))
         return True
 
 
@@ -211,13 +228,23 @@ class TakingBasket(Exchange[tuple[ServedAnswer, ...]]):
 
     def _read(self, body: bytes) -> tuple[ServedAnswer, ...]:
         members = json.loads(body)
-        return _answers_of_basket.validate_python(members.get("answers") if isinstance(members, dict) else ())
+        return self._own(members.get("answers") if isinstance(members, dict) else ())
 
     def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:
         if "answers" not in members:
             return False
-        self.result = _answers_of_basket.validate_python(members["answers"])
+        self.result = self._own(members["answers"])
         return True
+
+    def _own(self, documents: Any) -> tuple[ServedAnswer, ...]:
+        """The answers, if they are to the grabs of this basket; raises ValueError otherwise."""
+        answers = _answers_of_basket.validate_python(documents)
+        for answer in answers:
+            if answer.id.rpartition(".")[0] != self.request.key:
+                raise ValueError(
+                    f"the answer is to the grab {answer.id}, not of the basket {self.request.key}"
+                )
+        return answers
 
 
 def path_of(*parts: str) -> str:
@@ -262,7 +289,7 @@ def _problem_of(status: int, request: Request, body: bytes) -> tuple[RequestProb
         members = json.loads(body)
     except ValueError:
         members = None
-    if not isinstance(members, dict) or not isinstance(members.get("type"), str):
+    if not isinstance(members, dict) or not str(members.get("type")).startswith(_PROBLEMS):
         return not_from_a_gateway(status, request, body[:200].decode(errors="replace")), {}
     name = members["type"].rpartition("/")[2]
     return RequestProblem(status, name, str(members.get("detail", "")), members.get("field")), members
@@ -278,5 +305,14 @@ def not_from_a_gateway(status: int, request: Request, text: str) -> RequestProbl
 
 
 def _retry_after_seconds(headers: Mapping[str, str]) -> float:
+    """What a server asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 if that cannot be read."""
     text = headers.get("retry-after", "")
-    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0
+    if text.isascii() and text.isdigit() and len(text) < 6:
+        return float(text)
+    try:
+        # A date without a zone is one of an obsolete form, and means UTC, too.
+        date = parsedate_to_datetime(text)
+    except ValueError:
+        return 0.0
+    seconds = date.replace(tzinfo=date.tzinfo or UTC).timestamp() - time.time()
+    return min(max(seconds, 0.0), _RETRY_AFTER_SECONDS_MAX)

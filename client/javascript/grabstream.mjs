@@ -189,8 +189,7 @@ export class Client {
           if (!PASSING.has(reply.status) && reply.status < 500) {
             throw problemOf(reply.status, 'GET', where, parsed(text), text)
           }
-          const asked = reply.headers.get('retry-after') ?? ''
-          if (/^[0-9]{1,5}$/.test(asked)) askedMs = Number(asked) * 1_000
+          askedMs = retryAfterMs(reply)
         }
       } catch (error) {
         if (isOfCaller || error instanceof RequestProblem || signal?.aborted) throw error
@@ -222,6 +221,7 @@ export class Client {
   async #ask(where, asked = {}) {
     const query = new URLSearchParams()
     for (const [name, value] of Object.entries(asked)) {
+      if (value === undefined || value === null) continue
       // An answer stands for its event.
       query.set(name, name === 'after' && typeof value === 'object' ? `${value.shard}-${value.seq}` : value)
     }
@@ -233,6 +233,9 @@ export class Client {
 
   // Resolves to the body of the reply, and its problem if it is one; rejects when there is none in time.
   async #send(method, where, { id, body }) {
+    if (id !== undefined && !isId(id)) {
+      throw new TypeError(`id: ${JSON.stringify(id)} is no id: it must match [A-Za-z0-9._:-]{1,64}`)
+    }
     const until = performance.now() + this.#timeoutMs
     const headers = {}
     if (this.#key !== undefined) headers.Authorization = `Bearer ${this.#key}`
@@ -254,20 +257,20 @@ export class Client {
         })
         const text = await reply.text()
         const document = parsed(text)
-        const isAnswer = typeof document?.outcome === 'string' || Array.isArray(document?.answers)
+        const isAnswer = isAnswerTo(id, document)
         if (reply.ok && document !== undefined && (id === undefined || isAnswer)) return { body: document }
         last = problemOf(reply.status, method, where, document, text)
         const isOdd = last.type === 'unexpected_reply'
         if (!PASSING.has(reply.status) && reply.status < 500) {
-          // Nobody knows what was decided before somebody else than a gateway said that all is well.
-          isUnknown ||= id !== undefined && reply.ok
-          const isDecided = isAnswer && !(isUnknown && document.outcome === 'invalid')
+          // Somebody else than a gateway replied, with a refusal or as if all were well. Nobody knows what was
+          // decided before that: a proxy may also refuse what comes back.
+          isUnknown ||= id !== undefined && (isOdd || isOfOther(id, document))
+          const isDecided = isAnswer && !isOdd && !(isUnknown && document.outcome === 'invalid')
           if (isUnknown && !isDecided) throw new OutcomeUnknown(id, last.message)
           return { body: document ?? {}, problem: last }
         }
         isUnknown ||= id !== undefined && (isOdd || !UNDECIDED.has(reply.status))
-        const asked = reply.headers.get('retry-after') ?? ''
-        if (/^[0-9]{1,5}$/.test(asked)) askedMs = Number(asked) * 1_000
+        askedMs = retryAfterMs(reply)
       } catch (error) {
         if (error instanceof OutcomeUnknown) throw error
         // A connection that was refused carried nothing.
@@ -318,9 +321,34 @@ function newId() {
   return crypto.randomUUID()
 }
 
+function isId(value) {
+  return typeof value === 'string' && /^[A-Za-z0-9._:-]{1,64}$/.test(value)
+}
+
+// Whether a document has the answer to a command, or the answers to the grabs of a basket.
+function isAnswerTo(id, document) {
+  if (isOfOther(id, document)) return false
+  return typeof document?.outcome === 'string' || Array.isArray(document?.answers)
+}
+
+// Whether a document names another command than the one that was sent.
+function isOfOther(id, document) {
+  const answers = document?.answers
+  if (Array.isArray(answers)) return answers.some((one) => String(one?.id).replace(/\.[^.]*$/, '') !== id)
+  return document?.id !== undefined && document.id !== id
+}
+
+// What a server asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 if that cannot be read.
+function retryAfterMs(reply) {
+  const asked = reply.headers.get('retry-after') ?? ''
+  if (/^[0-9]{1,5}$/.test(asked)) return Number(asked) * 1_000
+  const ms = /^[A-Z]/.test(asked) ? Date.parse(asked) - Date.now() : 0
+  return Math.min(Math.max(ms || 0, 0), 99_999_000)
+}
+
 function path(...parts) {
   for (const part of parts) {
-    if (!/^[A-Za-z0-9._:-]{1,64}$/.test(part) || part === '.' || part === '..') {
+    if (!isId(part) || part === '.' || part === '..') {
       throw new TypeError(`${JSON.stringify(part)} is not an id that a path can name`)
     }
   }
@@ -337,7 +365,8 @@ function parsed(text) {
 }
 
 function problemOf(status, method, where, document, text) {
-  if (typeof document?.type !== 'string') {
+  // How the types of all problems of a gateway begin. Other servers send problem details, too.
+  if (typeof document?.type !== 'string' || !document.type.startsWith('/problems/')) {
     const words = `${method} ${where} got ${status}, not from a gateway: ${text.slice(0, 200)}`
     return new RequestProblem(status, 'unexpected_reply', words)
   }

@@ -13,7 +13,17 @@ from grabstream import CouponTerms, Grab, Open, open_gate
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import PROJECT
 from tests.client.scripted import DROP, HANG, losing_replies, reply, scripted
-from tests.client.test_over_http import BUSY, BUSY_LONG, GRANTED, NO_KEY, SOLD_OUT
+from tests.client.test_over_http import (
+    BUSY,
+    BUSY_BODY,
+    BUSY_LONG,
+    FUTURE,
+    GRANTED,
+    NO_KEY,
+    OF_H,
+    OF_OTHERS,
+    SOLD_OUT,
+)
 from tests.client.test_streams import HEAD, message
 from tests.conftest import some_by_tier
 from tests.gateway.conftest import Door
@@ -70,12 +80,16 @@ CASES: list[tuple[list[bytes | str], str]] = [
     ([DROP, SOLD_OUT], "sold_out false"),
     ([NO_KEY], "RequestProblem unauthorized"),
     ([reply(502, "<h1>")], "OutcomeUnknown"),
-    ([reply(404, "<h1>")], "RequestProblem unexpected_reply"),
+    ([reply(404, "<h1>")], "OutcomeUnknown"),
+    ([reply(409, OF_OTHERS)], "OutcomeUnknown"),
+    ([reply(409, OF_H)], "OutcomeUnknown"),
+    ([GRANTED.replace(b'"id":"g"', b'"id":"h"')], "OutcomeUnknown"),
+    ([reply(503, BUSY_BODY, f"retry-after: {FUTURE}")], "RequestProblem busy"),
     ([reply(200, "<h1>")], "OutcomeUnknown"),
     ([reply(200, "{}")], "OutcomeUnknown"),
     ([reply(503, "upstream connect error")], "OutcomeUnknown"),
     ([reply(524, "<h1>"), GRANTED], "granted false"),
-    ([reply(302, "", "location: http://127.0.0.1:1/")], "RequestProblem unexpected_reply"),
+    ([reply(302, "", "location: http://127.0.0.1:1/")], "OutcomeUnknown"),
 ]
 
 
@@ -87,6 +101,24 @@ async def test_replies(case: int) -> None:
     async with scripted(steps) as (url, requests):
         assert await run("one_call.mjs", url, "o", "u", "g", timeout_ms) == expected
     assert all(b"idempotency-key: g\r\n" in request.lower() for request in requests)
+
+
+ODD_VALUES: Final = """
+import { Client } from '%s'
+const client = new Client(process.argv[1])
+for (const id of [null, '', 7, 'a b', {}]) {
+  await client.grab('o', 'u', { id }).catch((error) => console.log(error.name))
+}
+await client.offers({ limit: undefined, issuer: null, kind: 'coupon' })
+"""
+
+
+async def test_odd_values_are_not_sent_as_texts() -> None:
+    """An id `null` would be the same key for all commands that have none."""
+    code = ODD_VALUES % (FOLDER / "grabstream.mjs").as_uri()
+    async with scripted([reply(200, '{"offers":[]}')]) as (url, requests):
+        assert (await run("--input-type=module", "-e", code, url)).split() == ["TypeError"] * 5
+    assert [request.split(b"\r\n")[0] for request in requests] == [b"GET /v1/offers?kind=coupon HTTP/1.1"]
 
 
 async def test_nothing_was_decided_when_nothing_listens() -> None:

@@ -35,11 +35,15 @@ SALE: Final = StockTerms(
     issuer="shop", total=9, price=100, currency="CNY", hold_ms=600_000, max_per_grab=3, extensions=1
 )
 GRANTED: Final = reply(201, '{"id":"g","outcome":"granted","code":0,"offer":"o","user":"u","grab":"g"}')
-BUSY: Final = reply(
-    503,
-    '{"type":"/problems/busy","title":"t","status":503,"detail":"no room","outcome":"busy","code":22}',
-    "retry-after: 0",
+BUSY_BODY: Final = (
+    '{"type":"/problems/busy","title":"t","status":503,"detail":"no room","outcome":"busy","code":22}'
 )
+BUSY: Final = reply(503, BUSY_BODY, "retry-after: 0")
+PAST: Final = "Sun, 06 Nov 1994 08:49:37 GMT"
+FUTURE: Final = "Sun, 06 Nov 2095 08:49:37 GMT"
+#: Problem details that are not those of a gateway (RFC 9457), and those of another command.
+OF_OTHERS: Final = '{"type":"about:blank","title":"Conflict","outcome":"sold_out","code":32}'
+OF_H: Final = '{"type":"/problems/sold_out","detail":"…","id":"h","outcome":"sold_out","code":32}'
 BUSY_LONG: Final = BUSY.replace(b"retry-after: 0", b"retry-after: 60")
 SOLD_OUT: Final = reply(
     409,
@@ -50,7 +54,7 @@ INVALID: Final = reply(
 )
 TOO_MANY: Final = '{"type":"/problems/too_many_requests","status":429,"detail":"slower"}'
 LIMITED: Final = reply(429, TOO_MANY, "retry-after: 0")
-ODD_REFUSAL: Final = reply(409, '{"type":"/x","outcome":[],"code":0}')
+ODD_REFUSAL: Final = reply(409, '{"type":"/problems/x","outcome":[],"code":0}')
 NO_KEY: Final = reply(401, '{"type":"/problems/unauthorized","status":401,"detail":"send a key"}')
 
 
@@ -282,9 +286,21 @@ CASES: Final[list[tuple[str, list[bytes | str], str]]] = [
     ("unknown, then invalid to another release", [DROP, INVALID], "OutcomeUnknown"),
     ("invalid", [INVALID], "invalid after 1"),
     ("unknown, then a refusal without its parts", [DROP, ODD_REFUSAL], "OutcomeUnknown"),
-    ("a redirect", [reply(302, "", "location: http://127.0.0.1:1/")], "RequestProblem unexpected_reply"),
+    ("a redirect", [reply(302, "", "location: http://127.0.0.1:1/")], "OutcomeUnknown"),
+    ("a proxy that refuses what comes back", [reply(403, "<h1>Blocked</h1>")], "OutcomeUnknown"),
+    ("a proxy that does not find it", [reply(404, "nothing here")], "OutcomeUnknown"),
+    ("a conflict of another server", [reply(409, OF_OTHERS)], "OutcomeUnknown"),
+    ("busy, says another server", [reply(503, OF_OTHERS, "retry-after: 0")], "OutcomeUnknown"),
+    ("the answer to another command", [GRANTED.replace(b'"id":"g"', b'"id":"h"')], "OutcomeUnknown"),
+    ("a refusal of another command", [reply(409, OF_H)], "OutcomeUnknown"),
+    (
+        "Retry-After is a date of the past",
+        [reply(503, BUSY_BODY, f"retry-after: {PAST}"), GRANTED],
+        "granted",
+    ),
+    ("Retry-After is a date", [reply(503, BUSY_BODY, f"retry-after: {FUTURE}")], "RequestProblem busy"),
     ("strange Retry-After", [reply(503, "", "retry-after: -1e9"), GRANTED], "granted after 2"),
-    ("a refusal without its parts", [ODD_REFUSAL], "RequestProblem unexpected_reply"),
+    ("a refusal without its parts", [ODD_REFUSAL], "OutcomeUnknown"),
 ]
 
 
