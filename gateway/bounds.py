@@ -7,6 +7,8 @@ from grabstream.models.identifiers import ID_LENGTH_MAX
 
 #: The request line and all headers of a request.
 HEAD_BYTES_MAX: Final = 16 * 1024
+#: The headers of a request. As objects, many short ones need fifty times their bytes.
+HEADERS_MAX: Final = 100
 #: The body of a grab: a ticket, attributes, metadata, and ids.
 GRAB_BODY_BYTES_MAX: Final = 16 * 1024
 #: What a request may have in all, beside its head: the largest body, and the frames of its chunks.
@@ -28,7 +30,9 @@ WRITE_SECONDS_MAX: Final = 10.0
 #: How long a connection may stay open between two requests.
 IDLE_SECONDS_MAX: Final = 30
 #: Requests of a connection that wait until the one before them is answered.
-PIPELINE_MAX: Final = 64
+PIPELINE_MAX: Final = 8
+#: Requests of a connection that are answered from memory, without a task, when they arrive together.
+ANSWERED_AT_ONCE: Final = 64
 #: How long the gateway waits for requests in work when it is stopped.
 DRAIN_SECONDS_MAX: Final = 12
 #: Connections whose bytes are read in one turn of the event loop; the others wait for the next turn.

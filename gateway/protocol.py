@@ -32,7 +32,9 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from grabstream.gateway.bounds import (
+    ANSWERED_AT_ONCE,
     HEAD_BYTES_MAX,
+    HEADERS_MAX,
     HEADS_KEPT_MAX,
     MESSAGE_BYTES_MAX,
     PIPELINE_MAX,
@@ -165,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deferred = b""
         self._deferred_at = 0.0
         #: How long the bytes that are parsed now have waited; the requests in them that were answered from
-        #: memory. Those after the first PIPELINE_MAX wait for their turn, as others do.
+        #: memory. Those after the first ANSWERED_AT_ONCE wait for their turn, as others do.
         self._waited = 0.0
         self._answered_now = 0
         #: Bytes of the request since its head began, or since its head was complete.
@@ -236,6 +238,19 @@ class BoundedProtocol(HttpToolsProtocol):
             self._read(data)
             self._waited = 0.0
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Frees what waited for its turn. A request and its scope name each other, so only the collector would
+        free them, long after many connections of an attack have ended.
+        """
+        super().connection_lost(exc)
+        while self.pipeline:
+            cycle, _ = self.pipeline.pop()
+            cast(Any, cycle.scope).clear()
+            cycle.body = bytearray()
+        self.headers = []
+        self._deferred = b""
+        self._receiving = self._whole = None
+
     def shutdown(self) -> None:
         """Ends the connection after the requests that have come."""
         if self._deferred:
@@ -280,7 +295,9 @@ class BoundedProtocol(HttpToolsProtocol):
                     self._unsafe = "Transfer-Encoding must be chunked, if it is there."
             elif lower == b"expect" and value.lower() == b"100-continue":
                 self.expect_100_continue = True
-            self.headers.append((lower, value))
+            # One more than the bound says that there are too many.
+            if len(self.headers) <= HEADERS_MAX:
+                self.headers.append((lower, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete: the application is called, if the head is within its bound."""
@@ -292,7 +309,7 @@ class BoundedProtocol(HttpToolsProtocol):
             # The answer before was the last one of this connection.
             self._is_ending = True
             return
-        if self._head_bytes > HEAD_BYTES_MAX:
+        if self._head_bytes > HEAD_BYTES_MAX or len(self.headers) > HEADERS_MAX:
             self._end(_too_much(is_head=True))
             return
         if problem := self._why_unsafe():
@@ -354,7 +371,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _is_answered_now(self, cycle: _Cycle) -> bool:
         """Sends the answer to a request that the application answers from its memory, if it does."""
-        if self._answer_now is None or self.flow.write_paused or self._answered_now >= PIPELINE_MAX:
+        if self._answer_now is None or self.flow.write_paused or self._answered_now >= ANSWERED_AT_ONCE:
             return False
         reply = self._answer_now(cycle.scope)
         if reply is None:
@@ -533,7 +550,8 @@ def _too_much(is_head: bool) -> Problem:
     if is_head:
         return Problem(
             "head_too_large",
-            f"The request line and the headers have at most {HEAD_BYTES_MAX} bytes together.",
+            f"A request has at most {HEADERS_MAX} headers, and the request line and all headers have at most "
+            f"{HEAD_BYTES_MAX} bytes together.",
         )
     return Problem("content_too_large", f"A request has at most {MESSAGE_BYTES_MAX} bytes.")
 

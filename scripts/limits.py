@@ -500,6 +500,12 @@ def of_requests() -> list[Row]:
             "431 `head_too_large`; the connection ends",
         ),
         Row(
+            "the headers of a request",
+            f"{http.HEADERS_MAX}",
+            "as above",
+            "431 `head_too_large`; the connection ends",
+        ),
+        Row(
             "the body of a grab, and of a command about a grab",
             size(http.GRAB_BODY_BYTES_MAX),
             "a ticket, all attributes and metadata fit",

@@ -4,6 +4,7 @@ too.
 """
 
 import asyncio
+import contextlib
 import gzip
 import json
 import re
@@ -14,11 +15,11 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
-from grabstream.gateway.bounds import READ_SECONDS_MAX
+from grabstream.gateway.bounds import HEADERS_MAX, READ_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.lua.gate import tickets
 from tests.conftest import until
@@ -342,6 +343,41 @@ async def test_title_deceives_neither_terminals_nor_browsers(caller: Caller, doo
 
 
 # -- half-open connections -----------------------------------------------------------------------------------
+
+
+#: How much a gateway may grow while as many connections as these send what they can, and read nothing.
+ATTACKERS: Final = 150
+GROWTH_BYTES_MAX: Final = 64 * 2**20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("headers", [3_200, HEADERS_MAX - 2])
+async def test_memory_is_bounded_beside_connections_that_send_and_do_not_read(
+    door: Door, tmp_path: Path, headers: int
+) -> None:
+    """Many requests with many short headers, without credentials."""
+    path = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * headers + b"\r\n"
+    loop = asyncio.get_running_loop()
+    with GatewayProcess(door.settings, tmp_path / "log") as gateway:
+        async with calling(gateway.port) as caller:
+            assert (await caller.send("GET", "/openapi.json")).status == 200
+            before = resident_bytes(gateway.process.pid)
+            held = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(ATTACKERS)]
+
+            async def attack(one: socket.socket) -> None:
+                one.setblocking(False)
+                with contextlib.suppress(OSError, TimeoutError):
+                    await asyncio.wait_for(loop.sock_sendall(one, path * 64), 2)
+
+            try:
+                await asyncio.gather(*map(attack, held))
+                # It has looked at all of it when it has answered a request that came afterwards.
+                assert (await caller.send("GET", "/health")).status == 200
+                grown = resident_bytes(gateway.process.pid) - before
+            finally:
+                for one in held:
+                    one.close()
+    assert grown < GROWTH_BYTES_MAX
 
 
 @pytest.mark.long
