@@ -239,8 +239,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._waited = 0.0
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Frees what waited for its turn. A request and its scope name each other, so only the collector would
-        free them, long after many connections of an attack have ended.
+        """Frees what waited for its turn. A request and its scope name each other, so only the collector
+        would free them, long after many connections of an attack have ended.
         """
         super().connection_lost(exc)
         while self.pipeline:

@@ -147,7 +147,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
             if isinstance(error, MovedError):
                 self._moved(error, server)
             elif isinstance(error, AskError):
-                asked = self._server(error.host or server.host, error.port)
+                asked = self._server(_host(error.host, server), error.port)
             else:
                 await asyncio.sleep(TRY_AGAIN_SECONDS)
         raise ConnectionError("the slot is being moved")
@@ -255,7 +255,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
 
     def _moved(self, error: MovedError, server: Server) -> None:
         """Takes over which server has a slot, as a redirection names it."""
-        owner = self._server(error.host or server.host, error.port).name
+        owner = self._server(_host(error.host, server), error.port).name
         if self._slots is not None and self._slots.owners[error.slot_id] != owner:
             self._slots.owners[error.slot_id] = owner
             self.version += 1
@@ -306,9 +306,8 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         masters: dict[str, None] = {}
         replicas: dict[str, None] = {}
         for first, last, *nodes in reply:
-            # A server that does not know its own address leaves the host empty.
             names = [
-                self._server((node[0] or b"").decode() or server.host, int(node[1])).name for node in nodes
+                self._server(_host((node[0] or b"").decode(), server), int(node[1])).name for node in nodes
             ]
             owners[first : last + 1] = [names[0]] * (last + 1 - first)
             masters[names[0]] = None
@@ -521,6 +520,13 @@ async def _asking(server: Server, args: Sequence[Any], options: dict[str, Any]) 
     if isinstance(reply, BaseException):
         raise reply
     return reply
+
+
+def _host(named: str, server: Server) -> str:
+    """The host that a server names. Without a name (one that does not know its own address), or with `?` (one
+    that prefers names of hosts, and has none), it is the host at which that server was asked.
+    """
+    return server.host if named in ("", "?") else named
 
 
 def _ignore_failure(task: asyncio.Future[None]) -> None:

@@ -241,6 +241,18 @@ def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
         name: len(partitions) for name, partitions in readings.partitions.items()
         if partitions and name != topics.rejected and len(partitions) != settings.shards
     }  # fmt: skip
+    more = {
+        name: wrong.pop(name) for name in (topics.commands, topics.operations)
+        if wrong.get(name, 0) > settings.shards
+    }  # fmt: skip
+    if more:
+        counts = ", ".join(f"{name} has {count}" for name, count in more.items())
+        means = (
+            "commands in the partitions that were added are decided; their answers are in the partition of "
+            "`results` whose number is theirs modulo its partitions"
+        )
+        what = f"{counts} partitions, GRAB_SHARDS is {settings.shards}"
+        findings.append(Finding("risk", what, means, "let senders use the first partitions only"))
     if wrong:
         counts = ", ".join(f"{name} has {count}" for name, count in wrong.items())
         number = wrong.get(topics.journal)

@@ -234,6 +234,31 @@ def test_key_of_returns_a_key_of_the_command() -> None:
             key_of(keyless)
 
 
+@pytest.mark.long
+async def test_servers_that_prefer_names_and_have_none_are_reached(
+    masters: Sequence[Redis], settings: Settings, client: ClusterClient
+) -> None:
+    """They answer `?` as host, also in MOVED."""
+    servers = [redis.asyncio.Redis(port=server.port) for server in masters]
+    try:
+        for server in servers:
+            await server.config_set("cluster-preferred-endpoint-type", "hostname")
+        [[_, _, node, *_], *_] = await servers[0].execute_command("CLUSTER SLOTS")
+        assert node[0] == b"?", "the server names a host, so this test proves nothing"
+        await shards_by_master(client)
+        for shard in range(KEYS.shards):
+            await client.hset(KEYS.shard(shard).state, "x", "1")
+        moved = client.server_of(slot_of(KEYS.shard(0).state))
+        other = next(server for server in masters if server.port != moved.port)
+        assert client._slots is not None
+        client._slots.owners[slot_of(KEYS.shard(0).state)] = f"127.0.0.1:{other.port}"
+        assert await client.hget(KEYS.shard(0).state, "x") == b"1", "after MOVED"
+    finally:
+        for server in servers:
+            await server.config_set("cluster-preferred-endpoint-type", "ip")
+            await server.aclose()
+
+
 async def test_commands_fail_when_no_server_of_the_cluster_answers() -> None:
     nobody = {"redis_url": f"redis-cluster://127.0.0.1:{free_ports(1)[0]}"}
     client = open_redis(load_settings().model_copy(update=nobody))

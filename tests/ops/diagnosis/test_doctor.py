@@ -35,7 +35,7 @@ from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
-from grabstream.streams.topics import Topics, delete_command
+from grabstream.streams.topics import Topics, delete_command, retention_ms
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.losses import OFFERS, delete_topics, empty_journal, take_parts
@@ -652,6 +652,20 @@ def test_partitions_without_leader_or_with_replicas_out_of_sync_are_reported(set
     assert "no leader for partition 1" in leaderless.what
     assert "partition 2 has replicas out of sync" in degraded.what
     assert "start broker 2 to 3" in degraded.command
+
+
+def test_nobody_is_told_to_delete_a_topic_with_commands(settings: Settings) -> None:
+    """More partitions of commands than shards are served; they may hold commands that nobody has decided."""
+    names = Topics(settings.prefix)
+    every = [Partition(number, 1, [1], [1]) for number in range(settings.shards + 4)]
+    shards = every[: settings.shards]
+    whole = dict.fromkeys(retention_ms(names, settings.refusals_topic), shards)
+    assert topics.missing(TopicReadings(whole, {}, {}), settings) == []
+    [added] = topics.missing(TopicReadings(whole | {names.commands: every}, {}, {}), settings)
+    assert (added.severity, f"{names.commands} has 12" in added.what) == ("risk", True)
+    assert "delete" not in added.command
+    [fewer] = topics.missing(TopicReadings(whole | {names.results: every[:1]}, {}, {}), settings)
+    assert (fewer.severity, f"{names.results} has 1" in fewer.what) == ("stuck", True)
 
 
 @pytest.mark.long
