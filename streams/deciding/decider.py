@@ -135,6 +135,8 @@ class Decider:
             group_id=decider_group(self._topics, self.topic),
             auto_offset_reset="earliest",
             enable_auto_commit=False,
+            # What its sender has taken back is no command.
+            isolation_level="read_committed",
             fetch_max_bytes=POLL_BYTES_MAX,
             max_partition_fetch_bytes=PARTITION_BYTES_MAX,
             fetch_max_wait_ms=FETCH_WAIT_MS,

@@ -209,6 +209,29 @@ async def test_commands_in_a_partition_that_answers_do_not_have_are_answered(
     assert any(f"partitions ({shards}, {shards + 1})" in message for message in caplog.messages)
 
 
+async def test_commands_of_a_transaction_are_decided_when_it_is_committed_and_never_when_it_is_aborted(
+    stage: Stage,
+) -> None:
+    offer = stock_in(stage.keys, 0)
+    stage.relay(0)
+    await stage.open(offer)
+    [taken_back, *sent] = [encode_command(command) for command in crowd(offer.offer, 3)]
+    producer = AIOKafkaProducer(
+        bootstrap_servers=stage.settings.kafka, transactional_id=f"{stage.settings.prefix}-sender"
+    )
+    async with stage.decider():
+        async with started(producer):
+            await producer.begin_transaction()
+            await producer.send_and_wait(stage.topics.commands, taken_back, partition=0)
+            await producer.abort_transaction()
+            async with producer.transaction():
+                for value in sent:
+                    await producer.send_and_wait(stage.topics.commands, value, partition=0)
+        # What comes later in the partition is answered later.
+        await stage.send([crowd(offer.offer, 1, 9)])
+        assert set(await stage.until_answered(3)) == {f"{offer.offer}-g{number}" for number in (1, 2, 9)}
+
+
 async def _is(finding: Any, expected: object) -> bool:
     return bool(await finding == expected)
 
