@@ -1,8 +1,9 @@
 """Receipts of payments over HTTP: the callback of the payment side.
 
-A receipt is signed, which is its authority: the route needs no other. It becomes the command `confirm` or
-`release`, under an id that follows from the payment, so it may come any number of times and in any order. The
-answer is 200 exactly when it is journaled what becomes of the money. The payment side repeats until then.
+A receipt is signed, which is its authority: the route needs no other. It becomes the command `confirm`, under
+an id that follows from the payment, so it may come any number of times and in any order. The answer is 200
+exactly when it is journaled what becomes of the money. The payment side repeats until then. The receipt of a
+payment that failed moves no money and ends no hold, since the buyer may try again: it is only acknowledged.
 """
 
 import time
@@ -27,17 +28,13 @@ from grabstream.gateway.requests import Request, Then, awaited, query_of
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.models.answers import Answer, encode_answer
-from grabstream.models.commands import Confirm, Release
+from grabstream.models.commands import Confirm
 from grabstream.models.money import Invalid
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.payments import TOKEN_LENGTH_MAX, Receipt, command_of, decode_receipt
 
 #: What has become of a payment.
-RESULTS: Final = ("confirmed", "refund_due", "released", "unchanged")
-#: Refusals of a release after which nothing is held, as the receipt of a failed payment wants it.
-_NOTHING_HELD: Final = frozenset(
-    {Outcome.no_such_offer, Outcome.no_such_grab, Outcome.expired, Outcome.not_held}
-)
+RESULTS: Final = ("confirmed", "refund_due", "unchanged")
 _HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
 _encode = msgspec.json.Encoder().encode
 
@@ -67,17 +64,16 @@ class Receipts:
         """The same without a task."""
         query_of(request, ())
         text, receipt = self._receipt(body)
-        command = command_of(receipt)
-        if isinstance(command, Confirm):
-            # Its authority travels with it: the gate verifies it, too, and that it is for this system.
-            command = msgspec.structs.replace(command, receipt=text)
-        self._decide(receipt, command, then)
+        if receipt.status == "failed":
+            then(_reply_of(receipt, "unchanged"))
+            return
+        # Its authority travels with it: the gate verifies it, too, and that it is for this system.
+        self._decide(receipt, msgspec.structs.replace(command_of(receipt), receipt=text), then)
 
-    def _decide(self, receipt: Receipt, command: Confirm | Release, then: Then) -> None:
+    def _decide(self, receipt: Receipt, command: Confirm, then: Then) -> None:
         def answered(found: Answer | BaseException) -> None:
             if (
                 isinstance(found, Answer)
-                and isinstance(command, Confirm)
                 and command.user is not None
                 and found.code == Outcome.no_such_offer
                 and found.seq is None
@@ -114,9 +110,7 @@ class Receipts:
             raise invalid(f"receipt: {error}", "receipt") from None
 
 
-def _found(
-    receipt: Receipt, command: Confirm | Release, found: Answer | BaseException
-) -> Reply | BaseException:
+def _found(receipt: Receipt, command: Confirm, found: Answer | BaseException) -> Reply | BaseException:
     """What a receipt gets for what its command got."""
     if isinstance(found, OutcomeUnknown):
         return retry_soon(
@@ -132,31 +126,26 @@ def _found(
         return error
 
 
-def _reply(receipt: Receipt, command: Confirm | Release, answer: Answer) -> Reply:
-    result = _result(command, answer)
+def _reply(receipt: Receipt, command: Confirm, answer: Answer) -> Reply:
+    result = _result(answer)
     if result is None:
         return _refused(receipt, command, answer)
-    document = {
-        "payment": receipt.payment,
-        "result": result,
-        "answer": msgspec.Raw(encode_answer(answer)),
-    }
-    return Reply(200, _encode(document), _HEADERS)
+    return _reply_of(receipt, result, answer=msgspec.Raw(encode_answer(answer)))
 
 
-def _result(command: Confirm | Release, answer: Answer) -> str | None:
+def _reply_of(receipt: Receipt, result: str, **more: msgspec.Raw) -> Reply:
+    return Reply(200, _encode({"payment": receipt.payment, "result": result, **more}), _HEADERS)
+
+
+def _result(answer: Answer) -> str | None:
     """What has become of a payment, when that is journaled; None otherwise."""
-    if isinstance(command, Release):
-        if answer.positive:
-            return "released"
-        return "unchanged" if answer.code in _NOTHING_HELD else None
     if answer.positive:
         return "confirmed"
     # The event of a refused payment says that it is to be paid back.
     return "refund_due" if answer.seq is not None else None
 
 
-def _refused(receipt: Receipt, command: Confirm | Release, answer: Answer) -> Reply:
+def _refused(receipt: Receipt, command: Confirm, answer: Answer) -> Reply:
     outcome = Outcome(answer.code)
     now_ms = time.time_ns() // 1_000_000
     if outcome in (Outcome.fenced, Outcome.busy):

@@ -54,7 +54,8 @@ class PaymentToken(_Written, frozen=True, kw_only=True):
 
 class Receipt(_Read, frozen=True, kw_only=True):
     """What became of a payment: `paid` minor units of `currency` were paid, or it `failed`, and nothing was
-    paid. `payment` is the id that the payment side gave it; another payment has another id. `quantity` are
+    paid: then the hold stays, for another attempt before its end. `payment` is the id that the payment side
+    gave it; another payment has another id. `quantity` are
     the units of the grab that were paid for: all, if it is not given. `system`, if given, is the prefix of
     the system for which it counts. A receipt does not expire: what was paid was paid.
     """
@@ -206,16 +207,14 @@ def _check_ids(claims: msgspec.Struct, names: Sequence[str]) -> None:
 # -- commands ------------------------------------------------------------------------------------------------
 
 
-def command_of(receipt: Receipt) -> Confirm | Release:
-    """The command that follows from a receipt. All receipts of a payment with one status have one command id,
-    wherever they come from: so a repeat gets the first answer, and one with other contents is a `conflict`.
+def command_of(receipt: Receipt) -> Confirm:
+    """The command that follows from the receipt of a payment that was paid; from one that failed, none does.
+    All receipts of a payment have one command id, wherever they come from: so a repeat gets the first answer,
+    and one with other contents is a `conflict`.
     """
-    id_ = _id_of(receipt.status, receipt.payment)
-    if receipt.status == "failed":
-        return Release(id=id_, offer=receipt.offer, grab=receipt.grab, user=receipt.user)
     return Confirm(
-        id=id_, offer=receipt.offer, grab=receipt.grab, user=receipt.user, payment=receipt.payment,
-        paid=receipt.paid, currency=receipt.currency, quantity=receipt.quantity,
+        id=_id_of("paid", receipt.payment), offer=receipt.offer, grab=receipt.grab, user=receipt.user,
+        payment=receipt.payment, paid=receipt.paid, currency=receipt.currency, quantity=receipt.quantity,
     )  # fmt: skip
 
 

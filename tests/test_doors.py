@@ -458,7 +458,7 @@ def test_signed_text_is_read_or_refused(text: str) -> None:
 @given(payload=of_claims)
 def test_claims_are_read_or_refused(payload: bytes) -> None:
     receipt = bounded(len(payload), lambda: attempted(lambda: decode_receipt(payload), Invalid))
-    if isinstance(receipt, Receipt):
+    if isinstance(receipt, Receipt) and receipt.status == "paid":
         command = command_of(receipt)
         check(command, of_system=True)
         assert command_of(decode_receipt(encode_claims(receipt))) == command

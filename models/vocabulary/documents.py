@@ -555,13 +555,14 @@ class Story(Document):
 
 class PaymentResult(Document):
     """What has become of a payment. `confirmed`: its units are the user's for good. `refund_due`: they are
-    not, and it is journaled that the money is to be paid back. `released`: the hold has ended. `unchanged`:
-    nothing was held. `answer` is the answer to the command that followed from the receipt.
+    not, and it is journaled that the money is to be paid back. `unchanged`: the payment failed; a hold stays
+    until its deadline, and may be paid by another payment. `answer` is the answer to the command that
+    followed from the receipt; none follows from that of a payment that failed.
     """
 
     payment: str
-    result: Literal["confirmed", "refund_due", "released", "unchanged"]
-    answer: Answer
+    result: Literal["confirmed", "refund_due", "unchanged"]
+    answer: Answer | None = None
 
 
 #: The document of each question, by the name of its operation.

@@ -67,7 +67,7 @@ async def test_every_way_to_pay_ends_as_it_should(
     await caller.open(offer, **{**SALE, "hold_ms": 1_500})
     await caller.open(f"{offer}:long", **SALE)
     expected = {
-        "pays": [(200, "confirmed")], "fails": [(200, "released")], "late": [(200, "refund_due")],
+        "pays": [(200, "confirmed")], "fails": [(200, "unchanged")], "late": [(200, "refund_due")],
         "twice": [(200, "confirmed")] * 2, "altered": [(401, None), (200, "confirmed")], "lost": [],
     }  # fmt: skip
     assert expected.keys() == HOW.keys()
@@ -87,7 +87,7 @@ async def test_every_way_to_pay_ends_as_it_should(
         return dict(await rows(door.settings, query)) == {
             f"{offer}-{how}": states[answers[-1][1]]  # type: ignore[index]
             for how, answers in expected.items()
-            if answers and answers[-1][1] != "released"
+            if answers and answers[-1][1] != "unchanged"
         }
 
     await until(are_booked, 30, "the payments")
@@ -165,7 +165,7 @@ def test_walk_through_of_the_page_works(system: Settings, tmp_path: Path) -> Non
     answers = re.findall(r'"payment":"(pay-\d)".*"answers":(\[.*?\]),"done"', printed)
     parsed = {name: re.findall(r'"status":(\d+)(?:,"result":"(\w+)")?', text) for name, text in answers}
     assert parsed == {
-        "pay-1": [("200", "confirmed")], "pay-2": [("200", "released")], "pay-3": [("200", "confirmed")] * 2,
+        "pay-1": [("200", "confirmed")], "pay-2": [("200", "unchanged")], "pay-3": [("200", "confirmed")] * 2,
         "pay-4": [("401", ""), ("200", "confirmed")], "pay-6": [("200", "refund_due")],
     }  # fmt: skip
     states = re.findall(r'^"state":"(\w+)"$', printed, re.MULTILINE)

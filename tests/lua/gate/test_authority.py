@@ -104,7 +104,7 @@ def test_a_receipt_is_for_the_units_that_it_names_or_for_all() -> None:
         assert why_refused(replace(part, receipt=signed(claims))) == reason
     for quantity in (None, 2):
         receipt = decode_receipt(json.dumps(RECEIPT | ({"quantity": 2} if quantity else {})).encode())
-        assert getattr(command_of(receipt), "quantity", 0) == quantity
+        assert command_of(receipt).quantity == quantity
 
 
 def test_a_receipt_that_no_key_has_signed_for_this_purpose_is_refused() -> None:
