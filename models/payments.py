@@ -89,13 +89,16 @@ class PaymentQuery(_Written, frozen=True, kw_only=True):
 
 
 class PaymentState(_Read, frozen=True, kw_only=True):
-    """What the payment side knows of a hold. `paid`: as a receipt says it. `unpaid`: nothing was paid, and
-    nothing will be, because the payment side takes no payment for this grab any more. `unknown`: neither.
+    """What the payment side knows of a hold. `paid`: as a receipt says it. `unpaid`: nothing was paid until
+    now, and the hold stays to its end. If that is `final`, nothing will be paid either, because the payment
+    side takes no payment for this grab any more: the hold is released at once. `unknown`: neither, as where
+    the payment token of the grab was never shown. `final` counts with `unpaid` only.
     """
 
     offer: Id
     grab: Id
     status: Literal["paid", "unpaid", "unknown"]
+    final: bool = False
     user: Id | None = None
     payment: Id | None = None
     paid: Sum = 0

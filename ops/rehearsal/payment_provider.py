@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 HOW: Final = {
     "pays": "it is paid at once",
     "fails": "it fails at once",
+    "abandons": "it fails, and the buyer gives up: no payment is taken for the grab any more",
     "late": "it is paid after the deadline of the hold",
     "twice": "it is paid, and its receipt comes twice at the same time",
     "altered": "it is paid; its receipt first comes with another amount, which somebody changed on the way",
@@ -86,11 +87,14 @@ _decode_query = msgspec.json.Decoder(_Query).decode
 
 
 class Payment:
-    """A payment: its receipt once it is paid or has failed, and the answers to its receipts."""
+    """A payment: its receipt once it is paid or has failed, and the answers to its receipts. With `is_last`,
+    no other is taken for its grab.
+    """
 
-    def __init__(self, payment: str, token: PaymentToken) -> None:
+    def __init__(self, payment: str, token: PaymentToken, is_last: bool) -> None:
         self.payment = payment
         self.token = token
+        self.is_last = is_last
         self.receipt: Receipt | None = None
         self.answers: list[dict[str, Any]] = []
         self.is_done = False
@@ -120,8 +124,6 @@ class PaymentProvider:
         self._session = session
         self._payments: dict[str, Payment] = {}
         self._of_grab: dict[tuple[str, str], list[Payment]] = {}
-        #: Grabs of which a worker was told that nobody will pay for them.
-        self._closed: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.application = Starlette(
             routes=[
@@ -165,11 +167,11 @@ class PaymentProvider:
         if payment in self._payments:
             raise Refused(409, "payment: the id is known; another payment needs another id")
         grab = token.offer, token.grab
-        if grab in self._closed:
-            raise Refused(409, "token: it is too late to pay for this grab")
-        if len(self._payments) >= PAYMENTS_MAX or len(self._closed) >= PAYMENTS_MAX:
+        if any(known.is_last for known in self._of_grab.get(grab, ())):
+            raise Refused(409, "token: the buyer gave up this grab, so nothing can be paid for it any more")
+        if len(self._payments) >= PAYMENTS_MAX:
             raise Refused(503, f"the provider keeps {PAYMENTS_MAX} payments; start it again")
-        made = self._payments[payment] = Payment(payment, token)
+        made = self._payments[payment] = Payment(payment, token, asked.how == "abandons")
         self._of_grab.setdefault(grab, []).append(made)
         if asked.how != "late":
             self._settle(made, asked)
@@ -179,9 +181,7 @@ class PaymentProvider:
         return 202, made.document()
 
     async def _query(self, request: Request) -> tuple[int, dict[str, Any]]:
-        """Answers which holds were paid. A grab for which nothing was paid is closed: nobody can pay for it
-        from then on, so the worker may end its hold.
-        """
+        """Answers which holds were paid."""
         try:
             text = _decode_query(await _body_of(request, QUERY_BODY_BYTES_MAX)).query
             query = decode_query(self._keys.read(Purpose.payment_query, text, QUERY_LENGTH_MAX))
@@ -196,7 +196,8 @@ class PaymentProvider:
         states = []
         for hold in query.holds:
             grab = hold.offer, hold.grab
-            receipts = [payment.receipt for payment in self._of_grab.get(grab, ())]
+            payments = self._of_grab.get(grab, [])
+            receipts = [payment.receipt for payment in payments]
             paid = next((receipt for receipt in receipts if receipt and receipt.status == "paid"), None)
             if paid is not None:
                 states.append(
@@ -211,11 +212,13 @@ class PaymentProvider:
                         at=paid.at,
                     )
                 )
-            elif None in receipts or len(self._closed) >= PAYMENTS_MAX:
+            elif None in receipts or not receipts:
+                # A payment is under way, or the grab may be paid in another way: its token was never shown.
                 states.append(PaymentState(offer=hold.offer, grab=hold.grab, status="unknown"))
             else:
-                self._closed.add(grab)
-                states.append(PaymentState(offer=hold.offer, grab=hold.grab, status="unpaid"))
+                # Each attempt has failed. Another may come, unless the buyer gave up.
+                final = any(payment.is_last for payment in payments)
+                states.append(PaymentState(offer=hold.offer, grab=hold.grab, status="unpaid", final=final))
         return states
 
     async def _payment(self, request: Request) -> tuple[int, dict[str, Any]]:
@@ -236,7 +239,7 @@ class PaymentProvider:
             "grab": token.grab,
             "user": token.user,
         }
-        if asked.how == "fails":
+        if asked.how in ("fails", "abandons"):
             payment.receipt = Receipt(**named, status="failed", at=now_ms())
             return
         paid = token.due if asked.paid is None else asked.paid

@@ -1,10 +1,11 @@
 """Asks the payment side, shortly before holds end, which of them were paid.
 
-A paid hold is confirmed, and one that nobody will pay is released at once, by the same commands that follow
-from receipts. What the payment side does not know, or does not answer in time, ends as it would otherwise.
-Holds for which nothing is due are not asked for: the payment side never heard of them. Nor are holds that
-are too short, of which a buyer may not have begun to pay yet. Asking is a task of its own beside the one
-that ends holds, which never waits for it: with a payment side that hangs, holds end at their time.
+A paid hold is confirmed, by the same command that follows from a receipt, and one that nobody will pay is
+released at once. All others end as they would without the question, also those that are not paid yet: their
+buyers have until then. Holds for which nothing is due are not asked for: the payment side never heard of
+them. Nor are holds that are too short, of which a buyer may not have begun to pay yet. Asking is a task of
+its own beside the one that ends holds, which never waits for it: with a payment side that hangs, holds end at
+their time.
 
 A hold is asked for once, by the worker that sweeps its shard. Two workers that do so at the same time ask
 twice and send the same commands, of which the second gets the first answer.
@@ -171,7 +172,7 @@ class HoldQueries:
         for state in states:
             if state.status == "paid":
                 commands.append(command_of(receipt_of(state)))
-            elif state.status == "unpaid":
+            elif state.status == "unpaid" and state.final:
                 unpaid.append(holds[state.offer, state.grab])
         if unpaid:
             # A hold that was extended meanwhile is asked for again.

@@ -1,5 +1,6 @@
 """The fake payment provider: with a gateway, with what it refuses, and as docs/flash-sale.md shows it."""
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from grabstream.lua.gate.signing import Purpose
+from grabstream.models.payments import AskedHold, PaymentQuery, decode_answer
 from grabstream.ops.rehearsal.payment_provider import HOW
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import PROJECT
@@ -25,6 +27,7 @@ from tests.support.providers import ProviderProcess
 from tests.support.receipts import FOREIGN_KEYS, KEYS_TEXT, claims_of, signed
 
 PAGE = (PROJECT / "docs" / "flash-sale.md").read_text()
+STATUSES = {"fails": "failed", "abandons": "failed", "late": "pending"}
 SALE = {"kind": "stock", "total": 50, "price": 100, "currency": "CNY", "hold_ms": 600_000}
 
 
@@ -69,6 +72,7 @@ async def test_every_way_to_pay_ends_as_it_should(
     expected = {
         "pays": [(200, "confirmed")], "fails": [(200, "unchanged")], "late": [(200, "refund_due")],
         "twice": [(200, "confirmed")] * 2, "altered": [(401, None), (200, "confirmed")], "lost": [],
+        "abandons": [(200, "unchanged")],
     }  # fmt: skip
     assert expected.keys() == HOW.keys()
     for how in expected:
@@ -76,7 +80,7 @@ async def test_every_way_to_pay_ends_as_it_should(
         token = await token_for(caller, name, door)
         paid = await payer.send("POST", "/pay", {"token": token, "how": how, "payment": f"{offer}-{how}"})
         assert paid.status == 202, paid
-        assert paid.body["status"] == {"fails": "failed", "late": "pending"}.get(how, "paid")
+        assert paid.body["status"] == STATUSES.get(how, "paid")
     for how, answers in expected.items():
         found = await done(payer, f"{offer}-{how}")
         assert [(one["status"], one.get("result")) for one in found["answers"]] == answers, how
@@ -133,6 +137,40 @@ async def test_provider_refuses_what_is_wrong(caller: Caller, payer: Caller, off
     assert [(await payer.send("POST", "/pay", pay)).status for _ in range(2)] == [202, 409]
 
 
+async def test_provider_knows_only_grabs_whose_tokens_it_was_shown(payer: Caller) -> None:
+    """Who was not at the provider yet may come in time, and who failed may try again: that is not final."""
+    deadline_at = 4_000_000_000_000
+    claims = {
+        "offer": "known", "user": "ann", "due": 100, "currency": "CNY", "deadline_at": deadline_at,
+        "issued_at": 1, "callback": "http://127.0.0.1:1/",
+    }  # fmt: skip
+
+    async def pay(grab: str, how: str) -> int:
+        token = signed({**claims, "grab": grab}, purpose=Purpose.payment_token)
+        return (await payer.send("POST", "/pay", {"token": token, "how": how})).status
+
+    async def known_of(*grabs: str) -> list[tuple[str, bool]]:
+        holds = [{"offer": "known", "grab": grab, "ends_at": deadline_at} for grab in grabs]
+        query = signed({"id": "q", "at": 1, "holds": holds}, purpose=Purpose.payment_query)
+        got = await payer.send("POST", "/query", {"query": query})
+        assert got.status == 200, got
+        answer = decode_answer(json.dumps(claims_of(got.body["answer"])).encode(), _query_of(holds))
+        assert [state.grab for state in answer] == list(grabs)
+        return [(state.status, state.final) for state in answer]
+
+    assert [await pay("a", "lost"), await pay("b", "fails"), await pay("c", "abandons")] == [202] * 3
+    assert [await pay("d", "late"), await pay("e", "fails"), await pay("e", "late")] == [202] * 3
+    expected = [("paid", False), ("unpaid", False), ("unpaid", True), *[("unknown", False)] * 3]
+    assert await known_of("a", "b", "c", "d", "e", "never") == expected
+    # A question closes nothing.
+    assert [await pay("b", "lost"), await pay("never", "lost"), await pay("c", "lost")] == [202, 202, 409]
+    assert await known_of("b", "c", "never") == [("paid", False), ("unpaid", True), ("paid", False)]
+
+
+def _query_of(holds: list[dict[str, Any]]) -> PaymentQuery:
+    return PaymentQuery(id="q", at=1, holds=tuple(AskedHold(**hold) for hold in holds))
+
+
 def test_provider_needs_the_keys() -> None:
     done = grabstream("fake-payments", "--port", "0", payment_keys="")
     assert done.returncode == 2
@@ -169,6 +207,6 @@ def test_walk_through_of_the_page_works(system: Settings, tmp_path: Path) -> Non
         "pay-4": [("401", ""), ("200", "confirmed")], "pay-6": [("200", "refund_due")],
     }  # fmt: skip
     states = re.findall(r'^"state":"(\w+)"$', printed, re.MULTILINE)
-    assert states == ["confirmed", "released", "expired"]
+    assert states == ["confirmed", "released", "expired", "expired"]
     [shown] = re.findall(r"^```\n(\{\"payment\":\"pay-1\".*)$", PAGE, re.MULTILINE)
     assert shown in printed.splitlines()

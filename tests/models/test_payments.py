@@ -157,7 +157,7 @@ def test_longest_question_and_answer_fit_their_bound() -> None:
         payments=tuple(
             PaymentState(
                 offer=LONG, grab=grab, status="paid", user=LONG, payment=LONG, paid=most, currency="CNY",
-                at=4_102_444_800_000,
+                at=4_102_444_800_000, final=True,
             )
             for grab in ids
         ),

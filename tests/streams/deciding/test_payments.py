@@ -95,6 +95,10 @@ async def shard(private_server: Any) -> AsyncIterator[Shard]:
     await client.aclose()
 
 
+#: Nothing was paid for a hold, and the payment side takes no payment for it any more.
+NEVER_PAID = {"status": "unpaid", "final": True}
+
+
 def paid(payment: str = "p", **changes: Any) -> dict[str, Any]:
     return {
         "status": "paid", "user": "ann", "payment": payment, "paid": 100, "currency": "CNY", "at": 1,
@@ -104,24 +108,34 @@ def paid(payment: str = "p", **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.requirement("E3")
 async def test_what_the_payment_side_knows_is_carried_out_before_the_end(shard: Shard) -> None:
-    await shard.hold("a", "b", "c", "d", "e")
+    await shard.hold("a", "b", "c", "d", "e", "f")
     shard.states = {
-        "a": paid("p-a"), "b": {"status": "unpaid"}, "c": {"status": "unknown"}, "e": paid("p-e", paid=1)
+        "a": paid("p-a"), "b": NEVER_PAID, "c": {"status": "unknown"}, "e": paid("p-e", paid=1),
+        "f": {"status": "unpaid"},
     }  # fmt: skip
     queries = shard.queries()
-    assert await queries.ask_all() == 5
-    assert sorted(shard.asked) == ["a", "b", "c", "d", "e"]
+    assert await queries.ask_all() == 6
+    assert sorted(shard.asked) == ["a", "b", "c", "d", "e", "f"]
     assert await queries.ask_all() == 0, "each is asked for once"
     assert (await shard.ended_as("a"))[0] == "not_held"
-    # After the opening, five holds, a confirmation, and a payment that is to be paid back.
-    assert await shard.ended_as("b") == ("released", 9)
-    # Unknown, not answered, and paid with a wrong amount: their holds go on.
-    for grab in ("c", "d", "e"):
+    # After the opening, six holds, a confirmation, and a payment that is to be paid back.
+    assert await shard.ended_as("b") == ("released", 10)
+    # Unknown, not answered, paid with a wrong amount, and not paid until now: their holds go on.
+    for grab in ("c", "d", "e", "f"):
         assert await shard.ended_as(grab) == ("released", None)
     [again] = await shard.gate.decide(
         [Confirm(id="x", offer="s", grab="e", user="ann", payment="p-e", paid=1, currency="CNY")], "decided"
     )
     assert (again.outcome, again.repeated) == ("invalid", True), "it is recorded as to be paid back"
+
+
+@pytest.mark.requirement("E3")
+async def test_who_pays_in_time_after_the_payment_side_said_unpaid_gets_it(shard: Shard) -> None:
+    await shard.hold("a")
+    shard.states = {"a": {"status": "unpaid"}}
+    assert await shard.queries().ask_all() == 1
+    pays = Confirm(id="x", offer="s", grab="a", user="ann", payment="p", paid=100, currency="CNY")
+    assert (await shard.gate.decide([pays], "decided"))[0].outcome == "confirmed"
 
 
 async def test_hold_with_grace_is_asked_for_before_its_grace_ends(shard: Shard) -> None:
@@ -147,7 +161,7 @@ async def test_receipt_and_answer_about_a_payment_are_one_command(shard: Shard) 
 
 async def test_two_workers_that_ask_at_the_same_time_do_what_one_does(shard: Shard) -> None:
     await shard.hold("a", "b")
-    shard.states = {"a": paid(), "b": {"status": "unpaid"}}
+    shard.states = {"a": paid(), "b": NEVER_PAID}
     # Each has asked before one of them gets an answer.
     shard.meanwhile = asyncio.Barrier(4).wait
     await asyncio.gather(*(shard.queries().ask_all() for _ in range(4)))
@@ -159,9 +173,9 @@ async def test_two_workers_that_ask_at_the_same_time_do_what_one_does(shard: Sha
 
 
 async def test_extended_hold_is_asked_for_again_and_not_released(shard: Shard) -> None:
-    """The payment side says `unpaid`, while its buyer extends the hold."""
+    """The payment side says that nobody will pay, while its buyer extends the hold."""
     await shard.hold("a", "b")
-    shard.states = {"a": {"status": "unpaid"}, "b": {"status": "unpaid"}}
+    shard.states = {"a": NEVER_PAID, "b": NEVER_PAID}
 
     async def extend() -> None:
         shard.meanwhile = None
@@ -346,14 +360,15 @@ async def held(gate: Gate, offer: str, *grabs: str) -> list[Answer]:
     return answers
 
 
-async def until_ended(settings: Settings, offer: str) -> float:
-    """Returns the time (s since 1970) at which an offer has no hold any more."""
+async def until_ended(settings: Settings, offer: str, *grabs: str) -> float:
+    """Returns the time (s since 1970) at which some grabs of an offer, or all, are not held any more."""
     keys = key_space(settings)
     client = open_redis(settings)
 
     async def is_over() -> bool:
         members = await client.zrange(keys.shard(keys.shard_of_offer(offer)).holds, 0, -1)
-        return not any(member.decode().startswith(f"{offer}/") for member in members)
+        there = [member.decode().split("/") for member in members]
+        return not any(of == offer and grab in (grabs or (grab,)) for of, grab in there)
 
     try:
         await until(is_over, 30, "the end of the holds")
@@ -389,7 +404,7 @@ async def test_holds_end_in_time_while_the_payment_side_hangs(
 
 
 @pytest.mark.every_change("the payment side is asked before a hold ends")
-async def test_worker_confirms_what_was_paid_and_releases_what_was_not(
+async def test_worker_confirms_what_was_paid_and_releases_what_nobody_will_pay(
     system: Settings, worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
     with ProviderProcess(tmp_path / "provider.log") as provider:
@@ -398,7 +413,7 @@ async def test_worker_confirms_what_was_paid_and_releases_what_was_not(
             payment_query_timeout_ms=str(TIMEOUT_MS),
         )  # fmt: skip
         async with open_gate(system) as gate, aiohttp.ClientSession() as session:
-            paid_for, _ = await held(gate, "x", "a", "b")
+            paid_for, *_ = await held(gate, "x", "a", "b", "c")
             assert paid_for.deadline_at is not None
             claims = {
                 "offer": "x", "grab": "a", "user": "ann", "due": 100, "currency": "CNY",
@@ -407,15 +422,22 @@ async def test_worker_confirms_what_was_paid_and_releases_what_was_not(
             }  # fmt: skip
             token = signed(claims, purpose=Purpose.payment_token)
             url = f"http://127.0.0.1:{provider.port}/pay"
-            async with session.post(url, json={"token": token, "how": "lost", "payment": "p"}) as response:
-                assert response.status == 202, await response.text()
-            assert await until_ended(system, "x") * 1000 < paid_for.deadline_at, "before the deadline"
-            answers = await gate.decide([Release(id=f"r{grab}", offer="x", grab=grab) for grab in ("a", "b")])
-            assert [answer.outcome for answer in answers] == ["not_held", "released"]
+            given_up = signed({**claims, "grab": "b"}, purpose=Purpose.payment_token)
+            for pay in (
+                {"token": token, "how": "lost", "payment": "p"}, {"token": given_up, "how": "abandons"}
+            ):  # fmt: skip
+                async with session.post(url, json=pay) as response:
+                    assert response.status == 202, await response.text()
+            ended_at = await until_ended(system, "x", "a", "b")
+            assert ended_at * 1000 < paid_for.deadline_at, "before the deadline"
+            # The provider never saw the token of the third: that hold ends at its time.
+            await until_ended(system, "x")
+            releases = [Release(id=f"r{grab}", offer="x", grab=grab) for grab in ("a", "b", "c")]
+            outcomes = [answer.outcome for answer in await gate.decide(releases)]
+            assert outcomes == ["not_held", "released", "expired"]
             # Nobody can pay for it any more.
-            late = signed({**claims, "grab": "b"}, purpose=Purpose.payment_token)
-            async with session.post(url, json={"token": late}) as response:
-                assert (response.status, "too late" in await response.text()) == (409, True)
+            async with session.post(url, json={"token": given_up}) as response:
+                assert (response.status, "gave up" in await response.text()) == (409, True)
         assert running.stop() == 0
 
 
@@ -426,7 +448,7 @@ def test_client_of_the_payment_side_is_imported_only_if_it_is_asked() -> None:
 
 
 async def test_who_was_never_to_pay_or_has_no_time_is_not_asked_for(shard: Shard) -> None:
-    """The payment side would answer `unpaid`, truly, and the holds would end early."""
+    """The payment side would answer that nobody will pay, truly, and the holds would end early."""
     free = msgspec.structs.replace(TERMS, price=None, currency=None)
     short = msgspec.structs.replace(TERMS, hold_ms=HOLD_MS - 1)
     for offer, terms in (("free", free), ("short", short)):
@@ -434,7 +456,7 @@ async def test_who_was_never_to_pay_or_has_no_time_is_not_asked_for(shard: Shard
         answers = await shard.gate.decide([Grab(id=f"g-{offer}", offer=offer, user="ann")], "decided")
         assert answers[0].outcome == "held"
     await shard.hold("a")
-    shard.states = {grab: {"status": "unpaid"} for grab in ("a", "g-free", "g-short")}
+    shard.states = dict.fromkeys(("a", "g-free", "g-short"), NEVER_PAID)
     queries = shard.queries(hold_ms_min=HOLD_MS)
     assert await queries.ask_all() == 3, "all are looked at, once"
     assert await queries.ask_all() == 0
