@@ -6,7 +6,7 @@ soon, and its answer what is known about them. Names and units are those of answ
 times in milliseconds since 1970 UTC.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from hashlib import sha256
 from typing import Annotated, Final, Literal
 
@@ -114,11 +114,19 @@ class PaymentAnswer(_Read, frozen=True, kw_only=True):
     payments: tuple[PaymentState, ...]
 
 
+class _PaymentAnswer(_Read, frozen=True, kw_only=True):
+    """An answer whose states are not decoded yet, so that one that is wrong voids no other."""
+
+    query: Id
+    payments: tuple[msgspec.Raw, ...]
+
+
 encode_claims = msgspec.json.Encoder().encode
 _decode_token = msgspec.json.Decoder(PaymentToken).decode
 _decode_receipt = msgspec.json.Decoder(Receipt).decode
 _decode_query = msgspec.json.Decoder(PaymentQuery).decode
-_decode_answer = msgspec.json.Decoder(PaymentAnswer).decode
+_decode_answer = msgspec.json.Decoder(_PaymentAnswer).decode
+_decode_state = msgspec.json.Decoder(PaymentState).decode
 
 
 def decode_token(payload: bytes) -> PaymentToken:
@@ -173,9 +181,10 @@ def decode_query(payload: bytes) -> PaymentQuery:
     return query
 
 
-def decode_answer(payload: bytes, query: PaymentQuery) -> list[PaymentState]:
-    """What the answer to a query says about its holds. Raises Invalid for the answer to another query, and
-    for one that names a grab that was not asked for, or names one twice.
+def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentState], list[str]]:
+    """What the answer to a query says about its holds, at most once about each, and what is wrong with the
+    states that do not count. Each is judged by itself: one that is wrong counts as left out, and so do those
+    that contradict each other. Raises Invalid for the answer to another query.
     """
     try:
         answer = _decode_answer(payload)
@@ -184,13 +193,32 @@ def decode_answer(payload: bytes, query: PaymentQuery) -> list[PaymentState]:
     if answer.query != query.id:
         raise Invalid("query: this is the answer to another query")
     asked = {(hold.offer, hold.grab) for hold in query.holds}
-    for state in answer.payments:
-        if (state.offer, state.grab) not in asked:
-            raise Invalid("payments: a grab is named that was not asked for, or is named twice")
-        asked.remove((state.offer, state.grab))
-        if state.status == "paid":
-            check_receipt(receipt_of(state))
-    return list(answer.payments)
+    known: dict[tuple[str, str], PaymentState] = {}
+    contradicted: set[tuple[str, str]] = set()
+    wrong = []
+    for number, raw in enumerate(answer.payments, 1):
+        try:
+            state = _state_of(raw, asked)
+            hold = state.offer, state.grab
+            if known.setdefault(hold, state) != state:
+                contradicted.add(hold)
+                raise Invalid("contradicts another state of the same grab")
+        except Invalid as error:
+            wrong.append(f"payments: number {number}: {error}")
+    return [state for hold, state in known.items() if hold not in contradicted], wrong
+
+
+def _state_of(raw: msgspec.Raw, asked: Container[tuple[str, str]]) -> PaymentState:
+    """A state; raises Invalid that names the claim."""
+    try:
+        state = _decode_state(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(str(error)) from None
+    if (state.offer, state.grab) not in asked:
+        raise Invalid("grab: was not asked for")
+    if state.status == "paid":
+        check_receipt(receipt_of(state))
+    return state
 
 
 def receipt_of(state: PaymentState) -> Receipt:

@@ -117,11 +117,17 @@ class Questions:
         try:
             text = _decode_body(body).answer
             payload = self._side.keys.read(Purpose.payment_answer, text, QUERY_LENGTH_MAX)
-            return decode_answer(payload, query)
+            states, wrong = decode_answer(payload, query)
         except NotSigned:
             raise NoAnswer("the answer is not signed by a key of GRAB_PAYMENT_KEYS") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, Invalid) as error:
             raise NoAnswer(f"the answer cannot be used: {error}") from None
+        if wrong:
+            log.warning(
+                "the payment side: states in an answer that cannot be used: %d, the first: %s",
+                len(wrong), wrong[0],
+            )  # fmt: skip
+        return states
 
 
 class _Body(msgspec.Struct):

@@ -154,7 +154,7 @@ async def test_provider_knows_only_grabs_whose_tokens_it_was_shown(payer: Caller
         query = signed({"id": "q", "at": 1, "holds": holds}, purpose=Purpose.payment_query)
         got = await payer.send("POST", "/query", {"query": query})
         assert got.status == 200, got
-        answer = decode_answer(json.dumps(claims_of(got.body["answer"])).encode(), _query_of(holds))
+        answer, _ = decode_answer(json.dumps(claims_of(got.body["answer"])).encode(), _query_of(holds))
         assert [state.grab for state in answer] == list(grabs)
         return [(state.status, state.final) for state in answer]
 
