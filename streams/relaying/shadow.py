@@ -101,14 +101,21 @@ class Pace:
         await asyncio.sleep((now - self._began) * self._rest)
         self._began = time.monotonic()
 
+    async def wait(self, seconds: float) -> None:
+        """Waits in the middle of a step. This is not work: the pause after the step is not longer for it."""
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        self._began += time.monotonic() - began
+
 
 class Events:
     """The events of a shard that count, in order, read from the journal up to a requested seq at a time."""
 
-    def __init__(self, reader: JournalReader, shard: int, wait_seconds: float) -> None:
+    def __init__(self, reader: JournalReader, shard: int, wait_seconds: float, pace: Pace) -> None:
         self._reader = reader
         self._shard = shard
         self._wait_seconds = wait_seconds
+        self._pace = pace
         self._cursor = Cursor()
         self._over: list[Accepted] = []
 
@@ -130,7 +137,7 @@ class Events:
             if max(self._cursor.next_offset, passed) >= end:
                 if seq is None or time.monotonic() > deadline:
                     return
-                await asyncio.sleep(0.05)
+                await self._pace.wait(0.05)
                 continue
             async with aclosing(self._reader.read(self._shard, self._cursor.next_offset, end)) as lists:
                 async for records in lists:
@@ -281,7 +288,13 @@ class ShadowShard:
                 yield doubt
         for (name, kind), shadow, live in sizes:
             if max(shadow, live) > PAGE:
-                yield Part(name, "size", (kind,))
+                if _is_cleaned(name) and kind in _WITH_MEMBERS:
+                    # The sizes say nothing: records that count as forgotten may be on either side.
+                    async with aclosing(self._surplus(name, kind)) as surplus:
+                        async for doubt in surplus:
+                            yield doubt
+                else:
+                    yield Part(name, "size", (kind,))
                 async with aclosing(self._pages(self._shadow, name, kind, shadow)) as pages:
                     async for page in pages:
                         [shadow_page], [live_page] = (
@@ -313,7 +326,7 @@ class ShadowShard:
         """The doubts that differ at the same seq, repeatedly, in words."""
         differing: list[tuple[Part, Value, Value]] = []
         for wait in LOOKS:
-            await asyncio.sleep(wait)
+            await self._pace.wait(wait)
             live = await self._at_one_seq(doubts)
             shadow = await self._read(self._shadow, doubts)
             differing = [
@@ -328,8 +341,9 @@ class ShadowShard:
                 return []
         words = []
         for part, shadow_value, live_value in differing:
-            if part.kind == "size" and ((surplus := await self._surplus(part)) or _is_cleaned(part.name)):
-                words += await self._judge(surplus) if surplus else []
+            surplus = await self._first_surplus(part) if part.kind == "size" else []
+            if surplus:
+                words += await self._judge(surplus)
             else:
                 words += _in_words(self._live.shard, part, shadow_value, live_value)
         return words
@@ -402,35 +416,43 @@ class ShadowShard:
         return True
 
     async def _counts_no_more(self, name: str, member: str, value: Value) -> bool:
-        now = await time_ms_of(self._redis, self._live.state)
         campaign, _, what = name.removeprefix("campaign:").partition("/")
+        if what in ("answers", "payments"):
+            offer = offer_of_answer(value, campaign) if what == "answers" else offer_of_payment(value)
+            is_retired = await self._redis.sismember(self._live.retired, offer)
+            if what == "answers" or not is_retired:
+                # There may be as many as a retired offer had, so nothing else is asked about them.
+                return bool(is_retired)
+            scores = [await self._redis.zscore(keys.past, offer) for keys in (self._live, self._shadow)]
+            now = await time_ms_of(self._redis, self._live.state)
+            return all(at is None or now >= at + PAYMENTS_KNOWN_MS for at in scores)
+        now = await time_ms_of(self._redis, self._live.state)
         if name == "past":
             return bool(now >= value + PAYMENTS_KNOWN_MS)
-        if what == "state":
-            retired_at = re.fullmatch(rb"\d+:(\d+)", value) if member.startswith("retired/") else None
-            return retired_at is not None and now >= int(retired_at[1]) + PAYMENTS_KNOWN_MS
-        offer = offer_of_answer(value, campaign) if what == "answers" else offer_of_payment(value)
-        if not await self._redis.sismember(self._live.retired, offer):
-            return False
-        scores = [await self._redis.zscore(keys.past, offer) for keys in (self._live, self._shadow)]
-        return what == "answers" or all(at is None or now >= at + PAYMENTS_KNOWN_MS for at in scores)
+        retired_at = re.fullmatch(rb"\d+:(\d+)", value) if member.startswith("retired/") else None
+        return retired_at is not None and now >= int(retired_at[1]) + PAYMENTS_KNOWN_MS
 
-    async def _surplus(self, part: Part) -> list[Part]:
-        """The parts of a large key that only the live shard has."""
-        [kind] = part.what
-        if kind in ("list", "string"):
-            return []
-        surplus: list[Part] = []
-        async with aclosing(self._pages(self._live, part.name, kind, 0)) as pages:
+    async def _surplus(self, name: str, kind: str) -> AsyncGenerator[Part, None]:
+        """The parts of a large key that only the live shard seems to have."""
+        async with aclosing(self._pages(self._live, name, kind, 0)) as pages:
             async for page in pages:
                 [values] = await self._read(self._shadow, [page])
-                surplus += [
-                    Part(part.name, kind, (member,))
-                    for member, value in zip(page.what, values, strict=True)
-                    if _absent(value)
-                ]
+                for member, value in zip(page.what, values, strict=True):
+                    if _absent(value):
+                        yield Part(name, kind, (member,))
                 await self._pace()
-        return surplus[:DOUBTS_AT_ONCE]
+
+    async def _first_surplus(self, part: Part) -> list[Part]:
+        """As many of them, for a key whose size differs, as are judged at once."""
+        [kind] = part.what
+        surplus: list[Part] = []
+        if kind in _WITH_MEMBERS:
+            async with aclosing(self._surplus(part.name, kind)) as doubting:
+                async for doubt in doubting:
+                    surplus.append(doubt)
+                    if len(surplus) == DOUBTS_AT_ONCE:
+                        break
+        return surplus
 
 
 _SIZE: Final = {
@@ -446,6 +468,7 @@ _WHOLE: Final[dict[str, tuple[Any, ...]]] = {
     "list": ("lrange", 0, -1), "string": ("get",),
 }  # fmt: skip
 _SOME: Final = {"hash": "hmget", "set": "smismember", "zset": "zmscore"}
+_WITH_MEMBERS: Final = frozenset(_SOME)
 
 
 def _ask(pipe: Any, keys: ShardKeys, part: Part) -> None:
@@ -509,8 +532,6 @@ def _is_cleaned(name: str) -> bool:
 
 
 def _same(part: Part, shadow: Value, live: Value) -> bool:
-    if part.kind == "size" and _is_cleaned(part.name):
-        return False  # the same number may be other members
     if part.name == "shard":
         # A shard without events has no time, or the time 0.
         return [value or b"0" for value in shadow] == [value or b"0" for value in live]
@@ -639,7 +660,7 @@ async def open_shadow(
                 redis,
                 keys.shard(shard),
                 shadow,
-                Events(reader, shard, wait_seconds),
+                Events(reader, shard, wait_seconds, pace),
                 recovery,
                 ownership,
                 pace,
