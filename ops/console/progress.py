@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: events done, rate, remaining time."""
+"""Progress of long work: events done, rate, remaining time."""
 
 import sys
 import time
@@ -45,6 +45,45 @@ class ProgressLine:
             words += f", {rate:,.0f} a second"
             words += f", {(total - done) / rate:,.0f} s left" if total else ""
         self._console.print(words, end="\r" if terminal else "\n", markup=False)
+
+
+class Steps:
+    """The steps of long work, each with a line on `output`. A step whose end is known has a bar on a
+    terminal, else a line every few seconds. Use it as a context manager.
+    """
+
+    def __init__(self, output: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            bar(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=output, transient=True, disable=not output.is_terminal)
+        self._task = self._progress.add_task("", visible=False)
+        self._step = ""
+        self._shown = 0.0
+
+    def __enter__(self) -> "Steps":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
+        """Shows a step, and how many of its events are done."""
+        output, now = self._progress.console, time.monotonic()
+        if step != self._step:
+            self._step, self._shown = step, now
+            output.print(f"[dim]{step} …[/]", highlight=False)
+            self._progress.reset(self._task, description=step)
+        self._progress.update(self._task, completed=done, total=total or None, visible=total > 0)
+        if total and not output.is_terminal and now - self._shown >= LINE_EVERY_SECONDS:
+            self._shown = now
+            output.print(
+                f"[dim]{step}: {done:,} of {total:,} events ({done / total:.0%})[/]", highlight=False
+            )
 
 
 class _Rate(ProgressColumn):

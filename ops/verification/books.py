@@ -1,7 +1,6 @@
 """Reads the journal once, checks its chain, and compares it with one snapshot of the read models."""
 
 import logging
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from hashlib import sha256
@@ -16,7 +15,7 @@ from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.audit_trail import AuditTrail, SetAsideEvents
 from grabstream.ops.verification.checkpoints import Against
-from grabstream.ops.verification.checks import PROGRESS_SECONDS, Check, Problems, RedisShard, Say, flattened
+from grabstream.ops.verification.checks import Check, Problems, Progress, RedisShard, flattened
 from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.ops.verification.signatures import Signatures
 from grabstream.projections.checking.rebuilt import REBUILT, RebuiltModels
@@ -36,14 +35,13 @@ class Books:
 
     def __init__(
         self, connection: AsyncConnection[Any], reader: JournalReader, settings: Settings,
-        shards: Mapping[int, RedisShard], report: Say, against: Against | None = None
+        shards: Mapping[int, RedisShard], report: Progress, against: Against | None = None
     ) -> None:  # fmt: skip
         self._connection = connection
         self._reader = reader
         self._settings = settings
         self.shards = shards
         self._report = report
-        self._reported_at = time.monotonic()
         self._rebuilt = RebuiltModels(connection, settings.schema_)
         self._chain, self._audit, self._cursors, self._checkpoints = (
             Problems(),
@@ -115,7 +113,7 @@ class Books:
                                 self._against.take(shard, accepted.seq, accepted.hash)
                             await self._event(shard, accepted, event, audit)
                             last = accepted
-                        self._report_progress(shard, cursor.seq)
+                        self._report_progress(cursor.seq)
             except (Corrupt, Gap, msgspec.DecodeError) as error:
                 self.broken.add(shard)
                 self._chain.add(f"shard {shard}: {error}")
@@ -319,14 +317,11 @@ class Books:
     async def _rows(self, query: str, *arguments: Any) -> list[Any]:
         return await (await self._connection.execute(query.encode(), arguments or None)).fetchall()
 
-    def _report_progress(self, shard: int, seq: int) -> None:
-        now = time.monotonic()
-        if now - self._reported_at > PROGRESS_SECONDS:
-            self._reported_at = now
-            self._report(
-                f"reading the journal: shard {shard} of {self._settings.shards}, seq {seq:,}; "
-                f"{self._events:,} events in all"
-            )
+    def _report_progress(self, seq: int) -> None:
+        """Reports how much of the journal is read, with the seq of the shard that is being read."""
+        done = sum(self.ends.values()) + seq
+        # A number of Redis may be damaged, or older than the journal.
+        self._report("reading the journal", done, max(done, sum(of.seq for of in self.shards.values())))
 
 
 def _decoded(events: Sequence[Accepted]) -> list[AnyLine | msgspec.DecodeError]:

@@ -1,13 +1,12 @@
 """The checks of a verification: what was checked, and what is wrong."""
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 POLL_SECONDS = 0.1
 PROBLEMS_SHOWN_MAX = 5
 #: Further problems of one check are counted, but not kept.
 PROBLEMS_KEPT_MAX: Final = 200
-PROGRESS_SECONDS: Final = 1.0
 
 
 class Check(NamedTuple):
@@ -47,6 +46,19 @@ class RedisShard(NamedTuple):
 
 
 Say = Callable[[str], None]
+
+
+class Progress(Protocol):
+    """Called with each step of a verification; and again with the number of events that it has done, of how
+    many, where that is known.
+    """
+
+    def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
+        """Shows it, not too often."""
+
+
+def no_progress(step: str, done: int = 0, total: int = 0) -> None:
+    """Shows nothing."""
 
 
 class Problems:

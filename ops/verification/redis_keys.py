@@ -5,7 +5,7 @@ key by key.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +16,7 @@ from grabstream.ops.connections.opening import key_space, sealer, snapshots
 from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.settings import BadSettings, Settings
 from grabstream.ops.verification.books import Books
-from grabstream.ops.verification.checks import POLL_SECONDS, Check, Say
+from grabstream.ops.verification.checks import POLL_SECONDS, Check, Progress
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.relaying.ownership import NewerProgram, SteppedDown
 from grabstream.streams.relaying.recovery import Impossible
@@ -32,15 +32,52 @@ ROOM_SHARE: Final = 0.9
 ROOM_SHARE_OF_MACHINE: Final = 0.7
 
 
+class _Reached:
+    """Reports how far the comparison is, in events: half of a shard's when its shadow is made, which takes
+    about as long as the comparison with it.
+    """
+
+    def __init__(self, report: Progress, ends: Mapping[int, int]) -> None:
+        self._report = report
+        self._ends = ends
+        self._total = sum(ends.values())
+        self._shard = self._reached = 0
+
+    def begin(self, shard: int) -> None:
+        """The next shard begins."""
+        self._shard = shard
+        self._at(0)
+
+    def made(self, applied: int) -> None:
+        """So many events are in the shadow."""
+        self._at(min(applied / max(self._ends.get(self._shard, 0), 1), 1) / 2)
+
+    def compared(self, keys: int, of: int) -> None:
+        """So many keys are compared, of all."""
+        self._at((1 + keys / of) / 2)
+
+    def end(self) -> None:
+        """All shards are compared."""
+        self._report("comparing Redis", self._total, self._total)
+
+    def _at(self, share: float) -> None:
+        before = sum(self._ends.get(shard, 0) for shard in range(self._shard))
+        # Never less than before: a shadow that follows the live shard is made further while it is compared.
+        self._reached = max(self._reached, before + round(share * self._ends.get(self._shard, 0)))
+        self._report("comparing Redis", self._reached, self._total)
+
+
 async def redis_check(
-    settings: Settings, redis: Any, reader: JournalReader, books: Books, wait_seconds: float, report: Say,
-    share: float
+    settings: Settings, redis: Any, reader: JournalReader, books: Books, wait_seconds: float,
+    report: Progress, share: float
 ) -> Check:  # fmt: skip
     """Checks that every key of every shard is what a recovery would make from the journal. Waits up to
     `wait_seconds` for a shard that is being taken over.
     """
     keys, problems, notes = 0, [], []
+    reached = _Reached(report, books.ends)
     for shard in range(settings.shards):
+        reached.begin(shard)
         if shard in books.broken:
             notes.append(f"shard {shard} is not compared: its journal is broken")
             continue
@@ -54,10 +91,9 @@ async def redis_check(
                     f"shard {shard}: Redis has nothing of it, its journal ends at seq {books.ends[shard]}"
                 )
             continue
-        report(f"comparing Redis: shard {shard} of {settings.shards}")
         try:
             compared = await _compare_shard(
-                settings, redis, reader, shard, shard in books.trail_is_sound, wait_seconds, share
+                settings, redis, reader, shard, shard in books.trail_is_sound, wait_seconds, share, reached
             )
             keys += compared.keys
             problems += compared.differences
@@ -72,12 +108,13 @@ async def redis_check(
                 notes.append(f"shard {shard} is not compared: events of it were set aside ({error})")
             else:
                 problems.append(f"shard {shard}: the journal contradicts itself: {error}")
+    reached.end()
     return Check("Redis = fold of the journal", keys, "keys", problems, notes)
 
 
 async def _compare_shard(
     settings: Settings, redis: Any, reader: JournalReader, shard: int, trail_is_sound: bool,
-    wait_seconds: float, share: float
+    wait_seconds: float, share: float, reached: _Reached
 ) -> Any:  # fmt: skip
     settings.require_opening_keys("`verify`")
     deadline = time.monotonic() + wait_seconds
@@ -92,6 +129,8 @@ async def _compare_shard(
         pace=Pace(share),
         room=_room_of(redis),
         wait_seconds=wait_seconds,
+        made=reached.made,
+        compared=reached.compared,
     ) as shadow:
         await shadow.make()
         while True:

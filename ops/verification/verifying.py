@@ -20,7 +20,14 @@ from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.books import Books
 from grabstream.ops.verification.checkpoints import Against, Given
-from grabstream.ops.verification.checks import POLL_SECONDS, UNREADABLE, Check, RedisShard, Say
+from grabstream.ops.verification.checks import (
+    POLL_SECONDS,
+    UNREADABLE,
+    Check,
+    Progress,
+    RedisShard,
+    no_progress,
+)
 from grabstream.ops.verification.redis_keys import redis_check
 from grabstream.projections.cursors import load, stopped
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
@@ -30,12 +37,12 @@ from grabstream.streams.topics import Topics
 
 
 async def verify(
-    settings: Settings, wait_seconds: float = 30.0, report: Say = lambda line: None, quick: bool = False,
+    settings: Settings, wait_seconds: float = 30.0, report: Progress = no_progress, quick: bool = False,
     share: float = 0.5, checkpoint: Given | None = None
 ) -> list[Check]:  # fmt: skip
     """Runs and returns all checks; raises the clients' errors when a server cannot be reached.
 
-    Waits up to `wait_seconds` for read models that lag. `report` is called with lines about the progress.
+    Waits up to `wait_seconds` for read models that lag. `report` is called with each step and its progress.
     `quick` skips step 5, which needs room in Redis for a copy of one shard at a time. Step 5 uses at most
     this `share` of the time, so that users are served; 1 where there are no users. With a `checkpoint`, the
     history must be the one that it names.

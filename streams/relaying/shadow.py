@@ -172,6 +172,7 @@ class ShadowShard:
         recovery: Recovery,
         ownership: Ownership,
         pace: Pace,
+        compared: Callable[[int, int], None] = lambda keys, of: None,
     ) -> None:
         self._redis = redis
         self._live = live
@@ -180,6 +181,8 @@ class ShadowShard:
         self._recovery = recovery
         self._ownership = ownership
         self._pace = pace
+        #: Called with the number of keys compared, of how many.
+        self._compared = compared
         self._layout: bytes | None = None
         self.seq = 0
 
@@ -227,6 +230,7 @@ class ShadowShard:
                     if len(differences) >= DIFFERENCES_MAX:
                         return Compared(self.seq, len(names), differences)
             await self._pace()
+            self._compared(min(start + KEYS_AT_ONCE, len(names)), len(names))
         differences += await self._judge(doubts)
         return Compared(self.seq, len(names), differences)
 
@@ -618,9 +622,12 @@ async def open_shadow(
     redis: Any, keys: KeySpace, shard: int, sealer: Sealer, reader: JournalReader,
     snapshots: Snapshots | None, *,
     pace: Pace, room: Callable[[str], Awaitable[str]], wait_seconds: float = 10.0, prefix: str = SHADOW,
+    made: Callable[[int], None] = lambda applied: None,
+    compared: Callable[[int, int], None] = lambda keys, of: None,
 ) -> AsyncIterator[ShadowShard]:  # fmt: skip
     """The shadow of a shard, empty at first, deleted at the end. `room(key)` returns why the server with that
-    key has no room for it, or ''.
+    key has no room for it, or ''. `made` is called with the number of events applied, `compared` with the
+    number of keys compared, and of all keys.
 
     Raises NoRoom, also when another process compares the same shard under the same prefix.
     """
@@ -651,7 +658,7 @@ async def open_shadow(
 
     pace.beat = beat
     owned = OwnedShard(redis, shadow)
-    recovery = Recovery(owned, sealer, snapshots and snapshots._replace(open=open_snapshot))
+    recovery = Recovery(owned, sealer, snapshots and snapshots._replace(open=open_snapshot), progress=made)
     try:
         await beat()
         ownership = (await owned.raise_term(0)).ownership
@@ -664,6 +671,7 @@ async def open_shadow(
                 recovery,
                 ownership,
                 pace,
+                compared,
             )
         finally:
             await recovery.wipe(ownership)

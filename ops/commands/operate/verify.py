@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import click
@@ -9,10 +10,11 @@ from rich.markup import escape
 
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.ops.console.progress import Steps
 from grabstream.ops.formats.replay_request import ObjectAddress
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checkpoints import Given, read_checkpoint
-from grabstream.ops.verification.checks import PROBLEMS_SHOWN_MAX, Check, Say
+from grabstream.ops.verification.checks import PROBLEMS_SHOWN_MAX, Check, Progress, no_progress
 from grabstream.ops.verification.evidence import BadCheckpoint
 from grabstream.ops.verification.verifying import verify as run_verification
 from grabstream.streams.buckets import Place
@@ -33,7 +35,7 @@ def print_checks(checks: list[Check]) -> None:
 
 
 async def _verify(
-    settings: Settings, wait_seconds: float, report: Say, quick: bool, checkpoint: Given | None
+    settings: Settings, wait_seconds: float, report: Progress, quick: bool, checkpoint: Given | None
 ) -> list[Check]:
     await check_system(settings, seals=True)
     return await run_verification(settings, wait_seconds, report, quick, checkpoint=checkpoint)
@@ -59,14 +61,15 @@ def verify(wait: float, quick: bool, against: Path | Place | None, as_json: bool
     byte for byte, the rows of all read models, cursors, views, and every key in Redis. Exit code 1: a
     difference, or the file of --against is not the checkpoint that was written.
     """
-    report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line} …[/]"))
     settings = load_settings()
     try:
         checkpoint = None if against is None else read_checkpoint(against, settings)
     except BadCheckpoint as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
-    checks = asyncio.run(_verify(settings, wait, report, quick, checkpoint))
+    showing: AbstractContextManager[Progress] = nullcontext(no_progress) if as_json else Steps(console)
+    with showing as report:
+        checks = asyncio.run(_verify(settings, wait, report, quick, checkpoint))
     if as_json:
         print_json([{**check._asdict(), "passed": check.passed} for check in checks])
     else:

@@ -216,6 +216,25 @@ async def test_a_sound_system_has_no_problems(whole: Settings) -> None:
     assert left == []
 
 
+async def test_progress_has_an_end(whole: Settings) -> None:
+    shown: dict[str, list[tuple[int, int]]] = {}
+
+    def report(step: str, done: int = 0, total: int = 0) -> None:
+        shown.setdefault(step, []).append((done, total))
+
+    await verify(whole, 0, report, share=1)
+    assert len(shown) == 6
+    redis = open_redis(whole)
+    seqs = [int(await redis.hget(key_space(whole).shard(shard).state, "seq")) for shard in range(2)]
+    await redis.aclose()
+    for step in ("reading the journal", "comparing Redis"):
+        done = [progress[0] for progress in shown[step]]
+        assert done == sorted(done)
+        assert done[-1] == sum(seqs)
+        assert len(set(done)) > 2
+        assert {total for _, total in shown[step]} == {sum(seqs)}
+
+
 # -- read models ---------------------------------------------------------------------------------------------
 
 
