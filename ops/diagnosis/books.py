@@ -20,6 +20,7 @@ from grabstream.projections import cursors
 from grabstream.projections.checking import verified
 from grabstream.projections.checking.verified import OpenFinding, VerifiedTo
 from grabstream.projections.cursors import Stop
+from grabstream.projections.database.locks import is_held
 from grabstream.projections.database.migrate import PROJECTIONS, missing_migrations
 from grabstream.projections.database.system import read_identity
 from grabstream.projections.records import journal_keys as recorded_keys
@@ -72,6 +73,8 @@ class BookReadings(NamedTuple):
     seal_keys: SealKeyReadings = SealKeyReadings()
     #: The public keys with which relays sign, by id.
     journal_keys: Mapping[str, str] = {}
+    #: Whether a verifier has the lock that it has while it works.
+    has_verifier: bool = False
 
 
 async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookReadings:
@@ -110,6 +113,7 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
         hooks=await read_hooks(connection),
         seal_keys=await read_seal_keys(connection),
         journal_keys=await _journal_keys(connection, schema),
+        has_verifier=await is_held(connection, verified.lock_of(schema)),
     )  # fmt: skip
 
 
@@ -489,16 +493,24 @@ _DIFFERENCES = {
 
 
 def not_verified(readings: BookReadings, settings: Settings, now_ms: int) -> list[Finding]:
-    """No verifier has compared anything for SILENT_MS_MAX."""
+    """No verifier is there, and none has compared anything for SILENT_MS_MAX; or the one that is there has
+    not for UNFINISHED_MS_MAX. After a pass of a large system, a verifier rests longer than SILENT_MS_MAX.
+    """
     if not readings.positions or not any(cursor.seq for cursor in readings.positions["audit"].values()):
         return []
     last = max(
         (_ms(shard.compared_at) for shard in readings.verified_to.values() if shard.compared_at),
         default=None,
     )
+    means = "a difference between the journal, the read models and Redis would not be noticed"
+    if readings.has_verifier:
+        if last is None or now_ms - last < verified.UNFINISHED_MS_MAX:
+            return []
+        what = f"the verifier has compared nothing for {(now_ms - last) // 60_000:,} minutes"
+        command = "grabstream verify   # checks once; the log of the worker says what the verifier waits for"
+        return [Finding("risk", what, means, command, last)]
     if last is not None and now_ms - last < verified.SILENT_MS_MAX:
         return []
-    means = "a difference between the journal, the read models and Redis would not be noticed"
     return [Finding("risk", "no worker verifies", means, "grabstream worker --roles verify", last)]
 
 

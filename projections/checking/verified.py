@@ -12,10 +12,18 @@ from grabstream.projections.checking.proof import AuditRow, LedgerRow, OfferStat
 from grabstream.projections.database.arrays import integer_array, text_array
 from grabstream.projections.ledger import in_lines
 
-#: After this time without a pass, the verifier counts as not running.
+#: After this time without a pass, and without a verifier that has the lock, nobody verifies.
 SILENT_MS_MAX: Final = 300_000
+#: After this time without a pass, the verifier that has the lock does not get on. A pass of a large system,
+#: and the rest after it (REST_SECONDS_MAX of streams/projecting/verifier.py), take less.
+UNFINISHED_MS_MAX: Final = 3_600_000
 #: The shard of findings about all shards: those about accounts of users.
 ALL_SHARDS: Final = -1
+
+
+def lock_of(schema: str) -> str:
+    """The advisory lock of PostgreSQL that the one verifier of a system has while it works."""
+    return f"grabstream-verifier-{schema}"
 
 
 class VerifiedTo(NamedTuple):

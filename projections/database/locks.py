@@ -15,6 +15,12 @@ from psycopg.errors import LockNotAvailable
 from grabstream.projections.database.sessions import rename
 
 _POLL_SECONDS: Final = 0.1
+#: The rows of pg_locks about a lock that a session has.
+_IS_LOCK: Final = (
+    "locktype = 'advisory' AND granted AND objsubid = 1 "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+    "AND (classid::bigint << 32 | objid::bigint) = hashtext(%s)"
+)
 
 
 class Held(Exception):
@@ -38,13 +44,17 @@ async def release(connection: AsyncConnection[Any], name: str) -> None:
     await connection.execute("SELECT pg_advisory_unlock(hashtext(%s))", (name,))
 
 
+async def is_held(connection: AsyncConnection[Any], name: str) -> bool:
+    """Whether a session of this database has the lock. Every role may ask this."""
+    result = await connection.execute(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {_IS_LOCK})", (name,))  # noqa: S608 - no input
+    return bool((await result.fetchone() or (False,))[0])
+
+
 async def _holder(connection: AsyncConnection[Any], name: str) -> str:
     """Names the session that has the lock. Every role may read this."""
     result = await connection.execute(
-        "SELECT application_name, usename, pid FROM pg_locks JOIN pg_stat_activity USING (pid) "
-        "WHERE locktype = 'advisory' AND granted AND objsubid = 1 AND datname = current_database() "
-        "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
-        "AND (classid::bigint << 32 | objid::bigint) = hashtext(%s)",
+        "SELECT application_name, usename, pid FROM pg_locks JOIN pg_stat_activity USING (pid) "  # noqa: S608
+        f"WHERE datname = current_database() AND {_IS_LOCK}",
         (name,),
     )
     row = await result.fetchone()

@@ -67,6 +67,9 @@ REST_SECONDS_MIN: Final = 0.25
 #: The time that a pass counts for at least when it has compared everything there is: 5 s of rest with the
 #: default settings.
 COMPLETE_SECONDS_MIN: Final = 0.125
+#: The longest rest after a pass. Whoever waits for the verifier may wait so long, and a pass that took long
+#: because the machine stood still is not followed by hours of rest.
+REST_SECONDS_MAX: Final = 1_800.0
 RETRY_SECONDS: Final = 2.0
 #: How long Redis may take to answer about a shard.
 ANSWER_SECONDS_MAX: Final = 2.0
@@ -176,7 +179,8 @@ class Verifier:
             took = time.monotonic() - began
             if self._is_complete:
                 took = max(took, COMPLETE_SECONDS_MIN)
-            await _pause(stop, max(took * (1 / self._share - 1), 0 if can_continue else REST_SECONDS_MIN))
+            rest = min(took * (1 / self._share - 1), REST_SECONDS_MAX)
+            await _pause(stop, max(rest, 0 if can_continue else REST_SECONDS_MIN))
 
     # -- every key of Redis ----------------------------------------------------------------------------------
 
@@ -217,7 +221,7 @@ class Verifier:
 
     async def _try_lock(self, connection: AsyncConnection[Any]) -> bool:
         locked = await (
-            await connection.execute(_ADVISORY_LOCK, (f"grabstream-verifier-{self._schema}",))
+            await connection.execute(_ADVISORY_LOCK, (verified.lock_of(self._schema),))
         ).fetchone()
         return bool(locked and locked[0])
 

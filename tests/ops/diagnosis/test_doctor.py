@@ -34,6 +34,7 @@ from grabstream.ops.diagnosis.topics import Partition, TopicReadings
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
+from grabstream.projections.checking import verified
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command, retention_ms
 from tests.conftest import until
@@ -44,6 +45,7 @@ from tests.support.projecting import (
     JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
+    open_tables,
     opened,
     rows,
     running,
@@ -253,6 +255,29 @@ async def test_a_finding_of_the_verifier_is_reported(system: Settings, journal: 
     status = json.loads(grabstream("status", "--json", **env_of(system)).stdout)
     assert [finding["id"] for finding in status["findings"]] == [difference.id]
     assert {shard["shard"]: shard["seq"] for shard in status["verified"]}[SHARD] == 2
+
+
+async def test_a_verifier_that_rests_is_not_missing(system: Settings) -> None:
+    """After a pass of a large system the verifier rests, for longer than a missing one is tolerated. It keeps
+    its lock meanwhile; one that does not get on for an hour is reported too.
+    """
+    async with await open_tables(system) as connection:
+        await connection.execute("UPDATE projection_cursors SET seq = 1 WHERE projection = 'audit'")
+        await verified.begin(connection, system.shards)
+
+    async def reported(minutes: int) -> list[str]:
+        async with await open_tables(system) as connection:
+            await connection.execute(
+                "UPDATE verified SET compared_at = now() - make_interval(mins => %s)", (minutes,)
+            )
+        return [finding.what for finding in findings_of(await examine(system), "somebody verifies")]
+
+    assert await reported(20) == ["no worker verifies"]
+    lock = f"grabstream-verifier-{system.schema_}"
+    async with await open_tables(system) as verifier:
+        await verifier.execute("SELECT pg_advisory_lock(hashtext(%s))", (lock,))
+        assert await reported(20) == []
+        assert await reported(90) == ["the verifier has compared nothing for 90 minutes"]
 
 
 @pytest.mark.long

@@ -3,20 +3,23 @@ it is mended.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from psycopg import AsyncConnection
 
-from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS
+from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms, StockTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
+from grabstream.streams.clients import Trouble
 from grabstream.streams.projecting import verifier as verifier_module
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.projecting.verifier import Verifier
@@ -320,6 +323,31 @@ async def test_the_verifier_compares_redis_at_the_same_event(
 
         assert "not in Redis" in str(await until(lost, 30, "the finding"))
     await redis.aclose()
+
+
+@pytest.mark.parametrize(("took", "rests"), [(2.0, 38.0), (900.0, 1_800.0)])
+async def test_a_pass_is_followed_by_a_rest_that_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, took: float, rests: float
+) -> None:
+    """As doctor expects: a verifier that works has compared something in the last hour."""
+    now, rested, stop = 100.0, [], asyncio.Event()
+
+    async def verify_once(connection: Any) -> bool:
+        nonlocal now
+        now += took
+        return True
+
+    async def pause(stop: asyncio.Event, seconds: float) -> bool:
+        rested.append(seconds)
+        stop.set()
+        return True
+
+    verifier = Verifier(None, KeySpace("x", 1), "", "x", 0.05)
+    monkeypatch.setattr(verifier, "verify_once", verify_once)
+    monkeypatch.setattr(verifier_module, "_pause", pause)
+    monkeypatch.setattr(verifier_module, "time", SimpleNamespace(monotonic=lambda: now))
+    await verifier._walk_on(None, stop, Trouble(logging.getLogger(), "verifier"))  # type: ignore[arg-type]
+    assert rested == pytest.approx([rests])
 
 
 @pytest.mark.long
