@@ -35,6 +35,7 @@ from grabstream.streams.deciding.payments import HoldQueries, PaymentSide
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
 from grabstream.streams.deciding.understanding import Authority
 from grabstream.streams.measures import WorkerMeasures
+from grabstream.streams.relaying.announcing import Change
 from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.recovery import Recovered, Snapshots
 from grabstream.streams.relaying.relay import Duty, ShardRelay, Step
@@ -88,11 +89,13 @@ def roles_of(
     payment_side: PaymentSide | None = None,
     measures: WorkerMeasures | None = None,
     user_keys: UserKeys | None = None,
+    relays_change: Callable[[Change], None] = lambda change: None,
 ) -> dict[str, Role]:
     """The roles to play as functions of a stop event; raises ValueError for a role that does not exist.
 
     `ready` is called with each of the roles returned once it has started, also when it starts again; before
-    it, `relays` is called with the shards that this worker relays and sweeps then. `payment_side` is asked
+    it, `relays` is called with the shards that this worker relays and sweeps then, and `relays_change` when
+    these are others. `payment_side` is asked
     about holds that end soon. `measures` counts what the roles do. `user_keys` has the keys under which the
     decider seals the metadata of grabs, if it does.
     """
@@ -162,7 +165,7 @@ def roles_of(
                     queries_of = await stack.enter_async_context(
                         open_queries(payment_side, redis, keys, sealer, settings.gate)
                     )
-                leases = Leases(redis, keys, settings.lease_ms, tasks_of, requested)
+                leases = Leases(redis, keys, settings.lease_ms, tasks_of, requested, relays_change)
                 counted.leases_held, counted.shards_relayed = lambda: leases.held, lambda: leases.relayed
                 await leases.run(stop)
 

@@ -35,6 +35,7 @@ from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.relaying.announcing import Announcing, Change
 from grabstream.streams.relaying.relay import Duty
 from grabstream.streams.relaying.shares import Overload, Worker, takers
 
@@ -158,6 +159,7 @@ class Leases:
         lease_ms: int,
         tasks_of: Callable[[int, Duty], list[Any]],
         requested: Callable[[Sequence[int]], None] = lambda held: None,
+        changed: Callable[[Change], None] = lambda change: None,
     ) -> None:
         self._redis = redis
         self._keys = keys
@@ -166,6 +168,9 @@ class Leases:
         #: Called once, with the shards held, when every lease has been requested.
         self._requested = requested
         self._all_requested = False
+        #: Called when other shards are relayed than before, once for many.
+        self._changed = changed
+        self._announcing = Announcing(lease_ms / 1000)
         self._running: dict[int, _Held] = {}
         #: The last answer of each shard, with its time.
         self._seen: dict[int, tuple[float, Lease]] = {}
@@ -201,6 +206,7 @@ class Leases:
             await asyncio.wait(holding, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await end(holding, 2 * END_SECONDS_MAX)
+            self._announce(at_once=True)
         for task in holding:
             if task.done() and not task.cancelled():
                 task.result()
@@ -279,6 +285,11 @@ class Leases:
             held.task.result()
             log.info("shard %d: relayed by another worker now", shard)
             del self._running[shard]
+
+    def _announce(self, at_once: bool = False) -> None:
+        terms = {shard: held.duty.term for shard, held in self._running.items()}
+        if (change := self._announcing.look(terms, self._now(), at_once)) is not None:
+            self._changed(change)
 
     def _report_requested(self) -> None:
         if not self._all_requested and len(self._seen) == self._keys.shards:
@@ -471,13 +482,14 @@ class Leases:
 
     async def _measure(self, stop: asyncio.Event) -> None:
         """Measures how late this event loop runs its timers, and decides what that means for the shards;
-        until `stop`.
+        until `stop`. Announces which shards are relayed at the same wake-ups.
         """
         weight = LAG_EVERY_SECONDS / LAG_SECONDS
         while not stop.is_set():
             expected = self._now() + (pause_seconds := seconds_to_tick(LAG_EVERY_SECONDS))
             await asyncio.sleep(pause_seconds)
             now = self._now()
+            self._announce()
             self._lag_ms += weight * (min((now - expected) * 1000, LAG_MS_MAX) - self._lag_ms)
             others = self._others(self._recent(now))
             share = math.ceil(self._keys.shards / (1 + len(others)))

@@ -75,6 +75,8 @@ class Duty:
     def __init__(self) -> None:
         #: Set by the relay while it owns the shard and relays it.
         self.is_relaying = False
+        #: The term in which the relay has taken the shard over last; 0 before it has.
+        self.term = 0
         #: Set by the holder of the lease when the shard is passed to another worker: the relay continues
         #: until the other has taken the shard over, and then returns instead of taking it over again.
         self.is_leaving = False
@@ -184,6 +186,7 @@ class ShardRelay:
     async def _tenure(self, producer: AIOKafkaProducer, ownership: Ownership, cursor: Cursor) -> None:
         log.info("shard %d: owner of term %d from seq %d", self._shard.keys.shard, ownership.term, cursor.seq)
         self.state = "relaying"
+        self._duty.term = ownership.term
         self._measures.takeovers += 1
         tail = _Tail(self._consumer, self._partition, ownership.term, cursor.next_offset)
         watching = asyncio.create_task(tail.watch())

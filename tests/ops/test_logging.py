@@ -70,6 +70,8 @@ async def test_a_worker_without_kafka_says_so_once_in_json_and_is_not_ready(
     with running(private, log, *words, log="json", metrics_listen="127.0.0.1:0") as process:
         port = port_of(log)
         await until(lambda: ask(port, "/health/ready")[0] == 200, 60, "ready")
+        # All shards are taken over a while after the worker is ready.
+        await until(lambda: f"took over 0 to {private.shards - 1}" in log.read_text(), 60, "takeovers")
         started = lines_of(log)
         assert sum(line["message"].startswith("ready: ") for line in started) == 1
         await asyncio.to_thread(private_services.kafka.kill)
@@ -86,6 +88,7 @@ async def test_a_worker_without_kafka_says_so_once_in_json_and_is_not_ready(
         await until(lambda: ask(port, "/health/ready")[0] == 200, 60, "ready again")
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 30) == 0
+    assert lines_of(log)[-1]["message"].startswith("stopped: SIGTERM; ")
     counts = Counter(line["logger"] for line in during)
     assert counts["grabstream.worker"] == 1, during
     assert max(counts.values()) <= LINES_OF_LOGGER_MAX, counts

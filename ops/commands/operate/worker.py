@@ -53,6 +53,7 @@ from grabstream.ops.console.stopping import (
     end_within,
     stop_on_signals,
 )
+from grabstream.ops.diagnosis.findings import of_shards, spans
 from grabstream.ops.initialization import refuse_replay
 from grabstream.ops.metrics.state import State
 from grabstream.ops.settings import BadSettings, Settings, load_settings
@@ -68,6 +69,7 @@ from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 from grabstream.streams.projecting.verifier import Verifier
+from grabstream.streams.relaying.announcing import Change
 from grabstream.streams.relaying.recovery import Recovered
 from grabstream.streams.relaying.relay import Step
 from grabstream.streams.relaying.takeover import NO_KEY
@@ -114,6 +116,8 @@ def worker(roles: str) -> None:
         raise click.BadParameter(SWEEPS_WITHOUT_RELAY, param_hint="--roles")
     with tracing(settings, "worker"):
         signals = uvloop.run(_run(settings, chosen))
+    by = signal.Signals(signals[0]).name if signals else "a role ended"
+    worker_log.info("stopped: %s; %s", by, _in_words(settings, chosen))
     if signal.SIGINT in signals:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -154,7 +158,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
                 "webhooks": known.before("webhooks", _webhooks(settings, measures)),
             },
             step_of(settings), snapshots(settings), functools.partial(_report_recovery, settings, measures),
-            ready, relayed.extend, payment_side(settings), measures, keys_of_users,
+            ready, relayed.extend, payment_side(settings), measures, keys_of_users, _say_relayed,
         )  # fmt: skip
         roles["identity"] = functools.partial(known.keep, redis)
         roles["key files"] = key_files.keep_fresh
@@ -185,10 +189,25 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
 
 
 def _ready_words(settings: Settings, chosen: Sequence[str], relayed: Sequence[int]) -> str:
-    words = f"roles {', '.join(chosen)}; {counted(settings.shards, 'shards')}"
+    shards = counted(settings.shards, "shards")
     if "relay" in chosen:
-        words += f", of which this worker relays {', '.join(map(str, relayed)) or 'none yet'}"
-    return f"{words}; prefix {settings.prefix}, schema {settings.schema_}"
+        shards += f", of which this worker relays {', '.join(map(str, relayed)) or 'none yet'}"
+    return _in_words(settings, chosen, f"; {shards}")
+
+
+def _in_words(settings: Settings, chosen: Sequence[str], more: str = "") -> str:
+    return f"roles {', '.join(chosen)}{more}; prefix {settings.prefix}, schema {settings.schema_}"
+
+
+def _say_relayed(change: Change) -> None:
+    """One line for all shards that were taken over at about the same time, or passed on or lost."""
+    words = [
+        f"{what} {spans(shards)}"
+        for what, shards in (("took over", change.taken_over), ("gave up", change.given_up))
+        if shards
+    ]
+    relayed = of_shards(change.relayed) if change.relayed else "no shards"
+    worker_log.info("relays %s: %s", relayed, "; ".join(words))
 
 
 class Known:

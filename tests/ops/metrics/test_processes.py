@@ -85,9 +85,18 @@ async def test_a_worker_exposes_every_metric_of_the_catalogue_and_nothing_else(
     assert scraped.kinds["process_resident_memory_bytes"] == "gauge"
     assert ask(port, "/health/live") == (200, {"status": "live"})
     assert ask(port, "/elsewhere")[0] == 404
+    took_over = f"relays shards 0 to {system.shards - 1}: took over 0 to {system.shards - 1}"
+    await until(lambda: took_over in process.log.read_text(), 60, "the line about takeovers")
     assert process.stop() == 0
-    # One line says that the worker is ready, at its start.
-    assert process.log.read_text().count("grabstream.worker: ready: ") == 1
+    # One line says that the worker is ready, at its start, one which shards it has taken over, one that it
+    # has given them up, and one that it has stopped.
+    said = re.findall(r"grabstream\.worker: (.*)", process.log.read_text())
+    of_state = [line for line in said if not line.startswith("metrics and health on ")]
+    assert sum(line.startswith("ready: roles decide, relay, ") for line in of_state[:2]) == 1
+    assert took_over in of_state[:2]
+    assert of_state[2] == f"relays no shards: gave up 0 to {system.shards - 1}"
+    assert of_state[3].startswith("stopped: SIGTERM; roles decide, relay, ")
+    assert len(of_state) == 4
 
 
 async def test_a_gateway_exposes_every_metric_of_the_catalogue_and_nothing_else(

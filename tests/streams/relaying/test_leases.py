@@ -3,7 +3,7 @@ relay, whatever workers join and leave, and the spread is even and at rest.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.ops.connections.opening import key_space, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.streams.relaying import leases as leases_module
+from grabstream.streams.relaying.announcing import Change
 from grabstream.streams.relaying.leases import BY_HAND, Leases, pass_lease, request_lease
 from grabstream.streams.relaying.relay import Duty, ShardRelay
 from grabstream.streams.relaying.shares import Worker
@@ -45,6 +46,7 @@ class Shards:
                     self.relays[shard][1].set()
                 self.relays[shard] = name, fenced
                 self.takeovers[shard] += 1
+                duty.term = self.takeovers[shard]
                 duty.is_relaying = True
                 try:
                     await fenced.wait()
@@ -74,11 +76,14 @@ class Crew:
         self.stops: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.leases: dict[str, Leases] = {}
+        self.changes: defaultdict[str, list[Change]] = defaultdict(list)
 
     def join(self, name: str, tasks_of: Callable[[int, Duty], list[Any]] | None = None) -> Leases:
         """Starts a worker."""
         of_name = tasks_of or (lambda shard, duty: [self.shards.relay(name, shard, duty)])
-        self.leases[name] = leases = Leases(self.redis, self.keys, self.lease_ms, of_name)
+        self.leases[name] = leases = Leases(
+            self.redis, self.keys, self.lease_ms, of_name, changed=self.changes[name].append
+        )
         self.stops[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(leases.run(self.stops[name]))
         return leases
@@ -114,6 +119,27 @@ async def crew(redis_client: Any, settings: Settings) -> AsyncIterator[Crew]:
         stop.set()
     for task in crew.tasks.values():
         await task
+
+
+@pytest.mark.long
+async def test_a_worker_announces_which_shards_it_relays(crew: Crew) -> None:
+    every = [*range(SHARDS)]
+    crew.join("a")
+    await until(lambda: crew.changes["a"], 60, "the takeovers")
+    assert crew.changes["a"] == [Change(every, every, [])]
+    crew.join("b")
+
+    def said() -> bool:
+        return all(changes and len(changes[-1].relayed) == SHARDS // 2 for changes in crew.changes.values())
+
+    await until(said, 60, "the shards that were passed on")
+    passed = sorted(shard for change in crew.changes["a"] for shard in change.given_up)
+    assert passed == crew.changes["b"][-1].relayed
+    await crew.leave("b")
+    assert crew.changes["b"][-1] == Change([], [], passed)
+    await crew.leave("a")
+    assert crew.changes["a"][-1].relayed == []
+    assert crew.changes["a"][-1].taken_over == []
 
 
 @pytest.mark.long
