@@ -21,8 +21,10 @@ from pydantic import ValidationError
 
 from grabstream.client.commands import Commands, given
 from grabstream.client.exchange import RequestProblem
+from grabstream.models import commands as sent
 from grabstream.models.commands import encode_command, named_in_basket
 from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.models.refusal_words import refusal_of_basket, refused_with, words_of
 from grabstream.models.vocabulary.answers import Answer
 from grabstream.models.vocabulary.commands import AnyCommand, Grab, GrabCommand, OfferCommand
 
@@ -93,14 +95,28 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
 
     async def decide(self, command: AnyCommand) -> Answer:
         """Sends a command, and returns its answer."""
-        [answer] = await self._answers([command], encode_command(command.to_wire()))
-        return answer
+        wire = command.to_wire()
+        [answer] = await self._answers([command], encode_command(wire))
+        return answer if answer.positive else _in_words(answer, wire)
 
     async def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[Answer, ...]:
         """Sends the grabs of a basket. They get the ids `<id>.1`, `<id>.2` …"""
         wires = named_in_basket([grab.to_wire() for grab in grabs], given(id))
         commands = [Grab.from_wire(wire) for wire in wires]
-        return await self._answers(commands, b"[" + b",".join(map(encode_command, wires)) + b"]")
+        answers = await self._answers(commands, b"[" + b",".join(map(encode_command, wires)) + b"]")
+        if all(answer.positive for answer in answers):
+            return answers
+        refusal, refused = refusal_of_basket([answer.to_wire() for answer in answers], wires)
+        found = []
+        for answer, wire in zip(answers, wires, strict=True):
+            if answer.id == refusal.id:
+                found.append(_in_words(Answer.from_wire(refusal), refused))
+            elif answer.positive or refused_with(answer.to_wire()):
+                # The message says at which offer and with which grab the basket was refused.
+                found.append(answer)
+            else:
+                found.append(_in_words(answer, wire))
+        return tuple(found)
 
     async def _answers(self, commands: Sequence[AnyCommand], record: bytes) -> tuple[Answer, ...]:
         topic = self._operations if isinstance(commands[0], OfferCommand) else self._commands
@@ -181,6 +197,11 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
     async def _stop(self) -> None:
         await self._producer.stop()
         await self._consumer.stop()
+
+
+def _in_words(answer: Answer, command: sent.AnyCommand) -> Answer:
+    """A refusal with the words that a gateway would use."""
+    return answer.model_copy(update={"message": words_of(answer.to_wire(), command)})
 
 
 def _user_of(command: AnyCommand) -> str | None:

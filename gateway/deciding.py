@@ -40,12 +40,10 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
+from grabstream.models.refusal_words import refusal_of_basket
 
 #: How many parts of an envelope a gate draws and writes per millisecond at least, beside other work.
 PARTS_A_MILLISECOND: Final = 50
-#: The message of the answers to a basket that was refused, before the id of the grab that was refused first.
-_WITH_ANOTHER: Final = "basket: refused with grab "
-_WHOLE: Final = "no grab of the basket was carried out"
 _HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
 _APPLIED: Final = (b"preference-applied", b"respond-async")
 
@@ -135,16 +133,9 @@ class Commands:
         if all(answer.positive for answer in answers):
             status = max(status_of(answer, promise) for answer in answers)
             return Reply(status, self._basket(answers), _headers(request, promise))
-        # As a rule, each answer names the grab that was refused first. A basket that another one shares its
-        # key with may have first answers of that one, too.
-        index = next(index for index, one in enumerate(answers) if not one.positive)
-        answer = answers[index]
-        if answer.message and answer.message.startswith(_WITH_ANOTHER):
-            named = answer.message.removeprefix(_WITH_ANOTHER)
-            index = next((index for index, command in enumerate(commands) if command.id == named), 0)
-            answer = msgspec.structs.replace(answers[index], message=_WHOLE)
+        answer, command = refusal_of_basket(answers, commands)
         members = {"answers": msgspec.json.decode(self._basket(answers))["answers"]}
-        return refusal_reply(answer, commands[index], _now_ms(), members)
+        return refusal_reply(answer, command, _now_ms(), members)
 
     async def _operate(self, request: Request, type_: str, body: bytes) -> Reply:
         return await self._decide(request, operating_of(request, type_, body))

@@ -1,4 +1,5 @@
-"""Refusals as HTTP: the status of each outcome, what a refusal says in words, and problem details (RFC 9457).
+"""Refusals as HTTP: the status of each outcome, and problem details (RFC 9457). Their words are those of
+`models/refusal_words.py`.
 
 Refusals that depend on the state of an offer are 409. Clients and proxies repeat 429 and 503 by themselves,
 so only refusals that a repeat can help have these statuses: 503 for `fenced` and `busy`, 429 for a caller who
@@ -7,7 +8,7 @@ asks too often.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
@@ -16,9 +17,9 @@ import msgspec
 from grabstream.gateway.bounds import RETRY_SOON_SECONDS
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import shortened
-from grabstream.models.calendar import utc_text
-from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Redeem, Return, Unredeem
+from grabstream.models.commands import AnyCommand
 from grabstream.models.outcomes import Outcome
+from grabstream.models.refusal_words import words_of
 
 Header = tuple[bytes, bytes]
 
@@ -34,8 +35,8 @@ SECURE_HEADERS: Final = (
 )
 NOT_KEPT: Final = (b"cache-control", b"no-store")
 
-#: How much of a message of the scripts the words of a refusal quote.
-QUOTED_BYTES_MAX: Final = 600
+#: What HTTP calls the id of a command.
+_ID_NAME: Final = "Idempotency-Key"
 
 _encode = msgspec.json.Encoder().encode
 _first_word = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ").match
@@ -52,11 +53,10 @@ class Reply(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """How a refusal looks: its status, a title, and its words for one answer and command."""
+    """How a refusal looks: its status and a title."""
 
     status: HTTPStatus
     title: str
-    words: Callable[[Answer, AnyCommand], str]
 
 
 class Problem(Exception):
@@ -83,7 +83,7 @@ class Problem(Exception):
         if self.name in DOOR_PROBLEMS:
             status, title = DOOR_PROBLEMS[self.name]
         else:
-            status, title, _ = REFUSALS[Outcome[self.name]]
+            status, title = REFUSALS[Outcome[self.name]]
         return problem_reply(self.name, status, title, self.detail, known, self.field, self.headers)
 
 
@@ -131,176 +131,25 @@ def problem_reply(
 # -- refusals of the gate ------------------------------------------------------------------------------------
 
 
-def _again(answer: Answer) -> str:
-    at = f" after {utc_text(answer.retry_at)}" if answer.retry_at else ""
-    return f"This request decided nothing: send the same again{at}, with the same Idempotency-Key."
-
-
-def _because(answer: Answer) -> str:
-    return f" ({shortened(answer.message, QUOTED_BYTES_MAX)})" if answer.message else ""
-
-
-def _invalid(answer: Answer, command: AnyCommand) -> str:
-    return answer.message or "The command is malformed, or above a bound."
-
-
-def _fenced(answer: Answer, command: AnyCommand) -> str:
-    return (
-        f"The shard of offer {command.offer} decides nothing now{_because(answer)}, for some seconds as a "
-        f"rule. {_again(answer)}"
-    )
-
-
-def _busy(answer: Answer, command: AnyCommand) -> str:
-    return f"There is no room for more commands now{_because(answer)}. {_again(answer)}"
-
-
-def _conflict(answer: Answer, command: AnyCommand) -> str:
-    return (
-        f"The id {command.id} was used before, with another body, or for the grab of another "
-        f"user{_because(answer)}. Nothing was changed. Another command needs another Idempotency-Key; this "
-        "does not change with time."
-    )
-
-
-def _no_such_offer(answer: Answer, command: AnyCommand) -> str:
-    return (
-        f"There is no offer {command.offer}: it was never opened, or it has retired{_because(answer)}. This "
-        f"does not change with time, unless it is opened. GET /v1/offers/{command.offer} shows a retired "
-        "offer."
-    )
-
-
-def _no_such_grab(answer: Answer, command: AnyCommand) -> str:
-    whose = f" of user {command.user}" if isinstance(command, GrabCommand) and command.user else ""
-    return (
-        f"Offer {command.offer} has no grab {_grab_of(command)}{whose} that could be settled"
-        f"{_because(answer)}."
-    )
-
-
-def _already_taken(answer: Answer, command: AnyCommand) -> str:
-    amount = "" if answer.amount is None else f": {answer.amount}, at place {answer.place}"
-    return f"{_user_of(command)} already has a part of {command.offer}{amount}. A user gets one part."
-
-
-def _not_open_yet(answer: Answer, command: AnyCommand) -> str:
-    if answer.retry_at:
-        from_then = utc_text(answer.retry_at)
-        return f"Offer {command.offer} takes no grabs now; it takes grabs from {from_then} on."
-    return (
-        f"Offer {command.offer} takes no grabs yet: a list that it needs (codes, audience) is not loaded "
-        "completely. It is not known when it will be."
-    )
-
-
-def _on_hold(answer: Answer, command: AnyCommand) -> str:
-    return f"Offer {command.offer} is paused until an operator resumes it; it is not known when that will be."
-
-
-def _over(answer: Answer, command: AnyCommand) -> str:
-    return f"Offer {command.offer} is closed, for ever{_because(answer)}."
-
-
-def _not_eligible(answer: Answer, command: AnyCommand) -> str:
-    user = _user_of(command)
-    if isinstance(command, Grab) and command.ticket is not None:
-        return (
-            f"The ticket does not let {user} grab offer {command.offer}: its signature is wrong, it is for "
-            "another user or another offer, it has ended, or it was used before. Another ticket may do."
-        )
-    return (
-        f"{user} may not grab offer {command.offer}: it is for the users of a list, or for those with a "
-        "ticket. Without a ticket, this does not change with time."
-    )
-
-
-def _limit_reached(answer: Answer, command: AnyCommand) -> str:
-    limit = answer.limit
-    if limit is None:
-        return f"A limit of offer {command.offer} is reached{_because(answer)}."
-    if limit.by == "grab":
-        return (
-            f"The hold of grab {_grab_of(command)} was extended {limit.max} times, as often as offer "
-            f"{command.offer} allows. This does not change with time."
-        )
-    until = f" until {utc_text(limit.resets_at)}" if limit.resets_at else ", for as long as it is open"
-    whole = "in the whole offer" if limit.per == "offer" else f"in each {limit.per}"
-    of = "the campaign of " if limit.scope == "campaign" else ""
-    whose = _user_of(command) if limit.by == "user" else f"this {limit.by}"
-    return (
-        f"{whose} may get {limit.max} units of {of}offer {command.offer} {whole}; {limit.left} of them are "
-        f"left{until}."
-    )
-
-
-def _sold_out(answer: Answer, command: AnyCommand) -> str:
-    return (
-        f"Nothing is left of offer {command.offer}{_because(answer)}. It is not known whether units will "
-        "come back."
-    )
-
-
-def _not_enough_left(answer: Answer, command: AnyCommand) -> str:
-    asked = getattr(command, "quantity", None) or 1
-    if isinstance(command, Grab):
-        left = "fewer" if answer.left is None else f"only {answer.left}"
-        return f"{asked} units of offer {command.offer} were asked for, {left} are left; ask for fewer."
-    return (
-        f"{asked} units were named, which is more than grab {_grab_of(command)} has{_because(answer)}; name "
-        "fewer."
-    )
-
-
-def _expired(answer: Answer, command: AnyCommand) -> str:
-    if isinstance(command, Redeem):
-        return f"The units of grab {command.grab} can no longer be used: the offer's valid_until is over."
-    return f"The hold of grab {_grab_of(command)} has ended{_because(answer)}. It does not come back."
-
-
-def _not_held(answer: Answer, command: AnyCommand) -> str:
-    what = "units that could be returned" if isinstance(command, Return) else "units on hold"
-    return f"Grab {_grab_of(command)} has no {what}{_because(answer)}."
-
-
-def _not_redeemable(answer: Answer, command: AnyCommand) -> str:
-    if isinstance(command, Unredeem):
-        return f"Grab {command.grab} was never used for order {command.order}, or that was undone already."
-    needed = command.quantity if isinstance(command, Redeem) else 1
-    return (
-        f"Grab {_grab_of(command)} cannot be used: its offer is not a coupon, or it has fewer than {needed} "
-        f"unused units that are the user's for good{_because(answer)}. A hold is confirmed first."
-    )
-
-
-def _grab_of(command: AnyCommand) -> str:
-    return command.grab if isinstance(command, GrabCommand) else command.id
-
-
-def _user_of(command: AnyCommand) -> str:
-    user = command.user if isinstance(command, Grab | GrabCommand) else None
-    return f"User {user}" if user else "This user"
-
-
 #: Every refusal of the gate.
 REFUSALS: Final[Mapping[Outcome, Refusal]] = {
-    Outcome.invalid: Refusal(HTTPStatus.BAD_REQUEST, "The request is malformed, or above a bound", _invalid),
-    Outcome.fenced: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "The shard decides nothing now", _fenced),
-    Outcome.busy: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "There is no room for more commands now", _busy),
-    Outcome.conflict: Refusal(HTTPStatus.CONFLICT, "The id was used for something else", _conflict),
-    Outcome.no_such_offer: Refusal(HTTPStatus.NOT_FOUND, "There is no such offer", _no_such_offer),
-    Outcome.no_such_grab: Refusal(HTTPStatus.NOT_FOUND, "There is no such grab", _no_such_grab),
-    Outcome.already_taken: Refusal(HTTPStatus.CONFLICT, "The user has a part already", _already_taken),
-    Outcome.not_open_yet: Refusal(HTTPStatus.CONFLICT, "The offer is not open yet", _not_open_yet),
-    Outcome.on_hold: Refusal(HTTPStatus.CONFLICT, "The offer is paused", _on_hold),
-    Outcome.over: Refusal(HTTPStatus.CONFLICT, "The offer is closed", _over),
-    Outcome.not_eligible: Refusal(HTTPStatus.FORBIDDEN, "The user may not grab this offer", _not_eligible),
-    Outcome.limit_reached: Refusal(HTTPStatus.CONFLICT, "A limit is reached", _limit_reached),
-    Outcome.sold_out: Refusal(HTTPStatus.CONFLICT, "Nothing is left", _sold_out),
-    Outcome.not_enough_left: Refusal(HTTPStatus.CONFLICT, "Fewer units are left", _not_enough_left),
-    Outcome.expired: Refusal(HTTPStatus.CONFLICT, "The time is over", _expired),
-    Outcome.not_held: Refusal(HTTPStatus.CONFLICT, "The grab has no such units", _not_held),
-    Outcome.not_redeemable: Refusal(HTTPStatus.CONFLICT, "The grab cannot be used", _not_redeemable),
+    Outcome.invalid: Refusal(HTTPStatus.BAD_REQUEST, "The request is malformed, or above a bound"),
+    Outcome.fenced: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "The shard decides nothing now"),
+    Outcome.busy: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "There is no room for more commands now"),
+    Outcome.conflict: Refusal(HTTPStatus.CONFLICT, "The id was used for something else"),
+    Outcome.no_such_offer: Refusal(HTTPStatus.NOT_FOUND, "There is no such offer"),
+    Outcome.no_such_grab: Refusal(HTTPStatus.NOT_FOUND, "There is no such grab"),
+    Outcome.already_taken: Refusal(HTTPStatus.CONFLICT, "The user has a part already"),
+    Outcome.not_open_yet: Refusal(HTTPStatus.CONFLICT, "The offer is not open yet"),
+    Outcome.on_hold: Refusal(HTTPStatus.CONFLICT, "The offer is paused"),
+    Outcome.over: Refusal(HTTPStatus.CONFLICT, "The offer is closed"),
+    Outcome.not_eligible: Refusal(HTTPStatus.FORBIDDEN, "The user may not grab this offer"),
+    Outcome.limit_reached: Refusal(HTTPStatus.CONFLICT, "A limit is reached"),
+    Outcome.sold_out: Refusal(HTTPStatus.CONFLICT, "Nothing is left"),
+    Outcome.not_enough_left: Refusal(HTTPStatus.CONFLICT, "Fewer units are left"),
+    Outcome.expired: Refusal(HTTPStatus.CONFLICT, "The time is over"),
+    Outcome.not_held: Refusal(HTTPStatus.CONFLICT, "The grab has no such units"),
+    Outcome.not_redeemable: Refusal(HTTPStatus.CONFLICT, "The grab cannot be used"),
 }
 
 #: The status of every positive outcome. Before it is journaled (`promise=decided`), it is 202.
@@ -370,17 +219,24 @@ def refusal_reply(
     refusal = REFUSALS[outcome]
     seconds = retry_after_seconds(answer, now_ms)
     return problem_reply(
-        outcome.name, refusal.status, refusal.title, shortened(refusal.words(answer, command)),
+        outcome.name, refusal.status, refusal.title, shortened(_detail(answer, command, outcome)),
         {**members_of(answer), **(members or {})},
         field_of(answer.message or "") if outcome is Outcome.invalid else None,
         () if seconds is None else (retry_after(seconds),),
     )  # fmt: skip
 
 
+def _detail(answer: Answer, command: AnyCommand, outcome: Outcome) -> str:
+    words = words_of(answer, command, _ID_NAME)
+    if outcome is Outcome.no_such_offer:
+        return f"{words} GET /v1/offers/{command.offer} shows a retired offer."
+    return words
+
+
 def explanation(name: str) -> dict[str, Any] | None:
     """What a type of problems means; None for an unknown name."""
     if name in Outcome.__members__ and not Outcome[name].positive:
-        status, title, _ = REFUSALS[Outcome[name]]
+        status, title = REFUSALS[Outcome[name]]
         return {"title": title, "status": int(status), "outcome": name, "code": int(Outcome[name])}
     if name in DOOR_PROBLEMS:
         of_door, title = DOOR_PROBLEMS[name]

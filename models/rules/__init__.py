@@ -146,7 +146,7 @@ def decide_basket(
             decision = _carry_out(state, command, offer, digest, now, drawn_for)
         if not decision.answer.positive:
             vars(state).update(vars(pickle.loads(saved)))  # noqa: S301 - what was saved above
-            return [_refused_with(state, grab, decision.answer, command.id, now) for grab in commands]
+            return [_refused_with(state, grab, decision.answer, command, now) for grab in commands]
         decided.append(_remember(state, command, now, decision))
     return decided
 
@@ -180,8 +180,9 @@ def _is_same(state: ShardState, command: AnyCommand, known: Remembered) -> bool:
     return state.digests.is_of(known.digest, command)
 
 
-def _refused_with(state: ShardState, command: Grab, refusal: Answer, grab: str, now: int) -> Decided:
-    answer = refused(state, command, Outcome(refusal.code), now, message=f"basket: refused with grab {grab}")
+def _refused_with(state: ShardState, command: Grab, refusal: Answer, first: Grab, now: int) -> Decided:
+    message = f"basket: refused at offer {first.offer}, with grab {first.id}"
+    answer = refused(state, command, Outcome(refusal.code), now, message=message)
     return _remember(state, command, now, Decided(answer, [], False))
 
 

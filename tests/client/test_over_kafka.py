@@ -55,6 +55,26 @@ async def test_commands_have_their_answers(system: Settings) -> None:
         assert [(one.repeated, one.grab) for one in again] == [(True, "both.2"), (True, "both.1")]
 
 
+async def test_refusals_say_why(system: Settings) -> None:
+    """In the words of a gateway, except that the id of a command is no header here."""
+    async with KafkaClient(system.kafka, system.prefix) as client:
+        none = await client.grab("none", "ann")
+        assert (none.message or "").startswith("There is no offer none: it was never opened, or")
+        assert "/v1" not in (none.message or "")
+        await client.open(COUPON, "august:a")
+        await client.open(COUPON.model_copy(update={"total": 1}), "august:b")
+        await client.grab("august:b", "ann", id="g")
+        assert "name fewer" in ((await client.return_("august:b", "g", "ann", quantity=2)).message or "")
+        basket = [Grab(id="x", offer=f"august:{name}", user="bob") for name in "ba"]
+        b, a = await client.take_basket(basket, "both-2")
+        assert (a.outcome, b.outcome) == ("sold_out", "sold_out")
+        assert (b.message or "").startswith("Nothing is left of offer august:b (no grab of the basket")
+        assert a.message == "basket: refused at offer august:b, with grab both-2.2"
+        for again in await client.take_basket(basket, "both-2"):
+            assert again.repeated
+            assert (again.message or "").startswith("The basket both-2 was refused before, as sold_out:")
+
+
 async def test_a_crowd_of_one_id_and_other_services(system: Settings) -> None:
     """Users may have grabs with the same id. Records that are no answers are skipped."""
     envelope = EnvelopeTerms(issuer="alice", funding="p", asset="CNY", total=900, parts=90)

@@ -175,6 +175,12 @@ async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
     assert f"{offer}:b" in words
     assert "no grab of the basket was carried out" in words
     assert [answer["outcome"] for answer in other.body["answers"]] == ["sold_out", "sold_out"]
+    assert other.body["answers"][0]["message"] == f"basket: refused at offer {offer}:b, with grab basket-2.2"
+    # Nothing says of offer a that it is sold out, when the reason is no longer known.
+    again = await caller.post(
+        "/v1/baskets", {"grabs": [{**grab, "user": "bob"} for grab in grabs]}, "basket-2"
+    )
+    assert refused(again, Outcome.sold_out).startswith("The basket basket-2 was refused before, as sold_out")
     left = await caller.post(f"/v1/offers/{offer}:a/grabs", {"user": "bob"})
     assert left.body["left"] == 0, "the refused basket took nothing"
 
@@ -319,7 +325,7 @@ async def test_every_refusal_says_what_and_until_when(caller: Caller, offer: str
     first = await caller.post(f"/v1/offers/{offer}:lunch/grabs", {"user": "ann"})
     got = await caller.post(f"/v1/offers/{offer}:lunch/grabs", {"user": "ann"})
     words = refused(got, Outcome.already_taken)
-    assert f"{first.body['amount']}, at place 1" in words
+    assert f"{first.body['amount']} minor units, at place 1" in words
     assert (got.body["amount"], got.body["place"]) == (first.body["amount"], 1)
     await caller.open(f"{offer}:short", **{**SALE, "hold_ms": 1})
     await caller.post(f"/v1/offers/{offer}:short/grabs", {"user": "ann"}, "g")

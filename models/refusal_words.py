@@ -1,0 +1,228 @@
+"""Refusals in words, for every door: what a refusal says of one command, and which grab a basket was refused
+with.
+
+The words name the id of a command as the door does that the command came by: `id`, or a header of HTTP.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from msgspec import structs
+
+from grabstream.models.answers import Answer
+from grabstream.models.bounds import shortened
+from grabstream.models.calendar import utc_text
+from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Redeem, Return, Unredeem
+from grabstream.models.outcomes import Outcome
+
+#: How much of a message of the scripts the words of a refusal quote.
+QUOTED_BYTES_MAX: Final = 600
+#: The message of the answers to a basket that was refused, except to the grab that was refused first.
+WHOLE_BASKET: Final = "no grab of the basket was carried out"
+
+# Refusals are remembered, so those of an older release do not name the offer.
+_basket_refused = re.compile(r"basket: refused (?:at offer \S+, )?with grab (\S+)\Z").match
+_Words = Callable[[Answer, AnyCommand, str], str]
+
+
+def words_of(answer: Answer, command: AnyCommand, id_name: str = "id") -> str:
+    """What a refusal says of its command. `id_name` is what the sender calls the id of a command."""
+    if isinstance(command, Grab) and command.basket is not None and answer.repeated and not answer.message:
+        # Messages are not remembered, so nobody knows which of the grabs it is true of.
+        return (
+            f"The basket {command.basket} was refused before, as {answer.outcome}: no grab of it was carried "
+            f"out. Only its first answer said with which grab. Another basket needs another {id_name}."
+        )
+    return shortened(_WORDS[Outcome(answer.code)](answer, command, id_name))
+
+
+def refused_with(answer: Answer) -> str | None:
+    """The id of the grab that a basket was refused with, by the answer to one of its grabs; else None."""
+    found = _basket_refused(answer.message or "")
+    return found[1] if found else None
+
+
+def refusal_of_basket(answers: Sequence[Answer], commands: Sequence[AnyCommand]) -> tuple[Answer, AnyCommand]:
+    """The refusal that refused a basket, of which at least one answer is a refusal, and its command."""
+    # As a rule, each answer names the grab that was refused first. A basket that another one shares its key
+    # with may have first answers of that one, too.
+    index = next(index for index, one in enumerate(answers) if not one.positive)
+    answer = answers[index]
+    if (named := refused_with(answer)) is not None:
+        index = next((index for index, command in enumerate(commands) if command.id == named), 0)
+        answer = structs.replace(answers[index], message=WHOLE_BASKET)
+    return answer, commands[index]
+
+
+def _again(answer: Answer, id_name: str) -> str:
+    at = f" after {utc_text(answer.retry_at)}" if answer.retry_at else ""
+    return f"This request decided nothing: send the same again{at}, with the same {id_name}."
+
+
+def _because(answer: Answer) -> str:
+    return f" ({shortened(answer.message, QUOTED_BYTES_MAX)})" if answer.message else ""
+
+
+def _invalid(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    return answer.message or "The command is malformed, or above a bound."
+
+
+def _fenced(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    return (
+        f"The shard of offer {command.offer} decides nothing now{_because(answer)}, for some seconds as a "
+        f"rule. {_again(answer, id_name)}"
+    )
+
+
+def _busy(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    return f"There is no room for more commands now{_because(answer)}. {_again(answer, id_name)}"
+
+
+def _conflict(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    return (
+        f"The id {command.id} was used before, with another body, or for the grab of another "
+        f"user{_because(answer)}. Nothing was changed. Another command needs another {id_name}; this does "
+        "not change with time."
+    )
+
+
+def _no_such_offer(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    return (
+        f"There is no offer {command.offer}: it was never opened, or it has retired{_because(answer)}. This "
+        "does not change with time, unless it is opened."
+    )
+
+
+def _no_such_grab(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    whose = f" of user {command.user}" if isinstance(command, GrabCommand) and command.user else ""
+    return (
+        f"Offer {command.offer} has no grab {_grab_of(command)}{whose} that could be settled"
+        f"{_because(answer)}."
+    )
+
+
+def _already_taken(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    # Only envelopes have parts, of an amount of money; the answer does not name its currency.
+    amount = "" if answer.amount is None else f": {answer.amount} minor units, at place {answer.place}"
+    return f"{_user_of(command)} already has a part of {command.offer}{amount}. A user gets one part."
+
+
+def _not_open_yet(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    if answer.retry_at:
+        from_then = utc_text(answer.retry_at)
+        return f"Offer {command.offer} takes no grabs now; it takes grabs from {from_then} on."
+    return (
+        f"Offer {command.offer} takes no grabs yet: a list that it needs (codes, audience) is not loaded "
+        "completely. It is not known when it will be."
+    )
+
+
+def _on_hold(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    return f"Offer {command.offer} is paused until an operator resumes it; it is not known when that will be."
+
+
+def _over(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    return f"Offer {command.offer} is closed, for ever{_because(answer)}."
+
+
+def _not_eligible(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    user = _user_of(command)
+    if isinstance(command, Grab) and command.ticket is not None:
+        return (
+            f"The ticket does not let {user} grab offer {command.offer}: its signature is wrong, it is for "
+            "another user or another offer, it has ended, or it was used before. Another ticket may do."
+        )
+    return (
+        f"{user} may not grab offer {command.offer}: it is for the users of a list, or for those with a "
+        "ticket. Without a ticket, this does not change with time."
+    )
+
+
+def _limit_reached(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    limit = answer.limit
+    if limit is None:
+        return f"A limit of offer {command.offer} is reached{_because(answer)}."
+    if limit.by == "grab":
+        return (
+            f"The hold of grab {_grab_of(command)} was extended {limit.max} times, as often as offer "
+            f"{command.offer} allows. This does not change with time."
+        )
+    until = f" until {utc_text(limit.resets_at)}" if limit.resets_at else ", for as long as it is open"
+    whole = "in the whole offer" if limit.per == "offer" else f"in each {limit.per}"
+    of = "the campaign of " if limit.scope == "campaign" else ""
+    whose = _user_of(command) if limit.by == "user" else f"this {limit.by}"
+    return (
+        f"{whose} may get {limit.max} units of {of}offer {command.offer} {whole}; {limit.left} of them are "
+        f"left{until}."
+    )
+
+
+def _sold_out(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    return (
+        f"Nothing is left of offer {command.offer}{_because(answer)}. It is not known whether units will "
+        "come back."
+    )
+
+
+def _not_enough_left(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    asked = getattr(command, "quantity", None) or 1
+    if isinstance(command, Grab):
+        left = "fewer" if answer.left is None else f"only {answer.left}"
+        return f"{asked} units of offer {command.offer} were asked for, {left} are left; ask for fewer."
+    return (
+        f"{asked} units were named, which is more than grab {_grab_of(command)} has{_because(answer)}; name "
+        "fewer."
+    )
+
+
+def _expired(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    if isinstance(command, Redeem):
+        return f"The units of grab {command.grab} can no longer be used: the offer's valid_until is over."
+    return f"The hold of grab {_grab_of(command)} has ended{_because(answer)}. It does not come back."
+
+
+def _not_held(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    what = "units that could be returned" if isinstance(command, Return) else "units on hold"
+    return f"Grab {_grab_of(command)} has no {what}{_because(answer)}."
+
+
+def _not_redeemable(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    if isinstance(command, Unredeem):
+        return f"Grab {command.grab} was never used for order {command.order}, or that was undone already."
+    needed = command.quantity if isinstance(command, Redeem) else 1
+    return (
+        f"Grab {_grab_of(command)} cannot be used: its offer is not a coupon, or it has fewer than {needed} "
+        f"unused units that are the user's for good{_because(answer)}. A hold is confirmed first."
+    )
+
+
+def _grab_of(command: AnyCommand) -> str:
+    return command.grab if isinstance(command, GrabCommand) else command.id
+
+
+def _user_of(command: AnyCommand) -> str:
+    user = command.user if isinstance(command, Grab | GrabCommand) else None
+    return f"User {user}" if user else "This user"
+
+
+#: The words of every refusal.
+_WORDS: Final[Mapping[Outcome, _Words]] = {
+    Outcome.invalid: _invalid,
+    Outcome.fenced: _fenced,
+    Outcome.busy: _busy,
+    Outcome.conflict: _conflict,
+    Outcome.no_such_offer: _no_such_offer,
+    Outcome.no_such_grab: _no_such_grab,
+    Outcome.already_taken: _already_taken,
+    Outcome.not_open_yet: _not_open_yet,
+    Outcome.on_hold: _on_hold,
+    Outcome.over: _over,
+    Outcome.not_eligible: _not_eligible,
+    Outcome.limit_reached: _limit_reached,
+    Outcome.sold_out: _sold_out,
+    Outcome.not_enough_left: _not_enough_left,
+    Outcome.expired: _expired,
+    Outcome.not_held: _not_held,
+    Outcome.not_redeemable: _not_redeemable,
+}
