@@ -108,6 +108,21 @@ def partial_views(definition: Definition, shards: int) -> list[str]:
     return sorted(names)
 
 
+def what_users_get(definition: Definition, shards: int) -> str | None:
+    """What a selection by users makes of views that keep their name; None without one."""
+    if not definition.wanted.users:
+        return None
+    balances = (
+        "there is no balances, because a balance is of all offers and shards"
+        if "balances" in partial_views(definition, shards)
+        else "balances has these users only"
+    )
+    return (
+        "Of the users alone: offers has the terms and the state of an offer, not what was taken of it; "
+        f"{balances}."
+    )
+
+
 class SchemaSink(RowSink):
     """Applies events to the read models of a schema; `open_schema` makes it."""
 

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from psycopg import errors
@@ -117,6 +117,25 @@ async def test_a_replay_of_offers_has_their_rows(recorded: RecordedSystem) -> No
     ] == sums
 
 
+OF_USERS: Final = (
+    "Of the users alone: offers has the terms and the state of an offer, not what was taken of it; balances "
+    "has these users only."
+)
+
+
+@pytest.mark.parametrize("words", [("--shard", "2"), ("--offer", "no-such")])
+def test_a_replay_of_users_in_some_shards_says_that_it_has_no_balances(
+    recorded: RecordedSystem, words: tuple[str, str]
+) -> None:
+    """`--dry-run` says it before anything is written, and `--json` in a field."""
+    asked = ("--into", f"schema:{recorded.into('part')}", "--user", "u1", *words)
+    said = "not what was taken of it; there is no balances, because a balance is of all offers and shards."
+    done = recorded.replay(*asked, "--dry-run")
+    assert (done.returncode, said in done.stdout) == (0, True), done
+    shown = json.loads(recorded.replay(*asked, "--dry-run", "--json").stdout)
+    assert shown["of_users"].endswith(said)
+
+
 @pytest.mark.long
 async def test_a_replay_of_users_has_their_rows(recorded: RecordedSystem) -> None:
     """In two steps: the second step knows the refunds due for grabs of the first."""
@@ -125,6 +144,7 @@ async def test_a_replay_of_users_has_their_rows(recorded: RecordedSystem) -> Non
             "--into", f"schema:{recorded.into('own')}", "--user", "u1", "--user", "alice", *words
         )
         assert done.returncode == 0, done.stderr
+        assert OF_USERS in done.stdout
     mine = await tables(recorded.settings, recorded.into("own"), ["grabs", "balances", "payments"])
     users = "('u1', 'alice')"
     for view in ("grabs", "balances"):
