@@ -2,14 +2,14 @@
 Python.
 
 - `Client` and `AsyncClient` send commands and ask questions over HTTP, `KafkaClient` sends commands by Kafka.
-They return pydantic models of `grabstream.vocabulary`, and need only `pip install grabstream`.
+They return pydantic models of `grabstream.vocabulary`, and need no extra.
 - Commands, terms, answers, outcomes and events are types. `encode_command`, `decode_answer` and
 `decode_event` convert them to and from records of Kafka; `decode_line` reads lines of the journal and of the
-audit trail, of which some are runs of grabs (`singles`). They need only `pip install grabstream`. -
+audit trail, of which some are runs of grabs (`singles`). They need no extra. -
 `grabstream.vocabulary` has the same commands, terms, answers and events as pydantic models (validation
 messages, `model_dump`, JSON Schema, FastAPI); `to_wire()` and `from_wire()` convert. - `open_gate` decides
 commands directly in Redis, `Projection` describes a read model of your own, `follow_into` hands events on to
-any sink, `read_events` reads past events. They need `pip install 'grabstream[server]'`. - `load_settings`
+any sink, `read_events` reads past events. They need the extra `server`. - `load_settings`
 reads the settings (`GRAB_*` variables and `.env`) that all of them use.
 
 A name is imported when it is first used, so `import grabstream` is fast. Names that are not in `__all__` may

@@ -1,6 +1,7 @@
 """Extras: optional dependencies, and the error when one of them is missing.
 
-`pip install grabstream` installs what a service needs; the extra `server` installs everything else.
+Without an extra, what a service needs is installed; the extra `server` installs everything else. Where
+grabstream is installed, `pip install 'grabstream[server]'` adds it: docs/clients.md, "Install".
 """
 
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -264,6 +265,61 @@ def test_wheel_has_the_command_line(installed: Path, tmp_path: Path) -> None:
         timeout=200,
     )
     assert (done.returncode, "rebuild" in done.stdout) == (0, True)
+
+
+def install_lines() -> list[str]:
+    """The command lines of docs/clients.md, "Install"."""
+    section = (
+        (PROJECT / "docs" / "clients.md").read_text().partition("\n## Install\n")[2].partition("\n## ")[0]
+    )
+    [block] = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    return [line.partition("#")[0].strip() for line in block.splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(5))
+def test_each_line_of_the_documents_installs_the_package(wheel: Path, tmp_path: Path, number: int) -> None:
+    """In an environment of its own. What the package depends on, and builds with, comes from this one."""
+    lines = install_lines()
+    assert len(lines) == 5
+    tree = wheel.parent / "tree"
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    [packages] = folder.glob("lib/python*/site-packages")
+    # Read after the folder that pip installs into; an editable install of this tree is a .pth file there,
+    # which is not run here.
+    (packages / "dependencies.pth").write_text(f"{SITE_PACKAGES}\n")
+    python = str(folder / "bin" / "python")
+    pip = (*PIP, "--python", python, "install", "--no-index", "--no-build-isolation")
+    if lines[number].startswith("pip install 'grabstream["):
+        subprocess.run([*pip, "--no-deps", str(wheel)], check=True, capture_output=True)
+    line = (
+        lines[number]
+        .replace("/path/to/grabstream", str(tree))
+        .replace("grabstream-0.1.0-py3-none-any.whl", str(wheel))
+    )
+    program, verb, *words = shlex.split(line)
+    assert (program, verb) == ("pip", "install")
+    done = subprocess.run([*pip, *words], cwd=tree, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = subprocess.run(
+        # -I: a PYTHONPATH of whoever runs the tests does not count.
+        [python, "-I", "-c", "import grabstream as g; print(g.__file__, g.Client, g.KafkaClient)"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (found.stdout.split(" ")[0], found.stderr) == (str(packages / "grabstream" / "__init__.py"), "")
+
+
+def test_no_page_installs_from_a_registry_that_lacks_the_package() -> None:
+    """grabstream is not published: only where it is installed does its name suffice."""
+    pages = [PROJECT / "README.md", PROJECT / "examples" / "README.md", *(PROJECT / "docs").glob("*.md")]
+    found = [
+        f"{page.name}: {line}"
+        for page in pages
+        for line in page.read_text().splitlines()
+        if re.search(r"pip install '?grabstream(\[|\b(?!-))", line) and "when it is installed" not in line
+    ]
+    assert found == []
 
 
 SERVES: Final = """
