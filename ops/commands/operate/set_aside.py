@@ -13,6 +13,7 @@ from typing import Any, Final
 import click
 from psycopg import AsyncConnection
 
+from grabstream.models.currencies import shown_amount
 from grabstream.models.journal import Cursor, named
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.connections.opening import checked_books
@@ -310,7 +311,9 @@ def _print_stopped_record(stop: Stop, stopped: StoppedRecord) -> None:
     if stopped.event_count and not stopped.readable:
         say("Some events cannot be read: the books may lack more than is listed here.")
     for (account, asset), amount in _missing(stopped).items():
-        say(f"{stop.projection} will lack {amount:+,} {asset} on {account}")
+        # In minor units first, as `adjust` takes amounts.
+        money = f" minor units of {asset} ({shown_amount(amount, asset)})"
+        say(f"{stop.projection} will lack {amount:+,}{f' {asset}' if ':' in asset else money} on {account}")
 
 
 def _print_list(rows: list[books.SetAside], as_json: bool) -> None:

@@ -11,6 +11,7 @@ import click
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
+from grabstream.models.currencies import shown_amount, shown_number
 from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.read.show import print_offer, read_offer
 from grabstream.ops.connections.event_sources import NoTrail, open_history
@@ -73,7 +74,8 @@ def at(
 
     TIME is ISO 8601 (UTC when it has no zone) or milliseconds since 1970. It is compared with the times of
     the events, which are those of the shards' clocks. Decisions that are not journaled yet are not shown. A
-    hold whose deadline was over, but that the sweeper had not ended yet, is shown as held.
+    hold whose deadline was over, but that the sweeper had not ended yet, is shown as held. Money is in major
+    units, as in 99.00 CNY; where ISO 4217 does not know a currency, and with --json, in minor units.
 
     Exit code 1: nothing existed at that time; 2: wrong usage, such as a time in the future; 3: a server
     cannot be reached.
@@ -206,15 +208,22 @@ def _print(shown: dict[str, Any], limit: int) -> None:
 
 
 def _offer_row(offer: dict[str, Any]) -> tuple[object, ...]:
-    left = offer["amount_left"] if offer["kind"] == "envelope" else offer["units_left"]
-    columns = (offer[name] for name in ("offer", "kind", "state", "total", "given", "held"))
-    return (*columns, left, offer["waiting"])
+    columns = (offer[name] for name in ("offer", "kind", "state"))
+    # Of an envelope, these count money.
+    if offer["kind"] == "envelope":
+        names = ("total", "given", "held", "amount_left")
+        amounts: list[object] = [shown_amount(offer[name], offer["asset"]) for name in names]
+    else:
+        amounts = [offer[name] for name in ("total", "given", "held", "units_left")]
+    return (*columns, *amounts, offer["waiting"])
 
 
 def _grab_row(grab: dict[str, Any]) -> tuple[object, ...]:
     until = show_time(grab["deadline_at"]) if grab["held"] else ""
-    columns = (grab[name] for name in ("offer", "place", "user_id", "state", "amount", "held", "taken"))
-    return (*columns, until, grab["grab"])
+    columns = (grab[name] for name in ("offer", "place", "user_id", "state"))
+    is_money = grab["part_amount"] is not None
+    amount = shown_amount(grab["amount"], grab["asset"]) if is_money else grab["amount"]
+    return (*columns, amount, grab["held"], grab["taken"], until, grab["grab"])
 
 
 _TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[object, ...]]]] = {
@@ -232,6 +241,10 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[objec
     ),
     "balances": (
         ("user", "asset", "available", "held"),
-        lambda balance: (balance["user_id"], balance["asset"], balance["available"], balance["held"]),
+        lambda balance: (
+            balance["user_id"],
+            balance["asset"],
+            *(shown_number(balance[name], balance["asset"]) for name in ("available", "held")),
+        ),
     ),
 }

@@ -18,6 +18,7 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
 from grabstream.extras import INSTALL_ANALYSTS, installed
+from grabstream.models.currencies import DECIMALS, shown_amount, shown_number
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import console, counted, json_option, print_json, table
 from grabstream.ops.settings import Settings, load_settings
@@ -68,10 +69,11 @@ class NoResult(Exception):
 @json_option
 def result(week: str | None, campaign: str | None, form: str | None, as_json: bool) -> None:
     """Show what became of the offers of a week: offered, held, sold, paid, late, refunded, revenue, and how
-    long it took to sell out. Weeks and times are in the time zone of each campaign, money is in minor units.
+    long it took to sell out. Weeks and times are in the time zone of each campaign. Money is in major
+    units where ISO 4217 knows the currency (99.00 CNY), else in minor units.
 
-    CSV, JSON and Parquet have all columns of the view `results_by_week`, and the refusals of each offer by
-    reason.
+    CSV, JSON and Parquet have all columns of the view `results_by_week`, with money in minor units, and the
+    refusals of each offer by reason.
 
     Exit code 1: no offer opens in that week; 2: wrong usage; 3: a server cannot be reached.
     """
@@ -264,19 +266,43 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums }}
 def _html_cell(cell: object) -> str:
     if isinstance(cell, int):
         return f'<td class="number">{cell:,}</td>'
+    if isinstance(cell, _Money):
+        return f'<td class="number">{html.escape(cell)}</td>'
     return f"<td>{html.escape(str(cell))}</td>"
 
 
 def _title(found: dict[str, Any]) -> str:
-    return f"Result of {found['week']} (money in minor units)"
+    currencies = {_currency_of(row) for row in found["offers"]} - {""}
+    unknown = sorted(currencies - DECIMALS.keys())
+    but = f"; that of {', '.join(unknown)} in minor units" if unknown else ""
+    return f"Result of {found['week']} (money in major units{but})"
+
+
+def _currency_of(row: dict[str, Any]) -> str:
+    """The currency of the money of an offer, or nothing."""
+    return row["currency"] or (row["asset"] if row["kind"] == "envelope" else "")
+
+
+class _Money(str):
+    """An amount for people: a number, although it is a text."""
+
+
+def _money(row: dict[str, Any], name: str) -> object:
+    """A cell that counts money of an offer."""
+    currency = _currency_of(row)
+    if row[name] is None:
+        return ""
+    return _Money(shown_number(row[name], currency)) if currency else row[name]
 
 
 def _lines_of_totals(found: dict[str, Any]) -> list[str]:
     return [
-        f"{total['currency']}: {counted(total['payments'], 'payments')} of {total['paid']:,}; "
+        f"{total['currency']}: {counted(total['payments'], 'payments')} of "
+        f"{shown_amount(total['paid'], total['currency'])}; "
         f"{total['late_payments']:,} came late, of which {total['late_served']:,} were served; "
-        f"{total['refunded']:,} refunded, {total['refund_due']:,} due for a refund; "
-        f"revenue {total['revenue']:,}"
+        f"{shown_amount(total['refunded'], total['currency'])} refunded, "
+        f"{shown_amount(total['refund_due'], total['currency'])} due for a refund; "
+        f"revenue {shown_amount(total['revenue'], total['currency'])}"
         for total in found["totals"]
     ]
 
@@ -293,9 +319,11 @@ def _cells(found: dict[str, Any]) -> tuple[Sequence[str], list[tuple[object, ...
             row["title"],
             f"{datetime.fromisoformat(row['opens_time']):%a %Y-%m-%d %H:%M} {row['timezone']}",
             *(row[name] for name in ("offered", "held", "sold", "returned", "kept")),
-            "" if row["given_amount"] is None else row["given_amount"],
-            *(row[name] for name in ("paid", "late_payments", "refunded", "refund_due", "revenue")),
-            row["currency"] or (row["asset"] if row["kind"] == "envelope" else ""),
+            _money(row, "given_amount"),
+            _money(row, "paid"),
+            row["late_payments"],
+            *(_money(row, name) for name in ("refunded", "refund_due", "revenue")),
+            _currency_of(row),
             _duration(row["sold_out_after_ms"]),
             sum(row["refused"].values()),
         )

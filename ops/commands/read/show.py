@@ -10,6 +10,7 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 from rich.text import Text
 
+from grabstream.models.currencies import shown_amount
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import WholeNumber, console, counted, json_option, print_json, table
@@ -24,8 +25,9 @@ from grabstream.ops.settings import Settings, load_settings
 )
 @json_option
 def show(offer: str, limit: int, as_json: bool) -> None:
-    """Show OFFER from the read models: its state, who got what, the luckiest grab, and what is left. Exit
-    code 1: the read models do not have the offer.
+    """Show OFFER from the read models: its state, who got what, the luckiest grab, and what is left. Money
+    is in major units, as in 99.00 CNY; where ISO 4217 does not know a currency, and with --json, in minor
+    units. Exit code 1: the read models do not have the offer.
     """
     shown = asyncio.run(_read(load_settings(), offer, limit))
     if shown is None:
@@ -109,15 +111,19 @@ def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
     console.print(_stock_of(offer), highlight=False)
     for paid in of_offer["payments"]:
         what = (
-            "due for a refund" if paid["state"] == "refund_due" else f"served, {paid['refunded']:,} refunded"
+            "due for a refund"
+            if paid["state"] == "refund_due"
+            else f"served, {shown_amount(paid['refunded'], paid['currency'])} refunded"
         )
         console.print(
-            f"{counted(paid['payments'], 'payments')} of {paid['amount']:,} {paid['currency']} {what}",
+            f"{counted(paid['payments'], 'payments')} of {shown_amount(paid['amount'], paid['currency'])} "
+            f"{what}",
             highlight=False,
         )
     if of_offer["luckiest"]:
         lucky = of_offer["luckiest"]
-        words = f"Luckiest grab: {lucky['user_id']} with {lucky['amount']:,}, at place {lucky['place']:,}."
+        part = shown_amount(lucky["amount"], offer["asset"])
+        words = f"Luckiest grab: {lucky['user_id']} with {part}, at place {lucky['place']:,}."
         console.print(Text(words), highlight=False)
     if of_offer.get("refused"):
         counts = ", ".join(f"{outcome} {count:,}" for outcome, count in of_offer["refused"].items())
@@ -129,7 +135,7 @@ def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
             (
                 grab["place"],
                 grab["user_id"],
-                grab["amount"],
+                shown_amount(grab["amount"], offer["asset"]),
                 grab["state"],
                 grab["grab"],
                 show_time(grab["at"]),
@@ -158,10 +164,13 @@ def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
 def _stock_of(offer: dict[str, Any]) -> str:
     """How much was given, is held and is left, in words."""
     if offer["kind"] == "envelope":
+        given, total, left, refunded = (
+            shown_amount(offer[name], offer["asset"])
+            for name in ("given", "total", "amount_left", "refunded")
+        )
         return (
-            f"{offer['grabs']:,} of {counted(offer['units'], 'parts')} taken: {offer['given']:,} of "
-            f"{offer['total']:,}; left {counted(offer['units_left'], 'parts')}, {offer['amount_left']:,}; "
-            f"refunded {offer['refunded']:,}"
+            f"{offer['grabs']:,} of {counted(offer['units'], 'parts')} taken: {given} of {total}; left "
+            f"{counted(offer['units_left'], 'parts')}, {left}; refunded {refunded}"
         )
     return (
         f"of {offer['total']:,}: {offer['given']:,} taken, {offer['held']:,} held, {offer['units_left']:,} "
@@ -170,7 +179,7 @@ def _stock_of(offer: dict[str, Any]) -> str:
 
 
 def _grab_row(grab: dict[str, Any]) -> tuple[object, ...]:
-    paid = f"{grab['paid']:,} {grab['currency']}" if grab["currency"] else ""
+    paid = shown_amount(grab["paid"], grab["currency"]) if grab["currency"] else ""
     until = show_time(grab["deadline_at"]) if grab["held"] else ""
     return (
         grab["place"],

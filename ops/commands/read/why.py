@@ -12,6 +12,7 @@ from psycopg import AsyncConnection
 from redis.exceptions import RedisError, ResponseError
 from rich.text import Text
 
+from grabstream.models.currencies import shown_amount
 from grabstream.models.events import encode_event
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import TIME_MS_MAX
@@ -35,7 +36,8 @@ from grabstream.projections.records import set_aside
 def why(user: str, offer: str, as_json: bool) -> None:
     """Show everything that happened between USER and OFFER: attempts and answers in order, how late each was,
     the counts of limits before and after, the lines of the ledger, and the present state. Times are relative
-    to the opening.
+    to the opening. Money is in major units, as in 99.00 CNY; where ISO 4217 does not know a currency, and
+    with --json, in minor units.
 
     Only refusals that are kept are shown (GRAB_REFUSALS_…). Exit code 1: the read models do not have the
     offer.
@@ -220,14 +222,14 @@ def _headline(moment: Moment) -> str:
         return f"{details.get('type', 'grab')}{many} refused: {moment.what}"
     if moment.what == "payment.refund_due":
         return (
-            f"payment {details['payment']} of {details['amount']:,} {details['asset']} cannot be served: "
-            f"{details['outcome']}; it is due for a refund"
+            f"payment {details['payment']} of {shown_amount(details['amount'], details['asset'])} cannot be "
+            f"served: {details['outcome']}; it is due for a refund"
         )
     name = moment.what.partition(".")[2]
     if moment.grab is None:
         return f"the offer is {name}" + (f" ({details['reason']})" if details.get("reason") else "")
     reason = f", {details['reason']}" if details.get("reason") else ""
-    return f"{name} {details['amount'] or details['quantity']:,} {details['asset']}{reason}"
+    return f"{name} {shown_amount(details['amount'] or details['quantity'], details['asset'])}{reason}"
 
 
 def _details(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
@@ -238,12 +240,12 @@ def _details(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
     if details.get("asked"):
         yield f"asked for {details['asked']:,}"
     if "deadline_at" in details:
-        due = f": {details['due']:,} {details['currency']}" if details.get("due") else ""
+        due = f": {shown_amount(details['due'], details['currency'])}" if details.get("due") else ""
         yield f"confirm by {_relative(details['deadline_at'] - offer['opens_at']).strip()}{due}"
     if details.get("paid"):
-        yield f"paid {details['paid']:,} {details['currency']} by {details['payment']}"
+        yield f"paid {shown_amount(details['paid'], details['currency'])} by {details['payment']}"
     for payment, amount in details.get("refunds", ()):
-        yield f"{amount:,} {details['currency']} are refunded to payment {payment}"
+        yield f"{shown_amount(amount, details['currency'])} are refunded to payment {payment}"
     if "limit_name" in details and not moment.limits:
         yield f"limit {details['limit_name']}: {details.get('limit_left', 0):,} left"
     if "units_left" in details:
@@ -269,8 +271,8 @@ def _books(evidence: Evidence, unbooked: list[Unbooked]) -> Iterator[Text]:
     for line in evidence.transfers:
         when = _relative(line["at"] - evidence.offer["opens_at"])
         yield Text(
-            f"{when:>12}  seq {line['seq']:,}: {line['amount']:,} {line['asset']}  {line['debit']} → "
-            f"{line['credit']}"
+            f"{when:>12}  seq {line['seq']:,}: {shown_amount(line['amount'], line['asset'])}  "
+            f"{line['debit']} → {line['credit']}"
         )
     for missing in unbooked:
         yield Text(
@@ -278,11 +280,11 @@ def _books(evidence: Evidence, unbooked: list[Unbooked]) -> Iterator[Text]:
         )
     for payment in evidence.payments:
         state = "served" if payment["state"] == "served" else "due for a refund"
-        refund = f", {payment['refunded']:,} refunded" if payment["refunded"] else ""
-        yield Text(
-            f"{_INDENT}payment {payment['payment']}: {payment['amount']:,} {payment['currency']} "
-            f"{state}{refund}"
+        amount, refunded = (
+            shown_amount(payment[name], payment["currency"]) for name in ("amount", "refunded")
         )
+        refund = f", {refunded} refunded" if payment["refunded"] else ""
+        yield Text(f"{_INDENT}payment {payment['payment']}: {amount} {state}{refund}")
 
 
 def _now(evidence: Evidence, redis: dict[str, Any]) -> Iterator[Text]:
@@ -295,10 +297,10 @@ def _now(evidence: Evidence, redis: dict[str, Any]) -> Iterator[Text]:
         yield Text(f"{_INDENT}{grab['grab']}: {grab['state']}" + (f" ({', '.join(parts)})" if parts else ""))
     for waiting in evidence.waiting:
         yield Text(f"{_INDENT}{waiting['grab']} waits at position {waiting['position']:,}")
-    yield Text(f"{_INDENT}{_redis_in_words(redis)}")
+    yield Text(f"{_INDENT}{_redis_in_words(redis, offer['asset'])}")
 
 
-def _redis_in_words(redis: dict[str, Any]) -> str:
+def _redis_in_words(redis: dict[str, Any], asset: str) -> str:
     if "problem" in redis:
         return str(redis["problem"])
     fenced = "" if redis["decides"] else "; its shard is fenced and decides nothing: see `grabstream doctor`"
@@ -306,7 +308,8 @@ def _redis_in_words(redis: dict[str, Any]) -> str:
         return f"Redis no longer has the offer{fenced}"
     words = f"Redis: {redis['state']}, {redis['units_left']:,} left, {redis['held']:,} held"
     if redis.get("part"):
-        words += f"; the user has place {redis['part']['place']:,} with {redis['part']['amount']:,}"
+        part = redis["part"]
+        words += f"; the user has place {part['place']:,} with {shown_amount(part['amount'], asset)}"
     for name, grab in redis.get("grabs", {}).items():
         # Only the books say how a grab ended: the status in Redis covers the hold only.
         words += (

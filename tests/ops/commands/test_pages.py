@@ -99,7 +99,7 @@ async def test_flash_sale_page_works(system: Settings, worker: Callable[..., Any
     assert "returned " in run(["bash", "-ec", take_back], system, tmp_path)
     await until(
         lambda: (
-            {"1 payment of 9,900 CNY due for a refund", "1 payment of 9,900 CNY served, 9,900 refunded"}
+            {"1 payment of 99.00 CNY due for a refund", "1 payment of 99.00 CNY served, 99.00 CNY refunded"}
             <= set(run(["bash", "-ec", show], system, tmp_path).splitlines())
         ),
         30,
@@ -108,8 +108,8 @@ async def test_flash_sale_page_works(system: Settings, worker: Callable[..., Any
     assert "ann-1" in run(["bash", "-ec", why], system, tmp_path)
     [block] = re.findall(r"^<!-- result -->\n```sh\n(.*?)^```", FLASH_SALE, re.MULTILINE | re.DOTALL)
     revenue = (
-        "CNY: 1 payment of 9,900; 0 came late, of which 0 were served; 9,900 refunded, 9,900 due for a "
-        "refund; revenue 0"
+        "CNY: 1 payment of 99.00 CNY; 0 came late, of which 0 were served; 99.00 CNY refunded, 99.00 CNY due "
+        "for a refund; revenue 0.00 CNY"
     )
     await until(
         lambda: revenue in run(["bash", "-ec", block], system, tmp_path).splitlines(),

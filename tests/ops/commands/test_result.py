@@ -104,14 +104,20 @@ async def test_result_is_that_of_the_view_in_every_form(played: Settings, tmp_pa
     assert "<b>" not in page
     table_of_result = printed()
     assert all(row[0] in table_of_result for row in expected)
-    assert f"revenue {total['revenue']:,}" in table_of_result
+    # Money for people is in major units; programs get minor units.
+    revenue = f"{total['revenue'] // 100:,}.{total['revenue'] % 100:02}"
+    assert f"revenue {revenue} CNY" in table_of_result
+    assert f"Result of {WEEK} (money in major units)" in table_of_result
+    assert re.search(r'<td class="number">[\d,]+\.\d\d</td>', page)
     # A column that is empty for all offers is left out.
     assert {"title", "currency"} < set(_cells(shown)[0])
     assert not {"title", "given"} & set(_cells(json.loads(printed("--campaign", "t", "--json")))[0])
     # The money of envelopes has a column, and a currency.
     envelope = shown["offers"][0] | {"kind": "envelope", "asset": "EUR", "currency": None, "given_amount": 77}
     columns, [*_, cells] = _cells({"offers": [*shown["offers"], envelope]})
-    assert [cells[columns.index(name)] for name in ("given", "currency")] == [77, "EUR"]
+    assert [cells[columns.index(name)] for name in ("given", "currency")] == ["0.77", "EUR"]
+    [*_, cells] = _cells({"offers": [*shown["offers"], envelope | {"asset": "XTS"}]})[1]
+    assert cells[columns.index("given")] == "77 minor units"
     [one] = json.loads(printed("--campaign", "s", "--json"))["offers"]
     assert one["offer"] == "s"
 

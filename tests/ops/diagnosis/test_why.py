@@ -152,7 +152,9 @@ async def test_why_shows_attempts_lateness_limits_and_payments_of_a_sale(
     assert f"grab refused: not_open_yet, {opens_at - early.at:,} ms before the opening" in shown
     assert f"{(held.at - opens_at) / 1000:+.3f} s  held 1 sku:s" in shown
     assert "limit user/offer (ann): 0 before, 1 after, of 1" in shown
-    assert "paid 5 CNY by pay-a" in shown
+    assert "paid 0.05 CNY by pay-a" in shown
+    assert ": 0.05 CNY  external:pay-a → issuer:shop" in shown
+    assert "confirm by" in shown
     shown = grabstream("why", "bob", "s", **env_of(system)).stdout
     assert f"{due['late_ms']:,} ms after the deadline" in shown
     assert "it is due for a refund" in shown
@@ -187,7 +189,9 @@ async def test_why_shows_part_place_and_rest_of_an_envelope(
     assert (of_gus["what"], of_gus["late_ms"]) == ("sold_out", gus.at - last.at)
     shown = grabstream("why", "eve", "e", **env_of(system)).stdout
     assert "place 1, 1 part left after it" in shown
-    assert "offer:e → wallet:eve" in shown
+    assert f": 0.{eve.amount:02} CNY  offer:e → wallet:eve" in shown
+    assert f"granted 0.{eve.amount:02} CNY" in shown
+    assert f"the user has place 1 with 0.{eve.amount:02} CNY" in shown
     done = grabstream("why", "eve", "nothing", "--json", **env_of(system))
     assert (done.returncode, "no offer 'nothing'" in done.stderr) == (1, True)
     assert grabstream("why", "a b", "x", **env_of(system)).returncode == 2
