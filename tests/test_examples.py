@@ -68,6 +68,16 @@ GRABS: Final[list[AnyCommand]] = [
     Confirm(id="pay-2", offer="friday:phone", grab="ann-1", payment="pay-2", paid=3 * 9_900, currency="CNY"),
     Return(id="back-1", offer="friday:phone", grab="ann-1", quantity=1),
 ]
+#: A payment after the end of its hold, whose unit is taken again.
+LATE: Final[list[AnyCommand]] = [
+    Open(
+        id="open-3",
+        offer="friday:case",
+        terms=StockTerms(issuer="shop", total=2, price=1_900, currency="CNY", hold_ms=200, late="retake"),
+    ),
+    Grab(id="cid-1", offer="friday:case", user="cid"),
+    Confirm(id="pay-3", offer="friday:case", grab="cid-1", payment="pay-3", paid=1_900, currency="CNY"),
+]
 #: What follows the name of the agent in the changelogs of its tables.
 AGENT_CHANGELOGS: Final = ("-grabs-changelog", "-last-seq-changelog")
 
@@ -271,7 +281,15 @@ def test_notebook_is_stored_without_output() -> None:
 
 @pytest.mark.long
 def test_notebook_runs(stage: Stage, tmp_path: Path) -> None:
-    """Its numbers are those of the ledger, and its charts those of docs/notebook.md."""
+    """Its numbers are those of the ledger, and its charts those of docs/notebook.md. A payment came late and
+    took its unit again: it went from the offer to a wallet, but was not granted at once.
+    """
+    opened, held = stage.answers(*LATE[:2])
+    assert (opened.outcome, held.outcome) == ("opened", "held")
+    expired = "SELECT 1 FROM grabs WHERE offer = 'friday:case' AND state = 'expired'"
+    wait_until(lambda: stage.rows(expired), 60, "the end of the hold")
+    [confirmed] = stage.answers(LATE[2])
+    assert confirmed.outcome == "confirmed"
     stage.until_booked()
     charts = str(PROJECT / "scripts" / "notebook_charts.py")
     # The folder of a script is no place for modules: `limits` is a library, too.
@@ -280,8 +298,11 @@ def test_notebook_runs(stage: Stage, tmp_path: Path) -> None:
     printed = output.splitlines()
     assert any(re.fullmatch(r"lunch +envelope +\d+", line) for line in printed)
     assert any(line.startswith("place 1: ") for line in printed)
-    assert "3 of 5 held units were paid" in printed
-    assert "5 units held, 3 confirmed: events and views agree" in printed
+    assert "4 of 6 held units were paid" in printed
+    assert "6 units held, 4 confirmed: events and views agree" in printed
+    assert re.search(
+        r"^friday:case +1 late payments, 1 served, 0 CNY to be given back$", output, re.MULTILINE
+    )
     assert any(re.fullmatch(r"friday:phone +9 offered +2 grabs +0 refused", line) for line in printed)
     assert any(line.startswith("double_mean 1,000/20, place 1: ") for line in printed)
     assert printed[-1] == f"1 offers, {amount:,} units of value: events and books agree"
