@@ -40,6 +40,72 @@ class CallerRates(NamedTuple):
     failures: Rates = ()
 
 
+class Failures:
+    """Counts by address what fails a check, and tells an address when it has had too many. `kind` begins the
+    names of the counters, `words` say in a refusal what failed. `proxies` are the networks of proxies that
+    are believed when they name the address of their client (X-Forwarded-For).
+    """
+
+    def __init__(
+        self, counters: Counters, rates: Rates, proxies: Sequence[Network], kind: str, words: str
+    ) -> None:
+        self._counters = counters
+        self._rates = rates
+        self._proxies = tuple(proxies)
+        self._kind = kind
+        self._words = words
+        #: Addresses with too many failures, and until when (monotonic, s).
+        self.blocked: dict[str, float] = {}
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether there is a rate."""
+        return bool(self._rates)
+
+    async def count(self, scope: Scope) -> None:
+        """Counts a failure; raises Problem when its address has had too many."""
+        address = self.address_of(scope)
+        seconds = await self._counters.hit(self._rates, self._kind, address)
+        if seconds:
+            add_bounded(self.blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)
+            self._check(address)
+
+    def check(self, scope: Scope) -> None:
+        """Raises Problem while an address has had too many failures."""
+        if self.blocked:
+            self._check(self.address_of(scope))
+
+    def _check(self, address: str) -> None:
+        until = self.blocked.get(address)
+        if until is None:
+            return
+        seconds = until - time.monotonic()
+        if seconds <= 0:
+            del self.blocked[address]
+            return
+        raise _too_many(f"This address may send {_in_words(self._rates)} {self._words}.", math.ceil(seconds))
+
+    def address_of(self, scope: Scope) -> str:
+        """The address of the client: that of the connection or, if it is a proxy that is believed, the last
+        one in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
+        """
+        address = scope["client"][0] if scope.get("client") else ""
+        if self._proxies and self._is_proxy(address):
+            forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
+            for text in reversed(forwarded.decode("latin-1").split(",")):
+                one = _without_port(text.strip())
+                if _read(one) is None:
+                    break
+                address = one
+                if not self._is_proxy(address):
+                    break
+        return _network_of(address)
+
+    def _is_proxy(self, address: str) -> bool:
+        found = _read(address)
+        return found is not None and any(found in network for network in self._proxies)
+
+
 class Admission:
     """Checks the credentials of requests. `proxies` are the networks of proxies that are believed when they
     name the address of their client (X-Forwarded-For).
@@ -57,9 +123,7 @@ class Admission:
         self._tokens = tokens
         self._counters = counters
         self._rates = rates
-        self._proxies = tuple(proxies)
-        #: Addresses with too many failures, and until when (monotonic, s).
-        self._blocked: dict[str, float] = {}
+        self._failures = Failures(counters, rates.failures, proxies, "address", "without valid credentials")
         #: Credentials that were valid a moment ago, by the hash of a dict (seeded, not cryptographic): these
         #: are let through to the check, which is that of all others.
         self._recent: dict[int, None] = {}
@@ -70,14 +134,14 @@ class Admission:
             return
         credentials = _credentials_of(request)
         mark = hash(credentials)
-        if self._blocked and mark not in self._recent:
-            self._check_blocked(self._address_of(request.scope))
+        if mark not in self._recent:
+            self._failures.check(request.scope)
         try:
             caller = await self._caller_of(credentials)
         except BadToken as error:
             self._recent.pop(mark, None)
             if not isinstance(error, UnusableToken):
-                await self._count_failure(self._address_of(request.scope))
+                await self._failures.count(request.scope)
             raise unauthenticated(str(error), None if credentials is None else "invalid_token") from None
         if mark not in self._recent:
             add_bounded(self._recent, mark, None, TOKENS_REMEMBERED_MAX)
@@ -127,47 +191,6 @@ class Admission:
         elif self._tokens is not None and is_token(credentials):
             return await self._tokens.caller_of(credentials)
         raise BadToken(_WRONG)
-
-    # -- failures --------------------------------------------------------------------------------------------
-
-    async def _count_failure(self, address: str) -> None:
-        seconds = await self._counters.hit(self._rates.failures, "address", address)
-        if seconds:
-            add_bounded(self._blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)
-            self._check_blocked(address)
-
-    def _check_blocked(self, address: str) -> None:
-        until = self._blocked.get(address)
-        if until is None:
-            return
-        seconds = until - time.monotonic()
-        if seconds <= 0:
-            del self._blocked[address]
-            return
-        raise _too_many(
-            f"This address may send {_in_words(self._rates.failures)} without valid credentials.",
-            math.ceil(seconds),
-        )
-
-    def _address_of(self, scope: Scope) -> str:
-        """The address of the client: that of the connection or, if it is a proxy that is believed, the last
-        one in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
-        """
-        address = scope["client"][0] if scope.get("client") else ""
-        if self._proxies and self._is_proxy(address):
-            forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
-            for text in reversed(forwarded.decode("latin-1").split(",")):
-                one = _without_port(text.strip())
-                if _read(one) is None:
-                    break
-                address = one
-                if not self._is_proxy(address):
-                    break
-        return _network_of(address)
-
-    def _is_proxy(self, address: str) -> bool:
-        found = _read(address)
-        return found is not None and any(found in network for network in self._proxies)
 
 
 def _credentials_of(request: Request) -> bytes | None:

@@ -54,7 +54,7 @@ _OF_COMMANDS: Final = ("outcome_unknown",)
 _OF_READS: Final = ("unavailable", "read_model_behind")
 _OF_STREAMS: Final = ("unavailable",)
 _OF_CHANGES: Final = ("unavailable",)
-_OF_RECEIPTS: Final = ("not_signed", "outcome_unknown")
+_OF_RECEIPTS: Final = ("not_signed", "too_many_requests", "outcome_unknown")
 #: Refusals after which nothing is booked for a receipt.
 _REFUSED_RECEIPTS: Final = (
     Outcome.invalid, Outcome.fenced, Outcome.busy, Outcome.conflict, Outcome.no_such_offer,
@@ -62,12 +62,15 @@ _REFUSED_RECEIPTS: Final = (
 )  # fmt: skip
 
 
-def document(version: str) -> Node:
-    """The document of a release."""
+def document(version: str, asks_callers: bool = True) -> Node:
+    """The document of a release, as a gateway serves it that asks callers who they are, or that does not."""
     schemas = _schemas()
     paths: dict[str, Node] = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+        node = paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+        if not asks_callers and "security" in node:
+            # Credentials are optional: a client that has some may send them.
+            node["security"] = [*node["security"], {}]
     return {
         "openapi": OPENAPI_VERSION,
         "info": {
@@ -85,7 +88,8 @@ def document(version: str) -> Node:
     }
 
 
-#: How callers say who they are. Without authentication (GRAB_GATEWAY_AUTHENTICATION=none), nobody is asked.
+#: How callers say who they are. Without authentication (GRAB_GATEWAY_AUTHENTICATION=none), nobody is asked,
+#: and each operation has an alternative without credentials.
 _SECURITY: Final[Mapping[str, Node]] = {
     "apiKey": {
         "type": "http",
@@ -398,6 +402,12 @@ def _schemas() -> dict[str, Node]:
         },
         ["grabs"],
     )  # fmt: skip
+    for name, fields in _AT_LEAST_ONE.items():
+        for field in fields:
+            node = schemas[name]["properties"][field]
+            for one in (node, *node.get("anyOf", ())):
+                if one.get("type") == "integer":
+                    one["minimum"] = 1
     answer = schemas["Answer"]
     answer["properties"]["outcome"] = {"type": "string", "enum": [outcome.name for outcome in Outcome]}
     schemas["BasketAnswer"] = _object(
@@ -481,6 +491,13 @@ def _given(operation: Operation) -> tuple[str, ...]:
 #: Fields that the gateway adds when they are absent.
 _ABSENT: Final[Mapping[str, tuple[str, ...]]] = {"open": ("offer",), "adjust": ("approved_by",)}
 
+
+#: Integers of which the checks refuse 0. The schemas of commands say "minimum 0" here: that a release never
+#: accepted 0 is not in its schemas, so a comparison with it takes the bound for a new one.
+_AT_LEAST_ONE: Final[Mapping[str, tuple[str, ...]]] = {
+    "EnvelopeTerms": ("total", "min", "max"), "CouponTerms": ("total",), "StockTerms": ("total",),
+    "Changes": ("total",),
+}  # fmt: skip
 
 #: Ids of users may have fewer characters than codes. Each code is handed out once.
 _ITEMS_BY_LIST: Final[Node] = {

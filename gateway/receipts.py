@@ -6,11 +6,14 @@ exactly when it is journaled what becomes of the money. The payment side repeats
 payment that failed moves no money and ends no hold, since the buyer may try again: it is only acknowledged.
 """
 
+import asyncio
 import time
 from typing import Final
 
 import msgspec
+from starlette.types import Scope
 
+from grabstream.gateway.admission import Failures
 from grabstream.gateway.problems import (
     JSON,
     NOT_KEPT,
@@ -48,13 +51,23 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 
 class Receipts:
     """The handler of receipts. Without keys, every receipt is refused. `timeout_ms` is how long a receipt
-    waits for its answer.
+    waits for its answer. `forged` counts receipts without a valid signature, by address, whether or not
+    callers are asked who they are. A signed one is never refused for them: the payment side may share an
+    address, such as that of a proxy, with whoever forges receipts.
     """
 
-    def __init__(self, gate: Gate, timeout_ms: int, keys: SigningKeys | None = None) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        timeout_ms: int,
+        keys: SigningKeys | None = None,
+        forged: Failures | None = None,
+    ) -> None:
         self._gate = gate
         self._timeout_ms = timeout_ms
         self._keys = keys
+        self._forged = forged if forged is not None and forged.are_counted else None
+        self._counting: set[asyncio.Task[None]] = set()
 
     async def payment_callback(self, request: Request, body: bytes) -> Reply:
         """POST /v1/payments/callback"""
@@ -63,12 +76,34 @@ class Receipts:
     def payment_callback_soon(self, request: Request, body: bytes, then: Then) -> None:
         """The same without a task."""
         query_of(request, ())
-        text, receipt = self._receipt(body)
+        try:
+            text, receipt = self._receipt(body)
+        except Problem as problem:
+            if self._forged is None or problem.name != "not_signed":
+                raise
+            self._forged.check(request.scope)
+            self._refuse_counted(self._forged, problem, request.scope, then)
+            return
         if receipt.status == "failed":
             then(_reply_of(receipt, "unchanged"))
             return
         # Its authority travels with it: the gate verifies it, too, and that it is for this system.
         self._decide(receipt, msgspec.structs.replace(command_of(receipt), receipt=text), then)
+
+    def _refuse_counted(self, forged: Failures, refusal: Problem, scope: Scope, then: Then) -> None:
+        """Refuses a forged receipt when it is counted: the counters may be in a server."""
+
+        async def count() -> None:
+            try:
+                await forged.count(scope)
+            except Exception as error:
+                then(error)
+            else:
+                then(refusal)
+
+        task = asyncio.create_task(count())
+        self._counting.add(task)
+        task.add_done_callback(self._counting.discard)
 
     def _decide(self, receipt: Receipt, command: Confirm, then: Then) -> None:
         def answered(found: Answer | BaseException) -> None:

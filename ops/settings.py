@@ -485,7 +485,10 @@ class Settings(BaseSettings):
     ] = "100/second"
     gateway_failures_rate: Annotated[
         str,
-        _setting("How often one address may ask without valid credentials, as above; empty: without limit."),
+        _setting(
+            "How often one address may ask without valid credentials, and send receipts that are not signed, "
+            "as above; empty: without limit."
+        ),
     ] = "60/minute"
     jwt_issuer: Annotated[
         str, _setting("Issuer of the tokens of end users (`iss`); absent: no tokens are accepted.")

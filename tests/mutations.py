@@ -707,8 +707,8 @@ MUTATIONS: Final = (
     Mutation(
         "callers: an address with failures is refused before any work",
         "gateway/admission.py",
-        "if self._blocked and mark not in self._recent:",
-        "if False:",
+        "if mark not in self._recent:\n            self._failures.check",
+        "if False:\n            self._failures.check",
         _in(
             "tests/gateway/test_admission.py",
             "test_address_with_too_many_failures_is_refused_before_any_work",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grabstream.gateway import api_keys
-from grabstream.gateway.admission import Admission, CallerRates
+from grabstream.gateway.admission import Admission, CallerRates, Failures
 from grabstream.gateway.api_keys import KeyRing, digest_of, is_secret, new_secret
 from grabstream.gateway.key_sets import KeySet
 from grabstream.gateway.operations import OPERATIONS
@@ -145,13 +145,13 @@ async def test_known_keys_are_valid_without_postgresql_but_not_for_ever(
         ("", [], ""),
     ],
 )
-async def test_address_of_a_client(peer: str, forwarded: list[bytes], address: str) -> None:
-    admission = Admission(await ring_of(), None, Counters(), CallerRates(), [ip_network("10.0.0.0/8")])
+def test_address_of_a_client(peer: str, forwarded: list[bytes], address: str) -> None:
+    failures = Failures(Counters(), (), [ip_network("10.0.0.0/8")], "address", "of a kind")
     scope = {
         "client": (peer, 1) if peer else None,
         "headers": [(b"x-forwarded-for", one) for one in forwarded],
     }
-    assert admission._address_of(scope) == address
+    assert failures.address_of(scope) == address
 
 
 # -- failures ------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ async def test_memory_of_addresses_and_credentials_is_bounded(monkeypatch: pytes
         assert await outcome(admission, b"Bearer " + secret.encode(), "198.51.100.1") == "admitted"
         for _ in range(2):
             await outcome(admission, None, f"192.0.2.{number}")
-    assert len(admission._blocked) <= 10
+    assert len(admission._failures.blocked) <= 10
     assert len(admission._recent) <= 10
 
 

@@ -22,7 +22,7 @@ from grabstream.models.commands import Undecodable, decode_command
 from grabstream.models.identifiers import ID_PATTERN
 from grabstream.ops.services.servers import PROJECT
 from tests.conftest import examples
-from tests.gateway.conftest import Door
+from tests.gateway.conftest import Door, Guarded
 from tests.support.gateways import Caller, calling
 
 DOCUMENT = document(metadata.version("grabstream"))
@@ -69,8 +69,64 @@ def test_document_says_who_may_ask() -> None:
     assert DOCUMENT["paths"]["/v1/offers"]["post"]["security"] == [{"apiKey": ["operate"]}]
 
 
-async def test_gateway_serves_it(caller: Caller) -> None:
-    assert (await caller.send("GET", "/openapi.json")).body == DOCUMENT
+async def test_gateway_serves_it(caller: Caller, guarded: Guarded) -> None:
+    """A gateway that asks nobody says so: a client without credentials may call each operation."""
+    async with calling(guarded.gateway.port) as anyone:
+        assert (await anyone.send("GET", "/openapi.json")).body == DOCUMENT
+    served = (await caller.send("GET", "/openapi.json")).body
+    assert served == document(metadata.version("grabstream"), asks_callers=False)
+    for operation in OPERATIONS:
+        strict, plain = (one["paths"][operation.path][operation.method.lower()] for one in (DOCUMENT, served))
+        wanted = {"security": [*strict["security"], {}]} if "security" in strict else {}
+        assert plain == {**strict, **wanted}, operation.name
+
+
+GOOD_TERMS: dict[str, dict[str, Any]] = {
+    "EnvelopeTerms": {
+        "kind": "envelope", "issuer": "i", "funding": "pay", "asset": "CNY", "total": 1, "parts": 1,
+        "law": "bounded", "min": 1, "max": 1,
+    },
+    "CouponTerms": {"kind": "coupon", "issuer": "i", "total": 1, "hold_ms": 1},
+    "StockTerms": {"kind": "stock", "issuer": "i", "total": 1, "hold_ms": 1},
+}  # fmt: skip
+
+
+def refusal_of(command: dict[str, Any]) -> str:
+    """Why a command is not taken; empty if it is."""
+    try:
+        decode_command(json.dumps(command).encode())
+    except Undecodable as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", GOOD_TERMS)
+def test_terms_that_the_document_allows_are_not_below_a_bound(name: str) -> None:
+    """For every number of terms, the least one that the document has is the least one that is taken."""
+    fits = validator(DOCUMENT["components"]["schemas"][name])
+    numbers = 0
+    for field, node in DOCUMENT["components"]["schemas"][name]["properties"].items():
+        for least in (one["minimum"] for one in (node, *node.get("anyOf", ())) if "minimum" in one):
+            numbers += 1
+            for value in (least, least - 1):
+                terms = {**GOOD_TERMS[name], field: value}
+                command = {"type": "open", "id": "c", "offer": "o", "terms": terms}
+                refusal = refusal_of(command)
+                is_below = (
+                    re.search(rf"\b{field}: must be (from|at least) |>= .*\.{field}`", refusal) is not None
+                )
+                assert fits.is_valid(terms) != is_below, (field, value, refusal)
+    assert numbers >= 5
+
+
+def test_a_total_is_at_least_one() -> None:
+    for name, field in (
+        *((name, "total") for name in (*GOOD_TERMS, "Changes")), ("EnvelopeTerms", "min"),
+        ("EnvelopeTerms", "max"),
+    ):  # fmt: skip
+        node = DOCUMENT["components"]["schemas"][name]["properties"][field]
+        assert not validator(node).is_valid(0), (name, field)
+        assert validator(node).is_valid(1), (name, field)
 
 
 async def test_gateway_serves_every_schema_that_records_of_events_name(caller: Caller) -> None:

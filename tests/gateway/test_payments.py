@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grabstream.lua.gate import tickets
 from grabstream.lua.gate.signing import Purpose
 from tests.conftest import examples, until
-from tests.gateway.conftest import Door
+from tests.gateway.conftest import Door, Guarded
 from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
 from tests.support.projecting import rows
 from tests.support.receipts import (
@@ -318,6 +318,47 @@ async def test_only_receipts_of_a_known_key_are_taken(caller: Caller, offer: str
     assert await result_of(caller, claims) == ("confirmed", "confirmed"), "the hold was not touched"
 
 
+async def test_forged_receipts_are_counted_by_address_and_signed_ones_never_refused(
+    door: Door, offer: str, tmp_path: Path
+) -> None:
+    """Also where callers are not asked who they are. 60 in a minute by default, and no repeat of them is
+    decided; whoever forges receipts behind the address of the payment side does not shut it out.
+    """
+    keys = {"payment_keys": KEYS_TEXT, "payment_callback_url": CALLBACK}
+    with GatewayProcess(door.settings, tmp_path / "log", gate_timeout_ms="20000", **keys) as gateway:
+        async with calling(gateway.port) as caller:
+            await caller.open(offer, **SALE)
+            held = await held_by(caller, offer)
+            claims = receipt_for(held, "p")
+            forged = signed(claims, keys=FOREIGN_KEYS)
+            # Some more: the end of a minute may be among them.
+            got = [await caller.send("POST", PATH, {"receipt": forged}) for _ in range(65)]
+            assert [one.status for one in got[:60]] == [401] * 60
+            assert {one.status for one in got[60:]} <= {401, 429}
+            refused = got[-1]
+            assert (refused.status, refused.body["type"]) == (429, "/problems/too_many_requests")
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert "60 requests per 1 minute with receipts that are not signed" in refused.body["detail"]
+            assert await result_of(caller, claims) == ("confirmed", "confirmed")
+            # What cannot be read is not counted: it may be an error of the payment side.
+            assert (await caller.send("POST", PATH, {})).status == 400
+            assert (await caller.send("POST", PATH, {"receipt": forged})).status == 429
+
+
+async def test_forged_receipts_shut_out_no_other_address_and_no_credentials(guarded: Guarded) -> None:
+    """Credentials have a count of their own."""
+    forged = {"receipt": signed({"payment": "p"}, keys=FOREIGN_KEYS)}
+    async with calling(guarded.gateway.port) as anyone:
+        forger = anyone.having(None, X_Forwarded_For="203.0.113.77")
+        got = [(await forger.send("POST", PATH, forged)).status for _ in range(45)]
+        assert got[:40] == [401] * 40
+        assert got[-1] == 429
+        service = anyone.having(guarded.secrets["read"], X_Forwarded_For="203.0.113.77")
+        assert (await service.send("GET", "/v1/offers")).status == 200
+        other = anyone.having(None, X_Forwarded_For="203.0.113.78")
+        assert (await other.send("POST", PATH, forged)).status == 401
+
+
 async def test_receipt_that_cannot_be_read_is_refused(caller: Caller) -> None:
     for body, words in (
         ({}, "receipt"),
@@ -401,7 +442,8 @@ async def test_a_new_key_of_the_payment_side_needs_no_restart(
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
     keys.write_text(KEYS_TEXT)
-    named = {"payment_keys_file": str(keys), "gate_timeout_ms": "20000"}
+    # A receipt under the new key is forged until the gateway has the key, and this test asks often.
+    named = {"payment_keys_file": str(keys), "gate_timeout_ms": "20000", "gateway_failures_rate": ""}
     with GatewayProcess(door.settings, tmp_path / "log", **named) as gateway:
         async with calling(gateway.port) as rotated:
             held = await held_by(rotated, offer, "anna")

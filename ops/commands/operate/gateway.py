@@ -16,7 +16,7 @@ import click
 import uvloop
 from psycopg import AsyncConnection, OperationalError
 
-from grabstream.gateway.admission import Admission, CallerRates
+from grabstream.gateway.admission import Admission, CallerRates, Failures, Network
 from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
 from grabstream.gateway.app import Application, Bounds
 from grabstream.gateway.asking import Questions
@@ -134,7 +134,7 @@ def _require_whole(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def _open_admission(settings: Settings, cache: CacheServer | None) -> AsyncIterator[Admission | None]:
+async def _open_admission(settings: Settings, counters: Counters) -> AsyncIterator[Admission | None]:
     """Checks of callers, which read keys again while they are open; None when nobody is checked."""
     if settings.gateway_authentication == "none":
         yield None
@@ -165,13 +165,13 @@ async def _open_admission(settings: Settings, cache: CacheServer | None) -> Asyn
         yield Admission(
             keys,
             tokens,
-            Counters(cache, settings.prefix),
+            counters,
             CallerRates(
                 _rates(settings.gateway_key_rate),
                 _rates(settings.gateway_user_rate),
                 _rates(settings.gateway_failures_rate),
             ),
-            [ipaddress.ip_network(network) for network in listed(settings.gateway_proxies)],
+            _proxies(settings),
         )
 
 
@@ -211,6 +211,10 @@ async def _require_tables(settings: Settings) -> None:
         return  # the gateway waits for it
 
 
+def _proxies(settings: Settings) -> list[Network]:
+    return [ipaddress.ip_network(network) for network in listed(settings.gateway_proxies)]
+
+
 def _rates(text: str) -> Rates:
     return read_rates(text) if text else ()
 
@@ -236,7 +240,15 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
                 functools.partial(_check_books, settings, shared),
             )
         )
-        admission = await stack.enter_async_context(_open_admission(settings, cache_server))
+        counters = Counters(cache_server, settings.prefix)
+        admission = await stack.enter_async_context(_open_admission(settings, counters))
+        forged = Failures(
+            counters,
+            _rates(settings.gateway_failures_rate),
+            _proxies(settings),
+            "receipts",
+            "with receipts that are not signed",
+        )
         examiners = await stack.enter_async_context(open_examiners(settings))
         streams = EventStreams(books, settings.shards)
         keys = payment_keys(settings)
@@ -248,12 +260,12 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
         application = Application(
             Commands(gate, settings.gate_timeout_ms, tokens),
             Questions(books, cache, tokens, None if keys_of_users is None else keys_of_users.existing),
-            Receipts(gate, settings.gate_timeout_ms, keys),
+            Receipts(gate, settings.gate_timeout_ms, keys, forged),
             streams,
             # What operators are told stays in this process.
             Watching(books, Cache(), examiners),
             ChangesOfWebhooks(books),
-            functools.partial(document, release),
+            functools.partial(document, release, admission is not None),
             bounds,
             _hosts(host, listed(settings.gateway_hosts)),
             admission,
