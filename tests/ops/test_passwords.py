@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Postgres, Redis
 from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
+from tests.support import backup_recipes
 from tests.support.command_line import env_of, grabstream
 
 #: No output may contain either; the second is one that the servers refuse.
@@ -162,6 +164,55 @@ def run_verb(verb: str, settings: Settings, folder: Path, code: set[int]) -> str
 
 def test_the_table_has_every_verb() -> None:
     assert set(WORDS) | ELSEWHERE == set(VERBS)
+
+
+ADDRESS: Final = "postgresql://app@h:1/d"
+
+
+@pytest.mark.parametrize(
+    ("address", "has_password"),
+    [
+        (ADDRESS, False),
+        ("postgresql://app@h:1/d?application_name=a:b@c", False),
+        ("host=h port=1 user=app dbname=d", False),
+        ("postgresql://app@h/d?passfile=/home/a:b@c", False),
+        (f"postgresql://app:{PASSWORD}@h:1/d", True),
+        (f"postgresql://app:{PASSWORD}@h", True),
+        (f"postgresql://app@h/d?password={PASSWORD}", True),
+        (f"{ADDRESS}?sslpassword={PASSWORD}", True),
+        (f"host=h user=app password={PASSWORD}", True),
+        (f"host=h user=app password = '{PASSWORD}'", True),
+    ],
+)
+def test_backups_begin_only_without_a_password_in_the_address(
+    address: str, has_password: bool, tmp_path: Path
+) -> None:
+    settings = Settings(postgres=address, seal_keys=SecretStr(new_seal_key()))
+    done = backup_recipes.execute("", settings, tmp_path)
+    assert done.returncode == int(has_password), done.stderr
+    assert ("PGPASSFILE" in done.stderr) == has_password
+    assert_masked("the page of backups", done.stdout + done.stderr)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_no_backup_or_restore_shows_a_password(locked: Locked, settings: Settings, tmp_path: Path) -> None:
+    """Every program that the commands of docs/backup.md start is in front of one that notes its arguments."""
+    system = locked.settings(settings, PASSWORD)
+    noted, shims = tmp_path / "noted", tmp_path / "shims"
+    shims.mkdir()
+    for name in ("pg_dump", "pg_restore", "psql"):
+        shim = shims / name
+        shim.write_text(f'#!/bin/sh\necho {name} "$@" >> {noted}\nexec {shutil.which(name)} "$@"\n')
+        shim.chmod(0o755)
+    path = f"{shims}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run_verb("init", system, tmp_path, {0})
+    for name in ("backup", "restore", "anew"):
+        # As it is in the settings of workers; then as the page says.
+        backup_recipes.execute(name, system, tmp_path, PATH=path)
+        backup_recipes.run_recipe(name, system, tmp_path, PATH=path)
+    assert_masked("an argument", noted.read_text())
+    assert {line.split()[0] for line in noted.read_text().splitlines()} == {"pg_dump", "pg_restore", "psql"}
 
 
 @pytest.mark.long
