@@ -215,7 +215,7 @@ CREATE OR REPLACE VIEW waiting AS
     FROM grabs_1 AS g JOIN offers_1 AS o USING (offer)
     WHERE g.state = 'waiting' AND o.closed_at IS NULL;
 
--- What each limit leaves to each user, or value of an attribute, in the current window. A limit counts grabs
+-- What each limit leaves to each user, or value of an attribute, in the current window, and until when. A limit counts grabs
 -- since it was added. A limit of a campaign counts the grabs of all its offers since the campaign began
 -- (after all its earlier offers had retired), in the zone of its first offer. Events are ordered by seq,
 -- since the time of a shard may stand still.
@@ -254,10 +254,29 @@ CREATE OR REPLACE VIEW limits AS
                ) AS hour_shift_ms
         FROM lives AS l JOIN counting AS c USING (offer)
         WHERE l.retired_at IS NULL AND c.until = 9223372036854775807
-    ), counted AS (
-        SELECT d.offer, d.by, d.per, d.max, d.scope,
-               CASE WHEN d.by = 'user' THEN g.user_id ELSE g.attributes->>d.by END AS value, b.units
+    ), ending AS MATERIALIZED (
+        -- Computed once for a limit, not for each grab that it counts.
+        SELECT d.*, CASE d.per
+            WHEN 'offer' THEN NULL
+            WHEN 'hour' THEN (((extract(epoch FROM now()) * 1000)::bigint + d.hour_shift_ms) / 3600000 + 1) * 3600000
+                - d.hour_shift_ms
+            ELSE (
+                -- Where the local clock is set back over midnight, PostgreSQL takes the second one.
+                SELECT (extract(epoch FROM min(c.at)) * 1000)::bigint
+                FROM (
+                    SELECT date_trunc(d.per, now() AT TIME ZONE d.timezone) + ('1 ' || d.per)::interval AS begins
+                ) AS n CROSS JOIN LATERAL (
+                    SELECT n.begins AT TIME ZONE d.timezone - i * interval '30 minutes' AS at
+                    FROM generate_series(0, 4) AS i
+                ) AS c
+                WHERE c.at > now() AND c.at AT TIME ZONE d.timezone >= n.begins
+            )
+        END AS resets_at
         FROM declared AS d
+    ), counted AS (
+        SELECT d.offer, d.by, d.per, d.max, d.scope, d.resets_at,
+               CASE WHEN d.by = 'user' THEN g.user_id ELSE g.attributes->>d.by END AS value, b.units
+        FROM ending AS d
         JOIN counting AS c ON (c.by, c.per, c.scope) = (d.by, d.per, d.scope)
         JOIN lives AS l ON l.offer = c.offer
             AND (
@@ -281,9 +300,10 @@ CREATE OR REPLACE VIEW limits AS
         END
     )
     SELECT offer, by, per, scope, value, max, sum(units)::bigint AS counted,
-           greatest(max - sum(units), 0)::bigint AS "left"
+           greatest(max - sum(units), 0)::bigint AS "left",
+           resets_at, to_timestamp(resets_at::float8 / 1000) AS resets_time
     FROM counted WHERE value IS NOT NULL
-    GROUP BY offer, by, per, scope, value, max;
+    GROUP BY offer, by, per, scope, value, max, resets_at;
 
 -- The amounts of parts by their place, over all envelopes of the same terms, beside the mean that the law
 -- gives every place: total ÷ parts.

@@ -247,16 +247,18 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "limits": View(
-        "balances", "What each limit of present offers leaves to each value, in the window of now.",
+        "balances",
+        "What each limit of present offers leaves to each value, in the window of now, and until when.",
         ("offer", "by", "per", "scope", "value"),
         _columns(
-            "offer by per scope value max counted left",
+            "offer by per scope value max counted left resets_at resets_time",
             per=("text", "Window of the limit: hour, day, week, offer or campaign."),
             scope=("text", "Whose grabs count: those of the `offer`, or of the `campaign`."),
             value=("text", "The user, or the value of the attribute."),
             max="Units that the limit allows.",
             counted="Units that count now.",
             left="Units that the limit leaves.",
+            resets_at=f"When the window ends, by the local clock, {_MS}; empty for the window `offer`.",
         ),
     ),
     "waiting": View(

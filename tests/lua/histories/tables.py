@@ -9,7 +9,7 @@ from typing import Any
 
 from psycopg import AsyncConnection, sql
 
-from grabstream.models.calendar import window_of
+from grabstream.models.calendar import window_ends, window_of
 from grabstream.models.events import decode_event
 from grabstream.models.journal import GENESIS, chain
 from grabstream.models.offers import Limit
@@ -137,37 +137,44 @@ async def _compare_grabs(connection: AsyncConnection[Any], states: Sequence[Shar
     )
 
 
-async def _compare_limits(
-    connection: AsyncConnection[Any], states: Sequence[ShardState], now_ms: int
-) -> None:
-    """Checks that the view `limits`, read at a given time, matches the counters of the rules."""
+def limits_at(now_ms: int) -> str:
+    """The statement that creates the view `limits_then`: the view `limits` at a given time."""
     view = re.search(
         r"CREATE OR REPLACE VIEW limits AS.*?;", definition_of("balances").parts["views"], re.DOTALL
     )
     assert view is not None
-    view_then = (
+    return (
         view[0]
         .replace("CREATE OR REPLACE VIEW limits", "CREATE TEMPORARY VIEW limits_then")
         .replace("now()", f"to_timestamp({now_ms} / 1000.0)")
     )
+
+
+async def _compare_limits(
+    connection: AsyncConnection[Any], states: Sequence[ShardState], now_ms: int
+) -> None:
+    """Checks that the view `limits`, read at a given time, matches the counters of the rules."""
+    view_then = limits_at(now_ms)
     await connection.execute(view_then.encode())
-    expected = {
-        (offer.name, limit.by, limit.per, limit.scope, name.removeprefix(f"{limit.name}/"), count)
-        for state in states
-        for offer in state.offers.values()
-        if not offer.is_envelope
-        for limit in offer.pieces.limits
-        for name, (window, count) in _counters_of(state, offer, limit)
-        if count
-        and window
-        == window_of(
-            limit.per, offer.campaign_offsets if limit.scope == "campaign" else offer.offsets, now_ms
-        )
-    }
+    expected = set()
+    for state in states:
+        for offer in state.offers.values():
+            for limit in () if offer.is_envelope else offer.pieces.limits:
+                offsets = offer.campaign_offsets if limit.scope == "campaign" else offer.offsets
+                current, ends = (take(limit.per, offsets, now_ms) for take in (window_of, window_ends))
+                expected |= {
+                    (
+                        offer.name, limit.by, limit.per, limit.scope, name.removeprefix(f"{limit.name}/"),
+                        count, ends,
+                    )
+                    for name, (window, count) in _counters_of(state, offer, limit)
+                    if count and window == current
+                }  # fmt: skip
     in_sql = {
         tuple(row)
         for row in await _rows(
-            connection, "SELECT offer, by, per, scope, value, counted FROM limits_then WHERE counted > 0"
+            connection,
+            "SELECT offer, by, per, scope, value, counted, resets_at FROM limits_then WHERE counted > 0",
         )
     }
     assert in_sql == expected, f"only in SQL: {in_sql - expected}; only in the rules: {expected - in_sql}"

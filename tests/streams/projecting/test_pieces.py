@@ -7,6 +7,8 @@ The history is journaled in blocks of random sizes; a second run with other size
 import random
 from collections.abc import Sequence
 from copy import deepcopy
+from datetime import datetime
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -27,7 +29,8 @@ from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from tests.conftest import make_system
 from tests.lua.histories.rows import GRAB_COLUMNS, OFFER_COLUMNS, differences
-from tests.support.projecting import rows
+from tests.lua.histories.tables import limits_at
+from tests.support.projecting import open_tables, rows
 from tests.support.random_history import History, project, random_history
 
 TABLES = {
@@ -293,6 +296,49 @@ async def test_view_limits_follows_amendments_and_the_zone_of_the_campaign(
         answer = decide(deepcopy(history.state), Grab(id="now", offer=offer, user="u"), history.now).answer
         by_rules |= {(offer, limit.by, limit.per, limit.scope): limit.left + 1 for limit in answer.limits}
     assert in_view == by_rules
+
+
+#: Zones, and local times before a window ends in a night in which the clock changes: within the day, over
+#: midnight (so that midnight does not exist, or comes twice), by half an hour, or not at all.
+NIGHTS = (
+    ("Europe/Berlin", "2027-03-28T01:30"), ("Europe/Berlin", "2027-10-31T01:30"),
+    ("America/Havana", "2027-11-06T23:30"), ("America/Havana", "2027-11-07T00:30"),
+    ("America/Havana", "2027-03-13T23:30"), ("Australia/Lord_Howe", "2027-04-03T23:30"),
+    ("Asia/Kathmandu", "2027-12-31T23:59"),
+)  # fmt: skip
+
+
+async def test_view_limits_says_until_when_as_answers_do(system: Settings) -> None:
+    """Days have 23 to 25 hours; the view at the time of a grab has the time that the answer to it has."""
+    history = History(1)
+    limits = tuple(Limit("user", per, 9) for per in ("hour", "day", "week", "offer"))
+    told: dict[str, tuple[int, dict[str, int | None]]] = {}
+    times = {
+        f"o{number}": round(datetime.fromisoformat(local).replace(tzinfo=ZoneInfo(zone)).timestamp() * 1000)
+        for number, (zone, local) in enumerate(NIGHTS)
+    }
+    for offer, now in sorted(times.items(), key=lambda one: one[1]):
+        history.now = now
+        zone = NIGHTS[int(offer[1:])][0]
+        history.send(Open, offer, terms=StockTerms(issuer="shop", total=9, limits=limits, timezone=zone))
+        grab = Grab(id="of-answer", offer=offer, user="u")
+        answer = decide(deepcopy(history.state), grab, now).answer
+        history.send(Grab, offer, user="u", quantity=1)
+        told[offer] = now, {limit.per: limit.resets_at for limit in answer.limits}
+    await project(system, history, random.Random(3))
+    async with await open_tables(system) as connection:
+        for offer, (now, by_answer) in told.items():
+            await connection.execute(limits_at(now).encode())
+            found = await connection.execute(
+                "SELECT per, resets_at, extract(epoch FROM resets_time) * 1000 FROM limits_then "
+                "WHERE offer = %s",
+                (offer,),
+            )
+            in_view = {per: (at, time) for per, at, time in await found.fetchall()}
+            assert in_view == {per: (at, at) for per, at in by_answer.items()}, NIGHTS[int(offer[1:])]
+            await connection.execute("DROP VIEW limits_then")
+    ends = {offer: by_answer["day"] for offer, (_, by_answer) in told.items()}
+    assert ends["o2"] == times["o2"] + 30 * 60_000, "the first of two midnights"
 
 
 @pytest.mark.long
