@@ -530,6 +530,16 @@ class Settings(BaseSettings):
         int, _setting("Refusals that are kept; the oldest are deleted first.", "refusals", ge=0)
     ] = 1_000_000
     refusals_days: Annotated[int, _setting("How long refusals are kept.", "days", ge=1, le=3_650)] = 14
+    demand_days: Annotated[
+        int,
+        _setting(
+            "How long the counts of refusals (`demand`) are kept; 0: for ever. Workers delete older ones "
+            "when they write newer ones of the same shard.",
+            "days",
+            ge=0,
+            le=3_650,
+        ),
+    ] = 0
     webhook_http: Annotated[
         bool, _setting("Whether webhooks may be sent without TLS, to http://…; for tests.")
     ] = False

@@ -3,17 +3,36 @@ and the counts are absolute numbers.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from psycopg import AsyncConnection
 
 from grabstream.projections.database.migrate import use_schema
 
+#: Old counts that are deleted when new ones are written: more than are written at once, so that they get
+#: fewer, and few enough that nobody waits for it.
+DELETED_AT_ONCE_MAX: Final = 5_000
+#: By their places in the table: a join by the key could read all of it.
+DELETE_OLD: Final = (
+    "DELETE FROM demand_1 WHERE ctid = ANY (ARRAY(SELECT ctid FROM demand_1 WHERE shard = %s AND second < %s "
+    "ORDER BY second LIMIT %s))"
+)
+_DAY_SECONDS: Final = 86_400
+
 
 async def record(
-    connection: AsyncConnection[Any], schema: str, shard: int, rows: Sequence[tuple[int, int, str, int]]
+    connection: AsyncConnection[Any],
+    schema: str,
+    shard: int,
+    rows: Sequence[tuple[int, int, str, int]],
+    days: int = 0,
 ) -> None:
-    """Writes rows (second, outcome code, offer, refusals). Writing the same rows again changes nothing."""
+    """Writes rows (second, outcome code, offer, refusals). Writing the same rows again changes nothing.
+
+    With `days`, counts of the shard that are so much older than the newest of the rows are deleted, the
+    oldest first, a few with each call. That is the clock of the shard, not that of a worker, which may be
+    wrong.
+    """
     async with connection.transaction():
         await use_schema(connection, schema)
         await connection.execute(
@@ -23,3 +42,6 @@ async def record(
             "excluded.refusals)",
             (shard, *([row[column] for row in rows] for column in range(4))),
         )
+        if days and rows:
+            oldest = max(row[0] for row in rows) - days * _DAY_SECONDS
+            await connection.execute(DELETE_OLD, (shard, oldest, DELETED_AT_ONCE_MAX))

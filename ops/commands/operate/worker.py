@@ -415,7 +415,7 @@ def step_of(settings: Settings) -> Step:
 async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:
     try:
         async with checked_books(settings) as connection:
-            await record(connection, settings.schema_, shard, rows)
+            await record(connection, settings.schema_, shard, rows, settings.demand_days)
     except (psycopg.Error, OtherSystem) as error:
         # The counts stay in Redis until PostgreSQL, or its tables, are back: a restore drops the tables
         # first.
