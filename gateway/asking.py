@@ -34,6 +34,7 @@ from grabstream.gateway.operations import KINDS, OFFER_ORDERS, OFFER_STATES, OPE
 from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.positions import WAITING_PLACES, position_in
 from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
+from grabstream.gateway.reaching import Reached
 from grabstream.gateway.requests import Request, chosen, query_of
 from grabstream.gateway.tokens import add_bounded
 from grabstream.lua.gate.personal import KeysUnavailable, UserKey, is_sealed, open_metadata
@@ -108,12 +109,19 @@ _decode_raws = msgspec.json.Decoder(list[msgspec.Raw] | None).decode
 class Questions:
     """The handlers of questions. `tokens` adds payment tokens to the holds of a user. `key_of` has the key
     under which events have sealed the metadata of a user, or None; without it, they are shown sealed.
+    `reached` tells how far shards have come; without it, questions wait for any event.
     """
 
     def __init__(
-        self, books: Books, cache: Cache, tokens: PaymentTokens | None = None, key_of: KeyOf | None = None
+        self,
+        books: Books,
+        cache: Cache,
+        tokens: PaymentTokens | None = None,
+        key_of: KeyOf | None = None,
+        reached: Reached | None = None,
     ) -> None:
         self._key_of = key_of
+        self._reached = reached
         self._books = books
         self._tokens = tokens or PaymentTokens()
         self._cache = cache
@@ -364,7 +372,10 @@ class Questions:
             )
         self._waiting += 1
         try:
-            is_there = await self._books.has(projections, shard, seq, AFTER_SECONDS_MAX)
+            is_there = await self._books.has(projections, shard, seq, 0)
+            if not is_there:
+                await self._refuse_future(shard, seq)
+                is_there = await self._books.has(projections, shard, seq, AFTER_SECONDS_MAX)
         except KeyError:
             raise invalid(f"after: there is no shard {shard}") from None
         finally:
@@ -377,6 +388,21 @@ class Questions:
                 "after",
             )
         return asked
+
+    async def _refuse_future(self, shard: int, seq: int) -> None:
+        """Raises Problem when a shard has not decided an event. One that any read model has was decided,
+        whatever Redis knows of it.
+        """
+        last = None if self._reached is None else await self._reached.last_seq(shard)
+        if last is None or seq <= last or seq <= await self._books.last_seq(shard):
+            return
+        raise Problem(
+            "position_not_reached",
+            f"Shard {shard} has no event {seq}: its last one is {last}. Take `after` from the `shard` and "
+            "`seq` of an answer, or leave it out. If an answer with `promise=decided` had it, Redis has lost "
+            "that decision: send the command again.",
+            "after",
+        )
 
 
 #: The parameters that each operation takes.

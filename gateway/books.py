@@ -92,6 +92,10 @@ class Books:
                 return False
             await asyncio.sleep(POLL_SECONDS)
 
+    async def last_seq(self, shard: int) -> int:
+        """The last event of a shard that any read model has."""
+        return max((seq for (_, of), seq in (await self._seqs()).items() if of == shard), default=0)
+
     async def _seqs(self) -> dict[tuple[str, int], int]:
         """The last event of each read model and shard. All that wait share one query."""
         if self._asking is None or self._asking.done():

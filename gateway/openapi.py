@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from grabstream.gateway.bounds import CURSOR_LENGTH_MAX
 from grabstream.gateway.callers import OF_USERS, SCOPES, scopes_of
-from grabstream.gateway.operations import OPERATIONS, Operation, Parameter
+from grabstream.gateway.operations import AFTER, OPERATIONS, Operation, Parameter
 from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
 from grabstream.gateway.requests import NOT_IN_PATHS
 from grabstream.models.bounds import BASKET_GRABS_MAX
@@ -261,6 +261,7 @@ def _responses(operation: Operation) -> Node:
         *(_OF_BODIES if operation.body_bytes_max else ()),
         *(_OF_COMMANDS if operation.kind == "command" else ()),
         *(_OF_READS if operation.kind in ("read", "watch") else ()),
+        *(("position_not_reached",) if AFTER in operation.parameters else ()),
         *(_OF_STREAMS if operation.kind == "stream" else ()),
         *(_OF_RECEIPTS if operation.kind == "receipt" else ()),
         *(_OF_CHANGES if operation.kind == "change" else ()),

@@ -60,10 +60,11 @@ OFFER_STATES: Final = ("open", "paused", "closed", "retired")
 KINDS: Final = ("envelope", "coupon", "stock")
 OFFER_ORDERS: Final = ("newest", "random")
 TAKEN_ORDERS: Final = ("place", "luckiest")
-_AFTER: Final = Parameter(
+AFTER: Final = Parameter(
     "after",
     "`<shard>-<seq>` of an answer: waits until the read model has its event, "
-    f"{AFTER_SECONDS_MAX:.0f} s at most.",
+    f"{AFTER_SECONDS_MAX:.0f} s at most. A shard that the system does not have is `invalid`, an event that "
+    "its shard has not decided `position_not_reached`.",
     form="position",
 )
 _PAGE: Final = (
@@ -75,7 +76,7 @@ _PAGE: Final = (
         maximum=PAGE_ROWS_MAX,
     ),
     Parameter("cursor", "The `next` of the page before.", form="cursor"),
-    _AFTER,
+    AFTER,
 )
 _OFFER: Final = "/v1/offers/{offer}"
 _USER: Final = "/v1/users/{user}"
@@ -158,7 +159,7 @@ OPERATIONS: Final = (
         Parameter("visitor", "Whose random order it is; required with `order=random`.", form="id"),
         *_PAGE,
     ),
-    _asking(_OFFER, "offer", "An offer, with its terms", _AFTER),
+    _asking(_OFFER, "offer", "An offer, with its terms", AFTER),
     _asking(
         f"{_OFFER}/grabs", "offer_grabs", "Who got what",
         Parameter("order", "By `place`, or the `luckiest` first, by amount.", TAKEN_ORDERS, default="place"),

@@ -170,6 +170,7 @@ DOOR_PROBLEMS: Final[Mapping[str, tuple[HTTPStatus, str]]] = {
     "no_such_webhook": (HTTPStatus.NOT_FOUND, "There is no such webhook"),
     "not_found": (HTTPStatus.NOT_FOUND, "There is nothing at this path"),
     "method_not_allowed": (HTTPStatus.METHOD_NOT_ALLOWED, "The path does not have this method"),
+    "position_not_reached": (HTTPStatus.CONFLICT, "The shard has not come that far"),
     "request_timeout": (HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive"),
     "content_too_large": (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The body is above its bound"),
     "uri_too_long": (HTTPStatus.REQUEST_URI_TOO_LONG, "The query is above its bound"),

@@ -2,22 +2,27 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from psycopg import AsyncConnection
 
 from grabstream.gateway.asking import Questions
 from grabstream.gateway.books import open_books
+from grabstream.gateway.bounds import AFTER_SECONDS_MAX
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.problems import Problem
+from grabstream.gateway.reaching import Reached
 from grabstream.gateway.requests import Request
+from grabstream.lua.server import server_epoch_of
 from grabstream.models.outcomes import Outcome
 from grabstream.models.vocabulary.documents import DOCUMENTS
+from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
 from tests.conftest import until
@@ -357,17 +362,108 @@ async def test_wrong_question_is_refused_with_its_field(
         assert got.body["field"] == field, query
 
 
-@pytest.mark.long
-async def test_unknown_offer_and_event_that_never_comes(caller: Caller, offer: str) -> None:
+async def test_unknown_offer(caller: Caller, offer: str) -> None:
     for path in (f"/v1/offers/{offer}", f"/v1/offers/{offer}/grabs"):
         got = await caller.send("GET", path)
         assert is_problem(got, "no_such_offer", 404)
         assert got.body["outcome"] == "no_such_offer"
-    began = time.monotonic()
-    got = await caller.send("GET", "/v1/offers?after=0-9999999999999999")
-    assert is_problem(got, "read_model_behind", 503)
-    assert got.headers["retry-after"] == "1"
-    assert 4 < time.monotonic() - began < 30
+
+
+async def test_event_that_its_shard_has_not_decided_is_refused_at_once(caller: Caller, offer: str) -> None:
+    """It may never come. The refusal says how far the shard is, and that position can be waited for."""
+    opened = await caller.open(offer)
+    shard = opened.body["shard"]
+    for path in ("/v1/offers", f"/v1/offers/{offer}", f"/v1/offers/{offer}/grabs", "/v1/users/ann/balances"):
+        got = await caller.send("GET", f"{path}?after={shard}-9999999999999999")
+        assert is_problem(got, "position_not_reached", 409)
+        assert got.body["field"] == "after"
+        assert "retry-after" not in got.headers
+        [last] = re.findall(r"its last one is ([0-9]+)", got.body["detail"])
+        assert int(last) >= opened.body["seq"]
+        assert (await caller.send("GET", f"{path}?after={shard}-{last}")).status == 200
+
+
+@pytest.mark.long
+async def test_event_that_never_comes(door: Door) -> None:
+    """Where nobody can say how far the shard is."""
+    async with counted(door) as (questions, _):
+        began = time.monotonic()
+        with pytest.raises(Problem, match="does not have event 9999999999999999") as raised:
+            await list_of(questions, "after=0-9999999999999999")
+        assert raised.value.name == "read_model_behind"
+        assert (b"retry-after", b"1") in raised.value.headers
+        assert 4 < time.monotonic() - began < 30
+
+
+class Lagging:
+    """Read models of a shard whose events come when they are asked about again; `known` is the last event of
+    the one that has most.
+    """
+
+    def __init__(self, known: int) -> None:
+        self.known = known
+        self.asked: list[float] = []
+
+    async def has(self, projections: Any, shard: int, seq: int, seconds: float) -> bool:
+        self.asked.append(seconds)
+        return len(self.asked) > 1
+
+    async def last_seq(self, shard: int) -> int:
+        return self.known
+
+    async def rows(self, query: str, parameters: Any = ()) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("in_redis", "in_books", "waits"),
+    [(16, 0, False), (17, 0, True), (None, 0, True), (16, 17, True), (16, 16, False)],
+)
+async def test_question_waits_unless_nobody_has_the_event(
+    in_redis: int | None, in_books: int, waits: bool
+) -> None:
+    """Redis may have lost the event, and a read model have it, while another one lags."""
+
+    class OneShard:
+        async def last_seq(self, shard: int) -> int | None:
+            return in_redis
+
+    books = Lagging(in_books)
+    questions = Questions(cast(Any, books), Cache(), reached=cast(Any, OneShard()))
+    if waits:
+        assert await list_of(questions, "after=3-17") == {"offers": []}
+        assert books.asked == [0, AFTER_SECONDS_MAX]
+    else:
+        with pytest.raises(Problem, match="Shard 3 has no event 17: its last one is 16"):
+            await list_of(questions, "after=3-17")
+
+
+async def test_a_shard_that_may_have_lost_events_does_not_say_how_far_it_is(settings: Settings) -> None:
+    """Not when its server has restarted, while it is rebuilt, with a fault, and when Redis is away."""
+    keys = key_space(settings)
+    state = keys.shard(1).state
+    redis = open_redis(settings)
+    reached = Reached(redis, keys)
+    try:
+        assert await reached.last_seq(1) is None, "there is nothing of it"
+        good = {"seq": "17", "life": await server_epoch_of(redis, state)}
+        for changed, last in (
+            ({}, 17), ({"life": "of a server before"}, None), ({"partial": "1"}, None),
+            ({"fault": "x"}, None), ({"seq": "x"}, None),
+        ):  # fmt: skip
+            await redis.delete(state)
+            await redis.hset(state, mapping={**good, **changed})
+            assert await reached.last_seq(1) == last, changed
+        await redis.hset(state, mapping={**good, "seq": "18"})
+        [one, *_] = found = await asyncio.gather(*(reached.last_seq(1) for _ in range(20)))
+        assert set(found) == {one}
+    finally:
+        await redis.delete(state)
+        await redis.aclose()
+    [port] = free_ports(1)
+    away = open_redis(settings.model_copy(update={"redis_url": f"redis://127.0.0.1:{port}/0"}))
+    assert await Reached(away, keys).last_seq(1) is None
+    await away.aclose()
 
 
 @pytest.mark.long

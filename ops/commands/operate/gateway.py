@@ -31,6 +31,7 @@ from grabstream.gateway.openapi import document
 from grabstream.gateway.origins import Origins
 from grabstream.gateway.payment_tokens import PaymentTokens
 from grabstream.gateway.rates import Counters, Rates, read_rates
+from grabstream.gateway.reaching import Reached
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
 from grabstream.gateway.shared_answers import SharedAnswers
@@ -41,7 +42,14 @@ from grabstream.ops.commands.operate.examiners import open_examiners
 from grabstream.ops.connections.cache_redis import open_cache
 from grabstream.ops.connections.identity import require_schema
 from grabstream.ops.connections.key_files import KeyFiles
-from grabstream.ops.connections.opening import checked_books, open_gate, payment_keys, user_keys
+from grabstream.ops.connections.opening import (
+    checked_books,
+    key_space,
+    open_gate,
+    open_redis,
+    payment_keys,
+    user_keys,
+)
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
@@ -257,9 +265,17 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             stack.push_async_callback(keys_of_users.close)
         cache, bounds = Cache(shared=shared), Bounds(settings.gateway_requests_max, connections_max)
         answering = await stack.enter_async_context(open_answering(settings, books))
+        redis = open_redis(settings)
+        stack.push_async_callback(redis.aclose)
         application = Application(
             Commands(gate, settings.gate_timeout_ms, tokens),
-            Questions(books, cache, tokens, None if keys_of_users is None else keys_of_users.existing),
+            Questions(
+                books,
+                cache,
+                tokens,
+                None if keys_of_users is None else keys_of_users.existing,
+                Reached(redis, key_space(settings)),
+            ),
             Receipts(gate, settings.gate_timeout_ms, keys, forged),
             streams,
             # What operators are told stays in this process.

@@ -16,9 +16,13 @@ _CONTRADICTS = re.compile(r"unknown field|missing required|Expected `|cannot be 
 
 @schemathesis.hook
 def map_query(context: schemathesis.HookContext, query: Any) -> Any:
-    """Questions ask for events that exist, and pages that follow another: nothing else can be answered."""
-    if isinstance(query, dict) and _is_positive_text(query.get("after"), r"[0-9]{1,4}-[0-9]{1,16}|0"):
-        query["after"] = "0" if context.operation.path.endswith("/events") else "0-0"
+    """Streams resume from their beginning: a position of another stream cannot be resumed."""
+    if (
+        isinstance(query, dict)
+        and context.operation.path.endswith("/events")
+        and _is_positive_text(query.get("after"), r"[0-9]{1,4}-[0-9]{1,16}|0")
+    ):
+        query["after"] = "0"
     return query
 
 

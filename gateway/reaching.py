@@ -1,0 +1,56 @@
+"""How far shards have come, by Redis: a question that waits for an event (`after`) is refused at once when
+its shard has not decided it.
+
+Redis says it only for a shard that decides. One that has lost events, with its server or the end of its
+memory, has been promised further than it knows: its relay adds what the journal has of them.
+"""
+
+import asyncio
+from typing import Any, Final
+
+from grabstream.lua.keys import KeySpace
+from grabstream.lua.server import server_epoch_of
+from grabstream.lua.trouble import is_trouble
+
+#: How long Redis is waited for; then the question waits for the read model as if nobody had been asked.
+ANSWER_SECONDS_MAX: Final = 1.0
+
+
+class Reached:
+    """The last events of shards. All that ask about a shard at a time share one question."""
+
+    def __init__(self, redis: Any, keys: KeySpace) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._asking: dict[int, asyncio.Task[int | None]] = {}
+
+    async def last_seq(self, shard: int) -> int | None:
+        """The last event that a shard has decided; None when nobody can say."""
+        task = self._asking.get(shard)
+        if task is not None:
+            # It may have been read before the event was decided that a caller has got since.
+            await asyncio.wait({task})
+            task = self._asking.get(shard)
+        if task is None:
+            task = self._asking[shard] = asyncio.create_task(self._ask(shard))
+            task.add_done_callback(lambda _: self._asking.pop(shard, None))
+        return await asyncio.shield(task)
+
+    async def _ask(self, shard: int) -> int | None:
+        state = self._keys.shard(shard).state
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS_MAX):
+                seq, life, partial, fault = await self._redis.hmget(
+                    state, ["seq", "life", "partial", "fault"]
+                )
+                # Asked last: the epoch does not come back, so the server had it when it told the seq.
+                is_reconciled = life is not None and life.decode() == await server_epoch_of(
+                    self._redis, state
+                )
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            return None
+        if not is_reconciled or partial is not None or fault is not None or not (seq or b"").isdigit():
+            return None
+        return int(seq)
