@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from starlette.types import Scope
 
-from grabstream.gateway.admission import Failures
+from grabstream.gateway.failures import Failures
 from grabstream.gateway.problems import (
     JSON,
     NOT_KEPT,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from grabstream.gateway import api_keys
-from grabstream.gateway.admission import Admission, CallerRates, Failures
+from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KeyRing, digest_of, is_secret, new_secret
+from grabstream.gateway.failures import Failures
 from grabstream.gateway.key_sets import KeySet
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.gateway.origins import Origins
@@ -223,7 +224,7 @@ async def test_what_the_issuer_has_signed_is_no_failure_of_its_address() -> None
 
 
 async def test_memory_of_addresses_and_credentials_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grabstream.gateway.admission.CALLERS_COUNTED_MAX", 10)
+    monkeypatch.setattr("grabstream.gateway.failures.CALLERS_COUNTED_MAX", 10)
     monkeypatch.setattr("grabstream.gateway.admission.TOKENS_REMEMBERED_MAX", 10)
     found = [new_secret() for _ in range(30)]
     ring = await ring_of(*(row(secret, name=f"k{number}") for number, secret in enumerate(found)))

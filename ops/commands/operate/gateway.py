@@ -16,7 +16,7 @@ import click
 import uvloop
 from psycopg import AsyncConnection, OperationalError
 
-from grabstream.gateway.admission import Admission, CallerRates, Failures, Network
+from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
 from grabstream.gateway.app import Application, Bounds
 from grabstream.gateway.asking import Questions
@@ -26,6 +26,7 @@ from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.event_streams import EventStreams
+from grabstream.gateway.failures import Failures, Network
 from grabstream.gateway.key_sets import KeySet, reader_of
 from grabstream.gateway.openapi import document
 from grabstream.gateway.origins import Origins

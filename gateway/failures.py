@@ -1,0 +1,120 @@
+"""What addresses may send that fails a check: wrong credentials, and receipts that are not signed."""
+
+import math
+import time
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from starlette.types import Scope
+
+from grabstream.gateway.bounds import CALLERS_COUNTED_MAX
+from grabstream.gateway.problems import Problem, retry_after
+from grabstream.gateway.rates import Counters, Rates
+from grabstream.gateway.tokens import add_bounded
+
+Network = IPv4Network | IPv6Network
+Address = IPv4Address | IPv6Address
+
+
+class Failures:
+    """Counts by address what fails a check, and tells an address when it has had too many. `kind` begins the
+    names of the counters, `words` say in a refusal what failed. `proxies` are the networks of proxies that
+    are believed when they name the address of their client (X-Forwarded-For).
+    """
+
+    def __init__(
+        self, counters: Counters, rates: Rates, proxies: Sequence[Network], kind: str, words: str
+    ) -> None:
+        self._counters = counters
+        self._rates = rates
+        self._proxies = tuple(proxies)
+        self._kind = kind
+        self._words = words
+        #: Addresses with too many failures, and until when (monotonic, s).
+        self.blocked: dict[str, float] = {}
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether there is a rate."""
+        return bool(self._rates)
+
+    async def count(self, scope: Scope) -> None:
+        """Counts a failure; raises Problem when its address has had too many."""
+        address = self.address_of(scope)
+        seconds = await self._counters.hit(self._rates, self._kind, address)
+        if seconds:
+            add_bounded(self.blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)
+            self._check(address)
+
+    def check(self, scope: Scope) -> None:
+        """Raises Problem while an address has had too many failures."""
+        if self.blocked:
+            self._check(self.address_of(scope))
+
+    def _check(self, address: str) -> None:
+        until = self.blocked.get(address)
+        if until is None:
+            return
+        seconds = until - time.monotonic()
+        if seconds <= 0:
+            del self.blocked[address]
+            return
+        raise too_many(f"This address may send {in_words(self._rates)} {self._words}.", math.ceil(seconds))
+
+    def address_of(self, scope: Scope) -> str:
+        """The address of the client: that of the connection or, if it is a proxy that is believed, the last
+        one in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
+        """
+        address = scope["client"][0] if scope.get("client") else ""
+        if self._proxies and self._is_proxy(address):
+            forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
+            for text in reversed(forwarded.decode("latin-1").split(",")):
+                one = _without_port(text.strip())
+                if _read(one) is None:
+                    break
+                address = one
+                if not self._is_proxy(address):
+                    break
+        return _network_of(address)
+
+    def _is_proxy(self, address: str) -> bool:
+        found = _read(address)
+        return found is not None and any(found in network for network in self._proxies)
+
+
+def in_words(rates: Rates) -> str:
+    """Rates as a refusal states them."""
+    return " and ".join(
+        f"{rate.amount} requests per {rate.multiples} {rate.GRANULARITY.name}" for rate in rates
+    )
+
+
+def too_many(detail: str, seconds: int) -> Problem:
+    """The refusal of who asks too often."""
+    return Problem(
+        "too_many_requests", f"{detail} Try again after {seconds} s.", None, [retry_after(seconds)]
+    )
+
+
+def _without_port(text: str) -> str:
+    """An address in X-Forwarded-For without the port that some proxies add."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0] if text.count(":") == 1 else text
+
+
+def _read(text: str) -> Address | None:
+    """An address, of IPv4 also where it is written as one of IPv6; None for any other text."""
+    try:
+        found = ip_address(text)
+    except ValueError:
+        return None
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+
+
+def _network_of(address: str) -> str:
+    """The address, or the /64 of an IPv6 address: a client has a whole network of them."""
+    found = _read(address)
+    if found is None:
+        return address
+    return str(found) if found.version == 4 else str(ip_network((found.packed, 64), strict=False))
