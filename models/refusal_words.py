@@ -51,7 +51,13 @@ def refusal_of_basket(answers: Sequence[Answer], commands: Sequence[AnyCommand])
     answer = answers[index]
     if (named := refused_with(answer)) is not None:
         index = next((index for index, command in enumerate(commands) if command.id == named), 0)
-        answer = structs.replace(answers[index], message=WHOLE_BASKET)
+        words = WHOLE_BASKET
+        if answer.code == Outcome.invalid:
+            words = (
+                f"grabs: number {index + 1} does not fit its offer, which is an envelope, or never takes this "
+                f"quantity, or needs attributes; {WHOLE_BASKET}"
+            )
+        answer = structs.replace(answers[index], message=words)
     return answer, commands[index]
 
 

@@ -150,6 +150,21 @@ async def test_ids_that_no_path_can_name_are_refused(caller: Caller, offer: str,
         assert "change a path" in got.body["detail"]
 
 
+async def test_basket_with_a_grab_that_no_offer_takes_names_it(caller: Caller, offer: str) -> None:
+    """Also when it is repeated."""
+    await caller.open(offer, **SALE)
+    terms = {"kind": "envelope", "funding": "pay", "asset": "CNY", "total": 9, "parts": 3}
+    await caller.open(f"{offer}:e", **terms)
+    wrong = ({"offer": f"{offer}:e"}, {"offer": f"{offer}:e", "quantity": 2})
+    for number, grab in enumerate(wrong):
+        grabs = [{"offer": offer, "user": "ann"}, {**grab, "user": "ann"}]
+        for _ in range(2):
+            got = await caller.post("/v1/baskets", {"grabs": grabs}, f"basket-{number}")
+            words = refused(got, Outcome.invalid)
+            assert got.body["field"] == "grabs"
+            assert "number 2 does not fit its offer" in words
+
+
 async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
     await caller.open(f"{offer}:a", total=2)
     await caller.open(f"{offer}:b", total=1)
