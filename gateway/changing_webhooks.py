@@ -1,4 +1,4 @@
-"""Changes of webhooks by operators: pause, resume, send again what is parked, give up an event. They are no
+"""Changes of webhooks by operators: pause, resume, send again what failed, give up an event. They are no
 commands: a webhook is no part of the books (`streams/webhooks/`). Each may be repeated. Each needs a body:
 without being allowed to, no page of another origin makes a browser send JSON.
 """
@@ -29,7 +29,7 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Resend(msgspec.Struct, forbid_unknown_fields=True):
-    """What is sent again: all that is parked, or that of one offer."""
+    """What is sent again: all that is parked or has failed, or that of one offer."""
 
     offer: str | None = None
 

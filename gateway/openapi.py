@@ -443,7 +443,9 @@ def _schemas() -> dict[str, Node]:
         "A change of a webhook.", {"state": {"type": "string", "enum": ["active", "paused"]}}, ["state"]
     )
     schemas["ResendBody"] = _object(
-        "What is sent again: all that is parked, or that of one offer.", {"offer": _reference("Id")}, []
+        "What is sent again: all that is parked or has failed, or that of one offer.",
+        {"offer": _reference("Id")},
+        [],
     )
     schemas["DiscardBody"] = _object(
         "An event that is given up, as SHARD-SEQ.",

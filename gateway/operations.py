@@ -206,7 +206,7 @@ OPERATIONS: Final = (
         scope="operate",
     ),
     _changing("PATCH", _WEBHOOK, "webhook_amend", "Pause a webhook, or resume it from where it was paused"),
-    _changing("POST", f"{_WEBHOOK}/resend", "webhook_resend", "Send again what is parked for a webhook"),
+    _changing("POST", f"{_WEBHOOK}/resend", "webhook_resend", "Send again what a webhook failed to deliver"),
     _changing("POST", f"{_WEBHOOK}/discard", "webhook_discard", "Give up an event for a webhook"),
     Operation("GET", "/openapi.json", "openapi", "document", "none", "This document"),
     Operation("GET", "/problems/{problem}", "problem", "document", "none", "What a type of problems means"),

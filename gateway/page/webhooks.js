@@ -25,6 +25,7 @@ const ACTIONS = {
     title: "Send again", send: (path) => change("POST", `${path}/resend`, {}), may: (row) => row.parked > 0,
     will: (row) => [
       `${counted(row.parked, "parked event")} are sent again, those of an offer in their order.`,
+      "Events that wait after they failed are sent at once, too.",
       "An event that its receiver had taken nevertheless has the same webhook-id.",
       row.state === "paused" ? "The webhook is paused: they are sent when it is resumed." : "",
     ].filter(Boolean),

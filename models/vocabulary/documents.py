@@ -469,7 +469,7 @@ class WebhookState(Document):
 
 
 class WebhookResent(Document):
-    """How many parked events will be sent again."""
+    """How many events will be sent again: parked ones, and those that wait after they failed."""
 
     webhook: str
     resent: int

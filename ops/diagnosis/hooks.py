@@ -1,4 +1,4 @@
-"""Checks of webhooks: what is parked, what fails, and what nobody sends."""
+"""Checks of webhooks: what is parked, what fails, what comes near a bound, and what nobody sends."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -9,6 +9,7 @@ from psycopg.rows import class_row
 from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.topics import LATE_MS
+from grabstream.projections.records.webhooks import PARKED_MAX, WAITING_MAX
 
 #: The command that shows why a webhook fails.
 _SHOW: Final = "grabstream webhooks deliveries"
@@ -76,7 +77,9 @@ async def read_hooks(connection: AsyncConnection[Any]) -> list[HookReading]:
 
 
 def not_delivered(hooks: Sequence[HookReading], now_ms: int) -> list[Finding]:
-    """Subscriptions that were paused by the system, have parked deliveries, fail, or lag for LATE_MS."""
+    """Subscriptions that were paused by the system, have parked deliveries, have half of what may be parked
+    or wait, fail, or lag for LATE_MS.
+    """
     return [finding for hook in hooks for finding in _of(hook, now_ms)]
 
 
@@ -107,13 +110,35 @@ def _of(hook: HookReading, now_ms: int) -> list[Finding]:
                 )
             )  # fmt: skip
         return findings
+    show = f"{_SHOW} {hook.webhook}"
+    if hook.parked >= PARKED_MAX / 2:
+        findings.append(
+            Finding(
+                "risk", f"{name}: {hook.parked:,} events are parked; with {PARKED_MAX:,} it is paused",
+                "its receiver then gets no events of any offer until it is resumed",
+                f"{show} --state parked   # give up what cannot be taken: grabstream webhooks discard "
+                f"{hook.webhook} EVENT; then grabstream webhooks resend {hook.webhook}",
+                hook.parked_since,
+            )
+        )  # fmt: skip
+    if hook.waiting >= WAITING_MAX / 2:
+        findings.append(
+            Finding(
+                "risk", f"{name}: {hook.waiting:,} events wait, of at most {WAITING_MAX:,}",
+                "with as many, its receiver gets new events, of all offers, only as fast as it takes those "
+                "that wait; nothing is lost",
+                f"{show} --state waiting   # which offers they are of, and what its receiver "
+                "answered",
+            )
+        )  # fmt: skip
     if hook.failing_since is not None and now_ms - hook.failing_since > LATE_MS:
         findings.append(
             Finding(
                 "risk",
                 f"{name} fails, after {counted(hook.attempts, 'attempts')}{why}",
                 "its receiver gets events late; they are parked in the end",
-                f"{_SHOW} {hook.webhook}   # mend the receiver: the events are sent again by themselves",
+                f"{show}   # mend the receiver: the events are sent again by themselves, or at once by "
+                f"grabstream webhooks resend {hook.webhook}",
                 hook.failing_since,
             )
         )

@@ -20,6 +20,8 @@ WAITING_MAX: Final = 10_000
 #: Those that are parked: the subscription is then paused.
 PARKED_MAX: Final = 100_000
 WEBHOOKS_MAX: Final = 100
+#: Statuses that say that a receiver takes nothing now: Request Timeout, Too Many Requests.
+TAKES_NOTHING: Final = (408, 429)
 #: An event of a shard, as SHARD-SEQ.
 EVENT_PATTERN: Final = "^[0-9]{1,4}-[0-9]{1,15}$"
 _is_event: Final = re.compile(EVENT_PATTERN.strip("^$")).fullmatch
@@ -157,11 +159,14 @@ async def set_state(
     connection: AsyncConnection[Any], webhook: str, state: str, reason: str | None = None
 ) -> bool:
     """Pauses a subscription, with the reason if it is the system that does so, or resumes it; returns whether
-    there is one.
+    there is one. One that is resumed is sent at once what has failed.
     """
-    done = await connection.execute(
-        "UPDATE webhooks SET state = %s, reason = %s WHERE webhook = %s", (state, reason, webhook)
-    )
+    async with connection.transaction():
+        done = await connection.execute(
+            "UPDATE webhooks SET state = %s, reason = %s WHERE webhook = %s", (state, reason, webhook)
+        )
+        if state == "active":
+            await _send_again(connection, webhook, None, ["waiting"])
     return done.rowcount == 1
 
 
@@ -275,19 +280,34 @@ async def _lock(connection: AsyncConnection[Any], webhook: str) -> None:
 
 
 async def due(
-    connection: AsyncConnection[Any], webhook: str, busy: Collection[str], most: int
-) -> list[Delivery]:
+    connection: AsyncConnection[Any], webhook: str, busy: Collection[str], most: int,
+    tried: Collection[str] | None = None,
+) -> list[Delivery]:  # fmt: skip
     """Deliveries that may be sent now: the first of each offer, except offers that are `busy`; at most so
-    many, the longest due first.
+    many, the longest due first. With `tried`, also those that failed since the receiver was away, before they
+    are due, except of these offers.
     """
     async with connection.cursor(row_factory=class_row(Delivery)) as cursor:
         await cursor.execute(
             f"SELECT {_DELIVERY} FROM (SELECT DISTINCT ON (offer) * FROM webhook_deliveries "  # noqa: S608
             "WHERE webhook = %s AND state = 'waiting' ORDER BY offer, seq) AS first "
-            "WHERE due_at <= now() AND offer <> ALL(%s) ORDER BY due_at, seq LIMIT %s".encode(),
-            (webhook, list(busy), most),
+            "WHERE offer <> ALL(%s) AND (due_at <= now() OR %s AND offer <> ALL(%s) "
+            "AND (status IS NULL OR status >= 500 OR status = ANY(%s))) "
+            "ORDER BY due_at, seq LIMIT %s".encode(),
+            (webhook, list(busy), tried is not None, list(tried or ()), list(TAKES_NOTHING), most),
         )
         return await cursor.fetchall()
+
+
+async def sent_again_at(connection: AsyncConnection[Any], webhook: str) -> datetime | None:
+    """When an operator last asked to send what had failed and was not tried since; None if there is none."""
+    rows = await connection.execute(
+        "SELECT max(due_at) FROM webhook_deliveries WHERE webhook = %s AND state = 'waiting' "
+        "AND attempts = 0 AND problem IS NOT NULL",
+        (webhook,),
+    )
+    [asked_at] = await rows.fetchone() or (None,)
+    return asked_at
 
 
 async def delivered(connection: AsyncConnection[Any], delivery: Delivery) -> Delivery | None:
@@ -295,6 +315,8 @@ async def delivered(connection: AsyncConnection[Any], delivery: Delivery) -> Del
     subscription was paused or removed.
     """
     async with connection.transaction():
+        # `resend`, `set_state` and `remove` lock the subscription first, too: no two wait for each other.
+        await _lock(connection, delivery.webhook)
         done = await connection.execute(
             "DELETE FROM webhook_deliveries WHERE webhook = %s AND shard = %s AND seq = %s",
             (delivery.webhook, delivery.shard, delivery.seq),
@@ -321,20 +343,28 @@ async def failed(
     status: int | None,
     problem: str,
     again_seconds: float,
+    after_seconds: float,
     attempts_max: int,
 ) -> bool:
-    """Records a failed attempt. The event is sent again after a time; after so many attempts, it is parked,
-    with all later ones of its offer. Returns whether it is.
+    """Records a failed attempt. The event is sent again after a time, `after_seconds` at the earliest; after
+    so many attempts, it is parked, with all later ones of its offer. Returns whether it is.
+
+    An attempt before the event was due does not count, so an outage with many of them parks nothing sooner.
+    Neither does one from before an operator sent the event again.
     """
     async with connection.transaction():
         if delivery.attempts + 1 >= attempts_max:
             await _lock(connection, delivery.webhook)
         done = await connection.execute(
-            "UPDATE webhook_deliveries SET attempts = attempts + 1, status = %s, problem = %s, "
-            "due_at = now() + make_interval(secs => %s) WHERE webhook = %s AND shard = %s AND seq = %s "
-            "AND state = 'waiting' RETURNING attempts",
-            (status, problem, again_seconds, delivery.webhook, delivery.shard, delivery.seq),
-        )
+            "UPDATE webhook_deliveries SET attempts = attempts + (due_at <= now())::integer, status = %s, "
+            "problem = %s, due_at = greatest(CASE WHEN due_at <= now() THEN now() + make_interval(secs => "
+            "%s) ELSE due_at END, now() + make_interval(secs => %s)) WHERE webhook = %s AND shard = %s "
+            "AND seq = %s AND state = 'waiting' AND attempts = %s RETURNING attempts",
+            (
+                status, problem, again_seconds, after_seconds, delivery.webhook, delivery.shard, delivery.seq,
+                delivery.attempts,
+            ),
+        )  # fmt: skip
         row = await done.fetchone()
         if row is None or row[0] < attempts_max:
             return False
@@ -364,14 +394,26 @@ async def undelivered(
 
 
 async def resend(connection: AsyncConnection[Any], webhook: str, offer: str | None) -> int:
-    """Sends again what is parked, of an offer or of all offers, in the order of events; returns how many."""
+    """Sends again at once what is parked, and what waits after a failed attempt, of an offer or of all
+    offers, in the order of events; returns how many.
+    """
     async with connection.transaction():
         await _lock(connection, webhook)
-        done = await connection.execute(
-            "UPDATE webhook_deliveries SET state = 'waiting', attempts = 0, due_at = now() WHERE webhook = "
-            "%(webhook)s AND (%(offer)s::text IS NULL OR offer = %(offer)s) AND state = 'parked'",
-            {"webhook": webhook, "offer": offer},
-        )
+        return await _send_again(connection, webhook, offer, ["parked", "waiting"])
+
+
+async def _send_again(
+    connection: AsyncConnection[Any], webhook: str, offer: str | None, states: list[str]
+) -> int:
+    """Makes due what is parked or has failed, with all attempts before it. An event that waits and has not
+    failed is due. The problem stays: by it, `sent_again_at` tells these events from new ones.
+    """
+    done = await connection.execute(
+        "UPDATE webhook_deliveries SET state = 'waiting', attempts = 0, due_at = now() WHERE webhook = "
+        "%(webhook)s AND (%(offer)s::text IS NULL OR offer = %(offer)s) AND state = ANY(%(states)s) "
+        "AND (state = 'parked' OR attempts > 0)",
+        {"webhook": webhook, "offer": offer, "states": states},
+    )
     return done.rowcount
 
 

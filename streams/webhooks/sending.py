@@ -1,11 +1,14 @@
 """Sends what waits to be delivered: the events of an offer one after the other, many offers at a time.
 
 A subscription has requests of its own, so one that does not answer delays no other. After some failures in a
-row, only one request at a time tries whether it answers again, after ever longer pauses.
+row, only one request at a time tries whether it answers again, after ever longer pauses. Such a request does
+not wait until an event is due, and when one succeeds, what failed meanwhile is sent: an event's own pause may
+be hours long, and says nothing about a receiver that is back.
 """
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -33,7 +36,8 @@ log = logging.getLogger(__name__)
 PARALLEL_MAX: Final = 16
 #: After so many failures in a row, a subscription gets one request at a time.
 FAILURES_MAX: Final = 3
-#: The pause before the next request then: doubled from the first to the longest.
+#: The pause before the next request then: doubled from the first to the longest. After a success, what failed
+#: is sent early at most once in the longest.
 PROBE_SECONDS_MIN: Final = 1.0
 PROBE_SECONDS_MAX: Final = 60.0
 #: The pause before an event is sent again: doubled from the first to the longest, and shortened by up to half
@@ -49,8 +53,6 @@ POLL_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 1.0
 #: A receiver says that it wants no more (Standard Webhooks).
 GONE: Final = 410
-#: Request Timeout, Too Many Requests.
-TAKES_NOTHING: Final = (408, 429)
 
 
 class Limits(NamedTuple):
@@ -78,7 +80,7 @@ class Outcome(NamedTuple):
     def is_away(self) -> bool:
         """Whether the receiver did not answer, or takes nothing now."""
         return not self.delivered and (
-            self.status is None or self.status >= 500 or self.status in TAKES_NOTHING
+            self.status is None or self.status >= 500 or self.status in records.TAKES_NOTHING
         )
 
 
@@ -88,8 +90,13 @@ def again_seconds(attempts: int, draw: Callable[[], float] = random.random) -> f
     return longest * (1 - draw() / 2)
 
 
-class _Receiver:
-    """What is known of a subscription's receiver, and the requests to it, by offer."""
+class Receiver:
+    """What is known of a subscription's receiver, and the requests to it, by offer.
+
+    An event is sent before it is due, *early*, to try whether a receiver that failed answers again, and once
+    when it does, or when this process does not know it yet. An event that fails although the receiver is back
+    waits for its own time.
+    """
 
     def __init__(self, webhook: Webhook) -> None:
         #: As it was last read: its secret may be another one by the next delivery.
@@ -97,21 +104,69 @@ class _Receiver:
         self.failures = 0
         self.not_before = 0.0
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        #: Offers whose events failed since events were first sent early, so that each has its turn.
+        self.tried: set[str] = set()
+        #: Until then the receiver asked to be left alone (Retry-After): nothing is sent early.
+        self._left_alone_until = 0.0
+        #: From when on what failed is sent early; None: that is done.
+        self._catch_up_at: float | None = 0.0
+        self._caught_up_at = -math.inf
+        self._sent_again_at: datetime | None = None
 
     def room(self, now: float) -> int:
         """How many requests more may be sent now."""
-        if self.failures < FAILURES_MAX:
-            return PARALLEL_MAX - len(self.tasks)
-        return 1 if not self.tasks and now >= self.not_before else 0
+        if self._probes(now):
+            return 1
+        return 0 if self.failures >= FAILURES_MAX else PARALLEL_MAX - len(self.tasks)
 
-    def note(self, outcome: Outcome, now: float) -> None:
+    def is_early(self, now: float) -> bool:
+        """Whether events may be sent now that are not due."""
+        catches_up = self._catch_up_at is not None and now >= self._catch_up_at
+        return now >= self._left_alone_until and (self._probes(now) or catches_up)
+
+    def _probes(self, now: float) -> bool:
+        return self.failures > 0 and not self.tasks and now >= self.not_before
+
+    def all_tried(self, now: float) -> None:
+        """Notes that no other event can be sent early now: those that failed have their turn again while the
+        receiver fails; otherwise, that was all.
+        """
+        self.tried.clear()
+        if not self._probes(now):
+            self._catch_up_at = None
+
+    def note(self, offer: str, outcome: Outcome, now: float) -> None:
         """Notes how a request ended. A receiver that refuses one event may take others."""
-        if not outcome.delivered and not outcome.is_away:
+        if outcome.delivered:
+            if self.failures:
+                self._catch_up(now)
+            self.failures = 0
             return
-        self.failures = 0 if outcome.delivered else self.failures + 1
-        over = self.failures - FAILURES_MAX
-        if over >= 0:
+        if outcome.is_away:
+            self.failures += 1
+            self.tried.add(offer)
+            self._left_alone_until = max(self._left_alone_until, now + outcome.after_seconds)
+        if self.failures:
+            over = max(self.failures - FAILURES_MAX, 0)
             self.not_before = now + min(PROBE_SECONDS_MIN * 2 ** min(over, 16), PROBE_SECONDS_MAX)
+
+    def _catch_up(self, now: float) -> None:
+        # An event that fails by itself would otherwise be sent early after each success of another one.
+        if self._catch_up_at is None or self._catch_up_at <= now:
+            self._catch_up_at = max(now, self._caught_up_at + PROBE_SECONDS_MAX)
+            self._caught_up_at = self._catch_up_at
+        self.tried.clear()
+
+    def note_operator(self, sent_again_at: datetime | None, now: float) -> None:
+        """Notes when an operator last asked to send what failed. It is then sent as to a new receiver."""
+        known = self._sent_again_at
+        if sent_again_at is None or (known is not None and sent_again_at <= known):
+            return
+        self._sent_again_at = sent_again_at
+        self.failures = 0
+        self._left_alone_until = 0.0
+        self._catch_up_at = now
+        self.tried.clear()
 
 
 class Sender:
@@ -126,7 +181,7 @@ class Sender:
         self._sealer = sealer
         self._limits = limits
         self._wake = wake
-        self._receivers: dict[str, _Receiver] = {}
+        self._receivers: dict[str, Receiver] = {}
         self._trouble = Trouble(log, "webhooks")
 
     async def run(self) -> None:
@@ -154,7 +209,7 @@ class Sender:
             await end(task for receiver in self._receivers.values() for task in receiver.tasks.values())
 
     async def _start_all(self, session: aiohttp.ClientSession) -> None:
-        """Starts a request for each delivery that is due and has room."""
+        """Starts a request for each delivery that may be sent and has room."""
         try:
             async with self._pool.connection() as connection:
                 active = [one for one in await records.find_all(connection) if one.state == "active"]
@@ -162,12 +217,19 @@ class Sender:
                     if not self._receivers[name].tasks:
                         del self._receivers[name]
                 for webhook in active:
-                    receiver = self._receivers.setdefault(webhook.webhook, _Receiver(webhook))
+                    receiver = self._receivers.setdefault(webhook.webhook, Receiver(webhook))
                     receiver.webhook = webhook
-                    room = receiver.room(time.monotonic())
+                    now = time.monotonic()
+                    if receiver.failures:
+                        receiver.note_operator(await records.sent_again_at(connection, webhook.webhook), now)
+                    room = receiver.room(now)
                     if room <= 0:
                         continue
-                    for delivery in await records.due(connection, webhook.webhook, receiver.tasks, room):
+                    tried = receiver.tried if receiver.is_early(now) else None
+                    found = await records.due(connection, webhook.webhook, receiver.tasks, room, tried)
+                    if tried is not None and len(found) < room:
+                        receiver.all_tried(now)
+                    for delivery in found:
                         task = asyncio.create_task(self._drain(session, receiver, delivery))
                         receiver.tasks[delivery.offer] = task
         except BaseException as error:
@@ -178,13 +240,13 @@ class Sender:
         else:
             self._trouble.over()
 
-    async def _drain(self, session: aiohttp.ClientSession, receiver: _Receiver, first: Delivery) -> None:
+    async def _drain(self, session: aiohttp.ClientSession, receiver: Receiver, first: Delivery) -> None:
         """Sends a delivery, and the next ones of its offer, until one fails or none is left."""
         delivery: Delivery | None = first
         try:
             while delivery is not None:
                 outcome = await self._send(session, receiver.webhook, delivery)
-                receiver.note(outcome, time.monotonic())
+                receiver.note(delivery.offer, outcome, time.monotonic())
                 self._sent["delivered" if outcome.delivered else "failed"] += 1
                 delivery = await self._record(receiver.webhook, delivery, outcome)
         except BaseException as error:
@@ -209,10 +271,10 @@ class Sender:
                 reason = f"{webhook.url} answered 410: it wants no more"
                 await records.set_state(connection, webhook.webhook, "paused", reason)
                 log.warning("webhook %s is paused: %s", webhook.webhook, reason)
-            pause = max(again_seconds(delivery.attempts + 1), outcome.after_seconds)
             is_parked = await records.failed(
-                connection, delivery, outcome.status, outcome.problem, pause, self._limits.attempts_max
-            )
+                connection, delivery, outcome.status, outcome.problem, again_seconds(delivery.attempts + 1),
+                outcome.after_seconds, self._limits.attempts_max,
+            )  # fmt: skip
         if is_parked:
             log.warning(
                 "webhook %s: event %s of offer %s is parked after %d attempts: %s",

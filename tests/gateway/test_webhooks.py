@@ -77,7 +77,7 @@ async def test_webhooks_are_listed_with_what_is_not_delivered(caller: Caller, we
     assert {one["problem"] for one in got.body["deliveries"]} == {PROBLEM}
 
 
-async def test_parked_events_are_sent_again_and_only_those_asked_for(
+async def test_events_that_failed_are_sent_again_and_only_those_asked_for(
     caller: Caller, door: Door, webhook: str
 ) -> None:
     offer = webhook.removeprefix("wh-")
@@ -87,11 +87,11 @@ async def test_parked_events_are_sent_again_and_only_those_asked_for(
     assert (got.status, got.body) == (200, {"webhook": webhook, "resent": 1})
     before = await states(door, webhook)
     assert [state for _, state, _ in before] == ["parked"] * 3 + ["waiting"] * 3
+    assert [attempts for *_, attempts in before] == [18] * 5 + [0]
+    # Also those that wait for the time of their next attempt.
     got = await caller.send("POST", path, {})
-    assert (got.status, got.body["resent"]) == (200, 3)
-    assert [(seq, attempts) for seq, _, attempts in await states(door, webhook)] == [
-        (1, 0), (2, 0), (3, 0), (11, 18), (12, 18), (21, 0),
-    ]  # fmt: skip
+    assert (got.status, got.body["resent"]) == (200, 5)
+    assert await states(door, webhook) == [(seq, "waiting", 0) for seq in (1, 2, 3, 11, 12, 21)]
     # A repeat changes nothing.
     assert (await caller.send("POST", path, {})).body["resent"] == 0
 
@@ -114,6 +114,10 @@ async def test_a_webhook_is_paused_and_resumed(caller: Caller, door: Door, webho
         assert (got.status, got.body) == (200, {"webhook": webhook, "state": state})
         known = await rows(door.settings, f"SELECT state FROM webhooks WHERE webhook = '{webhook}'")
         assert known == [(state,)]
+        # Resumed, it is sent at once what failed; what is parked stays.
+        assert [attempts for *_, attempts in await states(door, webhook)] == (
+            [18, 18, 18, 0, 0] if state == "active" else [18] * 5
+        )
 
 
 async def test_wrong_changes_are_refused_and_change_nothing(caller: Caller, door: Door, webhook: str) -> None:
@@ -178,7 +182,7 @@ async def test_page_shows_webhooks_and_sends_again(
         await row.get_by_role("button", name="Send again").click()
         await expect(dialog).to_contain_text("they are sent when it is resumed")
         await dialog.get_by_role("button", name="Send again").click()
-        await expect(page.get_by_text(f"2 events of {webhook} will be sent again.")).to_be_visible()
+        await expect(page.get_by_text(f"4 events of {webhook} will be sent again.")).to_be_visible()
         await expect(row.locator("[data-webhook=parked]")).to_have_text("0")
         await expect(row.locator("[data-webhook=waiting]")).to_have_text("4")
         await expect(row.get_by_role("button", name="Send again")).to_be_hidden()

@@ -159,7 +159,7 @@ def pause(webhook: str, as_json: bool) -> None:
 
 @_of_one
 def resume(webhook: str, as_json: bool) -> None:
-    """Send to WEBHOOK again, from where it was paused."""
+    """Send to WEBHOOK again, from where it was paused, and at once what had failed before."""
     _change(webhook, lambda connection: records.set_state(connection, webhook, "active"), "active", as_json)
 
 
@@ -227,13 +227,15 @@ def deliveries(webhook: str | None, state: str | None, limit: int, as_json: bool
 
 @webhooks.command()
 @_webhook
-@click.option("--offer", metavar="ID", help="Only what is parked of this offer.")
+@click.option("--offer", metavar="ID", help="Only what is parked, or has failed, of this offer.")
 @json_option
 def resend(webhook: str, offer: str | None, as_json: bool) -> None:
-    """Send again what is parked for WEBHOOK, in its order. Exit code 1: nothing is parked."""
+    """Send again at once what is parked for WEBHOOK, or waits after it failed, in its order. Exit code 1:
+    there is nothing of that.
+    """
     count = _ask(load_settings(), lambda connection: records.resend(connection, webhook, offer))
     if not count:
-        _refuse(f"nothing is parked for {webhook}{f' of offer {offer}' if offer else ''}")
+        _refuse(f"nothing is parked, or has failed, for {webhook}{f' of offer {offer}' if offer else ''}")
     if as_json:
         print_json({"webhook": webhook, "resent": count})
     else:

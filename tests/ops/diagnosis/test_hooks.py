@@ -29,6 +29,8 @@ LATE = NOW - LATE_MS - 1
         ({"due_since": LATE, "waiting": 2}, "stuck", "lags: 2 events waiting",
          "grabstream worker --roles webhooks"),
         ({"unread_since": LATE}, "stuck", "lags", "grabstream worker --roles webhooks"),
+        ({"waiting": 5_000}, "risk", "5,000 events wait, of at most 10,000",
+         "grabstream webhooks deliveries wh --state waiting "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_webhook_is_named_with_the_command_that_mends_it(
@@ -38,6 +40,19 @@ def test_what_is_wrong_with_a_webhook_is_named_with_the_command_that_mends_it(
     assert finding.severity == severity
     assert words in finding.what
     assert finding.command.startswith(command)
+
+
+def test_a_webhook_with_half_of_the_parked_events_that_pause_it_is_at_risk() -> None:
+    many = WELL._replace(parked=50_000, parked_offers=3)
+    parked, risk = not_delivered([many], NOW)
+    assert (parked.severity, risk.severity) == ("stuck", "risk")
+    assert "50,000 events are parked; with 100,000 it is paused" in risk.what
+    assert risk.command.startswith("grabstream webhooks deliveries wh --state parked ")
+    # One that is paused already has no such bound before it.
+    paused = many._replace(state="paused", waiting=9_000)
+    assert [finding.severity for finding in not_delivered([paused], NOW)] == ["stuck"]
+    fewer = WELL._replace(parked=49_999, parked_offers=3, waiting=4_999)
+    assert [finding.severity for finding in not_delivered([fewer], NOW)] == ["stuck"]
 
 
 def test_webhooks_that_are_well_or_paused_by_an_operator_are_no_findings() -> None:

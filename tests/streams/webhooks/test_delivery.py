@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from grabstream.streams.topics import Topics, create_topics
 from grabstream.streams.webhooks import reading, role, sending
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
 from grabstream.streams.webhooks.role import Webhooks
-from grabstream.streams.webhooks.sending import Limits
+from grabstream.streams.webhooks.sending import Limits, Outcome
 from tests.conftest import until
 from tests.streams.webhooks.receiver import Got, Receiver, never, ok, receiving
 from tests.support.command_line import env_of, grabstream
@@ -407,6 +408,206 @@ async def test_a_receiver_that_is_gone_for_good_is_paused(
         await got(receiver, 7)
         await until(hooks.is_idle, 10, "an empty queue")
     assert seqs(receiver) == [1, 2, 2, 3, 4, 5, 6]
+
+
+async def away(one: Got) -> web.StreamResponse:
+    """Answers that it takes nothing now."""
+    return web.Response(status=503)
+
+
+def with_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one failure, an event's own pause is longer than any test."""
+    monkeypatch.setattr(sending, "AGAIN_SECONDS_MIN", 3_600.0)
+    monkeypatch.setattr(sending, "AGAIN_SECONDS_MAX", 3_600.0)
+
+
+async def attempts(hooks: Hooks) -> dict[int, int]:
+    """The attempts that count, by seq, of the events that were tried in vain."""
+    found = await hooks.ask(records.undelivered, None, None, 100)
+    return {one.seq: one.attempts for one in found if one.attempts}
+
+
+async def test_a_receiver_that_is_back_gets_what_waits_before_its_own_pause_is_over(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_long_pauses(monkeypatch)
+    lines = lines_of(*["a", "b", "c", "d", "e"], *["a", "b", "c", "d", "e"])
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 10)
+    receiver.answer = away
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        # Each offer has failed once. Then one request at a time tries again; these do not count as attempts.
+        await got(receiver, 5 + 12)
+        assert await attempts(hooks) == dict.fromkeys(range(1, 6), 1)
+        # All offers have their turn.
+        assert {one.offer for one in receiver.requests[5:]} == set("abcde")
+        receiver.answer = ok
+        await until(hooks.is_idle, 10, "an empty queue")
+    assert list(dict.fromkeys(seqs(receiver, "a"))) == [1, 6]
+    assert receiver.most_of_offer == 1
+
+
+async def test_a_new_worker_tries_what_failed_before_its_own_pause_is_over(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_long_pauses(monkeypatch)
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a"), 1, 1)
+    receiver.answer = away
+    await hooks.add("one", receiver.url)
+    for _ in range(2):
+        async with hooks.delivering():
+            await got(receiver, len(receiver.requests) + 3)
+    async with hooks.delivering():
+        await got(receiver, len(receiver.requests) + 3)
+        assert await attempts(hooks) == {1: 1}
+        receiver.answer = ok
+        await until(hooks.is_idle, 10, "an empty queue")
+
+
+@pytest.mark.parametrize(("status", "headers"), [(400, {}), (503, {"retry-after": "3600"})])
+async def test_what_a_receiver_refuses_or_asks_to_wait_for_is_not_sent_early(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch,
+    status: int, headers: dict[str, str],
+) -> None:  # fmt: skip
+    with_long_pauses(monkeypatch)
+    lines = lines_of("a", *["b"] * 9)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 1)
+
+    async def answer(one: Got) -> web.StreamResponse:
+        if one.offer == "a":
+            return web.Response(status=status, headers=headers)
+        return web.Response(status=204)
+
+    receiver.answer = answer
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 1)
+        for seq in range(2, 11):
+            await journal.block(lines, seq, seq)
+            await got(receiver, seq)
+    assert seqs(receiver) == list(range(1, 11))
+    assert await attempts(hooks) == {1: 1}
+
+
+def test_after_a_success_what_failed_is_sent_early_once_in_the_longest_pause() -> None:
+    """An event that fails by itself would otherwise be sent again after each success of another one."""
+    now = datetime(2027, 1, 1, tzinfo=UTC)
+    one = sending.Receiver(Webhook("wh", "u", (), (), "s", "active", None, 0, now, 0, None, None, None))
+    failed, delivered, longest = Outcome(False, 503), Outcome(True, 204), sending.PROBE_SECONDS_MAX
+    # What failed before this process began, until all was tried.
+    assert one.is_early(1.0)
+    one.all_tried(1.0)
+    assert (one.is_early(1.0), one.room(1.0)) == (False, sending.PARALLEL_MAX)
+    one.note("bad", failed, 1.0)
+    assert (one.is_early(1.5), one.is_early(2.0), one.room(2.0)) == (False, True, 1)
+    one.note("good", delivered, 3.0)
+    assert (one.is_early(3.0), one.tried) == (True, set())
+    one.note("bad", failed, 3.0)
+    assert one.tried == {"bad"}
+    one.all_tried(3.0)
+    for second in range(4, 60, 2):
+        one.note("good", delivered, float(second))
+        assert not one.is_early(second + 0.5)
+        one.note("bad", failed, float(second + 1))
+    one.note("good", delivered, 61.0)
+    assert (one.is_early(2.9 + longest), one.is_early(3.0 + longest)) == (False, True)
+    # One that takes nothing is tried ever more rarely, but once a minute.
+    for second in range(100, 120):
+        one.note("bad", failed, float(second))
+    assert (one.room(119.0), one.room(118.0 + longest), one.room(119.0 + longest)) == (0, 0, 1)
+    # One that asks for a pause gets it.
+    one.note("bad", failed._replace(after_seconds=1_000.0), 200.0)
+    assert (one.room(200.0 + longest), one.is_early(200.0 + longest), one.is_early(1_200.0)) == (
+        1,
+        False,
+        True,
+    )
+    one.note_operator(now, 201.0)
+    assert (one.room(201.0), one.is_early(201.0)) == (sending.PARALLEL_MAX, True)
+
+
+@pytest.mark.parametrize("asks", ["resend", "resend of the offer", "pause and resume"])
+async def test_what_waits_is_sent_at_once_when_an_operator_asks(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    with_long_pauses(monkeypatch)
+    # Nothing is tried by itself, either.
+    for name in ("PROBE_SECONDS_MIN", "PROBE_SECONDS_MAX"):
+        monkeypatch.setattr(sending, name, 3_600.0)
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a", "b", "c", "a"), 1, 4)
+    receiver.answer = away
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+
+        async def have_failed() -> bool:
+            return await attempts(hooks) == {1: 1, 2: 1, 3: 1}
+
+        await until(have_failed, 10, "each offer has failed")
+        receiver.answer = ok
+        if asks == "resend":
+            assert await hooks.ask(records.resend, "one", None) == 3
+            assert await hooks.ask(records.resend, "none", None) == 0
+        elif asks == "resend of the offer":
+            # Since that succeeds, the others are sent, too.
+            assert await hooks.ask(records.resend, "one", "a") == 1
+        else:
+            for state in ("paused", "active"):
+                assert await hooks.ask(records.set_state, "one", state)
+        await until(hooks.is_idle, 10, "an empty queue")
+    assert set(seqs(receiver)) == {1, 2, 3, 4}
+    assert len(receiver.requests) == 3 + 4
+
+
+async def test_an_operator_and_an_answer_at_the_same_time_wait_for_each_other(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver
+) -> None:
+    """Whoever changes a subscription and its deliveries locks the subscription first."""
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a", "a"), 1, 2)
+    receiver.answer = away
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 2)
+    [delivery, _] = await hooks.ask(records.undelivered, "one", None, 10)
+    async with await open_books(hooks.settings) as books, await open_books(hooks.settings) as others:
+        async with books.transaction():
+            # As `resend` and `remove` begin.
+            await books.execute("SELECT 1 FROM webhooks FOR UPDATE")
+            answered = asyncio.create_task(records.delivered(others, delivery))
+
+            async def waits() -> bool:
+                rows = await books.execute(
+                    "SELECT 1 FROM pg_locks WHERE pid = %s AND NOT granted", (others.info.backend_pid,)
+                )
+                return await rows.fetchone() is not None
+
+            await until(waits, 10, "it waits for the subscription")
+            done = await books.execute("UPDATE webhook_deliveries SET due_at = now()")
+            assert done.rowcount == 2
+        following = await answered
+    assert following is not None
+    assert following.seq == 2
+
+
+async def test_a_failure_from_before_a_resend_does_not_count(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver
+) -> None:
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a"), 1, 1)
+    receiver.answer = away
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 2)
+    [delivery] = await hooks.ask(records.undelivered, "one", None, 10)
+    assert delivery.attempts > 0
+    assert await hooks.ask(records.resend, "one", None) == 1
+    assert not await hooks.ask(records.failed, delivery, 503, "late", 3_600.0, 0.0, 3)
+    [after] = await hooks.ask(records.undelivered, "one", None, 10)
+    assert (after.attempts, after.problem) == (0, delivery.problem)
 
 
 @pytest.mark.long
