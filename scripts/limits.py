@@ -793,8 +793,9 @@ def of_webhooks() -> list[Row]:
         Row("the URL of a webhook", f"{addresses.URL_LENGTH_MAX:,} characters", "", "`add` is refused"),
         Row(
             "events that wait for one webhook",
-            f"{webhooks.WAITING_MAX:,}, plus one slice of the journal",
-            "room in PostgreSQL",
+            f"{webhooks.WAITING_MAX:,}, of which those of one offer count as {webhooks.OFFER_PLACES_MAX} at "
+            f"most; {webhooks.WAITING_EVENTS_MAX:,} in all; plus one slice of the journal",
+            "room in PostgreSQL; one offer must not hold up the others",
             "it reads the journal no further until there are fewer",
         ),
         Row(

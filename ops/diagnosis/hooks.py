@@ -9,7 +9,12 @@ from psycopg.rows import class_row
 from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.diagnosis.topics import LATE_MS
-from grabstream.projections.records.webhooks import PARKED_MAX, WAITING_MAX
+from grabstream.projections.records.webhooks import (
+    OFFER_PLACES_MAX,
+    PARKED_MAX,
+    WAITING_EVENTS_MAX,
+    WAITING_MAX,
+)
 
 #: The command that shows why a webhook fails.
 _SHOW: Final = "grabstream webhooks deliveries"
@@ -19,6 +24,7 @@ class HookReading(NamedTuple):
     """A subscription: deliveries that wait and that are parked, the attempts and the problem of the one that
     failed most often, and times in ms since 1970 UTC: since when it fails, since when a delivery is due that
     was never tried, and since when an event of the audit trail is not read (None: it is not so).
+    `places` are those of its queue that are taken.
     """
 
     webhook: str
@@ -33,6 +39,7 @@ class HookReading(NamedTuple):
     failing_since: int | None
     due_since: int | None
     unread_since: int | None
+    places: int = 0
 
 
 # An event that a subscription does not want moves its cursor, too: a cursor before the end of the audit trail
@@ -44,7 +51,8 @@ SELECT w.webhook, w.state, w.reason,
        coalesce(d.attempts, 0) AS attempts, d.problem, d.failing_since, d.due_since,
        CASE WHEN u.cursors > 0 THEN u.unread_since
             WHEN EXISTS (SELECT 1 FROM audit) THEN (extract(epoch FROM w.created_at) * 1000)::bigint
-       END AS unread_since
+       END AS unread_since,
+       coalesce(q.places, 0) AS places
 FROM webhooks AS w
 LEFT JOIN LATERAL (
     SELECT count(*) FILTER (WHERE state = 'waiting') AS waiting,
@@ -65,6 +73,12 @@ LEFT JOIN LATERAL (
     ) AS first ON true
     WHERE c.webhook = w.webhook
 ) AS u ON true
+LEFT JOIN LATERAL (
+    SELECT sum(least(events, %s))::bigint AS places FROM (
+        SELECT count(*) AS events FROM webhook_deliveries
+        WHERE webhook = w.webhook AND state = 'waiting' GROUP BY offer
+    ) AS offers
+) AS q ON true
 ORDER BY w.created_at, w.webhook
 """
 
@@ -72,7 +86,7 @@ ORDER BY w.created_at, w.webhook
 async def read_hooks(connection: AsyncConnection[Any]) -> list[HookReading]:
     """Reads all subscriptions, the oldest first."""
     async with connection.cursor(row_factory=class_row(HookReading)) as cursor:
-        await cursor.execute(_READ)
+        await cursor.execute(_READ, (OFFER_PLACES_MAX,))
         return await cursor.fetchall()
 
 
@@ -121,12 +135,14 @@ def _of(hook: HookReading, now_ms: int) -> list[Finding]:
                 hook.parked_since,
             )
         )  # fmt: skip
-    if hook.waiting >= WAITING_MAX / 2:
+    if hook.places >= WAITING_MAX / 2 or hook.waiting >= WAITING_EVENTS_MAX / 2:
         findings.append(
             Finding(
-                "risk", f"{name}: {hook.waiting:,} events wait, of at most {WAITING_MAX:,}",
-                "with as many, its receiver gets new events, of all offers, only as fast as it takes those "
-                "that wait; nothing is lost",
+                "risk",
+                f"{name}: {hook.waiting:,} events wait, of at most {WAITING_EVENTS_MAX:,}, and take "
+                f"{hook.places:,} of {WAITING_MAX:,} places, an offer at most {OFFER_PLACES_MAX}",
+                "with no more room, its receiver gets new events, of all offers, only as fast as it takes "
+                "those that wait; nothing is lost",
                 f"{show} --state waiting   # which offers they are of, and what its receiver "
                 "answered",
             )

@@ -15,8 +15,12 @@ from psycopg.rows import class_row
 from grabstream.models.journal import Cursor
 from grabstream.projections.cursors import CursorMoved
 
-#: Deliveries of one subscription that wait: it reads no further until there are fewer.
+#: Places for deliveries of one subscription that wait: it reads no further until fewer are taken.
 WAITING_MAX: Final = 10_000
+#: The places that one offer takes at most, however many of its deliveries wait: others have the rest.
+OFFER_PLACES_MAX: Final = 100
+#: All deliveries of one subscription that wait, also those without a place.
+WAITING_EVENTS_MAX: Final = 100_000
 #: Those that are parked: the subscription is then paused.
 PARKED_MAX: Final = 100_000
 WEBHOOKS_MAX: Final = 100
@@ -263,6 +267,33 @@ async def move(
             )
 
 
+class Queue(NamedTuple):
+    """The deliveries of a subscription that wait: the places that they take, and how many they are."""
+
+    places: int
+    events: int
+
+    def plus(self, events: int) -> "Queue":
+        """The queue with more events, of which each may take a place."""
+        return Queue(self.places + events, self.events + events)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be added."""
+        return self.places >= WAITING_MAX or self.events >= WAITING_EVENTS_MAX
+
+
+async def queues(connection: AsyncConnection[Any]) -> dict[str, Queue]:
+    """The queue of each subscription that has one."""
+    rows = await connection.execute(
+        "SELECT webhook, sum(least(events, %s))::bigint, sum(events)::bigint FROM (SELECT webhook, count(*) "
+        "AS events FROM webhook_deliveries WHERE state = 'waiting' GROUP BY webhook, offer) AS offers "
+        "GROUP BY webhook",
+        (OFFER_PLACES_MAX,),
+    )
+    return {webhook: Queue(places, events) for webhook, places, events in await rows.fetchall()}
+
+
 async def backlogs(connection: AsyncConnection[Any], state: str) -> dict[str, int]:
     """How many deliveries each subscription has in a state, where it has any."""
     rows = await connection.execute(
@@ -279,6 +310,22 @@ async def _lock(connection: AsyncConnection[Any], webhook: str) -> None:
 # -- delivering ----------------------------------------------------------------------------------------------
 
 
+# The first waiting delivery of each offer, from one offer to the next in the index: WAITING_EVENTS_MAX of one
+# offer may wait for its first one.
+_FIRST: Final = """
+WITH RECURSIVE first AS (
+    (SELECT * FROM webhook_deliveries WHERE webhook = %(webhook)s AND state = 'waiting'
+     ORDER BY offer, seq LIMIT 1)
+    UNION ALL
+    SELECT next.* FROM first CROSS JOIN LATERAL (
+        SELECT d.* FROM webhook_deliveries AS d
+        WHERE d.webhook = %(webhook)s AND d.state = 'waiting' AND d.offer > first.offer
+        ORDER BY d.offer, d.seq LIMIT 1
+    ) AS next
+)
+"""
+
+
 async def due(
     connection: AsyncConnection[Any], webhook: str, busy: Collection[str], most: int,
     tried: Collection[str] | None = None,
@@ -289,12 +336,18 @@ async def due(
     """
     async with connection.cursor(row_factory=class_row(Delivery)) as cursor:
         await cursor.execute(
-            f"SELECT {_DELIVERY} FROM (SELECT DISTINCT ON (offer) * FROM webhook_deliveries "  # noqa: S608
-            "WHERE webhook = %s AND state = 'waiting' ORDER BY offer, seq) AS first "
-            "WHERE offer <> ALL(%s) AND (due_at <= now() OR %s AND offer <> ALL(%s) "
-            "AND (status IS NULL OR status >= 500 OR status = ANY(%s))) "
-            "ORDER BY due_at, seq LIMIT %s".encode(),
-            (webhook, list(busy), tried is not None, list(tried or ()), list(TAKES_NOTHING), most),
+            f"{_FIRST} SELECT {_DELIVERY} FROM first "  # noqa: S608
+            "WHERE offer <> ALL(%(busy)s) AND (due_at <= now() OR %(early)s AND offer <> ALL(%(tried)s) "
+            "AND (status IS NULL OR status >= 500 OR status = ANY(%(takes_nothing)s))) "
+            "ORDER BY due_at, seq LIMIT %(most)s".encode(),
+            {
+                "webhook": webhook,
+                "busy": list(busy),
+                "early": tried is not None,
+                "tried": list(tried or ()),
+                "takes_nothing": list(TAKES_NOTHING),
+                "most": most,
+            },
         )
         return await cursor.fetchall()
 
@@ -302,9 +355,8 @@ async def due(
 async def sent_again_at(connection: AsyncConnection[Any], webhook: str) -> datetime | None:
     """When an operator last asked to send what had failed and was not tried since; None if there is none."""
     rows = await connection.execute(
-        "SELECT max(due_at) FROM webhook_deliveries WHERE webhook = %s AND state = 'waiting' "
-        "AND attempts = 0 AND problem IS NOT NULL",
-        (webhook,),
+        f"{_FIRST} SELECT max(due_at) FROM first WHERE attempts = 0 AND problem IS NOT NULL".encode(),  # noqa: S608
+        {"webhook": webhook},
     )
     [asked_at] = await rows.fetchone() or (None,)
     return asked_at

@@ -20,7 +20,7 @@ from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections.cursors import CursorMoved, Fact, single_facts
 from grabstream.projections.records import set_aside
 from grabstream.projections.records import webhooks as records
-from grabstream.projections.records.webhooks import NewEvent, Webhook
+from grabstream.projections.records.webhooks import NewEvent, Queue, Webhook
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.history.chunks import Chunk, Point
 from grabstream.streams.history.sources import JournalSource, Start
@@ -39,6 +39,7 @@ REST_SECONDS: Final = 60.0
 BEGINNING_MAX: Final = 2
 #: The publisher, whose records set aside webhooks lack too: they are sent what `grab.events` has.
 PUBLISHED: Final = "events"
+_EMPTY: Final = Queue(0, 0)
 
 
 class Reader:
@@ -52,7 +53,7 @@ class Reader:
         self._journal = journal
         self._shards = shards
         self._added = added
-        self._waiting: dict[str, int] = {}
+        self._queues: dict[str, Queue] = {}
         self._counted_at = 0.0
         #: By shard: the newest cursor that this process has read up to.
         self._confirmed: dict[int, Cursor] = {}
@@ -118,14 +119,14 @@ class Reader:
                 self._read_up_to[shard] = read
 
     def _is_full(self, webhook: str) -> bool:
-        return self._waiting.get(webhook, 0) >= records.WAITING_MAX
+        return self._queues.get(webhook, _EMPTY).is_full
 
     async def _count(self, active: Sequence[Webhook]) -> None:
         """Counts the backlogs now and then; pauses a subscription that has too much parked."""
         if time.monotonic() - self._counted_at < COUNT_SECONDS:
             return
         async with self._pool.connection() as connection:
-            self._waiting = await records.backlogs(connection, "waiting")
+            self._queues = await records.queues(connection)
             parked = await records.backlogs(connection, "parked")
             for one in active:
                 if (count := parked.get(one.webhook, 0)) >= records.PARKED_MAX:
@@ -185,7 +186,7 @@ class Reader:
             await records.move(connection, shard, before, after, wanted)
         for name, events in wanted.items():
             if events:
-                self._waiting[name] = self._waiting.get(name, 0) + len(events)
+                self._queues[name] = self._queues.get(name, _EMPTY).plus(len(events))
                 self._added.set()
 
     # -- beginning -------------------------------------------------------------------------------------------

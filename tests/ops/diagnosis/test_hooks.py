@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from grabstream.ops.diagnosis import hooks
 from grabstream.ops.diagnosis.hooks import HookReading, not_delivered, read_hooks
 from grabstream.ops.diagnosis.topics import LATE_MS
 from grabstream.ops.rehearsal.run import open_books
@@ -29,7 +30,9 @@ LATE = NOW - LATE_MS - 1
         ({"due_since": LATE, "waiting": 2}, "stuck", "lags: 2 events waiting",
          "grabstream worker --roles webhooks"),
         ({"unread_since": LATE}, "stuck", "lags", "grabstream worker --roles webhooks"),
-        ({"waiting": 5_000}, "risk", "5,000 events wait, of at most 10,000",
+        ({"waiting": 9_000, "places": 5_000}, "risk", "take 5,000 of 10,000 places, an offer at most 100",
+         "grabstream webhooks deliveries wh --state waiting "),
+        ({"waiting": 50_000, "places": 100}, "risk", "50,000 events wait, of at most 100,000,",
          "grabstream webhooks deliveries wh --state waiting "),
     ],
 )  # fmt: skip
@@ -51,7 +54,7 @@ def test_a_webhook_with_half_of_the_parked_events_that_pause_it_is_at_risk() -> 
     # One that is paused already has no such bound before it.
     paused = many._replace(state="paused", waiting=9_000)
     assert [finding.severity for finding in not_delivered([paused], NOW)] == ["stuck"]
-    fewer = WELL._replace(parked=49_999, parked_offers=3, waiting=4_999)
+    fewer = WELL._replace(parked=49_999, parked_offers=3, waiting=49_999, places=4_999)
     assert [finding.severity for finding in not_delivered([fewer], NOW)] == ["stuck"]
 
 
@@ -62,14 +65,17 @@ def test_webhooks_that_are_well_or_paused_by_an_operator_are_no_findings() -> No
     assert not_delivered([WELL, busy, paused], NOW) == []
 
 
-async def test_subscriptions_are_read_with_what_is_not_delivered(system: Settings) -> None:
+async def test_subscriptions_are_read_with_what_is_not_delivered(
+    system: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "OFFER_PLACES_MAX", 2)
     async with await open_books(system) as books:
         assert await read_hooks(books) == []
         for name in ("a", "b"):
             await records.add(books, name, "https://example.com", [], [], "sealed", 0)
         rows = (
             (1, "o", "parked", 18, "400"), (2, "o", "parked", 0, None), (3, "p", "waiting", 2, "500"),
-            (4, "q", "waiting", 0, None),
+            (4, "q", "waiting", 0, None), (5, "q", "waiting", 0, None), (6, "q", "waiting", 0, None),
         )  # fmt: skip
         for seq, offer, state, attempts, problem in rows:
             await books.execute(
@@ -81,7 +87,7 @@ async def test_subscriptions_are_read_with_what_is_not_delivered(system: Setting
         assert other == WELL._replace(webhook="b")
         assert abs((one.due_since or 0) - time.time() * 1_000) < 60_000
         assert one._replace(due_since=None) == HookReading(
-            "a", "active", None, 2, 2, 1, 1_000, 2, "400", 3_000, None, None
+            "a", "active", None, 4, 2, 1, 1_000, 2, "400", 3_000, None, None, 3
         )
         # The audit trail has an event that nobody has read for these webhooks.
         async with await open_tables(system) as tables:

@@ -741,6 +741,46 @@ async def test_a_full_queue_stops_its_subscription_alone_and_loses_nothing(
 
 
 @pytest.mark.long
+async def test_an_offer_whose_events_are_refused_holds_up_no_other_offer(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_long_pauses(monkeypatch)
+    monkeypatch.setattr(records, "WAITING_MAX", 10)
+    monkeypatch.setattr(records, "OFFER_PLACES_MAX", 3, raising=False)
+    monkeypatch.setattr(records, "WAITING_EVENTS_MAX", 50, raising=False)
+    lines = lines_of(*["bad"] * 30, *["a", "b"] * 10, *["bad"] * 30)
+    await journal.marker(1, "a")
+    receiver.answer = answering(400, f"{SHARD}-1")
+    await hooks.add("one", receiver.url)
+
+    async def are_waiting(count: int) -> None:
+        async def are() -> bool:
+            return await hooks.ask(records.backlogs, "waiting") == {"one": count}
+
+        await until(are, 10, f"{count} events wait")
+
+    async with receiving() as other, hooks.delivering():
+        await hooks.add("other", other.url)
+        for first in range(1, 51, 5):
+            await journal.block(lines, first, first + 4)
+        await got(receiver, 1 + 20)
+        await are_waiting(30)
+        # Its own events have a bound, too: with 50, no more are read, while another subscription gets them.
+        for first in range(51, 71, 5):
+            await journal.block(lines, first, first + 4)
+            await are_waiting(first + 4 - 20)
+        await journal.block(lines, 71, 80)
+        await got(other, 80)
+        await are_waiting(50)
+        receiver.answer = ok
+        assert await hooks.ask(records.resend, "one", "bad") == 1
+        await until(lambda: len(set(receiver.ids)) == 80, 20, "all events")
+        await until(hooks.is_idle, 10, "an empty queue")
+    assert list(dict.fromkeys(seqs(receiver, "bad"))) == [*range(1, 31), *range(51, 81)]
+    assert seqs(receiver, "a") == list(range(31, 51, 2))
+
+
+@pytest.mark.long
 async def test_who_begins_with_too_much_does_not_keep_others_from_beginning(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
