@@ -1,4 +1,5 @@
 """Which tests check which requirement: the rows of docs/requirements.md, and the tests marked with their ids.
+Requirements of performance name rows of the bench instead.
 
 `python -m tests.requirements` prints the list.
 """
@@ -13,14 +14,21 @@ import click
 from grabstream.ops.services.servers import PROJECT
 
 DOCUMENT = PROJECT / "docs" / "requirements.md"
-#: A row with this text needs no test yet.
-WAITS = "waits for "
+#: The last words of a row that nothing meets yet.
+NOT_BUILT = "not built"
 _row = re.compile(r"^\| ([A-F][0-9]+) \| (.*) \|$", re.MULTILINE)
+_measured = re.compile(r"^\| (P[0-9]+) \| .* \| (`.*) \|$", re.MULTILINE)
 
 
 def rows() -> dict[str, str]:
     """The text of each requirement's row, by id."""
     return dict(_row.findall(DOCUMENT.read_text(encoding="utf-8")))
+
+
+def measured() -> dict[str, list[str]]:
+    """The rows of the bench that measure each requirement of performance, by id."""
+    found = _measured.findall(DOCUMENT.read_text(encoding="utf-8"))
+    return {name: re.findall(r"`([a-z0-9-]+)`", text.partition(":")[0]) for name, text in found}
 
 
 def marked(folder: Path = PROJECT / "tests") -> Iterator[tuple[str, str]]:

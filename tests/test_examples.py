@@ -397,6 +397,7 @@ def running_agent(stage: Stage) -> Iterator[Callable[[], dict[tuple[str, int], i
 
 
 @pytest.mark.long
+@pytest.mark.requirement("F2")
 def test_points_are_counted(stage: Stage, tmp_path: Path) -> None:
     """In a schema of the test. A rebuild ends at the end of the journal."""
     schema = f"{stage.settings.schema_}_loyalty"

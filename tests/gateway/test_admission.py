@@ -270,6 +270,7 @@ def test_wrong_rates_are_refused(text: str) -> None:
         read_rates(text)
 
 
+@pytest.mark.requirement("F5")
 def test_rates_in_memory_count_a_sliding_window() -> None:
     [rate] = read_rates("10/minute")
     counters = MemoryCounters()

@@ -482,6 +482,7 @@ async def test_address_with_wrong_credentials_is_refused_and_others_are_not(
 
 
 @pytest.mark.long
+@pytest.mark.requirement("F5")
 async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
     door: Door, guarded: Guarded, tmp_path: Path
 ) -> None:
@@ -578,6 +579,7 @@ async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Call
     await until(is_free, 60, "the end of the questions")
 
 
+@pytest.mark.requirement("F11")
 async def test_server_that_decides_is_refused_as_cache(door: Door) -> None:
     """Under another name, and another number of the database."""
     same = door.settings.redis_url.replace("127.0.0.1", "localhost").replace("/0", "/5")

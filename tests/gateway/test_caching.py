@@ -1,6 +1,7 @@
 """The cache of the gateway: asked once for a crowd, never older than it may be, within its memory."""
 
 import asyncio
+import secrets
 
 import pytest
 from hypothesis import given
@@ -8,8 +9,10 @@ from hypothesis import strategies as st
 
 from grabstream.gateway.caching import ENTRY_BYTES, Cache, digest_of
 from tests.conftest import until
+from tests.gateway.conftest import Door
 from tests.gateway.test_questions import position
 from tests.support.gateways import Caller
+from tests.support.projecting import open_tables
 
 
 class Source:
@@ -106,7 +109,9 @@ def test_digest_is_of_the_arguments_in_any_order(one: dict[str, str], other: dic
 
 
 @pytest.mark.requirement("E10")
-async def test_gateway_keeps_what_a_crowd_asks_and_answers_after_anew(caller: Caller, offer: str) -> None:
+async def test_gateway_keeps_what_a_crowd_asks_and_answers_after_anew(
+    caller: Caller, door: Door, offer: str
+) -> None:
     opened = await caller.open(offer, total=5)
     path = f"/v1/offers/{offer}"
     first = await caller.send("GET", f"{path}?{position(opened)}")
@@ -114,7 +119,22 @@ async def test_gateway_keeps_what_a_crowd_asks_and_answers_after_anew(caller: Ca
     got = await caller.post(f"{path}/grabs", {"user": "ann"})
     anew = await caller.send("GET", f"{path}?{position(got)}")
     assert anew.body["given"] == 1
-    kept = await caller.send("GET", path)
-    assert kept.raw == anew.raw
+    # The books change behind the cache: the document is served as it was, while it is fresh.
+    async with await open_tables(door.settings) as tables:
+
+        async def titled(title: str) -> None:
+            await tables.execute("UPDATE offers_1 SET title = %s WHERE offer = %s", (title, offer))
+            await tables.commit()
+
+        async def is_kept() -> bool:
+            """Whether the document is served as it was before a change; not if it was no longer fresh."""
+            before = await caller.send("GET", f"{path}?{position(got)}")
+            await titled(secrets.token_hex(5))
+            return (await caller.send("GET", path)).raw == before.raw
+
+        await until(is_kept, 20, "an answer from the cache")
+        changed = (await caller.send("GET", f"{path}?{position(got)}")).body
+        assert changed["title"] != anew.body["title"]
+        await titled(anew.body["title"])
     mine = await caller.send("GET", f"/v1/users/ann-{offer}/grabs")
     assert mine.headers["cache-control"] == "private, no-store"

@@ -107,6 +107,7 @@ async def test_coupon_is_redeemed_and_back(caller: Caller, offer: str) -> None:
     assert "never used for order order-2" in refused(never, Outcome.not_redeemable)
 
 
+@pytest.mark.requirement("F1")
 async def test_metadata_is_in_answers_books_and_events(caller: Caller, offer: str, door: Door) -> None:
     form = {"form_id": "f-1", "app:id": 'a "b" \\ 你好'}
     await caller.open(f"{offer}:a", total=5)
@@ -223,6 +224,7 @@ async def test_large_envelope_opens_and_is_grabbed(
     assert (await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"})).status == 201
 
 
+@pytest.mark.requirement("F4")
 async def test_offer_without_id_gets_one(caller: Caller) -> None:
     terms = {"kind": "coupon", "issuer": "shop", "total": 1}
     drawn = await caller.send("POST", "/v1/offers", {"terms": terms})

@@ -109,6 +109,7 @@ async def test_a_lost_connection_fails_all_its_calls_and_the_next_one_opens_anot
 
 
 @pytest.mark.long
+@pytest.mark.requirement("F3")
 async def test_a_server_that_hangs_fails_the_calls_in_time(
     client: ScriptClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_brokers_keep_their_times_in_another_process(chosen: Settings) -> None:
     assert kind(*parts).times == (120_000, 750, 200_000)
 
 
+@pytest.mark.requirement("F3")
 async def test_times_of_redis_arrive_at_its_client(chosen: Settings) -> None:
     pool = open_redis(chosen).connection_pool
     assert pool.max_connections == 77

@@ -65,6 +65,7 @@ def tool(name: str, package: str) -> str:
 # -- files alone ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F8")
 def test_every_name_of_ours_in_a_query_is_in_the_catalogue_with_its_labels() -> None:
     used: set[str] = set()
     for where, query in queries().items():

@@ -15,6 +15,7 @@ from grabstream.streams.projecting import agents, watchdog
 from grabstream.streams.projecting.publisher import (
     CURSOR_HEADER,
     PublishedOffsets,
+    Publisher,
     event_source,
     newest_cursor,
 )
@@ -123,6 +124,15 @@ async def test_a_foreign_cursor_restarts_nothing(
 ) -> None:
     """The watchdog reads the topic of events, to which other programs may write anything."""
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "CURSORS_SECONDS", 0.0)  # it reads the topic at each look
+    looks, find_stalled = [0], watchdog._find_stalled
+
+    async def looking(*arguments: Any) -> str | None:
+        found = await find_stalled(*arguments)
+        looks[0] += any(isinstance(projector, Publisher) for projector in arguments[4])
+        return found
+
+    monkeypatch.setattr(watchdog, "_find_stalled", looking)
     await journal.marker(1, "a")
     await journal.block(LINES, 1, 10)
     stop, apps = asyncio.Event(), []
@@ -146,7 +156,9 @@ async def test_a_foreign_cursor_restarts_nothing(
             await journal._producer.send_and_wait(
                 Topics(system.prefix).events, b"", partition=SHARD, headers=[(CURSOR_HEADER, value)]
             )
-        await asyncio.sleep(2)
+        # The first of them may have begun before the records were there.
+        before = looks[0]
+        await until(lambda: looks[0] >= before + 3, 30, "a look at the records")
         await journal.block(LINES, 11, 20)
         await until_at_seq(system, 20, "ledger")
         assert (running.done(), len(apps)) == (False, 1)

@@ -296,7 +296,7 @@ async def test_a_switch_waits_for_snapshots_of_other_roles(booked: Settings, ser
         "WHERE rolname = user",
     )
     assert not privileged
-    admin = load_settings().postgres
+    admin, live = load_settings().postgres, await version_in(booked, "ledger")
     postgres = await as_role(admin, "reader", f"{booked.schema_}_reader", booked.schema_)
     try:
         async with await AsyncConnection.connect(postgres) as reader:
@@ -314,8 +314,12 @@ async def test_a_switch_waits_for_snapshots_of_other_roles(booked: Settings, ser
             waiting = asyncio.create_task(
                 asyncio.to_thread(grabstream, "rebuild", "ledger", "--no-keep", **env_of(booked))
             )
-            # Whether the switch waits yet or not: it must not be done before the reader commits.
-            await asyncio.sleep(1)
+            # The switch holds the cursors of the live version while it waits for the snapshot.
+            locked = (
+                "SELECT count(*) > 0 FROM pg_locks WHERE granted AND mode = 'RowShareLock' "
+                f"AND relation = '{live.schema}.projection_cursors'::regclass"
+            )
+            await until(lambda: _is(booked, locked, [(True,)]), 60, "the wait of the switch")
             assert await (await reader.execute(count)).fetchone() == (booked.shards * (GRANTS + 1),)
             await reader.commit()
             assert (await waiting).returncode == 0

@@ -24,8 +24,8 @@ from tests.conftest import until
 
 SHARDS = 8
 LEASE_MS = 600
-#: Longer than a lease, a takeover that is awaited, and several renewals.
-REST_SECONDS = 2.5
+#: More renewals than a lease has, a takeover that is awaited takes, and several more.
+REST_ROUNDS = 4 * leases_module.RENEWALS_PER_LEASE
 
 
 class Shards:
@@ -65,6 +65,18 @@ class Shards:
         return sorted(Counter(name for name, _ in self.relays.values()).values(), reverse=True)
 
 
+class CountedLeases(Leases):
+    """Leases that count the renewals of each shard."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.rounds: Counter[int] = Counter()
+
+    async def _renew(self, shard: int) -> None:
+        await super()._renew(shard)
+        self.rounds[shard] += 1
+
+
 class Crew:
     """Workers of one process, each with leases of its own."""
 
@@ -75,13 +87,13 @@ class Crew:
         self.redis = redis
         self.stops: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.leases: dict[str, Leases] = {}
+        self.leases: dict[str, CountedLeases] = {}
         self.changes: defaultdict[str, list[Change]] = defaultdict(list)
 
-    def join(self, name: str, tasks_of: Callable[[int, Duty], list[Any]] | None = None) -> Leases:
+    def join(self, name: str, tasks_of: Callable[[int, Duty], list[Any]] | None = None) -> CountedLeases:
         """Starts a worker."""
         of_name = tasks_of or (lambda shard, duty: [self.shards.relay(name, shard, duty)])
-        self.leases[name] = leases = Leases(
+        self.leases[name] = leases = CountedLeases(
             self.redis, self.keys, self.lease_ms, of_name, changed=self.changes[name].append
         )
         self.stops[name] = asyncio.Event()
@@ -101,9 +113,32 @@ class Crew:
         """Returns when the shards are spread like this; checks that they stay where they are."""
         await self.spread_becomes(*shards)
         takeovers, where = self.shards.takeovers.total(), dict(self.shards.relays)
-        await asyncio.sleep(REST_SECONDS)
+        await self.rest()
         assert self.shards.spread() == list(shards)
         assert (self.shards.takeovers.total(), self.shards.relays) == (takeovers, where)
+
+    async def rest(self) -> None:
+        """Returns when each worker that runs has renewed every lease REST_ROUNDS times."""
+        workers = [self.leases[name] for name in self.tasks]
+        before = [leases.rounds.copy() for leases in workers]
+
+        def is_over() -> bool:
+            return all(
+                leases.rounds[shard] >= first[shard] + REST_ROUNDS
+                for leases, first in zip(workers, before, strict=True)
+                for shard in range(self.keys.shards)
+            )
+
+        await until(is_over, what="renewals by each worker")
+
+    async def all_held_by(self, name: str) -> None:
+        """Returns when a worker, which may be none of the crew, holds the leases of all shards."""
+
+        async def are_held() -> bool:
+            keys = [self.keys.shard(shard).lease for shard in range(self.keys.shards)]
+            return {await self.redis.get(key) for key in keys} == {name.encode()}
+
+        await until(are_held, what=f"all leases of {name}")
 
     def _is_spread(self, shards: list[int]) -> bool:
         # Two workers that both relay a shard take it over in turn, and pass through any spread.
@@ -215,7 +250,7 @@ async def test_a_worker_that_cannot_take_over_loses_the_shard_again(crew: Crew) 
     unable = crew.join("unable", lambda shard, duty: [never()])
     await until(lambda: unable.held, 20, "a shard that is passed to it")
     await until(lambda: not unable.held, 20, "the loss of the shard")
-    await asyncio.sleep(REST_SECONDS)
+    await crew.rest()
     assert unable.held == []
     assert crew.shards.spread() == [8]
     assert (crew.shards.takeovers.total(), crew.shards.gaps) == (8, [])
@@ -228,9 +263,10 @@ async def test_a_worker_that_cannot_take_over_loses_the_shard_again(crew: Crew) 
 @pytest.mark.long
 async def test_a_taker_that_is_gone_costs_nothing(crew: Crew) -> None:
     """A worker says that it is present, and never asks again: its lease ends, the giver keeps the shard."""
-    crew.join("a")
+    giver = crew.join("a")
     await until(lambda: crew.shards.spread() == [8])
-    await asyncio.sleep(LEASE_MS / 1000)
+    # It passes nothing on before it has had its shards for the length of a lease.
+    await until(lambda: max(held.since for held in giver._running.values()) < giver._now() - LEASE_MS / 1000)
     for shard in range(SHARDS):
         await request_lease(
             crew.redis, crew.keys.shard(shard), "gone", LEASE_MS, about=leases_module.Worker(0)
@@ -367,7 +403,7 @@ async def test_garbage_in_the_keys_of_leases_is_ignored(crew: Crew) -> None:
     crew.join("a")
     crew.join("c")
     await until(lambda: sum(crew.shards.spread()) == SHARDS, 10, "all shards relayed")
-    await asyncio.sleep(LEASE_MS / 1000)
+    await crew.rest()
     assert not any(task.done() for task in crew.tasks.values())
     for name in "ac":
         await crew.leave(name)
@@ -447,22 +483,22 @@ async def test_beside_a_worker_of_an_older_release(crew: Crew) -> None:
     """During an upgrade: nothing is passed to it or taken from it; what it returns is shared."""
     stop = asyncio.Event()
     old = asyncio.create_task(older_release(crew, "old", stop))
-    await asyncio.sleep(LEASE_MS / 1000)
+    await crew.all_held_by("old")
     crew.join("a")
     crew.join("b")
-    await asyncio.sleep(REST_SECONDS)
+    await crew.rest()
     assert crew.shards.spread() == []
     stop.set()
     assert len(await old) == SHARDS
     await crew.spread_is(4, 4)
     stop.clear()
     old = asyncio.create_task(older_release(crew, "old", stop))
-    await asyncio.sleep(REST_SECONDS)
+    await crew.rest()
     assert crew.shards.spread() == [4, 4]
     # The new workers leave: it takes what they return.
     await crew.leave("a")
     await crew.leave("b")
-    await asyncio.sleep(2 * LEASE_MS / 1000)
+    await crew.all_held_by("old")
     stop.set()
     assert len(await old) == SHARDS
 
@@ -567,7 +603,7 @@ async def test_a_worker_that_cannot_reach_some_servers_does_not_make_shards_wand
     await crew.spread_is(4, 4)
     partly.tags = {crew.keys.shard(shard).tag + ":" for shard in range(4)}
     # Here a relay without a server continues, and both take its shard over again and again.
-    await asyncio.sleep(4 * LEASE_MS / 1000)
+    await crew.rest()
 
     async def observed() -> tuple[list[int], list[bytes | None]]:
         leases = [await whole.get(crew.keys.shard(shard).lease) for shard in range(SHARDS)]
@@ -575,7 +611,7 @@ async def test_a_worker_that_cannot_reach_some_servers_does_not_make_shards_wand
 
     async def is_at_rest() -> bool:
         before = await observed()
-        await asyncio.sleep(REST_SECONDS)
+        await crew.rest()
         return all(before[1]) and await observed() == before
 
     await until(is_at_rest, 20, "the rest of the other shards")

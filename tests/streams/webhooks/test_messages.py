@@ -16,6 +16,7 @@ EVENT = '{"type":"grab.granted","v":1,"metadata":{"a":"\\"你好\\" 🧧"}}'
 AT = 1_800_000_000_123
 
 
+@pytest.mark.requirement("F1")
 def test_body_has_type_time_and_the_text_of_the_event() -> None:
     body = body_of("grab.granted", AT, EVENT)
     assert body == f'{{"type":"grab.granted","timestamp":"2027-01-15T08:00:00.123Z","data":{EVENT}}}'
