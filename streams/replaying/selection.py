@@ -39,13 +39,21 @@ class Selection:
     The events of a user are those that name the user, those that book on the user's `wallet:` or `hold:`
     account (a correction, the rest of an envelope that the user gave), and refunds due for the user's grabs.
     `offer_events` adds the events about a whole offer, which read models need. Of a run of grabs, it picks
-    single grabs, each in the form that it has on `grab.events`.
+    single grabs, each in the form that it has on `grab.events`; with `singles`, it divides every run into
+    them, and a replay begins and ends at any of them.
     """
 
-    def __init__(self, wanted: Wanted, offer_events: bool, grabs: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self,
+        wanted: Wanted,
+        offer_events: bool,
+        grabs: Iterable[tuple[str, str]] = (),
+        singles: bool = False,
+    ) -> None:
         self._offers, self._users = frozenset(wanted.offers), frozenset(wanted.users)
         self._accounts = {f"{kind}:{user}" for user in wanted.users for kind in ("wallet", "hold")}
         self._offer_events = offer_events
+        self.singles = singles
         self._grabs = set(grabs)
         #: The wanted offers that had an event so far.
         self.offers_met: set[str] = set()
@@ -55,7 +63,9 @@ class Selection:
         if self._offers:
             facts = [fact for fact in facts if fact.event.offer in self._offers]
             self.offers_met.update(fact.event.offer for fact in facts)
-        return [fact for fact in single_facts(facts) if self._is_users(fact)] if self._users else facts
+        if self._users or self.singles:
+            facts = single_facts(facts)
+        return [fact for fact in facts if self._is_users(fact)] if self._users else facts
 
     def _is_users(self, fact: Fact) -> bool:
         event: Any = fact.event

@@ -172,8 +172,9 @@ def replay(
 
     TIME is ISO 8601 (UTC when it has no zone) or milliseconds since 1970; numbers below 100000000000 are a
     SEQ. --from and --until may be repeated: SHARD:SEQ for one shard, TIME for all others. Events are written
-    one shard after the other, within a shard in order. The system's topics, tables and keys do not change,
-    and nothing is published again.
+    one shard after the other, within a shard in order. Lines stay whole where SHARD:SEQ is within a run of
+    grabs; a topic, and --user, have only the events between the points. The system's topics, tables and keys
+    do not change, and nothing is published again.
 
     A replay into a file or a topic that was stopped, in any way, continues with the same command and
     --continue. It is refused with another --offer, --user, --from or system than before.
@@ -235,7 +236,10 @@ async def _run(
             planned = await replaying.plan(
                 source, stretches, not seeks, sink.positions if isinstance(sink, SchemaSink) else {}
             )
-            selection = Selection(asked.wanted, writing.into.kind == "schema", known)
+            to_rows = writing.into.kind == "schema"
+            # Rows have the whole run in which the history ends: their cursor is after it.
+            singles = writing.into.kind == "topic" or (bool(asked.wanted.users) and not to_rows)
+            selection = Selection(asked.wanted, to_rows, known, singles)
             paced = sink if writing.rate is None else PacedSink(sink, writing.rate)
             try:
                 with Reading("replay", sum(one.units for one in planned)) as report:

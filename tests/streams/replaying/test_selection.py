@@ -1,12 +1,22 @@
-"""Which events `replay --user` picks."""
+"""Which events `replay` picks for a user, and between two points."""
 
 import json
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, cast
+
+import pytest
 
 from grabstream.models.events import decode_event
+from grabstream.models.journal import Cursor
+from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections.cursors import Fact
+from grabstream.streams.history.chunks import Chunk, Point
+from grabstream.streams.history.sources import Source, Start
+from grabstream.streams.replaying.replay import Done, Planned, Stretch, replay
 from grabstream.streams.replaying.selection import Selection, Wanted
+from tests.support.projecting import SHARD, granted, opened
+from tests.support.runs import as_runs, as_singles
 
 
 def fact(seq: int, type_: str, **rest: Any) -> Fact:
@@ -34,3 +44,43 @@ def test_a_refund_due_belongs_to_the_user_whom_it_names() -> None:
     for user, seqs in (("ann", [1, 3, 4]), ("bob", [2]), ("eve", [])):
         selection = Selection(Wanted(users=(user,)), False)
         assert [picked.event.seq for picked in selection.of(facts)] == seqs
+
+
+class Runs:
+    """A history of an opening and two runs of ten grabs, in two chunks; and what a replay writes of it."""
+
+    def __init__(self) -> None:
+        grabs = [granted("e", seq).replace(b'"at":%d' % seq, b'"at":2') for seq in range(2, 22)]
+        self.lines = as_runs([opened("e", 1), *grabs], 10)
+        self.written: list[bytes] = []
+
+    async def chunks(self, shard: int, start: Start) -> AsyncGenerator[Chunk, None]:
+        facts = [Fact(line, b"", event := decode_line(line), transfers_of(event)) for line in self.lines]
+        yield Chunk(shard, Cursor(), Cursor(seq=11), facts[:2], 1)
+        yield Chunk(shard, Cursor(seq=11), Cursor(seq=21), facts[2:], 1)
+
+    async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> int:
+        self.written += [fact.line for fact in facts]
+        return len(facts)
+
+    async def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 21), (5, 8), (2, 11), (9, 12), (12, 12), (21, 30)])
+async def test_single_events_begin_and_end_at_any_grab_of_a_run_and_lines_stay_whole(
+    first: int, last: int
+) -> None:
+    history, done = Runs(), dict[int, Done]()
+    planned = [Planned(Stretch(SHARD, Point(seq=first), Point(seq=last)), Start(Cursor(), 3), 2)]
+    source = cast(Source, history)
+    await replay(source, planned, Selection(Wanted(), False), history, lambda *_: None, done)
+    assert history.written == [
+        line
+        for line, run in zip(history.lines, map(decode_line, history.lines), strict=True)
+        if run.last_seq >= first and run.seq <= last
+    ]
+    singles, history.written = as_singles(history.lines), []
+    await replay(source, planned, Selection(Wanted(), False, (), True), history, lambda *_: None, done)
+    assert history.written == singles[first - 1 : last]
+    assert done[SHARD].events == min(last, 21) - first + 1
