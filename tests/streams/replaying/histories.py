@@ -4,6 +4,7 @@ random sizes.
 
 import random
 import subprocess
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaProducer
@@ -14,6 +15,7 @@ from grabstream.models.events import decode_event
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.rules import ShardState
+from grabstream.models.runs import decode_line
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
@@ -22,6 +24,7 @@ from tests.lua.histories.shop import Shop
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import JournalWriter, running
 from tests.support.random_history import History
+from tests.support.runs import as_runs
 
 #: In the past, since `at` refuses times in the future.
 NOW = 1_790_000_000_000
@@ -47,9 +50,11 @@ def name_in(shard: int, start: str) -> str:
 
 
 class MixedHistory(History):
-    """A random history of one shard with coupon and stock offers and an envelope."""
+    """A random history of one shard with coupon and stock offers and an envelope. `lines` and `events` are
+    single events; `journaled` are the lines of the journal, which are the same, or have `runs`.
+    """
 
-    def __init__(self, seed: int, shard: int, steps: int) -> None:
+    def __init__(self, seed: int, shard: int, steps: int, runs: bool = False) -> None:
         campaign = name_in(shard, "m")
         names = (f"{campaign}:a", f"{campaign}:b", name_in(shard, "s"), name_in(shard, "t"))
         Shop.__init__(self, seed, NOW + 500 * shard, names)
@@ -70,6 +75,14 @@ class MixedHistory(History):
         self.send(Close, names[3], operator="olga")
         self.send(Close, self.envelope)
         self.events = [decode_event(line) for line in self.lines]
+        self.journaled = as_runs(self.lines) if runs else self.lines
+        #: The seq of the last event of each line of the journal.
+        self.last_seqs = [decode_line(line).last_seq for line in self.journaled]
+        assert runs == (len(self.journaled) < len(self.lines))
+
+    def journaled_between(self, first: int, last: int) -> list[bytes]:
+        """The lines of the journal that have events `first` to `last`."""
+        return self.journaled[bisect_left(self.last_seqs, first) : bisect_left(self.last_seqs, last) + 1]
 
     def break_near(self, share: float) -> int:
         """The first seq from a share of the history on whose next event has a later time."""
@@ -82,20 +95,21 @@ class MixedHistory(History):
 async def journal(
     settings: Settings, history: MixedHistory, cut: random.Random, first: int = 1, last: int | None = None
 ) -> None:
-    """Journals events `first` to `last` in blocks of random sizes, some of them twice; before seq 1, a
-    marker.
+    """Journals the lines that have events `first` to `last` in blocks of random sizes, some of them twice;
+    before seq 1, a marker.
     """
     producer = AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")
     await producer.start()
     writer = JournalWriter(settings, producer, history.shard)
     if first == 1:
         await writer.marker(1, "a")
-    last = last or len(history.lines)
-    while first <= last:
-        end = min(first + cut.choice((0, 1, 5, 20, 60)), last)
+    number = bisect_left(history.last_seqs, first) + 1
+    final = bisect_left(history.last_seqs, last or len(history.lines)) + 1
+    while number <= final:
+        end = min(number + cut.choice((0, 1, 5, 20, 60)), final)
         for _ in range(cut.choice((1, 1, 1, 2))):
-            await writer.block(history.lines, first, end)
-        first = end + 1
+            await writer.block(history.journaled, number, end, last_seqs=history.last_seqs)
+        number = end + 1
     await producer.stop()
 
 
@@ -160,17 +174,33 @@ class RecordedSystem(NamedTuple):
     def into(self, name: str) -> str:
         return f"{self.settings.schema_}_{name}"
 
-    def lines(self, *shards: int) -> list[str]:
+    def singles(self, *shards: int) -> list[str]:
+        """Single events, as on `grab.events`."""
         return [
             line.decode()
             for shard in shards or sorted(self.histories)
             for line in self.histories[shard].lines
         ]
 
+    def between(self, shard: int, first: int, last: int | None = None) -> list[str]:
+        """The lines of a shard's journal that have events `first` to `last`."""
+        history = self.histories[shard]
+        return [line.decode() for line in history.journaled_between(first, last or len(history.lines))]
 
-async def recorded_system(settings: Settings) -> RecordedSystem:
-    """Journals and applies two histories up to one time, reads the views, and then applies the rest."""
-    histories = {2: MixedHistory(7, 2, 400), 5: MixedHistory(8, 5, 400)}
+    def lines(self, *shards: int) -> list[str]:
+        """The lines of the journal."""
+        return [
+            line.decode()
+            for shard in shards or sorted(self.histories)
+            for line in self.histories[shard].journaled
+        ]
+
+
+async def recorded_system(settings: Settings, runs: bool = False) -> RecordedSystem:
+    """Journals and applies two histories up to one time, reads the views, and then applies the rest. With
+    `runs`, the journal has grabs in runs, as workers write them.
+    """
+    histories = {2: MixedHistory(7, 2, 400, runs), 5: MixedHistory(8, 5, 400, runs)}
     cut = random.Random(3)
     # One time for both shards: just before an event of the first.
     at_ms = histories[2].events[histories[2].break_near(0.5) - 1].at

@@ -52,7 +52,7 @@ async def test_examples_of_the_page_about_replays_run(recorded: RecordedSystem, 
     # A second run has nothing to add.
     assert json.loads(run(with_cursor, recorded, tmp_path)) == totals
     heads = [
-        f"{shard} {chain(GENESIS, history.lines)[-1].hex()}"
+        f"{shard} {chain(GENESIS, history.journaled)[-1].hex()}"
         for shard, history in sorted(recorded.histories.items())
     ]
     assert run(with_lines, recorded, tmp_path).splitlines() == heads

@@ -132,7 +132,7 @@ def test_programs_without_asyncio_read_the_same(shared: RecordedSystem) -> None:
             break
     assert begun + list(read_events_sync(shared.settings, cursor=cursor)) == expected
     texts = [line.text for line in read_lines_sync(shared.settings, shard=2)]
-    assert texts == shared.histories[2].lines
+    assert texts == shared.histories[2].journaled
     with pytest.raises(TypeError, match="unexpected argument 'form'"):
         next(read_events_sync(shared.settings, form=1))
 

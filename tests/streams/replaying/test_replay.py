@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from psycopg import AsyncConnection
 
 from grabstream.models.events import AnyGrabEvent
+from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.commands.read.at import at as at_verb
 from grabstream.ops.commands.rebuild.replay import replay as replay_verb
@@ -46,6 +47,7 @@ from tests.conftest import until
 from tests.streams.replaying.histories import RecordedSystem, schemas, until_read_models_at
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import LINES, SHARD, JournalWriter, granted, opened, rows, running
+from tests.support.runs import as_runs, as_singles
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ async def test_a_replay_prints_the_lines_of_the_journal(recorded: RecordedSystem
             "--shard=2",
             **{**env_of(recorded.settings), **away},
         )
-        assert done.stdout.splitlines() == recorded.lines(2)[299:]
+        assert done.stdout.splitlines() == recorded.between(2, 300)
         assert ("reading the journal from its beginning" in done.stderr) == (source == "journal")
         other = {"journal": "audit", "audit": "journal"}[source]
         done = grabstream("replay", "--into", "-", "--source", other, **{**env_of(recorded.settings), **away})
@@ -106,13 +108,10 @@ async def test_a_replay_prints_a_range_by_seq_or_by_time(recorded: RecordedSyste
     """
     history, other = recorded.histories[2], recorded.histories[5]
     first, last = history.break_near(0.3) + 1, history.break_near(0.7)
-    whole = list(zip(history.lines, history.events, strict=True))
-    span = history.lines[first - 1 : last]
+    span = history.journaled_between(first, last)
     begin, end = history.events[first - 1].at, history.events[last - 1].at
-    between = [
-        line for line, event in zip(other.lines, other.events, strict=True) if begin <= event.at <= end
-    ]
-    of_offer = [line for line, event in whole[first - 1 : last] if event.offer == history.envelope]
+    between = [line for line in other.journaled if begin <= decode_line(line).at <= end]
+    of_offer = [line for line in span if decode_line(line).offer == history.envelope]
     assert of_offer
     assert between
     for source in ("journal", "audit"):
@@ -126,13 +125,13 @@ async def test_a_replay_prints_a_range_by_seq_or_by_time(recorded: RecordedSyste
                     f"--until=5:{10**6}",
                     f"--from=5:{len(other.lines)}",
                 ),
-                [*span, other.lines[-1]],
+                [*span, other.journaled[-1]],
             ),
             ((f"--from={first}", f"--until={last}", f"--offer={history.envelope}"), of_offer),
             ((f"--from=2:{len(history.lines) + 1}", "--shard=2"), []),
             (
                 (f"--from={history.events[-1].at}", "--shard=2"),
-                [line for line, event in whole if event.at == history.events[-1].at],
+                [line for line in history.journaled if decode_line(line).at == history.events[-1].at],
             ),
         )[:: 1 if source == "journal" else 2]:
             done = recorded.replay("--into", "-", "--source", source, *words)
@@ -308,8 +307,13 @@ async def test_a_replay_ends_before_a_changed_event_of_the_audit_trail(recorded:
     [(home,)] = await rows(
         recorded.settings, "SELECT schema FROM read_models WHERE projection = 'audit' AND state = 'live'"
     )
+    # A line of one event in the middle.
+    number = next(
+        number for number, line in enumerate(recorded.lines(5)) if number >= 150 and '"v":1' in line
+    )
+    seq = recorded.histories[5].last_seqs[number]
     change = (
-        f"UPDATE {home}.audit_1 SET body = replace(body, '{{}}', '{{}}') WHERE shard = 5 AND seq = 200 "
+        f"UPDATE {home}.audit_1 SET body = replace(body, '{{}}', '{{}}') WHERE shard = 5 AND seq = {seq} "
         "RETURNING seq"
     )
     assert await rows(recorded.settings, change.format('"v":1', '"v":7'))
@@ -317,9 +321,9 @@ async def test_a_replay_ends_before_a_changed_event_of_the_audit_trail(recorded:
         done = recorded.replay("--into", "-", "--source", "audit")
         assert done.returncode == 1
         assert "shard 5" in done.stderr
-        assert "seq 200" in done.stderr
+        assert f"seq {seq}" in done.stderr
         printed = done.stdout.splitlines()
-        assert printed == recorded.lines()[: len(recorded.lines(2)) + 199]
+        assert printed == recorded.lines()[: len(recorded.lines(2)) + number]
     finally:
         await rows(recorded.settings, change.format('"v":7', '"v":1'))
 
@@ -406,7 +410,7 @@ async def test_a_replay_is_not_faster_than_its_rate(recorded: RecordedSystem) ->
         # What was written before this write took at least its time.
         assert at - begun >= events / rate - 0.001
         events += number
-    assert events == len(recorded.lines(2))
+    assert events == len(recorded.singles(2))
 
 
 # -- a topic -------------------------------------------------------------------------------------------------
@@ -452,7 +456,7 @@ async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
             await publisher.put(CatchUp(shard))
 
         async def published() -> bool:
-            return len(await records(recorded.settings, events)) >= len(recorded.lines())
+            return len(await records(recorded.settings, events)) >= len(recorded.singles())
 
         await until(published, 30, "all events")
     of_publisher = [
@@ -468,7 +472,7 @@ async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
     done = recorded.replay("--into", f"topic:{topic}", "--json")
     assert done.returncode == 0, done.stderr
     assert sum(shard["events"] for shard in json.loads(done.stdout)["shards"] if "events" in shard) == len(
-        recorded.lines()
+        recorded.singles()
     )
     replayed = await records(recorded.settings, topic)
     assert [
@@ -481,7 +485,7 @@ async def test_a_replay_into_a_topic_writes_the_records_of_the_publisher(
         )
         for record in replayed
     ] == of_publisher
-    assert {record.value.decode() for record in replayed} == set(recorded.lines())
+    assert {record.value.decode() for record in replayed} == set(recorded.singles())
     # A second replay would write every event twice: it needs --append.
     done = recorded.replay("--into", f"topic:{topic}")
     assert done.returncode == 1
@@ -505,7 +509,7 @@ async def test_a_replay_into_a_topic_continues_with_what_it_lacks(
         done = recorded.replay("--into", f"topic:{topic}", "--continue", *words)
         assert done.returncode == 0, done.stderr
     written = await records(recorded.settings, topic)
-    assert [record.value.decode() for record in written] == recorded.lines()
+    assert [record.value.decode() for record in written] == recorded.singles()
     # Records of another program are not taken for events.
     producer = AIOKafkaProducer(bootstrap_servers=recorded.settings.kafka, acks="all")
     await producer.start()
@@ -532,7 +536,63 @@ async def test_a_second_replay_into_a_topic_is_refused(recorded: RecordedSystem,
     )
     assert sorted(done.returncode for done in both) == [0, 1], [done.stderr for done in both]
     ids = [dict(record.headers)["ce_id"] for record in await records(recorded.settings, topic)]
-    assert len(ids) == len(set(ids)) == len(recorded.lines())
+    assert len(ids) == len(set(ids)) == len(recorded.singles())
+
+
+def runs_of_ten() -> list[bytes]:
+    """An opening, and two runs of ten grabs."""
+    grabs = [granted("e", seq).replace(b'"at":%d' % seq, b'"at":2') for seq in range(2, 22)]
+    return as_runs([opened("e", 1), *grabs], 10)
+
+
+@pytest.mark.long
+async def test_single_events_are_those_between_bounds_within_runs(
+    system: Settings, journal_of: JournalWriter, topic: str
+) -> None:
+    """In a topic and for a user, from and until any grab of a run, also in two steps. Lines stay whole."""
+    lines = runs_of_ten()
+    singles = as_singles(lines)
+    assert [decode_line(line).last_seq for line in lines] == [1, 11, 21]
+    await journal_of.marker(1, "a")
+    await journal_of.block(lines, 1, 3, last_seqs=[1, 11, 21])
+    await until_read_models_at(system, {SHARD: 21})
+    words = ("replay", "--shard", str(SHARD))
+
+    async def in_topic() -> list[bytes]:
+        return [record.value for record in await records(system, topic)]
+
+    before = 0
+    for first, last in ((5, 8), (9, 11), (12, 17)):
+        bounds = (f"--from={SHARD}:{first}", f"--until={SHARD}:{last}")
+        done = grabstream(*words, "--into", f"topic:{topic}", "--append", *bounds, **env_of(system))
+        assert (done.returncode, f"{last - first + 1} events into" in done.stdout) == (0, True), done
+        written = await in_topic()
+        assert written[before:] == singles[first - 1 : last]
+        before = len(written)
+        done = grabstream(*words, "--into", "-", "--user", "u1", *bounds, **env_of(system))
+        assert [line.encode() for line in done.stdout.splitlines()] == [
+            line for line in singles[first - 1 : last] if b'"user":"u1"' in line
+        ]
+        done = grabstream(*words, "--into", "-", *bounds, **env_of(system))
+        assert [line.encode() for line in done.stdout.splitlines()] == [
+            line for line in lines if decode_line(line).last_seq >= first and decode_line(line).seq <= last
+        ]
+
+
+@pytest.mark.long
+async def test_a_topic_continues_after_a_bound_within_a_run(
+    system: Settings, journal_of: JournalWriter, topic: str
+) -> None:
+    lines = runs_of_ten()
+    singles = as_singles(lines)
+    await journal_of.marker(1, "a")
+    await journal_of.block(lines, 1, 3, last_seqs=[1, 11, 21])
+    await until_read_models_at(system, {SHARD: 21})
+    into = ("replay", "--into", f"topic:{topic}", "--continue", "--shard", str(SHARD))
+    for last in (1, 4, 4, 12, 20, 21):
+        done = grabstream(*into, f"--until={SHARD}:{last}", **env_of(system))
+        assert done.returncode == 0, done.stderr
+        assert [record.value for record in await records(system, topic)] == singles[:last]
 
 
 async def test_a_replay_into_a_topic_without_postgresql_warns_that_it_has_no_lock(

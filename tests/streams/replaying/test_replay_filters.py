@@ -87,7 +87,7 @@ async def test_a_file_gets_shards_that_it_lacks(recorded: RecordedSystem, tmp_pa
     assert (done.returncode, "with --from 5:9, not with --from 5:8" in done.stderr) == (1, True), done.stderr
     done = recorded.replay(*into, "--from", "2:5", "--from", "5:9")
     assert (done.returncode, done.stderr) == (0, "")
-    expected = [*recorded.lines(2)[4:], *recorded.lines(5)[8:]]
+    expected = [*recorded.between(2, 5), *recorded.between(5, 9)]
     assert sorted(file.read_text().splitlines()) == sorted(expected)
 
 
@@ -97,7 +97,7 @@ async def test_a_file_without_a_record_continues_with_a_warning(
     """As releases before have written it. What it is continued with is recorded; another text is refused."""
     file, record = tmp_path / "lines", tmp_path / "lines.replay"
     into = ("--into", f"file:{file}", "--continue", "--shard", "2")
-    file.write_text("".join(f"{line}\n" for line in recorded.lines(2)[:10]))
+    file.write_text("".join(f"{line}\n" for line in recorded.between(2, 1, 10)))
     done = recorded.replay(*into, "--until", "2:20")
     assert (done.returncode, "does not say with which --offer" in done.stderr) == (0, True), done.stderr
     journal = await journal_of(recorded)
@@ -105,7 +105,7 @@ async def test_a_file_without_a_record_continues_with_a_warning(
     record.write_text("{}")
     done = recorded.replay(*into)
     assert (done.returncode, f"{record} is not a record of a replay" in done.stderr) == (1, True), done.stderr
-    assert file.read_text().splitlines() == recorded.lines(2)[:20]
+    assert file.read_text().splitlines() == recorded.between(2, 1, 20)
     # A file that was removed is begun with other filters, if its record is one.
     file.unlink()
     record.write_bytes(msgspec.json.encode(Filters(recorded.settings.prefix, journal)))
@@ -124,7 +124,7 @@ async def test_a_file_that_has_the_name_of_a_record_is_not_overwritten(
     for more in ((), ("--continue",), ("--dry-run",)):
         done = recorded.replay("--into", f"file:{tmp_path / 'lunch'}", *bounds, *more)
         assert (done.returncode, f"{other} is not a record of a replay" in done.stderr) == (1, True), done
-        assert other.read_text().splitlines() == recorded.lines(2)[:20]
+        assert other.read_text().splitlines() == recorded.between(2, 1, 20)
         assert not (tmp_path / "lunch").exists()
 
 
@@ -140,11 +140,11 @@ async def test_a_file_continues_from_the_same_journal_only(recorded: RecordedSys
     done = recorded.replay(*into, "--until", "2:40")
     said = f"{file} was written with journal {'0' * 32}, not with journal {journal}: continue with"
     assert (done.returncode, said in done.stderr) == (1, True), done.stderr
-    assert file.read_text().splitlines() == recorded.lines(2)[:20]
+    assert file.read_text().splitlines() == recorded.between(2, 1, 20)
     record.write_bytes(msgspec.json.encode(Filters(prefix)))
     done = recorded.replay(*into, "--until", "2:40")
     assert (done.returncode, f"{file} does not say from which journal" in done.stderr) == (0, True), done
-    assert file.read_text().splitlines() == recorded.lines(2)[:40]
+    assert file.read_text().splitlines() == recorded.between(2, 1, 40)
     assert decode_filters(record.read_bytes()) == Filters(prefix, journal)
 
 
@@ -215,7 +215,7 @@ async def test_a_topic_to_which_the_same_replay_was_appended_is_continued(
         done = recorded.replay(*into, "--shard", "2", *words)
         assert (done.returncode, done.stderr) == (0, ""), done
     written = await records(recorded.settings, topic)
-    lines = recorded.lines(2)
+    lines = recorded.singles(2)
     assert [record.value.decode() for record in written] == [*lines[:20], *lines[:15], *lines[15:30]]
     has_header = [FILTERS_HEADER in dict(record.headers) for record in written]
     assert has_header == [True, *[False] * 19, *[True] * 15, *[False] * 15]
