@@ -68,8 +68,8 @@ class Shards:
 class CountedLeases(Leases):
     """Leases that count the renewals of each shard."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.rounds: Counter[int] = Counter()
 
     async def _renew(self, shard: int) -> None:
