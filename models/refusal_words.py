@@ -54,8 +54,8 @@ def refusal_of_basket(answers: Sequence[Answer], commands: Sequence[AnyCommand])
         words = WHOLE_BASKET
         if answer.code == Outcome.invalid:
             words = (
-                f"grabs: number {index + 1} does not fit its offer, which is an envelope, or never takes this "
-                f"quantity, or needs attributes; {WHOLE_BASKET}"
+                f"grabs: number {index + 1} does not fit its offer, which is an envelope, or never takes "
+                f"this quantity, or needs attributes; {WHOLE_BASKET}"
             )
         answer = structs.replace(answers[index], message=words)
     return answer, commands[index]
