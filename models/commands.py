@@ -490,10 +490,13 @@ def _check_load(command: Load) -> None:
     if not 1 <= len(command.items) <= ITEMS_MAX:
         raise Invalid(f"items: must be 1 to {ITEMS_MAX}, got {len(command.items)}")
     if command.what == "audience":
-        for index, item in enumerate(command.items):
+        for number, item in enumerate(command.items, 1):
             # Codes that were called an audience by mistake are not repeated in a message.
             if not is_id(item):
-                raise Invalid(f"items: each must match [A-Za-z0-9._:-]{{1,64}}, number {index} does not")
+                which = (
+                    f"; number {number} of {len(command.items)} does not" if len(command.items) > 1 else ""
+                )
+                raise Invalid(f"items: must match [A-Za-z0-9._:-]{{1,64}}{which}")
         return
     if len(set(command.items)) < len(command.items):
         raise Invalid("items: a code occurs twice; each code is handed out once")

@@ -18,7 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import QUESTIONS_USER_MAX, REVOCATION_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
-from grabstream.ops.connections.opening import checked_books
+from grabstream.ops.connections.opening import checked_books, key_space, open_redis
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.projections.records import api_keys
@@ -541,8 +541,10 @@ async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
 @pytest.mark.requirement("E11")
 async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Caller, guarded: Guarded) -> None:
     """A question waits for an event that never comes for 5 s, and the gateway takes a bounded number of
-    those.
+    those. Of a shard with a fault, nobody can say that it has not decided the event.
     """
+    redis, state = open_redis(guarded.settings), key_space(guarded.settings).shard(0).state
+    await redis.hset(state, "fault", "of a test")
     path = "/v1/users/{}/grabs?after=0-9999999999999999"
     ann, bob = user(anyone, "ann"), user(anyone, "bob")
 
@@ -571,6 +573,8 @@ async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Call
         for one in waiting:
             one.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+        await redis.hdel(state, "fault")
+        await redis.aclose()
     assert not [one for one in waiting if not one.cancelled()]
 
     async def is_free() -> bool:

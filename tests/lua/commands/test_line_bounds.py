@@ -134,7 +134,9 @@ def at_bounds(size: Sizes) -> list[list[AnyCommand]]:
         :HOURS_MAX
     ]
     codes = tuple(
-        f"{n:05}" + (size.text * size.code_length)[: size.code_length - 5] for n in range(3 * size.codes)
+        # No code ends with a blank, as which U+2028 counts.
+        f"{n:05}" + (size.text * size.code_length)[: size.code_length - 6] + "!"
+        for n in range(3 * size.codes)
     )
     common: dict[str, Any] = {
         "issuer": id(),
