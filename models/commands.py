@@ -893,11 +893,16 @@ def secret_of(command: AnyCommand) -> str | None:
     return "items" if isinstance(command, Load) and command.what == "codes" else None
 
 
+_ESCAPED_LETTER: Final = re.compile(rb"\\u00([67][0-9a-fA-F])")
+
+
 def may_have_secret(raw: bytes) -> bool:
-    """Whether bytes that could not be decoded may be a command with a secret: they have the name of a field
-    that `secret_of` names. Lists of users are such a field too.
+    """Whether refused bytes may be a command with a secret: they have the name of a field that `secret_of`
+    names, also if its letters are written as escapes of JSON, or in UTF-16. Lists of users are such a field
+    too.
     """
-    return b"seed" in raw or b"items" in raw
+    letters = _ESCAPED_LETTER.sub(lambda escape: bytes([int(escape[1], 16)]), raw.replace(b"\0", b""))
+    return b"seed" in letters or b"items" in letters
 
 
 def encode_command(command: Command) -> bytes:
