@@ -177,7 +177,7 @@ def test_groups_that_take_longest_begin_first(monkeypatch: pytest.MonkeyPatch, t
     recorded = {"tests/a.py::1": 1.0, "tests/a.py::2": 1.0, "tests/b.py::1": 9.0, "tests/c.py::1": 0.7}
     Durations(tmp_path / "durations.json").record(TEST, recorded, {})
     items = [Item(f"tests/{name}") for name in ("a.py::1", "c.py::1", "new.py::1", "b.py::1", "a.py::2")]
-    longest_first(items, lambda nodeid: nodeid.partition("::")[0])  # type: ignore[arg-type]
+    longest_first(items, lambda nodeid: nodeid.partition("::")[0], TEST)  # type: ignore[arg-type]
     assert [item.nodeid for item in items] == [
         f"tests/{name}" for name in ("new.py::1", "b.py::1", "a.py::1", "a.py::2", "c.py::1")
     ]

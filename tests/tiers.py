@@ -240,19 +240,19 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
         random.shuffle(items)
 
 
-def longest_first(items: list[pytest.Item], group_of: Callable[[str], str]) -> None:
-    """Sorts tests so that the groups that take longest begin first: then no process ends long after the
-    others. `group_of` has the group of a test's id.
+def longest_first(items: list[pytest.Item], group_of: Callable[[str], str], tier: str = TIER) -> None:
+    """Sorts tests so that the groups that take longest in a run of the tier begin first: then no process ends
+    long after the others. `group_of` has the group of a test's id.
     """
     durations = Durations()
     grouped = {item.nodeid: group_of(item.nodeid) for item in items}
     seconds: Counter[str] = Counter()
     for group, file in {(grouped[item.nodeid], item.nodeid.partition("::")[0]) for item in items}:
         # A group that is one test is named by its id.
-        recorded = durations.of_test(group)
-        seconds[group] += (
-            recorded[-1] if recorded else SINGLE_SECONDS if "::" in group else durations.of_file(file)
-        )
+        if recorded := durations.of_test(group, tier):
+            seconds[group] += recorded[-1]
+        else:
+            seconds[group] += SINGLE_SECONDS if "::" in group else durations.of_file(file, tier)
     items.sort(key=lambda item: (-seconds[grouped[item.nodeid]], grouped[item.nodeid]))
 
 
