@@ -14,6 +14,7 @@ import uvloop
 
 from bench import (
     checkouts,
+    clients,
     deciding,
     exporting,
     growth,
@@ -52,6 +53,7 @@ ROWS = {
     "lists": ("lists over HTTP, against a constant", "ours/theirs", ">= 0.8"),
     "items": ("lists over HTTP, against one call of Redis for each item", "ours/theirs", ">= 1"),
     "waits": ("journaled grab over HTTP at half load, p99", "ours/theirs", "<= 3"),
+    "client": ("call of AsyncClient, against aiohttp alone, by processor time", "ours/theirs", "<= 2"),
     "tigerfans": ("reserve and pay over HTTP, against TigerFans (needs --tigerfans)", "ours/theirs", ">= 10"),
     "parts": ("grab of an envelope of a million parts, against a thousand", "ours/theirs", "<= 1.1"),
     "held": (
@@ -117,6 +119,7 @@ def _measurements(
         ("lists",): lambda: serving.lists(runs, 10 / divisor),
         ("items",): lambda: serving.items(runs, 10 / divisor),
         ("waits",): lambda: serving.latency(runs, 10 / divisor),
+        ("client",): lambda: clients.call(runs, 5_000 // divisor),
         ("tigerfans",): lambda: checkouts.checkouts(_needed(tigerfans), runs, divisor),
         ("parts",): lambda: growth.parts(runs, 1_000_000 // divisor),
         ("held",): lambda: growth.held(runs, 1_000_000 // divisor),

@@ -98,7 +98,7 @@ def load(server: Server, lists: int, seconds: float, rate: float = 0.0) -> dict[
     wanted one.
     """
     plan = {
-        "lists": lists, "offers": [_name(number) for number in range(OFFERS)], "visitors": VISITORS,
+        "lists": lists, "offers": [offer_name(number) for number in range(OFFERS)], "visitors": VISITORS,
         "stem": secrets.token_hex(6), "seconds": seconds, "connections": CONNECTIONS, "rate": rate,
     }  # fmt: skip
     before = cpu_seconds(server.pid)
@@ -121,7 +121,8 @@ def said(program: list[str], plan: dict[str, Any], seconds_max: float) -> dict[s
     return found
 
 
-def _name(number: int) -> str:
+def offer_name(number: int) -> str:
+    """The id of an offer of the shop."""
     return f"sale{number}"
 
 
@@ -132,7 +133,7 @@ async def shop() -> AsyncIterator[tuple[Settings, Server]]:
         async with open_gate(settings) as gate:
             offers = [
                 Open(
-                    id=_name(number), offer=_name(number),
+                    id=offer_name(number), offer=offer_name(number),
                     terms=CouponTerms(issuer="bench", total=10_000_000, title=f"Sale number {number}"),
                 )
                 for number in range(OFFERS)
@@ -189,7 +190,7 @@ def _constant(settings: Settings, server: Server) -> Any:
     return reference(
         "constant",
         get=_asked(server, "/v1/offers?order=random&visitor=v0"),
-        post=_asked(server, f"/v1/offers/{_name(0)}/grabs", b'{"user":"somebody"}'),
+        post=_asked(server, f"/v1/offers/{offer_name(0)}/grabs", b'{"user":"somebody"}'),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, Generic, NamedTuple, TypeVar
+from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
@@ -252,7 +253,7 @@ def path_of(*parts: str) -> str:
     for part in parts:
         if part in ("", ".", ".."):
             raise ValueError(f"{part!r} cannot be part of a path; choose another id")
-    return "/v1/" + "/".join(parts)
+    return "/v1/" + "/".join(quote(part, safe=":") for part in parts)
 
 
 def _request_of(command: AnyCommand) -> Request:

@@ -79,9 +79,13 @@ class Following(Exchange[None]):
         #: The seq of the last event of each shard.
         self._seqs: dict[int, int] = {}
 
-    def query(self) -> dict[str, str]:
-        """The query of the next connection: the position of the caller, which may be refused."""
-        return {} if self._after is None or self._place is not None else {"after": self._after}
+    def next_request(self) -> Request:
+        """The request of the next connection. Its query has the position of the caller, which may be refused,
+        until the stream has one of its own.
+        """
+        if self._after is None or self._place is not None:
+            return self.request
+        return self.request._replace(query={"after": self._after})
 
     def headers(self) -> dict[str, str]:
         """The headers of the next connection, beside those of the client."""

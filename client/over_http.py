@@ -5,6 +5,7 @@ an error.
 """
 
 import asyncio
+import ssl
 import threading
 import time
 from collections.abc import (
@@ -15,12 +16,17 @@ from collections.abc import (
     Coroutine,
     Generator,
     Iterator,
+    Mapping,
     Sequence,
 )
+from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
+from urllib.parse import urlencode, urlsplit
 
-import httpx2
+import aiohttp
+import urllib3
+from yarl import URL
 
 from grabstream.client.commands import Commands, given
 from grabstream.client.exchange import (
@@ -29,6 +35,7 @@ from grabstream.client.exchange import (
     Asking,
     Deciding,
     Exchange,
+    Request,
     ServedAnswer,
     TakingBasket,
     path_of,
@@ -55,11 +62,26 @@ from grabstream.models.vocabulary.documents import (
 
 TIMEOUT_SECONDS: Final = 30.0
 CONNECTIONS_MAX: Final = 100
-#: Errors of a request that was not sent.
-_NOT_SENT: Final = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
+#: The part of an attempt's time in which it must have a connection; what takes longer is not sent.
+_CONNECT_SHARE: Final = 0.25
+#: The bytes of a reply that a thread reads at once, at most.
+_PIECE_BYTES_MAX: Final = 64 * 1024
+
+#: Errors of an attempt that has no reply, and those of them that say that it was not sent.
+_ERRORS: Final = (aiohttp.ClientError, OSError)
+_NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_THREAD_ERRORS: Final = (urllib3.exceptions.HTTPError, OSError)
+_THREAD_NOT_SENT: Final = (
+    urllib3.exceptions.ConnectTimeoutError,
+    urllib3.exceptions.EmptyPoolError,
+    urllib3.exceptions.NewConnectionError,
+)
 
 #: Of a stream: each piece, also the heartbeat, comes within this time.
-_STREAM_TIMEOUT: Final = httpx2.Timeout(CONNECT_SECONDS_MAX, read=SILENT_SECONDS_MAX)
+_STREAM_TIMEOUT: Final = aiohttp.ClientTimeout(
+    total=None, connect=CONNECT_SECONDS_MAX, sock_read=SILENT_SECONDS_MAX
+)
+_THREAD_STREAM_TIMEOUT: Final = urllib3.Timeout(connect=CONNECT_SECONDS_MAX, read=SILENT_SECONDS_MAX)
 
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
@@ -101,12 +123,17 @@ class TakenAsked(PageAsked, total=False):
     order: Literal["place", "luckiest"]
 
 
-def _options(url: str, key: str | None, connections_max: int, verify: Any) -> dict[str, Any]:
-    limits = httpx2.Limits(max_connections=connections_max, max_keepalive_connections=connections_max)
-    headers = {"User-Agent": USER_AGENT}
+def _headers(key: str | None) -> dict[str, str]:
+    """The headers of all requests."""
+    headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
-    return {"base_url": url, "headers": headers, "limits": limits, "verify": verify}
+    return headers
+
+
+def _target(request: Request) -> str:
+    """Path and query of a request."""
+    return f"{request.path}?{urlencode(request.query)}" if request.query else request.path
 
 
 class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
@@ -118,7 +145,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
     `key` is sent as bearer token. Each call ends within `timeout_seconds`, with all its attempts: it raises
     OutcomeUnknown when a command may be decided or not, and RequestProblem when it was not decided, or when a
     question got no answer. `verify` is an `ssl.SSLContext`, where the gateway has a certificate of your own
-    authority.
+    authority, or False, which trusts any certificate. Proxies that the environment names are not used.
     """
 
     def __init__(
@@ -128,9 +155,16 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         key: str | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         connections_max: int = CONNECTIONS_MAX,
-        verify: Any = True,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._http = httpx2.Client(**_options(url, key, connections_max, verify))
+        self._base = urlsplit(url).path.rstrip("/")
+        self._headers = _headers(key)
+        options: dict[str, Any] = {}
+        if isinstance(verify, ssl.SSLContext):
+            options["ssl_context"] = verify
+        elif url.startswith("https:"):
+            options["cert_reqs"] = "CERT_REQUIRED" if verify else "CERT_NONE"
+        self._http = urllib3.connection_from_url(url, maxsize=connections_max, block=True, **options)
         self._ended = threading.Event()
         self._timeout_seconds = timeout_seconds
 
@@ -199,28 +233,39 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
     def _follow(self, following: Following) -> Generator[ServedEvent, None, None]:
         while not self._ended.is_set():
             try:
-                with self._http.stream(
-                    "GET", following.request.path, params=following.query(), headers=following.headers(),
-                    timeout=_STREAM_TIMEOUT,
-                ) as reply:  # fmt: skip
-                    if following.begins(reply.status_code, reply.headers):
-                        for piece in reply.iter_bytes():
+                with self._replying(
+                    following.next_request(), following.headers(), _THREAD_STREAM_TIMEOUT, CONNECT_SECONDS_MAX
+                ) as reply:
+                    if following.begins(reply.status, reply.headers):
+                        while piece := reply.read1(_PIECE_BYTES_MAX):
                             yield from following.events(piece)
                             if self._ended.is_set():
                                 return
                         pause = following.after_end()
                     else:
-                        pause = following.after_reply(reply.status_code, reply.headers, reply.read()) or 0.0
-            except httpx2.TransportError as error:
+                        pause = following.after_reply(reply.status, reply.headers, reply.read()) or 0.0
+            except _THREAD_ERRORS as error:
                 if error is following.raised:
                     raise
                 pause = following.after_error(error, False)
-            except RuntimeError as error:
-                # That is how httpx2 says that the client was ended.
-                if error is following.raised or not self._ended.is_set():
-                    raise
-                return
             self._ended.wait(pause)
+
+    @contextmanager
+    def _replying(
+        self, request: Request, headers: Mapping[str, str], timeout: urllib3.Timeout, wait_seconds: float
+    ) -> Iterator[urllib3.BaseHTTPResponse]:
+        """Sends a request, for a reply whose body is not read yet, when a connection of the pool is free."""
+        reply = self._http.urlopen(
+            request.method, self._base + _target(request), request.body, {**self._headers, **headers},
+            retries=False, redirect=False, timeout=timeout, preload_content=False,
+            pool_timeout=wait_seconds,  # type: ignore[arg-type]  # it takes a float, as a queue does
+        )  # fmt: skip
+        try:
+            yield reply
+        finally:
+            # A reply that was read whole has given its connection back already; others close it.
+            reply.close()
+            reply.release_conn()
 
     def pages(self, ask: Callable[..., P], *words: str, **asked: Any) -> Iterator[P]:
         """All pages of a question: `client.pages(client.offers, state="open")`."""
@@ -244,22 +289,22 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         request = exchange.request
         seconds = max(seconds, ATTEMPT_SECONDS_MIN)
         until = time.monotonic() + seconds
-        # The time-out of httpx2 is that of each step: to get a connection, to connect, to get each piece. The
-        # body is read in pieces, so that a slow one ends too.
-        timeout = httpx2.Timeout(0.8 * seconds, pool=0.1 * seconds, connect=0.1 * seconds)
+        # The time-out of urllib3 begins when a connection of the pool is free, and then again for each piece.
+        wait_seconds = _CONNECT_SHARE * seconds
+        timeout = urllib3.Timeout(connect=wait_seconds, total=seconds - wait_seconds)
         body = bytearray()
         try:
-            with self._http.stream(
-                request.method, request.path, params=dict(request.query), content=request.body,
-                headers=request.headers(), timeout=timeout,
-            ) as reply:  # fmt: skip
-                for piece in reply.iter_bytes():
+            with self._replying(request, request.headers(), timeout, wait_seconds) as reply:
+                while piece := reply.read1(_PIECE_BYTES_MAX):
                     body += piece
-                    if time.monotonic() > until:
-                        raise httpx2.ReadTimeout("the reply is too slow")
-        except httpx2.TransportError as error:
-            return exchange.after_error(error, not isinstance(error, _NOT_SENT))
-        return exchange.after_reply(reply.status_code, reply.headers, bytes(body))
+                    if (left_seconds := until - time.monotonic()) <= 0:
+                        raise TimeoutError("the reply is too slow")
+                    # A connection that ends after its reply has handed over its socket: there is none.
+                    if (socket := getattr(reply.connection, "sock", None)) is not None:
+                        socket.settimeout(left_seconds)
+        except _THREAD_ERRORS as error:
+            return exchange.after_error(error, not isinstance(error, _THREAD_NOT_SENT))
+        return exchange.after_reply(reply.status, reply.headers, bytes(body))
 
 
 class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any, tuple[ServedAnswer, ...]]]):
@@ -276,9 +321,13 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         key: str | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         connections_max: int = CONNECTIONS_MAX,
-        verify: Any = True,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._http = httpx2.AsyncClient(**_options(url, key, connections_max, verify))
+        self._url = url.rstrip("/")
+        self._headers = _headers(key)
+        self._connections_max = connections_max
+        self._verify = verify
+        self._session: aiohttp.ClientSession | None = None
         self._ended = asyncio.Event()
         self._timeout_seconds = timeout_seconds
 
@@ -293,7 +342,8 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
     async def end(self) -> None:
         """Closes the connections, and ends the streams of events."""
         self._ended.set()
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     def decide(self, command: AnyCommand) -> Coroutine[Any, Any, ServedAnswer]:
         """Sends a command, and returns its answer, when that is journaled."""
@@ -349,29 +399,23 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
     async def _follow(self, following: Following) -> AsyncGenerator[ServedEvent, None]:
         while not self._ended.is_set():
             try:
-                async with self._http.stream(
-                    "GET", following.request.path, params=following.query(), headers=following.headers(),
-                    timeout=_STREAM_TIMEOUT,
-                ) as reply:  # fmt: skip
-                    if following.begins(reply.status_code, reply.headers):
-                        async for piece in reply.aiter_bytes():
+                async with self._replying(
+                    following.next_request(), following.headers(), _STREAM_TIMEOUT
+                ) as reply:
+                    if following.begins(reply.status, reply.headers):
+                        async for piece in reply.content.iter_any():
                             for event in following.events(piece):
                                 yield event
                             if self._ended.is_set():
                                 return
                         pause = following.after_end()
                     else:
-                        body = await reply.aread()
-                        pause = following.after_reply(reply.status_code, reply.headers, body) or 0.0
-            except httpx2.TransportError as error:
+                        body = await reply.read()
+                        pause = following.after_reply(reply.status, reply.headers, body) or 0.0
+            except _ERRORS as error:
                 if error is following.raised:
                     raise
                 pause = following.after_error(error, False)
-            except RuntimeError as error:
-                # That is how httpx2 says that the client was ended.
-                if error is following.raised or not self._ended.is_set():
-                    raise
-                return
             try:
                 async with asyncio.timeout(pause):
                     await self._ended.wait()
@@ -400,13 +444,26 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
     async def _attempt(self, exchange: Exchange[T], seconds: float) -> float | None:
         request = exchange.request
         seconds = max(seconds, ATTEMPT_SECONDS_MIN)
+        timeout = aiohttp.ClientTimeout(total=seconds, connect=_CONNECT_SHARE * seconds)
         try:
-            # The time-out of httpx2 is that of each step; the other one is that of the whole attempt.
-            async with asyncio.timeout(seconds):
-                reply = await self._http.request(
-                    request.method, request.path, params=dict(request.query), content=request.body,
-                    headers=request.headers(), timeout=seconds,
-                )  # fmt: skip
-        except (httpx2.TransportError, TimeoutError) as error:
+            async with self._replying(request, request.headers(), timeout) as reply:
+                body = await reply.read()
+        except _ERRORS as error:
             return exchange.after_error(error, not isinstance(error, _NOT_SENT))
-        return exchange.after_reply(reply.status_code, reply.headers, reply.content)
+        return exchange.after_reply(reply.status, reply.headers, body)
+
+    def _replying(
+        self, request: Request, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Sends a request, for a reply whose body is not read yet."""
+        if self._session is None:
+            # Here, since a session belongs to the event loop in which it is made.
+            connector = aiohttp.TCPConnector(limit=self._connections_max, ssl=self._verify)
+            self._session = aiohttp.ClientSession(
+                connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        # Paths and queries are encoded already.
+        url = URL(self._url + _target(request), encoded=True)
+        return self._session.request(
+            request.method, url, data=request.body, headers=headers, timeout=timeout, allow_redirects=False
+        )

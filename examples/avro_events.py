@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fastavro
-import httpx2
+import aiohttp
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import NoError, TopicAlreadyExistsError, for_code
@@ -121,15 +121,18 @@ class AvroTopic:
         """The id of the schema, which the registry checks for compatibility."""
         path = f"{self._registry}/subjects/{self._topic}-value/versions"
         try:
-            async with httpx2.AsyncClient(headers=_HEADERS, timeout=60) as client:
-                reply = await client.post(path, content=json.dumps({"schema": json.dumps(SCHEMA)}))
-        except httpx2.TransportError as error:
+            async with (
+                aiohttp.ClientSession(headers=_HEADERS, timeout=aiohttp.ClientTimeout(60)) as session,
+                session.post(path, data=json.dumps({"schema": json.dumps(SCHEMA)})) as reply,
+            ):
+                status, body = reply.status, await reply.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise ConnectionError(f"the schema registry cannot be reached: {error!r}") from error
-        if reply.status_code >= 500:
-            raise ConnectionError(f"the schema registry answers {reply.status_code}")
-        if reply.status_code != 200:
-            raise SinkDamaged(f"the schema registry refuses the schema: {reply.text[:500]}")
-        found: dict[str, Any] = reply.json()
+        if status >= 500:
+            raise ConnectionError(f"the schema registry answers {status}")
+        if status != 200:
+            raise SinkDamaged(f"the schema registry refuses the schema: {body[:500]}")
+        found: dict[str, Any] = json.loads(body)
         return int(found["id"])
 
     async def _create_topic(self) -> None:

@@ -14,7 +14,6 @@ INSTALL_ANALYSTS: Final = "pip install 'grabstream[server,analysts]'"
 #: The modules that only the extra `server` installs.
 SERVER_MODULES: Final = frozenset(
     {
-        "aiohttp",
         "click",
         "cryptography",
         "faust",

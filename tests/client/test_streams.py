@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
-import httpx2
+import aiohttp
 import pytest
+import urllib3
 
 from grabstream import AsyncClient, Client, RequestProblem, ServedEvent, StreamReset, WaitingPosition
 from grabstream.ops.services import free_ports
@@ -173,7 +174,14 @@ async def test_positions_are_told_beside_events_and_move_no_place(kind: Kind) ->
             await first(kind, url, 1, "user_events", "ann", None, told.append)
 
 
-@pytest.mark.parametrize("raised", [httpx2.ConnectError("of the caller"), RuntimeError("of the caller")])
+@pytest.mark.parametrize(
+    "raised",
+    [
+        aiohttp.ClientError("of the caller"),
+        urllib3.exceptions.HTTPError("of the caller"),
+        OSError("of the caller"),
+    ],
+)
 async def test_error_of_who_is_told_positions_ends_the_stream(kind: Kind, raised: Exception) -> None:
     """Also one that looks like a failure of the connection."""
 
