@@ -56,27 +56,52 @@ class Books:
     async def change(self, make: Callable[[AsyncConnection[Any]], Awaitable[T]]) -> T:
         """What a change of tables returns, in a transaction of its own: all of it, or none."""
 
-        async def carry_out() -> T:
-            async with self._pool.connection() as connection, connection.transaction():
+        is_made = False
+
+        async def carry_out(connection: AsyncConnection[Any]) -> T:
+            nonlocal is_made
+            async with connection.transaction():
                 await connection.execute(
                     sql.SQL(
                         "SET TRANSACTION READ WRITE; SET LOCAL statement_timeout = {}; "
                         "SET LOCAL lock_timeout = {}"
                     ).format(CHANGE_MS_MAX, QUESTION_MS_MAX)
                 )
+                is_made = True
                 return await make(connection)
 
         return await _answered(
-            carry_out(), SESSION_WAIT_SECONDS_MAX + CHANGE_MS_MAX / 1000 + 1, CHANGE_MS_MAX
+            self._with_session(carry_out, lambda: not is_made),
+            SESSION_WAIT_SECONDS_MAX + CHANGE_MS_MAX / 1000 + 1,
+            CHANGE_MS_MAX,
         )
 
     async def _read(self, query: str, parameters: Parameters) -> list[Row]:
-        async with (
-            self._pool.connection() as connection,
-            connection.cursor(row_factory=dict_row) as cursor,
-        ):
-            await cursor.execute(query.encode(), parameters)
-            return [_plain(row) for row in await cursor.fetchall()]
+        async def read(connection: AsyncConnection[Any]) -> list[Row]:
+            async with connection.cursor(row_factory=dict_row) as cursor:
+                await cursor.execute(query.encode(), parameters)
+                return [_plain(row) for row in await cursor.fetchall()]
+
+        return await self._with_session(read, lambda: True)
+
+    async def _with_session(
+        self, work: Callable[[AsyncConnection[Any]], Awaitable[T]], may_repeat: Callable[[], bool]
+    ) -> T:
+        """What `work` returns with a session. If the session turns out to have ended, perhaps long ago while
+        it rested, the work is repeated with the next one, as long as it may be.
+        """
+        # Every other session may have ended too. (The pool's own check waits seconds before it takes the next
+        # one.)
+        for _ in range(self._pool.max_size):
+            session = None
+            try:
+                async with self._pool.connection() as session:
+                    return await work(session)
+            except OperationalError:
+                if session is None or not session.closed or not may_repeat():
+                    raise
+        async with self._pool.connection() as session:
+            return await work(session)
 
     async def has(self, projections: Sequence[str], shard: int, seq: int, seconds: float) -> bool:
         """Waits until read models have an event; returns False when they do not within a time. Raises

@@ -33,6 +33,7 @@ from grabstream.ops.connections.identity import (
 from grabstream.ops.connections.journal_keys import record_own
 from grabstream.ops.connections.libraries import ServerLibraries, delete_others, load_everywhere
 from grabstream.ops.connections.opening import key_space, open_redis
+from grabstream.ops.connections.preconditions import require_postgres
 from grabstream.ops.connections.seal_keys import compare, record_seal_keys
 from grabstream.ops.settings import BadSettings, Settings, variable_of
 from grabstream.projections.database.locks import waiting_at_most
@@ -158,13 +159,16 @@ async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection that waits at most LOCK_SECONDS for a lock, then raises Held, which names the holder."""
-    async with (
-        await connect(settings.postgres, settings.schema_, "init") as connection,
-        await connect(settings.postgres, settings.schema_, "init") as watching,
-        waiting_at_most(connection, watching, LOCK_SECONDS),
-    ):
-        yield connection
+    """A connection that waits at most LOCK_SECONDS for a lock, then raises Held, which names the holder.
+    Raises ConditionNotMet.
+    """
+    async with await connect(settings.postgres, settings.schema_, "init") as connection:
+        await require_postgres(connection, settings)
+        async with (
+            await connect(settings.postgres, settings.schema_, "init") as watching,
+            waiting_at_most(connection, watching, LOCK_SECONDS),
+        ):
+            yield connection
 
 
 async def _check_schema(

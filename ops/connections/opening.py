@@ -44,6 +44,7 @@ from grabstream.ops.connections.identity import (
 from grabstream.ops.connections.journal_keys import compare, record_own
 from grabstream.ops.connections.key_files import keys_of
 from grabstream.ops.connections.logins import raise_refusal, tls_options
+from grabstream.ops.connections.preconditions import require_postgres
 from grabstream.ops.connections.redis_cluster import ClusterClient
 from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.connections.seal_keys import require_seal_keys
@@ -147,12 +148,13 @@ async def require_core(client: Any) -> None:
 @asynccontextmanager
 async def checked_books(settings: Settings, **options: Any) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection whose unqualified names are in the system's schema; raises OtherSystem when the schema
-    belongs to another system.
+    belongs to another system, and ConditionNotMet.
 
     `options` are those of psycopg; by default the connection commits each statement.
     """
     row_factory = options.pop("row_factory", tuple_row)
     async with await connect(settings.postgres, settings.schema_, **options) as connection:
+        await require_postgres(connection, settings)
         await require_schema(connection, settings)
         await use_schema(connection, settings.schema_)
         connection.row_factory = row_factory
@@ -167,7 +169,8 @@ async def check_system(
     seals: bool = False,
     relays: bool = False,
 ) -> Identity | None:
-    """Compares schema, journal and prefix; raises BadSettings when they do not belong to one system.
+    """Compares schema, journal and prefix; raises BadSettings when they do not belong to one system, or a
+    server does not meet a condition.
 
     Every process does this before anything else. Without `journal`, Kafka is not asked. With `seals`, the
     seal keys must be those of the system; of a process that `relays`, also the keys of the journal, of which
@@ -179,6 +182,7 @@ async def check_system(
     identity = None
     try:
         async with await connect(settings.postgres, settings.schema_) as connection:
+            await require_postgres(connection, settings)
             identity = await require_schema(connection, settings)
             if seals:
                 await use_schema(connection, settings.schema_)
@@ -339,7 +343,7 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
                 await refusals.record(
                     connection, settings.schema_, rows, settings.refusals_kept_max, oldest_at
                 )
-        except (psycopg.Error, OtherSystem) as error:
+        except (psycopg.Error, BadSettings) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
 
     writes: dict[str, Write] = {"books": write} if settings.refusals_kept_max else {}
@@ -368,7 +372,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
                 await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
                 await connection.set_read_only(True)
                 yield connection
-        except (psycopg.Error, OtherSystem) as error:
+        except (psycopg.Error, BadSettings) as error:
             raise OSError(f"PostgreSQL: {error}") from None
 
     @asynccontextmanager
@@ -399,7 +403,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
         try:
             async with checked_books(settings) as connection:
                 return await record_own(connection, settings)
-        except (psycopg.Error, OtherSystem) as error:
+        except (psycopg.Error, BadSettings) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
 
     return Snapshots(open_snapshot, newest_cursor, last_grab_of, recorded_keys)
@@ -420,7 +424,7 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
     try:
         async with checked_books(settings) as connection:
             await record_recovery(connection, settings.schema_, row, lost)
-    except (psycopg.Error, OtherSystem) as error:
+    except (psycopg.Error, BadSettings) as error:
         raise OSError(f"PostgreSQL: {error}") from None
 
 
@@ -443,7 +447,7 @@ async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
     try:
         async with checked_books(settings) as connection:
             await record_lost(connection, settings.schema_, rows)
-    except (psycopg.Error, OtherSystem) as error:
+    except (psycopg.Error, BadSettings) as error:
         raise OSError(f"PostgreSQL: {error}") from None
 
 

@@ -95,9 +95,16 @@ class KeysOfUsers:
         """The keys of users; None for one that cannot be opened. Raises KeysUnavailable, also when PostgreSQL
         does not answer in time: nobody may wait behind it.
         """
+        rested = self._connection
         try:
             async with asyncio.timeout(ASK_SECONDS_MAX):
-                rows = await self._rows(users, makes)
+                try:
+                    rows = await self._rows(users, makes)
+                except psycopg.OperationalError:
+                    # The session may have ended long ago while it rested. All of this may be done twice.
+                    if rested is None or not rested.closed:
+                        raise
+                    rows = await self._rows(users, makes)
         except TimeoutError:
             self._abandon()
             raise KeysUnavailable(f"PostgreSQL does not answer within {ASK_SECONDS_MAX:.0f} s") from None

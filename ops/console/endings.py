@@ -6,7 +6,7 @@ import asyncio
 
 from aiokafka.errors import KafkaError
 from psycopg import OperationalError
-from psycopg.errors import InsufficientPrivilege, LockNotAvailable, UndefinedTable
+from psycopg.errors import InsufficientPrivilege, LockNotAvailable, QueryCanceled, UndefinedTable
 from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
 from grabstream.models.upcasting import BrokenChain
@@ -59,6 +59,12 @@ def ending_of(error: Exception) -> tuple[int, str] | None:
             return 1, (
                 "another PostgreSQL session holds a lock for too long "
                 f"({error.diag.message_primary}): try again"
+            )
+        case QueryCanceled():
+            return 1, (
+                f"PostgreSQL ended a statement ({error.diag.message_primary}): if GRAB_POSTGRES names a "
+                "`statement_timeout` in its options, raise it, or leave it out; otherwise an administrator "
+                "has ended it, and it can be run again"
             )
         case OperationalError():
             return 3, _refused(error) or f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}"

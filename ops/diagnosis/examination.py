@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from grabstream.lua.gate.calls import now_ms
 from grabstream.ops.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
 from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
+from grabstream.ops.connections.preconditions import Unmet, unmet_by_postgres
 from grabstream.ops.diagnosis import books, core, hooks, machine, seal_keys, topics
 from grabstream.ops.diagnosis.books import BookReadings, Jump
 from grabstream.ops.diagnosis.core import CoreReadings
@@ -46,6 +47,8 @@ class Readings(NamedTuple):
     jumps: list[Jump] | None = None
     #: the error when the settings name parts of different systems
     mixed_up: OtherSystem | None = None
+    #: The condition that PostgreSQL does not meet; its tables are not read then.
+    unmet: Unmet | None = None
 
 
 class Check(NamedTuple):
@@ -174,12 +177,19 @@ def _disks(readings: Readings) -> list[Finding]:
     return machine.disks(readings.settings, directories)
 
 
+def _conditions_not_met(readings: Readings) -> list[Finding]:
+    unmet = [readings.unmet] if readings.unmet else []
+    return [Finding("stuck", one.what, one.means, one.mend) for one in unmet]
+
+
 _AFTER_THE_JOURNAL: Final = ("grabstream init", "grabstream worker", "grabstream rebuild")
+CONDITIONS_CHECK: Final = "servers are what the system needs"
 SYSTEM_CHECK: Final = "the settings are those of one system"
 JOURNAL_CHECK: Final = "the journal has what is known of it"
 #: Checks of what stops everything come first.
 CHECKS: Final = (
     Check("seal keys are set", (), lambda readings: machine.seal_keys_missing(readings.settings)),
+    Check(CONDITIONS_CHECK, (), _conditions_not_met),
     Check(SYSTEM_CHECK, (), _mixed_up),
     Check("seal keys are those of the system", ("postgres",), _seal_keys(seal_keys.wrong)),
     Check("topics are there", ("kafka",), _topics(topics.missing)),
@@ -232,7 +242,8 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
     mixed_up, *answers = await asyncio.gather(
         mixed_systems(settings), *(_ask(function(settings, clock)) for _, function in read)
     )
-    of_core, of_topics, of_books = (readings for readings, _ in answers)
+    of_core, of_topics, of_postgres = (readings for readings, _ in answers)
+    of_books, unmet = (None, of_postgres) if isinstance(of_postgres, Unmet) else (of_postgres, None)
     servers = {name: problem for (name, _), (_, problem) in zip(read, answers, strict=True)}
     # The journal is read last, so that it has every event that the other servers refer to.
     lags: dict[str, list[Lag]] | None = None
@@ -243,8 +254,11 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
         lags, jumps, last_seqs = of_journal or (None, None, None)
         servers["kafka"] = servers["kafka"] or problem
     return _run_checks(
-        Readings(settings, clock(), of_core, of_topics, of_books, lags, last_seqs, jumps, mixed_up), servers
-    )
+        Readings(
+            settings, clock(), of_core, of_topics, of_books, lags, last_seqs, jumps, mixed_up, unmet
+        ),
+        servers,
+    )  # fmt: skip
 
 
 def _run_checks(readings: Readings, servers: dict[str, str | None]) -> Examination:
@@ -255,8 +269,11 @@ def _run_checks(readings: Readings, servers: dict[str, str | None]) -> Examinati
     is_other = readings.mixed_up is not None and not isinstance(
         readings.mixed_up, OtherJournal | IdentityNotRecorded
     )
+    unread = {server for server, problem in servers.items() if problem}
+    if readings.unmet is not None:
+        unread.add("postgres")
     for check in CHECKS:
-        if any(servers[server] for server in check.needs) or (is_other and check.name != SYSTEM_CHECK):
+        if unread & set(check.needs) or (is_other and check.name != SYSTEM_CHECK):
             not_checked.append(check.name)
             continue
         of_check = check.run(readings)
@@ -304,8 +321,10 @@ async def _read_topics(settings: Settings, clock: Clock) -> TopicReadings:
         return await topics.read_topics(settings, consumer)
 
 
-async def _read_books(settings: Settings, clock: Clock) -> BookReadings:
+async def _read_books(settings: Settings, clock: Clock) -> BookReadings | Unmet:
     async with await connect(settings.postgres, settings.schema_) as connection:
+        if (unmet := await unmet_by_postgres(connection, settings)) is not None:
+            return unmet
         await use_schema(connection, settings.schema_)
         return await books.read_books(connection, settings.schema_, clock)
 

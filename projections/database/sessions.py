@@ -31,17 +31,48 @@ DEFAULTS: Final = {
     "tcp_user_timeout": 30_000,  # ms
 }
 RECONNECT_SECONDS_MAX: Final = 2.0
+#: Time limits that a role or a database may have for people: they would end a rebuild, a snapshot that is
+#: read for hours, and sessions that rest. Our sessions have none but those of the DSN's `options`, and those
+#: that they set themselves. The value is the first version of PostgreSQL that knows the limit.
+_LIMITS: Final = {
+    "statement_timeout": 0,
+    "idle_session_timeout": 0,
+    "idle_in_transaction_session_timeout": 0,
+    "transaction_timeout": 170_000,
+}
 
 
 async def connect(postgres: str, schema: str, work: str = "", **options: Any) -> AsyncConnection[Any]:
     """Opens a session of the system in `schema`, in autocommit mode. Its name replaces a name in the DSN.
     `options` are those of psycopg.
     """
-    chosen: dict[str, Any] = {"autocommit": True, **_defaults(postgres), **options}
+    autocommit = options.pop("autocommit", True)
+    chosen: dict[str, Any] = {**_defaults(postgres), **options, "autocommit": True}
     name = session_name(schema, work)
     connect: Any = AsyncConnection.connect  # noqa: TID251 - here only
     connection: AsyncConnection[Any] = await connect(postgres, **chosen, application_name=name)
+    try:
+        await _lift_limits(connection)
+        if not autocommit:
+            await connection.set_autocommit(False)
+    except BaseException:
+        await connection.close()
+        raise
     return connection
+
+
+async def _lift_limits(connection: AsyncConnection[Any]) -> None:
+    """Ends the time limits that the session has got from its role or database. A statement and not a
+    parameter of the start: poolers refuse `options`.
+    """
+    said, version = connection.info.options, connection.info.server_version
+    lifted = [
+        f"set_config('{name}', '0', false)"
+        for name, since in _LIMITS.items()
+        if name not in said and version >= since
+    ]
+    if lifted:
+        await connection.execute(f"SELECT {', '.join(lifted)}".encode(), prepare=False)
 
 
 def open_pool(
@@ -63,6 +94,11 @@ def open_pool(
         "prepare_threshold": None,
         "application_name": session_name(schema, work),
     }
+
+    async def configure(connection: AsyncConnection[Any]) -> None:
+        await _lift_limits(connection)
+        await prepare(connection)
+
     return AsyncConnectionPool(
         postgres,
         kwargs=options,
@@ -73,7 +109,7 @@ def open_pool(
         # The pool pauses longer after each attempt that fails, and begins anew after this time: so a session
         # is there soon after a long outage, too.
         reconnect_timeout=RECONNECT_SECONDS_MAX,
-        configure=prepare,
+        configure=configure,
         name=work,
         open=False,
     )

@@ -51,6 +51,7 @@ from grabstream.ops.connections.opening import (
     payment_keys,
     user_keys,
 )
+from grabstream.ops.connections.preconditions import require_postgres
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
@@ -198,9 +199,11 @@ async def _open_checked_cache(settings: Settings) -> AsyncIterator[CacheServer |
 async def _check_books(
     settings: Settings, shared: SharedAnswers | None, connection: AsyncConnection[Any]
 ) -> None:
-    """Raises what `require_schema` raises; tells which system it is to what gateways share. A server that was
-    restored from a copy has all that is in tables, but has not been started at the same time.
+    """Raises what `require_schema` raises, and ConditionNotMet; tells which system it is to what gateways
+    share. A server that was restored from a copy has all that is in tables, but has not been started at the
+    same time.
     """
+    await require_postgres(connection, settings)
     identity = await require_schema(connection, settings)
     if shared is not None and identity is not None:
         found = await connection.execute(

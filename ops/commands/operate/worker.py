@@ -24,7 +24,7 @@ from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import is_signed_owner
-from grabstream.ops.connections.identity import IdentityNotRecorded, OtherSystem, claim_prefix
+from grabstream.ops.connections.identity import IdentityNotRecorded, claim_prefix
 from grabstream.ops.connections.key_files import KeyFiles
 from grabstream.ops.connections.logins import raise_refusal
 from grabstream.ops.connections.opening import (
@@ -416,7 +416,7 @@ async def _record_demand(settings: Settings, shard: int, rows: Sequence[tuple[in
     try:
         async with checked_books(settings) as connection:
             await record(connection, settings.schema_, shard, rows, settings.demand_days)
-    except (psycopg.Error, OtherSystem) as error:
+    except (psycopg.Error, BadSettings) as error:
         # The counts stay in Redis until PostgreSQL, or its tables, are back: a restore drops the tables
         # first.
         raise OSError(f"PostgreSQL: {error}") from None

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from rich.markup import escape
 
 from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
+from grabstream.ops.connections.preconditions import ConditionNotMet, require_postgres
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.diagnosis.shards import read_shards
 from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
@@ -86,7 +87,7 @@ async def read(settings: Settings) -> dict[str, Any]:
     for name, ask in (("kafka", _kafka), ("postgres", _postgres), ("redis", _redis)):
         try:
             await ask(settings, readings)
-        except (RedisError, KafkaError, OperationalError, OSError) as error:
+        except (RedisError, KafkaError, OperationalError, OSError, ConditionNotMet) as error:
             readings["servers"][name] = in_words(error)
             if name == "postgres":
                 readings |= dict.fromkeys(_OF_BOOKS)
@@ -111,6 +112,7 @@ async def _kafka(settings: Settings, readings: dict[str, Any]) -> None:
 
 async def _postgres(settings: Settings, readings: dict[str, Any]) -> None:
     async with await connect(settings.postgres, settings.schema_) as connection:
+        await require_postgres(connection, settings)
         await use_schema(connection, settings.schema_)
         try:
             async with connection.cursor(row_factory=dict_row) as rows:
