@@ -33,7 +33,7 @@ from grabstream.ops.connections.identity import (
 from grabstream.ops.connections.journal_keys import record_own
 from grabstream.ops.connections.libraries import ServerLibraries, delete_others, load_everywhere
 from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.connections.preconditions import require_postgres
+from grabstream.ops.connections.preconditions import require_new_topics, require_postgres
 from grabstream.ops.connections.seal_keys import compare, record_seal_keys
 from grabstream.ops.settings import BadSettings, Settings, variable_of
 from grabstream.projections.database.locks import waiting_at_most
@@ -88,6 +88,7 @@ async def make_system(
     """
     async with _books(settings) as connection:
         topic = await find_journal(settings)
+        await require_new_topics(settings)
         known = await _check_schema(connection, settings, topic, new_journal)
         await _check_seal_keys(connection, settings)
         await _check_redis(settings, topic, new_journal)

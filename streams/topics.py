@@ -5,7 +5,7 @@ Partition = shard, so every topic but `rejected` has as many partitions as there
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +27,10 @@ AHEAD_MS_MAX: Final = 1_800_000
 REPLICATION_MAX: Final = 3
 #: The broker unpacks compressed batches, so `max.message.bytes` bounds the unpacked size.
 COMPRESSION: Final = "uncompressed"
+#: How topics are emptied: by age. Compaction would keep one record of those without a key.
+CLEANUP: Final = "delete"
+#: Kafka's largest number: a bound that nothing reaches.
+UNBOUNDED: Final = 2**63 - 1
 #: The brokers' number for a setting that was made for the topic itself.
 CONFIGURED_FOR_TOPIC: Final = 1
 
@@ -116,6 +120,53 @@ async def create_topics(
     return created
 
 
+class TopicState(NamedTuple):
+    """An existing topic: its number of partitions, and its settings, also those that are the brokers'; none
+    where the client may not read them.
+    """
+
+    partitions: int
+    settings: Mapping[str, str]
+
+
+def settings_needed(topics: Topics, name: str, settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings with which a topic would lose or refuse records, each with the value that it needs."""
+    least = {
+        "retention.ms": retention_ms(topics)[name], "retention.bytes": -1,
+        "max.message.bytes": RECORD_BYTES_MAX,
+    }  # fmt: skip
+    if name in (topics.events, topics.refusals) and settings.get("message.timestamp.type") == "CreateTime":
+        # The time of their records is that of what happened (`record_time_ms`), however long ago.
+        least["message.timestamp.after.max.ms"] = AHEAD_MS_MAX
+        least["message.timestamp.before.max.ms"] = UNBOUNDED
+    needed = {
+        setting: str(value)
+        for setting, value in least.items()
+        if setting in settings and not _is_enough(int(settings[setting]), value)
+    }
+    if settings.get("cleanup.policy", CLEANUP) != CLEANUP:
+        needed["cleanup.policy"] = CLEANUP
+    return needed
+
+
+def _is_enough(value: int, least: int) -> bool:
+    """Whether a bound is at least another one; -1 is none."""
+    return value == -1 or (least != -1 and value >= least)
+
+
+async def states_of(client: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, TopicState]:
+    """Those of the topics that exist; raises aiokafka's errors."""
+    described = await client.describe_topics(list(names))
+    found = {topic["topic"]: len(topic["partitions"]) for topic in described if topic["partitions"]}
+    settings: dict[str, dict[str, str]] = {name: {} for name in found}
+    if found:
+        wanted = [ConfigResource(ConfigResourceType.TOPIC, name) for name in found]
+        for response in await client.describe_configs(wanted):
+            for _, _, _, name, entries in response.resources:
+                settings[name] = {entry[0]: entry[1] for entry in entries}
+    return {name: TopicState(count, settings[name]) for name, count in found.items()}
+
+
 async def keeps_compressed(client: AIOKafkaAdminClient, name: str) -> dict[str, str] | None:
     """The settings made for a topic, if it keeps compressed batches; None if it does not."""
     [described] = await client.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name)])
@@ -147,7 +198,10 @@ async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -
     copies as the topic `like`.
     """
     copies = len((await partitions_of(bootstrap, like))[0]["replicas"])
-    configs = {"retention.ms": "-1", "max.message.bytes": str(RECORD_BYTES_MAX)}
+    configs = {
+        "retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": CLEANUP,
+        "max.message.bytes": str(RECORD_BYTES_MAX),
+    }  # fmt: skip
     await make_topics(
         bootstrap, [NewTopic(name, num_partitions=shards, replication_factor=copies, topic_configs=configs)]
     )
@@ -158,6 +212,12 @@ async def partitions_of(bootstrap: str, name: str) -> list[dict[str, Any]]:
     async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
         described = await client.describe_topics([name])
     return list(described[0]["partitions"])
+
+
+def change_command(bootstrap: str, name: str, settings: Mapping[str, str]) -> str:
+    """The command that changes settings of a topic, with the tool that comes with Kafka."""
+    changes = ",".join(f"{setting}={value}" for setting, value in settings.items())
+    return f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --topic {name} --add-config {changes}"
 
 
 def delete_command(bootstrap: str, name: str) -> str:
@@ -215,7 +275,11 @@ def _is_usable(described: dict[str, Any], is_new: bool) -> bool:
 
 
 def _wanted(topics: Topics, shards: int, replication: int, refusals: bool) -> list[NewTopic]:
-    configuration = {"max.message.bytes": str(RECORD_BYTES_MAX), "compression.type": COMPRESSION}
+    # Brokers may have other defaults.
+    configuration = {
+        "max.message.bytes": str(RECORD_BYTES_MAX), "compression.type": COMPRESSION,
+        "cleanup.policy": CLEANUP, "retention.bytes": "-1",
+    }  # fmt: skip
     if replication >= REPLICATION_MAX:
         configuration["min.insync.replicas"] = "2"
     return [

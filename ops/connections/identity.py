@@ -155,9 +155,21 @@ async def find_journal(settings: Settings) -> Topic | None:
         raise OtherSystem(
             f"GRAB_SHARDS is {settings.shards}, but {name} has {topic.partitions} partitions: the number of "
             "shards is fixed once a system exists",
-            f"set GRAB_SHARDS={topic.partitions}, or another GRAB_PREFIX and GRAB_SCHEMA for a new system",
+            f"set GRAB_SHARDS={topic.partitions}, or another GRAB_PREFIX and GRAB_SCHEMA for a new system"
+            f"{_more_partitions(settings, topic)}",
         )
     return topic
+
+
+def _more_partitions(settings: Settings, topic: Topic) -> str:
+    """The other way out of a topic that somebody has made before there was a system."""
+    if topic.partitions > settings.shards:
+        return ""
+    name = Topics(settings.prefix).journal
+    return (
+        f"; or, if nothing was ever written to {name}, `kafka-topics.sh --bootstrap-server {settings.kafka} "
+        f"--alter --topic {name} --partitions {settings.shards}`"
+    )
 
 
 async def unknown_cursors(

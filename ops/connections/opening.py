@@ -44,7 +44,7 @@ from grabstream.ops.connections.identity import (
 from grabstream.ops.connections.journal_keys import compare, record_own
 from grabstream.ops.connections.key_files import keys_of
 from grabstream.ops.connections.logins import raise_refusal, tls_options
-from grabstream.ops.connections.preconditions import require_postgres
+from grabstream.ops.connections.preconditions import require_postgres, require_topics
 from grabstream.ops.connections.redis_cluster import ClusterClient
 from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.connections.seal_keys import require_seal_keys
@@ -179,6 +179,8 @@ async def check_system(
     Returns the system, or None while the schema does not name one.
     """
     topic = await find_journal(settings) if journal else None
+    if topic is not None:
+        await require_topics(settings)
     identity = None
     try:
         async with await connect(settings.postgres, settings.schema_) as connection:

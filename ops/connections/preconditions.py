@@ -6,13 +6,29 @@ evict keys (`opening.py`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from aiokafka.admin import AIOKafkaAdminClient
 from psycopg import AsyncConnection
 
+from grabstream.ops.console.output import counted
 from grabstream.ops.settings import BadSettings, Settings
 from grabstream.projections.database.sessions import connect
+from grabstream.streams import brokers
+from grabstream.streams.clients import started
+from grabstream.streams.topics import (
+    Topics,
+    TopicState,
+    change_command,
+    retention_ms,
+    settings_needed,
+    states_of,
+)
+
+log = logging.getLogger(__name__)
 
 #: How long a second session is waited for. A pooler that keeps sessions may have none left.
 SECOND_SESSION_SECONDS_MAX: Final = 5.0
@@ -119,3 +135,79 @@ async def require_postgres(connection: AsyncConnection[Any], settings: Settings)
     """Raises ConditionNotMet when PostgreSQL is not what this program needs."""
     if (unmet := await unmet_by_postgres(connection, settings)) is not None:
         raise ConditionNotMet([unmet])
+
+
+# -- Kafka ---------------------------------------------------------------------------------------------------
+
+
+def enough_partitions(topics: Mapping[str, TopicState], settings: Settings) -> list[Unmet]:
+    """Every topic but `rejected` must have a partition for each shard. More of them do no harm. The journal
+    is compared apart, since the number of shards is that of its partitions.
+    """
+    names = Topics(settings.prefix)
+    return [
+        Unmet(
+            f"topic {name} has {counted(topic.partitions, 'partitions')}, and must have {settings.shards} "
+            "(GRAB_SHARDS)",
+            "a partition is a shard: what belongs to the others can be neither written nor read",
+            f"kafka-topics.sh --bootstrap-server {settings.kafka} --alter --topic {name} --partitions "
+            f"{settings.shards}",
+        )
+        for name, topic in topics.items()
+        if name not in (names.journal, names.rejected) and topic.partitions < settings.shards
+    ]
+
+
+def loses_nothing(topics: Mapping[str, TopicState], settings: Settings) -> list[Unmet]:
+    """Topics must keep their records as long as the system needs them, and take all that it writes."""
+    unmet = []
+    for name, topic in topics.items():
+        needed = settings_needed(Topics(settings.prefix), name, topic.settings)
+        if needed:
+            has = ", ".join(
+                f"its {setting} is {topic.settings[setting]}, and must be {_at_least(setting, value)}"
+                for setting, value in needed.items()
+            )
+            unmet.append(
+                Unmet(
+                    f"topic {name}: {has}", "records are deleted before their time, or never taken: events "
+                    "that Kafka has lost cannot be rebuilt, and commands are not answered",
+                    change_command(settings.kafka, name, needed),
+                )
+            )  # fmt: skip
+    return unmet
+
+
+def _at_least(setting: str, value: str) -> str:
+    return value if value == "-1" or not value.isdigit() else f"at least {value}"
+
+
+async def read_topics(settings: Settings) -> dict[str, TopicState]:
+    """The topics of the system that exist; raises aiokafka's errors."""
+    names = retention_ms(Topics(settings.prefix), settings.refusals_topic)
+    async with started(AIOKafkaAdminClient(**brokers.at(settings.brokers))) as client:
+        return await states_of(client, list(names))
+
+
+async def require_new_topics(settings: Settings) -> None:
+    """Raises ConditionNotMet when topics that exist are not as `init` would make them."""
+    topics = await read_topics(settings)
+    if unmet := [*enough_partitions(topics, settings), *loses_nothing(topics, settings)]:
+        raise ConditionNotMet(unmet)
+
+
+async def require_topics(settings: Settings) -> None:
+    """Raises ConditionNotMet when a topic has too few partitions. Topics that lose records are logged only:
+    without this process, nothing would be decided either.
+    """
+    topics = await read_topics(settings)
+    if unmet := enough_partitions(topics, settings):
+        raise ConditionNotMet(unmet)
+    for one in loses_nothing(topics, settings):
+        _warn_once(f"{one.what}: {one.means}. Mend it: {one.mend}")
+
+
+@functools.cache
+def _warn_once(words: str) -> None:
+    """Processes ask until all servers have answered."""
+    log.warning("%s", words)

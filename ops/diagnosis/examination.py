@@ -12,7 +12,12 @@ from redis.exceptions import RedisError
 from grabstream.lua.gate.calls import now_ms
 from grabstream.ops.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
 from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
-from grabstream.ops.connections.preconditions import Unmet, unmet_by_postgres
+from grabstream.ops.connections.preconditions import (
+    Unmet,
+    enough_partitions,
+    loses_nothing,
+    unmet_by_postgres,
+)
 from grabstream.ops.diagnosis import books, core, hooks, machine, seal_keys, topics
 from grabstream.ops.diagnosis.books import BookReadings, Jump
 from grabstream.ops.diagnosis.core import CoreReadings
@@ -178,8 +183,15 @@ def _disks(readings: Readings) -> list[Finding]:
 
 
 def _conditions_not_met(readings: Readings) -> list[Finding]:
-    unmet = [readings.unmet] if readings.unmet else []
-    return [Finding("stuck", one.what, one.means, one.mend) for one in unmet]
+    stuck = [readings.unmet] if readings.unmet else []
+    risks: list[Unmet] = []
+    if readings.topics:
+        stuck += enough_partitions(readings.topics.states, readings.settings)
+        risks = loses_nothing(readings.topics.states, readings.settings)
+    return [
+        *(Finding("stuck", one.what, one.means, one.mend) for one in stuck),
+        *(Finding("risk", one.what, one.means, one.mend) for one in risks),
+    ]
 
 
 _AFTER_THE_JOURNAL: Final = ("grabstream init", "grabstream worker", "grabstream rebuild")
@@ -203,7 +215,6 @@ CHECKS: Final = (
     Check("Redis keeps what it has", ("redis",), _core(core.may_lose)),
     Check("Redis has memory", ("redis",), _core(core.memory_is_short)),
     Check("partitions have leaders and copies", ("kafka",), _topics(topics.not_led)),
-    Check("the journal is kept for ever", ("kafka",), _topics(topics.journal_forgets)),
     Check("commands are bounded", ("kafka",), _topics(topics.keeps_batches_compressed)),
     Check("PostgreSQL waits for its disk", ("postgres",), _books(books.may_forget)),
     Check("disks have room", (), _disks),

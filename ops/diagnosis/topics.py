@@ -1,5 +1,5 @@
-"""Checks of Kafka: whether the topics exist and have leaders, whether the journal is kept for ever, and
-whether deciders read the commands.
+"""Checks of Kafka: whether the topics exist and have leaders, and whether deciders read the commands. What
+topics must be like is one of the conditions (`ops/connections/preconditions.py`).
 """
 
 import asyncio
@@ -19,7 +19,15 @@ from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.deciding.understanding import SET_ASIDE_HEADER
-from grabstream.streams.topics import COMPRESSION, DAY_MS, Topics, keeps_compressed, retention_ms
+from grabstream.streams.topics import (
+    COMPRESSION,
+    DAY_MS,
+    Topics,
+    TopicState,
+    keeps_compressed,
+    retention_ms,
+    states_of,
+)
 
 TIMEOUT_MS: Final = 5_000
 COORDINATOR_TRIES: Final = 20
@@ -76,12 +84,12 @@ class Reading(NamedTuple):
 
 
 class TopicReadings(NamedTuple):
-    """Partitions of every topic (an empty list: the topic is missing), the journal's settings, the topics of
-    commands that exist, and the newest undecidable commands.
+    """Partitions of every topic (an empty list: the topic is missing), the topics that exist, those of
+    commands among them, and the newest undecidable commands.
     """
 
     partitions: dict[str, list[Partition]]
-    journal_config: dict[str, str]
+    states: dict[str, TopicState]
     of_commands: dict[str, Reading]
     set_aside: Sequence[SetAside] = ()
 
@@ -100,14 +108,14 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
             )
             for topic in described
         }
-        config = await _config_of(client, topics.journal) if partitions.get(topics.journal) else {}
+        states = await states_of(client, names)
         of_commands = {
             name: await _reading(client, consumer, topics, name, partitions[name])
             for name in (topics.commands, topics.operations)
             if partitions.get(name)
         }
     aside = await _set_aside(consumer, topics.rejected) if partitions.get(topics.rejected) else []
-    return TopicReadings(partitions, config, of_commands, aside)
+    return TopicReadings(partitions, states, of_commands, aside)
 
 
 async def _reading(
@@ -149,12 +157,6 @@ async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside
                 )
         first = records[-1].offset + 1
     return commands
-
-
-async def _config_of(client: AIOKafkaAdminClient, topic: str) -> dict[str, str]:
-    wanted = {"retention.ms": None, "retention.bytes": None, "cleanup.policy": None}
-    [response] = await client.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic, wanted)])
-    return {entry[0]: entry[1] for *_, entries in response.resources for entry in entries}
 
 
 async def _compression_of(client: AIOKafkaAdminClient, topic: str) -> str | None:
@@ -227,7 +229,9 @@ async def _written_at(consumer: AIOKafkaConsumer, partition: TopicPartition, off
 
 
 def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
-    """Topics that do not exist, or have another number of partitions."""
+    """Topics that do not exist, a journal with another number of partitions, and topics that have more than
+    they need. That others have fewer is one of the conditions (`ops/connections/preconditions.py`).
+    """
     topics = Topics(settings.prefix)
     findings = []
     absent = [
@@ -237,34 +241,22 @@ def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
         means = "commands, answers or events of these topics can be neither written nor read"
         what = f"topics are missing: {', '.join(absent)}"
         findings.append(Finding("stuck", what, means, "grabstream init"))
-    wrong = {
-        name: len(partitions) for name, partitions in readings.partitions.items()
-        if partitions and name != topics.rejected and len(partitions) != settings.shards
-    }  # fmt: skip
-    more = {
-        name: wrong.pop(name) for name in (topics.commands, topics.operations)
-        if wrong.get(name, 0) > settings.shards
-    }  # fmt: skip
+    counts = {name: len(partitions) for name, partitions in readings.partitions.items() if partitions}
+    counts.pop(topics.rejected, None)
+    of_journal = counts.pop(topics.journal, settings.shards)
+    if of_journal != settings.shards:
+        what = f"GRAB_SHARDS is {settings.shards}, but {topics.journal} has {of_journal} partitions"
+        means = "a partition is a shard: workers refuse to start, or write where no worker reads"
+        findings.append(Finding("stuck", what, means, f"export GRAB_SHARDS={of_journal}"))
+    more = {name: count for name, count in counts.items() if count > settings.shards}
     if more:
-        counts = ", ".join(f"{name} has {count}" for name, count in more.items())
+        has = ", ".join(f"{name} has {count}" for name, count in more.items())
         means = (
             "commands in the partitions that were added are decided; their answers are in the partition of "
-            "`results` whose number is theirs modulo its partitions"
+            "`results` whose number is theirs modulo its partitions. Those of other topics stay empty"
         )
-        what = f"{counts} partitions, GRAB_SHARDS is {settings.shards}"
+        what = f"{has} partitions, GRAB_SHARDS is {settings.shards}"
         findings.append(Finding("risk", what, means, "let senders use the first partitions only"))
-    if wrong:
-        counts = ", ".join(f"{name} has {count}" for name, count in wrong.items())
-        number = wrong.get(topics.journal)
-        command = (
-            f"export GRAB_SHARDS={number}"
-            if number
-            else f"delete those topics and create them again with {settings.shards} partitions"
-        )
-        means = "a partition is a shard: workers refuse to start, or write where no worker reads"
-        findings.append(
-            Finding("stuck", f"GRAB_SHARDS is {settings.shards}, but {counts} partitions", means, command)
-        )
     return findings
 
 
@@ -302,25 +294,6 @@ def not_led(readings: TopicReadings, settings: Settings) -> list[Finding]:
                 Finding("risk", f"{name}: partition {numbers} has replicas out of sync", means, command)
             )
     return findings
-
-
-def journal_forgets(readings: TopicReadings, settings: Settings) -> list[Finding]:
-    """A journal that is not kept for ever."""
-    config, journal = readings.journal_config, Topics(settings.prefix).journal
-    kept = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
-    wrong = {name: config[name] for name, value in kept.items() if name in config and config[name] != value}
-    if not wrong:
-        return []
-    changes = ",".join(f"{name}={kept[name]}" for name in wrong)
-    return [
-        Finding(
-            "risk", f"{journal} is not kept for ever: "
-                    f"{', '.join(f'{name} is {value}' for name, value in wrong.items())}",
-            "Kafka deletes old events, and nothing can be rebuilt without them",
-            f"kafka-configs.sh --bootstrap-server {settings.kafka} --alter --topic {journal} --add-config "
-            f"{changes}",
-        )
-    ]  # fmt: skip
 
 
 def keeps_batches_compressed(readings: TopicReadings, settings: Settings) -> list[Finding]:

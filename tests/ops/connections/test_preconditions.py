@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import psycopg
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from psycopg import AsyncConnection, sql
 from psycopg.conninfo import make_conninfo
 from psycopg.errors import QueryCanceled
 from psycopg.rows import dict_row
 
 from grabstream.gateway.books import Books, open_books
+from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.ops.connections.opening import check_system, checked_books, sealer
 from grabstream.ops.connections.preconditions import ConditionNotMet
 from grabstream.ops.connections.user_keys import KeysOfUsers
@@ -22,8 +24,11 @@ from grabstream.ops.diagnosis.examination import Examination, examine
 from grabstream.ops.initialization import make_system
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.sessions import connect
+from grabstream.streams.brokers import at
+from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic
-from grabstream.streams.topics import Topics
+from grabstream.streams.topics import Topics, create_topics, make_topics, retention_ms
+from tests.support.losses import delete_topics
 from tests.support.transaction_pooler import transaction_pooler
 
 CHECK = "servers are what the system needs"
@@ -115,6 +120,98 @@ async def test_a_condition_that_is_not_met_is_refused_by_all(settings: Settings,
     for words in entry.words:
         for message in (str(refused.value), str(by_process.value), str(by_verb.value), finding):
             assert words in message
+
+
+class TopicEntry(NamedTuple):
+    """How a topic was made before there was a system: its last part, its partitions (None: one for each
+    shard) and its settings; words of the message; whether processes refuse it too, or only say so.
+    """
+
+    topic: str
+    partitions: int | None
+    settings: dict[str, str]
+    words: tuple[str, ...]
+    refused_by_processes: bool = False
+
+
+TOPICS = {
+    "one partition": TopicEntry(
+        "operations", 1, {},
+        ("operations has 1 partition, and must have 8", "--topic {}.operations --partitions 8"), True,
+    ),
+    "one partition of results": TopicEntry(
+        "results", 1, {}, ("results has 1 partition, and must have 8", "kafka-topics.sh"), True
+    ),
+    "a journal of 7 days": TopicEntry(
+        "journal", None, {"retention.ms": "604800000"},
+        ("its retention.ms is 604800000, and must be -1", "--topic {}.journal --add-config retention.ms=-1"),
+    ),
+    "events of a gigabyte": TopicEntry(
+        "events", None, {"retention.ms": "-1", "retention.bytes": "1073741824"},
+        ("its retention.bytes is 1073741824, and must be -1", "--topic {}.events"),
+    ),
+    "commands of a day": TopicEntry(
+        "commands", None, {"retention.ms": "86400000"},
+        ("its retention.ms is 86400000, and must be at least 604800000",
+        "--add-config retention.ms=604800000"),
+    ),
+    "compacted commands": TopicEntry(
+        "operations", None, {"cleanup.policy": "compact"},
+        ("its cleanup.policy is compact, and must be delete", "cleanup.policy=delete"),
+    ),
+    "small records": TopicEntry(
+        "rejected", None, {"max.message.bytes": "1000000"},
+        ("its max.message.bytes is 1000000, and must be at least", "kafka-configs.sh"),
+    ),
+    "events that must be young": TopicEntry(
+        "events", None,
+        {"message.timestamp.type": "CreateTime", "message.timestamp.before.max.ms": "3600000"},
+        ("its message.timestamp.before.max.ms is 3600000", "kafka-configs.sh"),
+    ),
+}  # fmt: skip
+#: What makes every topic of these entries otherwise as it must be.
+SOUND = {"retention.ms": "-1", "max.message.bytes": str(RECORD_BYTES_MAX), "compression.type": "uncompressed"}
+
+
+@pytest.mark.parametrize("name", TOPICS)
+async def test_a_topic_that_was_made_before_must_be_as_init_makes_it(
+    settings: Settings, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry, names = TOPICS[name], Topics(settings.prefix)
+    topic = f"{settings.prefix}.{entry.topic}"
+    as_made = NewTopic(topic, entry.partitions or settings.shards, 1, topic_configs=SOUND | entry.settings)
+    await make_topics(settings.kafka, [as_made])
+    try:
+        with pytest.raises(ConditionNotMet) as refused:
+            await make_system(settings)
+        messages = [str(refused.value)]
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(started(AIOKafkaAdminClient(**at(settings.brokers))))
+            made = [one for one in await client.list_topics() if one.startswith(f"{settings.prefix}.")]
+        assert made == [topic], "topics were made"
+        await create_topics(settings.kafka, names, settings.shards)
+        if entry.refused_by_processes:
+            with pytest.raises(ConditionNotMet) as by_process:
+                await check_system(settings)
+            messages.append(str(by_process.value))
+        else:
+            await check_system(settings)
+            messages += [text for text in caplog.messages if topic in text]
+            assert len(messages) == 2
+        [finding] = [one for check, one in (await examine(settings)).findings if check == CHECK]
+        assert finding.severity == ("stuck" if entry.refused_by_processes else "risk")
+        messages.append(f"{finding.what}. {finding.command}")
+    finally:
+        await delete_topics(settings, *retention_ms(names, False))
+    for words in entry.words:
+        for message in messages:
+            assert words.format(settings.prefix) in message
+
+
+async def test_a_new_system_meets_its_own_conditions(system: Settings) -> None:
+    await make_system(system)
+    await check_system(system)
+    assert CHECK in (await examine(system)).passed
 
 
 #: Time limits that an administrator may give to all sessions of a database, so that people do not stop it.
