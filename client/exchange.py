@@ -10,14 +10,13 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC
-from email.utils import parsedate_to_datetime
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
+from grabstream.models.retry_after import retry_after_seconds
 from grabstream.models.vocabulary.answers import Answer
 from grabstream.models.vocabulary.commands import AnyCommand, Command, Grab, GrabCommand
 from grabstream.models.vocabulary.documents import Document
@@ -117,7 +116,8 @@ class Exchange(Generic[T]):
         if status in _PASSING or status >= 500:
             self._is_unknown = self._is_unknown or is_odd or status not in _UNDECIDED
             self._last = problem
-            return self._pause_seconds(_retry_after_seconds(headers))
+            asked = retry_after_seconds(headers.get("retry-after", ""), time.time(), _RETRY_AFTER_SECONDS_MAX)
+            return self._pause_seconds(asked)
         # Somebody else than a gateway replied, with a refusal or as if all were well. Nobody knows what was
         # decided before that: a proxy may also refuse what comes back.
         self._is_unknown = self._is_unknown or is_odd
@@ -303,17 +303,3 @@ def not_from_a_gateway(status: int, request: Request, text: str) -> RequestProbl
         _UNEXPECTED,
         f"{request.method} {request.path} got {status}, not from a gateway: {text}",
     )
-
-
-def _retry_after_seconds(headers: Mapping[str, str]) -> float:
-    """What a server asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 if that cannot be read."""
-    text = headers.get("retry-after", "")
-    if text.isascii() and text.isdigit() and len(text) < 6:
-        return float(text)
-    try:
-        # A date without a zone is one of an obsolete form, and means UTC, too.
-        date = parsedate_to_datetime(text)
-    except ValueError:
-        return 0.0
-    seconds = date.replace(tzinfo=date.tzinfo or UTC).timestamp() - time.time()
-    return min(max(seconds, 0.0), _RETRY_AFTER_SECONDS_MAX)

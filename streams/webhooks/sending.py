@@ -24,6 +24,7 @@ from grabstream.lua.ending import end
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import shortened
+from grabstream.models.retry_after import retry_after_seconds
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Delivery, Webhook
 from grabstream.streams.clients import Trouble, in_words
@@ -328,10 +329,8 @@ def _outcome_of(status: int, retry_after: str) -> Outcome:
     if 200 <= status < 300:
         return Outcome(True, status)
     words = "a redirect, which is not followed" if 300 <= status < 400 else "not a success"
-    seconds = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
-    return Outcome(
-        False, status, f"the receiver answered {status}: {words}", min(seconds, RETRY_AFTER_SECONDS_MAX)
-    )
+    seconds = retry_after_seconds(retry_after, time.time(), RETRY_AFTER_SECONDS_MAX)
+    return Outcome(False, status, f"the receiver answered {status}: {words}", seconds)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

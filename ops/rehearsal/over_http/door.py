@@ -6,6 +6,7 @@ A grab is sent until it is decided, always under its id, so that a lost answer c
 import asyncio
 import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import msgspec
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import Grab
 from grabstream.models.outcomes import NOT_DECIDED
+from grabstream.models.retry_after import retry_after_seconds
 from grabstream.ops.rehearsal.stage import CannotGoOn
 
 #: How long one attempt waits for its answer.
@@ -24,6 +26,8 @@ ATTEMPT_SECONDS: Final = 30.0
 #: The wait before a repeat, at most, unless the gateway asks for more: it doubles from FIRST to MAX.
 PAUSE_SECONDS_FIRST: Final = 0.05
 PAUSE_SECONDS_MAX: Final = 2.0
+#: The longest wait that the gateway may ask for.
+RETRY_AFTER_SECONDS_MAX: Final = 60.0
 #: Statuses that say: send the same again.
 REPEATABLE: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 #: A slow client sends its request, and reads the answer, in so many drips.
@@ -196,7 +200,7 @@ def _received_of(raw: bytes) -> Received:
 
 
 def _received(status: int, body: bytes, retry_after: str) -> Received:
-    seconds = float(retry_after) if retry_after.isdecimal() else 0.0
+    seconds = retry_after_seconds(retry_after, time.time(), RETRY_AFTER_SECONDS_MAX)
     try:
         described = _decode_body(body)
     except msgspec.DecodeError:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
+from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -466,7 +467,15 @@ async def test_a_new_worker_tries_what_failed_before_its_own_pause_is_over(
         await until(hooks.is_idle, 10, "an empty queue")
 
 
-@pytest.mark.parametrize(("status", "headers"), [(400, {}), (503, {"retry-after": "3600"})])
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (400, {}),
+        (503, {"retry-after": "3600"}),
+        (503, {"retry-after": formatdate(time.time() + 3_600, usegmt=True)}),
+    ],
+    ids=["refused", "seconds", "date"],
+)
 async def test_what_a_receiver_refuses_or_asks_to_wait_for_is_not_sent_early(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch,
     status: int, headers: dict[str, str],
