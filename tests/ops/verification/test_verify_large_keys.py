@@ -12,8 +12,8 @@ import pytest
 from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms, Limit
-from grabstream.ops.connections.opening import open_gate, open_redis
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.connections.opening import open_gate
+from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.streams.relaying import shadow
 from grabstream.streams.relaying.recovery import literal
@@ -42,13 +42,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     monkeypatch.setattr(shadow, "asyncio", SimpleNamespace(sleep=counted.sleep))
     monkeypatch.setattr(shadow, "time", SimpleNamespace(monotonic=counted.monotonic))
     return counted
-
-
-@pytest.fixture
-async def redis() -> AsyncIterator[Any]:
-    client = open_redis(load_settings())
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

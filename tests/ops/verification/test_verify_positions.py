@@ -12,19 +12,10 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.journal import Accepted, Cursor
 from grabstream.ops.commands.local.services import new_seal_key
-from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.settings import load_settings
 from grabstream.ops.verification.checks import RedisShard
 from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.streams.relaying.recovery import literal
 from grabstream.streams.relaying.shadow import VERIFIER_SHADOW, NoRoom, Pace, ShadowShard, open_shadow
-
-
-@pytest.fixture
-async def redis() -> AsyncIterator[Any]:
-    client = open_redis(load_settings())
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture
