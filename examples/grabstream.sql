@@ -22,8 +22,8 @@ SELECT shard, seq, offer, grabs[1] AS grab, users[1] AS user_id, payment, paid, 
 FROM lines WHERE type = 'grab.confirmed' AND paid > 0;
 
 -- How far each shard goes, the hash of the chain there, and the number of places where lines do not follow
--- each other: 0, or the archive is damaged. A missing end shows only beside the view `cursors` of the database.
--- (docs/archive.md verifies the hashes, too.)
+-- each other: 0, or the archive is damaged. A missing end shows only beside the view `cursors` of the
+-- database. (docs/archive.md verifies the hashes, too.)
 CREATE OR REPLACE VIEW chain AS
 SELECT shard, max(seq + seqs - 1) AS last_seq, arg_max(hash, seq) AS head,
        count(*) FILTER (seq <> coalesce(after, 0) + 1) AS gaps

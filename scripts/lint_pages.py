@@ -1,4 +1,6 @@
-"""Checks the pages: long lines, broken links, and names of files or documents that do not exist."""
+"""Checks the pages: long lines (also of comments in SQL), broken links, and names of files or documents that
+do not exist.
+"""
 
 import logging
 import re
@@ -41,6 +43,13 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
         if line.lstrip().startswith("```"):
             code = not code
         elif not code and not line.startswith("|"):
+            yield number, line
+
+
+def comments(file: Path) -> Iterator[tuple[int, str]]:
+    """Yields (number, line) for the lines of a file of SQL that are comments."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith("-- "):
             yield number, line
 
 
@@ -99,10 +108,15 @@ def main() -> int:
     """Prints all problems; returns the exit code."""
     files = tracked()
     pages = [file for file in files if file.suffix == ".md"]
+    texts = [(page, prose(page)) for page in pages]
+    # A migration is not changed, since databases have recorded it.
+    texts += [
+        (file, comments(file)) for file in files if file.suffix == ".sql" and file.parent.name != "migrations"
+    ]
     problems = [
-        f"{page.relative_to(ROOT)}:{number}: {len(line)} characters, at most {LINE_LENGTH_MAX}"
-        for page in pages
-        for number, line in prose(page)
+        f"{file.relative_to(ROOT)}:{number}: {len(line)} characters, at most {LINE_LENGTH_MAX}"
+        for file, lines in texts
+        for number, line in lines
         if len(line) > LINE_LENGTH_MAX
     ]
     problems += [problem for page in pages if page.parent == ROOT for problem in wrong_links(page)]

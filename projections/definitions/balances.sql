@@ -21,7 +21,8 @@ CREATE TABLE balances_1 (
 -- that late payments took again are in `recounted`, a list of [minute as ms since 1970 UTC, units]: limits
 -- count these at that minute (every window begins at a full minute). Returned units are subtracted from the
 -- newest entries first. `state` is that of the newest event; the view computes the state of the grab from it.
--- The id of a grab belongs to its user: two users may have grabs with one id of an envelope, but not of pieces.
+-- The id of a grab belongs to its user: two users may have grabs with one id of an envelope, but not of
+-- pieces.
 CREATE TABLE grabs_1 (
     offer text NOT NULL,
     grab text NOT NULL,
@@ -215,10 +216,10 @@ CREATE OR REPLACE VIEW waiting AS
     FROM grabs_1 AS g JOIN offers_1 AS o USING (offer)
     WHERE g.state = 'waiting' AND o.closed_at IS NULL;
 
--- What each limit leaves to each user, or value of an attribute, in the current window, and until when. A limit counts grabs
--- since it was added. A limit of a campaign counts the grabs of all its offers since the campaign began
--- (after all its earlier offers had retired), in the zone of its first offer. Events are ordered by seq,
--- since the time of a shard may stand still.
+-- What each limit leaves to each user, or value of an attribute, in the current window, and until when. A
+-- limit counts grabs since it was added. A limit of a campaign counts the grabs of all its offers since the
+-- campaign began (after all its earlier offers had retired), in the zone of its first offer. Events are
+-- ordered by seq, since the time of a shard may stand still.
 CREATE OR REPLACE VIEW limits AS
     WITH begun AS (
         SELECT offer, shard, kind, retired_at, opened_seq, terms, hour_shift_ms,

@@ -115,8 +115,8 @@ CREATE OR REPLACE VIEW transfer_runs AS
            to_timestamp(at::float8 / 1000) AS at_time
     FROM transfer_runs_1;
 
--- The sum of the transfers of an offer between each two kinds of accounts: what an account is named before its
--- first colon.
+-- The sum of the transfers of an offer between each two kinds of accounts: what an account is named before
+-- its first colon.
 CREATE OR REPLACE VIEW flows AS
     SELECT offer, asset, debit_kind, credit_kind, sum(transfers)::bigint AS transfers, sum(amount) AS amount
     FROM (

@@ -7,8 +7,8 @@
 
 --- part reports
 
--- What became of each offer, by the ISO week in which it opens in the zone of its campaign. Units are parts of
--- an envelope, else pieces.
+-- What became of each offer, by the ISO week in which it opens in the zone of its campaign. Units are parts
+-- of an envelope, else pieces.
 CREATE OR REPLACE VIEW results_by_week AS
     SELECT o.week, o.campaign, o.offer, o.title, o.kind, o.state, o.asset, o.terms->>'currency' AS currency,
            o.campaign_timezone AS timezone, o.opens_time, o.closed_time, o.units AS offered, o.grabs,
