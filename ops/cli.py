@@ -15,6 +15,7 @@ import click
 from grabstream.extras import MissingExtra, server_needed_by
 from grabstream.ops.console.json_log import logs_json
 from grabstream.ops.console.quiet import quiet_libraries
+from grabstream.ops.console.terminal import guard_terminals
 
 log = logging.getLogger("grabstream")
 
@@ -147,6 +148,7 @@ def grabstream(verbose: bool) -> None:
 
 def main() -> None:
     """Runs the command line. An error of a known kind becomes one line and an exit code."""
+    guard_terminals()
     try:
         grabstream()
     except MissingExtra as error:

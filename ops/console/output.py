@@ -1,6 +1,7 @@
 """Output: the same result for people (rich) and for programs (`--json`)."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
@@ -9,46 +10,57 @@ from typing import Any, Final
 import click
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
-from rich.segment import Segment
 from rich.table import Table
+
+from grabstream.ops.console.terminal import visible
 
 #: Characters. Without a terminal, lines may be this long, so that tables do not cut ids in a pipe.
 WIDTH_WITHOUT_TERMINAL: Final = 500
 
 
-#: Characters that change how other characters of a line look: they reorder it (bidirectional controls), or
-#: end it. Titles and reasons of strangers may have them. ESC and other controls never get that far.
-_DECEPTIVE: Final = dict.fromkeys(
-    [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)], "\N{REPLACEMENT CHARACTER}"
-)
-
-
 class _Visible:
-    """What is printed, with a mark in place of each deceptive character."""
+    """What is printed, as visible text."""
 
     def __init__(self, printed: ConsoleRenderable) -> None:
         self._printed = printed
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for segment in console.render(self._printed, options):
-            yield Segment(segment.text.translate(_DECEPTIVE), segment.style, segment.control)
+            # rich's own: the end of a line that is to be overwritten. It drops those of texts.
+            is_own = segment.control or segment.text == "\r"
+            yield segment if is_own else segment._replace(text=visible(segment.text))
 
 
-class _Unmasking(RenderHook):
+class _Guard(RenderHook):
+    def __init__(self, output: "Output") -> None:
+        self._output = output
+
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Has all that is printed without deceptive characters."""
-        return [_Visible(one) for one in renderables]
+        """Has all that is printed to a terminal as visible text."""
+        return [_Visible(one) for one in renderables] if self._output.is_seen else renderables
 
 
 class Output(Console):
-    """Standard output. A line that is wider than the terminal is wrapped by the terminal, never cut."""
+    """Standard output, or standard error. A line that is wider than the terminal is wrapped by the terminal,
+    never cut. What a terminal shows is visible text.
+    """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, **options)
-        self.push_render_hook(_Unmasking())
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
+        super().__init__(**{"stderr": stderr, "width": width, **options})
+        self.push_render_hook(_Guard(self))
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether people see what is printed, on a terminal or in its colours."""
+        return self.is_terminal or self.file.isatty()
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints like a Console, but without cropping."""
+        if self.is_seen:
+            # rich drops some control characters of texts, such as BEL.
+            objects = tuple(visible(one) if isinstance(one, str) else one for one in objects)
         super().print(*objects, **{"crop": False, **options})
 
 
@@ -104,7 +116,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
             column,
             justify="right" if numeric else "left",
             overflow="fold",
-            min_width=max(cell_len(word) for cell in cells for word in cell.split() or [""]),
+            # Where a cell is wrapped: rich measures it as if other separators were wrapped at, too.
+            min_width=max(cell_len(word) for cell in cells for word in re.split("[ \n]", cell)),
             no_wrap=not any(" " in cell for cell in cells),
         )
     for row in written:
@@ -113,4 +126,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def _written(cell: object) -> str:
-    return f"{cell:,}" if isinstance(cell, int | Decimal) and not isinstance(cell, bool) else str(cell)
+    if isinstance(cell, int | Decimal) and not isinstance(cell, bool):
+        return f"{cell:,}"
+    # Before the columns get their widths.
+    return visible(str(cell)) if console.is_seen else str(cell)

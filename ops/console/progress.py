@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from grabstream.ops.console.output import Output
+
 LINE_EVERY_SECONDS: Final = 2.0
 TERMINAL_EVERY_SECONDS: Final = 0.1
 
@@ -21,7 +23,7 @@ class ProgressLine:
     """A progress line that is overwritten on a terminal; otherwise a new line every few seconds."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Output(stderr=True, highlight=False)
         self._step = ""
         self._shown = 0.0
 
@@ -109,7 +111,7 @@ class Reading:
             TimeRemainingColumn(),
         )
         self._progress = Progress(
-            *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+            *columns, console=Output(stderr=True), transient=True, disable=not sys.stderr.isatty()
         )
         self._task = self._progress.add_task(what, total=units, events=0)
         self._units = units

@@ -25,7 +25,7 @@ from grabstream.lua.gate import tickets
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_connections import GRAB, connected
-from tests.support.command_line import env_of, grabstream
+from tests.support.command_line import env_of, grabstream, in_a_terminal
 from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
 from tests.support.processes import resident_bytes
 from tests.support.receipts import SECRET, as_text
@@ -331,15 +331,17 @@ async def test_title_deceives_neither_terminals_nor_browsers(caller: Caller, doo
         assert got.headers["x-content-type-options"] == "nosniff", where
         assert DECEPTIVE in json.dumps(got.body, ensure_ascii=False), where
     environment = env_of(door.settings) | {"shards": str(door.settings.shards)}
-    shown = ""
-    for words in (("show", offer), ("why", "ann", offer), ("status",), ("doctor",)):
-        done = await asyncio.to_thread(grabstream, *words, **environment)
-        assert "Traceback" not in done.stderr, words
-        assert not harmful_in(done.stdout + done.stderr), words
-        shown += done.stdout
-    # It is there, with its markup as it was written, and marks in place of what deceives.
-    assert shown.count("\N{REPLACEMENT CHARACTER}gnp.exe\N{REPLACEMENT CHARACTER}") >= 3
-    assert shown.count("[/] [red]x[/red] :fire: [link=https://evil.example]y[/link] <script>") >= 3
+    replay = ("replay", "--offer", offer, "--into", "-")
+    for words in (("show", offer), ("show", offer, "--json"), ("why", "ann", offer), replay):
+        shown = await asyncio.to_thread(in_a_terminal, *words, columns=200, **environment)
+        assert not harmful_in(shown.replace("\r\n", "\n")), words
+        # It is there, with its markup as it was written, and escapes in place of what deceives.
+        deceptive = (
+            "\\u202egnp.exe\\u2066 \\u2028 [/] [red]x[/red] :fire: [link=https://evil.example]y[/link]"
+        )
+        assert deceptive in shown, (words, shown)
+        piped = await asyncio.to_thread(grabstream, *words, **environment)
+        assert DECEPTIVE in piped.stdout, words
 
 
 # -- half-open connections -----------------------------------------------------------------------------------

@@ -1,7 +1,13 @@
 """Runs the command line in a process of its own, with the settings of a test's system."""
 
+import fcntl
+import os
+import pty
+import struct
 import subprocess
+import sys
 import tempfile
+import termios
 from pathlib import Path
 
 from grabstream.ops.settings import Settings, child_environment
@@ -32,6 +38,34 @@ def grabstream(
         for file in (printed, said):
             file.seek(0)
         return subprocess.CompletedProcess(words, code, printed.read(), said.read())
+
+
+def in_a_terminal(*words: str, columns: int, stdin: str = "", **settings: str) -> str:
+    """The output of a verb in a terminal of this width; it has to end with 0."""
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    with subprocess.Popen(
+        [sys.executable, "-m", "grabstream.ops.cli", *words],
+        env={**child_environment(**settings), "TERM": "dumb"},
+        stdin=subprocess.PIPE,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(terminal)
+        assert process.stdin is not None
+        process.stdin.write(stdin)
+        process.stdin.close()
+        printed = b""
+        # Reading a terminal whose other end is closed raises an error instead of an end of file.
+        try:
+            while piece := os.read(reader, 65536):
+                printed += piece
+        except OSError:
+            pass
+        os.close(reader)
+        assert process.wait(60) == 0
+    return printed.decode()
 
 
 def env_of(settings: Settings) -> dict[str, str]:

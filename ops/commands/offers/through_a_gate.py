@@ -13,7 +13,6 @@ from typing import Any, Final, get_args
 
 import click
 import msgspec
-from rich.console import Console
 from rich.progress import (
     MofNCompleteColumn,
     Progress,
@@ -51,7 +50,7 @@ PARTS_A_MILLISECOND: Final = 50
 
 #: Prints text from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
 plain_console = Output(markup=False, emoji=False, highlight=False)
-_errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
+_errors = Output(stderr=True, markup=False, emoji=False, highlight=False)
 
 id_option = click.option(
     "--id",

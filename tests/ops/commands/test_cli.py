@@ -1,15 +1,11 @@
 """The command line as a user meets it: help, settings, errors with the way out, exit codes."""
 
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -31,35 +27,7 @@ from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
-from tests.support.command_line import README, env_of, grabstream
-
-
-def in_a_terminal(*words: str, columns: int, stdin: str = "") -> str:
-    """The output of a verb in a terminal of this width."""
-    reader, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    with subprocess.Popen(
-        [sys.executable, "-m", "grabstream.ops.cli", *words],
-        env={**child_environment(), "TERM": "dumb"},
-        stdin=subprocess.PIPE,
-        stdout=terminal,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        os.close(terminal)
-        assert process.stdin is not None
-        process.stdin.write(stdin)
-        process.stdin.close()
-        printed = b""
-        # Reading a terminal whose other end is closed raises an error instead of an end of file.
-        try:
-            while piece := os.read(reader, 65536):
-                printed += piece
-        except OSError:
-            pass
-        os.close(reader)
-        assert process.wait(60) == 0
-    return printed.decode()
+from tests.support.command_line import README, env_of, grabstream, in_a_terminal
 
 
 @pytest.mark.parametrize("verb", VERBS)
