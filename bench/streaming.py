@@ -22,6 +22,7 @@ from grabstream.ops.rehearsal.run import Progress, open_books, read_progress
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.topics import Topics
+from grabstream.streams.worker import ROLES
 
 RATE = 2_000
 OFFERS = 8
@@ -70,7 +71,7 @@ async def idle(runs: int, seconds: int) -> dict[str, Any]:
     percent; and what it makes Redis take.
     """
     ours, of_redis = [], []
-    async with system(("decide,relay,sweep,project,publish,verify",)) as (settings, [worker]):
+    async with system((",".join(ROLES),)) as (settings, [worker]):
         server = redis.asyncio.Redis.from_url(settings.redis_url)
         # Nothing begins any more: groups are joined, and read models are caught up.
         await asyncio.sleep(20)
