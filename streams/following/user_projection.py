@@ -116,13 +116,14 @@ class _UserProjector(Projector):
             await self._end("")
         return loaded
 
-    async def _save(self, group: Group) -> None:
+    async def _save(self, group: Group) -> Group:
         facts = [fact for of_shard in group.facts.values() for fact in of_shard]
         try:
             await write(await self._connected(), self.name, self._schema, group.moves, facts, self._apply)
         except Misbehaves as error:
             await self._disconnect()
             await self._end(str(error))
+        return group
 
     async def _failed(self) -> None:
         # The user's code would fail again. Events that were not written are still after the cursor.

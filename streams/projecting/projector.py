@@ -237,8 +237,7 @@ class Projector:
                     else:
                         await self._failed()
         finally:
-            if self._connection is not None:
-                await self._connection.close()
+            await self._disconnect()
 
     async def _carry_all(self, reader: JournalReader) -> None:
         while True:
@@ -441,7 +440,7 @@ class Projector:
     async def _process(self, items: Sequence[Record | CatchUp], reader: JournalReader) -> None:
         group = Group({}, {}, {}, {})
         for item in items:
-            if item.shard in self._stopped:
+            if self._is_paused(item.shard):
                 continue
             if isinstance(item, CatchUp):
                 group = await self._read_journal(group, item.shard, await reader.end(item.shard), reader)
@@ -455,9 +454,13 @@ class Projector:
         """Reads the records between the cursor and an offset from the journal."""
         async for records in reader.read(shard, self._cursor(group, shard).next_offset, to_offset):
             for record in records:
-                if shard not in self._stopped:
+                if not self._is_paused(shard):
                     group = await self._add(group, record)
         return group
+
+    def _is_paused(self, shard: int) -> bool:
+        """Whether records of a shard are passed over now: it catches up later."""
+        return shard in self._stopped
 
     def _cursor(self, group: Group, shard: int) -> Cursor:
         moved = group.moves.get(shard)
@@ -471,7 +474,7 @@ class Projector:
     async def _add(self, group: Group, record: Record) -> Group:
         """Adds a record to the group; writes the group when it is full."""
         shard = record.shard
-        if shard in self._stopped:
+        if self._is_paused(shard):
             return group
         cursor = self._cursor(group, shard)
         if record.offset < cursor.next_offset:
@@ -512,6 +515,8 @@ class Projector:
         for shard, records in group.records.items():
             cursor, _ = group.moves[shard]
             for after, facts in records:
+                if self._is_paused(shard):
+                    break
                 try:
                     await self._commit(Group({shard: (cursor, after)}, {shard: list(facts)}, {}, {}))
                 except psycopg.Error as error:
@@ -531,7 +536,7 @@ class Projector:
 
     async def _commit(self, group: Group) -> None:
         began = time.perf_counter()
-        await self._save(group)
+        group = await self._save(group)
         seconds = time.perf_counter() - began
         self.measures.transaction_seconds.observe(seconds)
         if (traced := traces()) is not None:
@@ -540,11 +545,15 @@ class Projector:
                 traced.add("project", shard, seqs, seconds, projection=self.name)
         self._step(f"{self.name}.committed")
         for shard, (before, after) in group.moves.items():
-            self._cursors[shard] = after
-            self.measures.events += after.seq - before.seq
-            self.measures.seqs[shard] = after.seq
+            self._moved(shard, before, after)
 
-    async def _save(self, group: Group) -> None:
+    def _moved(self, shard: int, before: Cursor, after: Cursor) -> None:
+        self._cursors[shard] = after
+        self.measures.events += after.seq - before.seq
+        self.measures.seqs[shard] = after.seq
+
+    async def _save(self, group: Group) -> Group:
+        """Writes the group; returns what of it is written."""
         connection = await self._connected()
         facts = [fact for of_shard in group.facts.values() for fact in of_shard]
         async with connection.transaction():
@@ -553,6 +562,7 @@ class Projector:
                 await self._apply(connection, facts)
             if group.ignored and self.name == REPORTS_IGNORED:
                 await self._report_ignored(connection, group.ignored)
+        return group
 
     async def _report_ignored(self, connection: AsyncConnection[Any], ignored: Mapping[int, Ignored]) -> None:
         """Records a finding for each shard: the last record that no known relay signed."""

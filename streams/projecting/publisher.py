@@ -2,31 +2,43 @@
 
 Its cursor is stored in a header of the last record of every group. After a crash it resumes from the newest
 cursor in the topic, so some records may repeat, with the same id and bytes; none is missing.
+
+Each shard is written by itself. A shard whose records the brokers refuse, or do not acknowledge, is held: it
+is retried with growing pauses, while the others continue.
 """
 
+import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from functools import lru_cache
-from itertools import zip_longest
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
+from grabstream.lua.ending import end
+from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.calendar import utc_text
 from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
 from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, named
 from grabstream.models.schema_ids import event_name, schema_id
 from grabstream.projections.cursors import Fact, single_facts
+from grabstream.projections.database import locks
 from grabstream.projections.records import set_aside
 from grabstream.streams import brokers
-from grabstream.streams.clients import close
+from grabstream.streams.clients import Trouble, close, in_words
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.projector import Group, Projector
+from grabstream.streams.projecting.projector import (
+    RETRY_SECONDS,
+    RETRY_SECONDS_MAX,
+    CatchUp,
+    Group,
+    Projector,
+)
 from grabstream.streams.topics import record_time_ms
 
 log = logging.getLogger(__name__)
@@ -37,6 +49,8 @@ LOOK_BACK_RECORDS: Final = 2_000
 LAST_RECORDS: Final = 16
 #: The number of cursors of a shard that are compared with the journal, from the newest on.
 COMPARED_CURSORS_MAX: Final = 32
+#: How long the other shards of a group wait for one that is not acknowledged. Then it is held.
+ACKNOWLEDGED_SECONDS_MAX: Final = 2.0
 #: Offsets in Kafka have 64 bits, with a sign.
 OFFSET_MAX: Final = 2**63 - 1
 _CURSOR: Final = re.compile(rb"([0-9]{1,19}),([0-9a-f]{64}),([0-9]{1,19}),([0-9]{1,19}),(.{1,255})")
@@ -51,6 +65,15 @@ class Publisher(Projector):
         self._shards = shards
         self._source = source.encode()
         self._producer: AIOKafkaProducer | None = None
+        #: Producers of single shards: after an error, the old one may refuse all records of a shard, or send
+        #: records again that we send again as well.
+        self._own_producers: dict[int, AIOKafkaProducer] = {}
+        #: By shard that is held: the task that returns the cursor from which it continues.
+        self._held: dict[int, asyncio.Task[Cursor]] = {}
+        #: Shards whose hold ended with their producers, to be caught up.
+        self._released: set[int] = set()
+        #: By shard whose last records were not written: the trouble, and the pause before the next attempt.
+        self._troubles: dict[int, _ShardTrouble] = {}
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         await self._start_producer()
@@ -66,12 +89,18 @@ class Publisher(Projector):
         return {shard: set_aside.past(records, shard, cursor) for shard, cursor in newest.items()}
 
     async def _start_producer(self) -> None:
-        # A new producer each time: after an error, the old one may refuse all records, or send records again
-        # that we send again as well.
-        await self._stop_producer()
-        producer = self._producer = make_producer(self._kafka)
-        await producer.start()
-        await producer.partitions_for(self._events)
+        await self._stop_producers()
+        self._producer = await self._started()
+
+    async def _started(self) -> AIOKafkaProducer:
+        producer = make_producer(self._kafka)
+        try:
+            await producer.start()
+            await producer.partitions_for(self._events)
+        except BaseException:
+            await close(producer.stop())
+            raise
+        return producer
 
     async def repeat(self, last: Mapping[int, tuple[Fact, Cursor]]) -> None:
         """Publishes the last event of each shard again, with the same id and bytes, and with another cursor
@@ -79,41 +108,170 @@ class Publisher(Projector):
         """
         await self._start_producer()
         try:
-            assert self._producer is not None
             for shard, (fact, after) in last.items():
-                for batch in event_batches(self._producer, [fact], self._source, after):
-                    await (await self._producer.send_batch(batch, self._events, partition=shard))
+                await self._send(shard, [fact], after)
         finally:
-            await self._stop_producer()
+            await self._stop_producers()
 
     async def _disconnect(self) -> None:
-        await self._stop_producer()
-        await super()._disconnect()
+        try:
+            await self._stop_producers()
+        finally:
+            await super()._disconnect()
 
-    async def _stop_producer(self) -> None:
-        producer, self._producer = self._producer, None
-        if producer is not None:
+    async def _stop_producers(self) -> None:
+        held, self._held = self._held, {}
+        self._released |= held.keys()
+        await end(held.values())
+        producers = [*self._own_producers.values(), *([self._producer] if self._producer else [])]
+        self._producer, self._own_producers = None, {}
+        for producer in producers:
             await close(producer.stop())
 
-    async def _save(self, group: Group) -> None:
-        await self._connected()
-        assert self._producer is not None
-        shards = [shard for shard, facts in group.facts.items() if facts]
-        batches = [
-            event_batches(self._producer, group.facts[shard], self._source, _after_last_event(group, shard))
-            for shard in shards
-        ]
+    async def _save(self, group: Group) -> Group:
+        """Writes the events of each shard; returns the group without the shards that are held now."""
+        connection = await self._connected()
+        sending = {
+            shard: asyncio.create_task(self._send(shard, facts, _after_last_event(group, shard)))
+            for shard, facts in group.facts.items()
+            if facts
+        }
+        # Who failed the last time is not waited for.
+        awaited = [task for shard, task in sending.items() if shard not in self._troubles]
+        try:
+            if awaited:
+                await asyncio.wait(awaited, timeout=ACKNOWLEDGED_SECONDS_MAX)
+            moves = dict(group.moves)
+            for shard, task in sending.items():
+                if _is_written(task):
+                    self._end_trouble(shard)
+                    continue
+                _, after = moves.pop(shard)
+                await connection.execute(
+                    "SELECT pg_try_advisory_lock(hashtext(%s))", (held_lock(self._schema, shard),)
+                )
+                self._held[shard] = asyncio.create_task(self._until_writable(shard, task, after))
+                self._held[shard].add_done_callback(partial(self._wake, shard))
+        except BaseException:
+            await end([task for shard, task in sending.items() if shard not in self._held])
+            raise
+        return group._replace(moves=moves)
+
+    async def _send(self, shard: int, facts: Sequence[Fact], after: Cursor) -> None:
+        """Writes events to a shard's partition; raises the client's errors."""
+        producer = self._own_producers.get(shard) or self._producer
+        assert producer is not None
         # A partition's next batch is sent after the previous one is acknowledged. A broker that does not know
         # the producer accepts any batch first. So an earlier batch that expired on the way would leave a gap
         # before the cursor in a later one.
-        for abreast in zip_longest(*batches):
-            sent = [
-                await self._producer.send_batch(batch, self._events, partition=shard)
-                for shard, batch in zip(shards, abreast, strict=True)
-                if batch is not None
-            ]
-            for acknowledged in sent:
-                await acknowledged
+        for batch in event_batches(producer, facts, self._source, after):
+            sent = await producer.send_batch(batch, self._events, partition=shard)
+            await sent
+
+    # -- shards that are held --------------------------------------------------------------------------------
+
+    def _is_paused(self, shard: int) -> bool:
+        return super()._is_paused(shard) or shard in self._held
+
+    async def _until_writable(self, shard: int, sending: "asyncio.Task[None]", after: Cursor) -> Cursor:
+        """Returns the cursor from which a shard continues: `after` when its records are acknowledged late;
+        after an error the newest one in the topic, when the next attempt is due.
+        """
+        try:
+            await sending
+            self._end_trouble(shard)
+            return after
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            trouble = self._troubles.setdefault(shard, _ShardTrouble(shard))
+            failed = error
+        finally:
+            sending.cancel()
+        while True:
+            self.measures.failures += 1
+            await trouble.pause(failed)
+            try:
+                return await self._try_again(shard)
+            except BaseException as error:
+                if not is_trouble(error):
+                    raise
+                failed = error
+
+    async def _try_again(self, shard: int) -> Cursor:
+        """Gives a shard a producer of its own; returns where it continues. Raises the client's errors."""
+        if (before := self._own_producers.pop(shard, None)) is not None:
+            await close(before.stop())
+        async with (
+            open_reader(self._kafka, self._events) as reader,
+            open_reader(self._kafka, self._journal) as journal,
+        ):
+            newest = await newest_cursor(reader, shard, self._source.decode(), journal)
+        self._own_producers[shard] = await self._started()
+        # Records that an operator has set aside are behind our cursor, and may be before the newest one.
+        return max(newest, self._cursors.get(shard, newest), key=lambda cursor: cursor.next_offset)
+
+    def _end_trouble(self, shard: int) -> None:
+        if (trouble := self._troubles.pop(shard, None)) is not None:
+            trouble.over()
+
+    def _wake(self, shard: int, _: object) -> None:
+        """Makes `run` look for shards that can be written again."""
+        if not self._queue.full():
+            self._queue.put_nowait(CatchUp(shard))
+
+    async def _resumed(self) -> list[CatchUp]:
+        resumed = await super()._resumed()
+        if not (self._held or self._released):
+            return resumed
+        ended = {shard: task for shard, task in self._held.items() if task.done()}
+        for shard, task in ended.items():
+            del self._held[shard]
+            self._released.add(shard)
+            if not task.cancelled():
+                self._moved(shard, self._cursors[shard], task.result())
+        connection = await self._connected()
+        for shard in ended:
+            await locks.release(connection, held_lock(self._schema, shard))
+        resumed += [CatchUp(shard) for shard in sorted(self._released)]
+        self._released.clear()
+        return resumed
+
+
+class _ShardTrouble:
+    """Why the records of a shard are not written, and the pauses between attempts."""
+
+    def __init__(self, shard: int) -> None:
+        self._trouble = Trouble(log, f"events, shard {shard}")
+        self._seconds = RETRY_SECONDS
+
+    async def pause(self, error: BaseException) -> None:
+        """Reports a failed attempt, and waits until the next one is due."""
+        self._trouble.say(in_words(error))
+        await asyncio.sleep(self._seconds)
+        self._seconds = min(self._seconds * 2, RETRY_SECONDS_MAX)
+
+    def over(self) -> None:
+        """Reports that the shard is written again."""
+        self._trouble.over()
+
+
+def held_lock(schema: str, shard: int) -> str:
+    """The lock that a publisher has while a shard is held, for the watchdogs of other processes."""
+    return f"grabstream-held-{schema}-{shard}"
+
+
+def _is_written(sending: "asyncio.Task[None]") -> bool:
+    """Whether the records were acknowledged; raises errors that are not trouble with a server."""
+    if not sending.done():
+        return False
+    try:
+        sending.result()
+    except BaseException as error:
+        if not is_trouble(error):
+            raise
+        return False
+    return True
 
 
 class PublishedOffsets:

@@ -19,13 +19,19 @@ from grabstream.lua.ending import running
 from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections import cursors
+from grabstream.projections.database.locks import is_held
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.versions import NoReadModel, writable_versions
 from grabstream.streams.clients import in_words
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import Projector
-from grabstream.streams.projecting.publisher import PublishedOffsets, Publisher, event_source
+from grabstream.streams.projecting.publisher import (
+    PublishedOffsets,
+    Publisher,
+    event_source,
+    held_lock,
+)
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -161,8 +167,17 @@ async def _find_stalled(
             if offset != before:
                 lagging[name, shard] = (offset, now)
             elif seconds > STALLED_SECONDS:
+                if await _is_held(connection, projector, schema, shard):
+                    continue
                 return (
                     f"{name} has been at offset {offset} of shard {shard} for {seconds:.0f} s, the "
                     f"journal ends at {ends[shard]}"
                 )
     return None
+
+
+async def _is_held(
+    connection: AsyncConnection[object], projector: Projector, schema: str, shard: int
+) -> bool:
+    """Whether a publisher, of this process or another one, waits until the brokers take a shard's records."""
+    return isinstance(projector, Publisher) and await is_held(connection, held_lock(schema, shard))

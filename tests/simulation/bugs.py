@@ -443,9 +443,9 @@ OF_BOOKS: Final = (
         (
             (
                 "streams/projecting/publisher.py",
-                "            for acknowledged in sent:\n                await acknowledged\n",
-                '            left = [*locals().get("left", ()), *sent]\n'
-                '        for acknowledged in locals().get("left", ()):\n            await acknowledged\n',
+                "            await sent\n",
+                '            left = [*locals().get("left", ()), sent]\n'
+                '        for sent in locals().get("left", ()):\n            await sent\n',
             ),
         ),
     ),

@@ -8,11 +8,13 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from psycopg import AsyncConnection
 
 from grabstream.models.calendar import utc_text
@@ -21,6 +23,7 @@ from grabstream.models.journal import GENESIS, Cursor, chain
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import Fact
+from grabstream.projections.database.locks import is_held
 from grabstream.streams import journal as journal_module
 from grabstream.streams.clients import started
 from grabstream.streams.journal import JournalReader, Record, open_reader
@@ -32,6 +35,7 @@ from grabstream.streams.projecting.publisher import (
     encode_cursor,
     event_headers,
     event_source,
+    held_lock,
     newest_cursor,
 )
 from grabstream.streams.topics import Topics
@@ -393,3 +397,66 @@ async def test_events_of_a_clock_that_was_ahead_are_published(
     assert now_ms <= ahead.timestamp <= time.time_ns() // 1_000_000
     headers = {name: value.decode() for name, value in ahead.headers}
     assert headers["ce_time"] == utc_text(ahead_ms)
+
+
+#: A shard beside SHARD.
+OTHER = 1
+
+
+async def _refuse_ahead(system: Settings, topic: str, ahead_ms: int) -> None:
+    """Makes the brokers refuse records of a topic whose time is further ahead."""
+    change = ConfigResource(
+        ConfigResourceType.TOPIC, topic, {"message.timestamp.after.max.ms": str(ahead_ms)}
+    )
+    async with started(AIOKafkaAdminClient(bootstrap_servers=system.kafka)) as client:
+        await client.alter_configs([change])
+
+
+async def test_a_shard_whose_records_are_refused_holds_no_other(
+    system: Settings, events: Events, journal: JournalWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both are written in one group. The shard that is refused is named, and continues when it is taken;
+    until then no watchdog takes it for stalled.
+    """
+    ahead_ms = time.time_ns() // 1_000_000 + 20 * 60_000  # the publisher leaves this time as it is
+    await _refuse_ahead(system, events.topic, 60_000)
+    other = JournalWriter(system, journal._producer, OTHER)
+    of_other = [line.replace(b'"shard":%d' % SHARD, b'"shard":%d' % OTHER) for line in LINES]
+    ahead = [LINES[0], LINES[1].replace(b'"at":2,', b'"at":%d,' % ahead_ms), LINES[2]]
+    await journal.marker(1, "a")
+    await journal.block(ahead, 1, 3)
+    await other.marker(1, "a")
+    await other.block(of_other, 1, 10)
+    async with running(system, "events") as [projector], await open_books(system) as connection:
+        await projector.put(CatchUp(SHARD))
+        await projector.put(CatchUp(OTHER))
+
+        async def has(shard: int, seq: int) -> bool:
+            return await events.reader.end(shard) >= seq
+
+        await until(partial(has, OTHER, 10), 20, "the events of the other shard")
+        await until(partial(is_held, connection, held_lock(system.schema_, SHARD)), 20, "that it is held")
+        await other.block(of_other, 11, 20)
+        await projector.put(other.records[-1])
+        await until(partial(has, OTHER, 20), 20, "further events of the other shard")
+        assert not await has(SHARD, 3)
+        warnings = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+        [refused] = [warning for warning in warnings if "InvalidTimestamp" in warning]
+        assert refused.startswith(f"events, shard {SHARD}: ")
+        assert projector.measures.failures
+
+        await _refuse_ahead(system, events.topic, 24 * 3_600_000)
+        await until(partial(has, SHARD, 3), 30, "the events that were refused")
+
+        async def is_free() -> bool:
+            return not await is_held(connection, held_lock(system.schema_, SHARD))
+
+        await until(is_free, 20, "that it is no longer held")
+        await journal.block([*ahead, *LINES[3:10]], 4, 10)
+        await projector.put(journal.records[-1])
+        await until(partial(has, SHARD, 10), 20, "what follows")
+    for shard, lines in ((SHARD, [*ahead, *LINES[3:10]]), (OTHER, of_other[:20])):
+        read = events.reader.read(shard, 0, await events.reader.end(shard))
+        values = [record.value async for records in read for record in records]
+        # A refused request may have taken the events before the refused one, and they are written again.
+        assert list(dict.fromkeys(values)) == lines
