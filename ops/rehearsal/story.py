@@ -32,6 +32,7 @@ from grabstream.ops.connections.opening import gate_limits, key_space, open_redi
 from grabstream.ops.console.output import console
 from grabstream.ops.console.progress import bar
 from grabstream.ops.rehearsal.clock import Clock, moment, shown
+from grabstream.ops.rehearsal.published import published_check
 from grabstream.ops.rehearsal.run import open_books, until_in_books
 from grabstream.ops.rehearsal.stage import Patience, Stage, set_up
 from grabstream.ops.rehearsal.tally import Tally
@@ -457,7 +458,7 @@ async def tell(
             story = kind(settings, redis, reader, stage, seed, people, quiet)
             await story.tell()
             checks = await story.checks()
-            checks += await story.verify()
+            checks += [*await story.verify(), await published_check(settings, stage.check)]
     finally:
         await redis.aclose()
     return {

@@ -34,6 +34,7 @@ from grabstream.ops.rehearsal.over_http.run import ShapedRehearsal
 from grabstream.ops.rehearsal.over_http.shape import Shape, read_shape
 from grabstream.ops.rehearsal.over_http.verdict import http_verdict
 from grabstream.ops.rehearsal.promotion import Promotion
+from grabstream.ops.rehearsal.published import published_check
 from grabstream.ops.rehearsal.run import (
     HTTP_CALLERS,
     LOOK_EVERY_SECONDS,
@@ -328,7 +329,7 @@ async def _play(
         if isinstance(rehearsal, ShapedRehearsal):
             checks += await http_verdict(connection, rehearsal)
             details["http"] = rehearsal.details()
-    checks += await verify(settings, share=1)
+    checks += [await published_check(settings, stage.check), *await verify(settings, share=1)]
     return {
         "attempts": rehearsal.doors.total,
         "seconds": seconds,
