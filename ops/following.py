@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Final
 
@@ -28,15 +28,17 @@ BATCH_SEQS: Final = 4_000
 
 
 async def follow_into(
-    settings: Settings, sink: EventSink, *, step: Callable[[str], None] = lambda name: None
-) -> None:
+    settings: Settings, sink: EventSink, *, step: Callable[[str], None] = lambda name: None,
+    report: Callable[[int, int], None] = lambda events, records_left: None,
+) -> None:  # fmt: skip
     """Hands all events on to a sink, from the cursor that it has stored, and then new ones, until cancelled.
 
     The events are read from the journal and verified by the chain of hashes. While a server is away, or the
     sink raises OSError, it waits, and begins again with what the sink has stored. `step` is called after each
-    batch. Raises BadSettings when the servers belong to another system, SinkDamaged for a cursor that is not
-    one of this system, Corrupt or Gap when the journal contradicts itself or its old records were deleted,
-    and all other errors of the sink.
+    batch, and `report` with the count of the events that the batch handed on, and of the records of the
+    journal that are left. Raises BadSettings when the servers belong to another system, SinkDamaged for a
+    cursor that is not one of this system, Corrupt or Gap when the journal contradicts itself or its old
+    records were deleted, and all other errors of the sink.
     """
     identity = await check_system(settings)
     trouble = Trouble(log, "follow")
@@ -45,7 +47,7 @@ async def follow_into(
             async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
                 stored = await sink.load()
                 cursor = _cursor(stored, settings, identity.journal if identity else None)
-                await _hand_on(settings, sink, reader, stored, cursor, trouble, step)
+                await _hand_on(settings, sink, reader, stored, cursor, trouble, step, report)
         except CursorMoved as moved:
             log.info("%s; reading it again", moved)
             await asyncio.sleep(POLL_SECONDS)
@@ -67,11 +69,12 @@ def _cursor(stored: str | None, settings: Settings, journal: str | None) -> Even
 
 async def _hand_on(
     settings: Settings, sink: EventSink, reader: JournalReader, stored: str | None, cursor: EventCursor,
-    trouble: Trouble, step: Callable[[str], None],
+    trouble: Trouble, step: Callable[[str], None], report: Callable[[int, int], None],
 ) -> None:  # fmt: skip
     source = JournalSource(reader, None)
     while True:
-        for shard, end in (await reader.ends(range(settings.shards))).items():
+        ends = await reader.ends(range(settings.shards))
+        for shard, end in ends.items():
             position = cursor.positions().get(shard, Cursor())
             if end <= position.next_offset:
                 continue
@@ -87,5 +90,11 @@ async def _hand_on(
                         await sink.apply(facts, stored, after)
                         stored = after
                         step("sink.applied")
+                    report(len(facts), _records_left(ends, cursor))
         trouble.over()
         await asyncio.sleep(POLL_SECONDS)
+
+
+def _records_left(ends: Mapping[int, int], cursor: EventCursor) -> int:
+    positions = cursor.positions()
+    return sum(end - positions.get(shard, Cursor()).next_offset for shard, end in ends.items())

@@ -27,9 +27,11 @@ class ProgressLine:
         self._step = ""
         self._shown = 0.0
 
-    def __call__(self, what: str, step: str, done: int = 0, total: int = 0, rate: float = 0.0) -> None:
-        """Shows the progress of `what`, not too often: its step, events done (of `total`, if known), and
-        events per second.
+    def __call__(
+        self, what: str, step: str, done: int = 0, total: int = 0, rate: float = 0.0, more: str = ""
+    ) -> None:
+        """Shows the progress of `what`, not too often: its step, events done (of `total`, if known), events
+        per second, and `more`.
         """
         now = time.monotonic()
         terminal = self._console.is_terminal
@@ -46,6 +48,7 @@ class ProgressLine:
         if rate:
             words += f", {rate:,.0f} a second"
             words += f", {(total - done) / rate:,.0f} s left" if total else ""
+        words += f", {more}" if more else ""
         self._console.print(words, end="\r" if terminal else "\n", markup=False)
 
 

@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,7 @@ from grabstream.models.journal import Corrupt, Gap
 from grabstream.ops.commands.operate.worker import step_of
 from grabstream.ops.connections.opening import check_system, system_of
 from grabstream.ops.console.output import counted, json_option, print_json
-from grabstream.ops.console.progress import Reading
+from grabstream.ops.console.progress import ProgressLine, Reading
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.following import follow_into
 from grabstream.ops.settings import Settings, load_settings
@@ -53,10 +54,29 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
                 "--rebuild: a sink is built again by removing what it has stored, with its cursor"
             )
         else:
-            run_until_stopped(follow_into(settings, found, step=step_of(settings)))
+            run_until_stopped(
+                follow_into(settings, found, step=step_of(settings), report=_catching_up(projection))
+            )
     except (CannotRun, SinkDamaged, Corrupt, Gap) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
+
+
+def _catching_up(what: str) -> Callable[[int, int], None]:
+    """Shows how far a sink is, until it has caught up."""
+    line, done, is_behind = ProgressLine(), 0, False
+
+    def report(events: int, records_left: int) -> None:
+        nonlocal done, is_behind
+        done += events
+        if records_left:
+            is_behind = True
+            line(what, "handed on", done, more=f"{counted(records_left, 'records')} of the journal left")
+        elif is_behind:
+            is_behind = False
+            line(what, "has caught up,", done)
+
+    return report
 
 
 def _run(settings: Settings, projection: Projection, rebuild: bool, as_json: bool) -> None:

@@ -204,6 +204,30 @@ async def test_a_cursor_within_a_run_is_continued_from(system: Settings) -> None
     assert sink.lines == history.lines[run.seq :]
 
 
+async def test_it_tells_how_much_is_left(system: Settings) -> None:
+    histories = [MixedHistory(24, shard, 10) for shard in (4, 5)]
+    for history in histories:
+        await journal(system, history, CUT)
+    told: list[tuple[int, int]] = []
+    sink = Flaky(0.0)
+
+    class CaughtUp(Exception):
+        pass
+
+    def report(events: int, records_left: int) -> None:
+        told.append((events, records_left))
+        if not records_left:
+            raise CaughtUp
+
+    async with asyncio.timeout(120):
+        with pytest.raises(CaughtUp):
+            await follow_into(system, sink, report=report)
+    lines = sum(len(history.lines) for history in histories)
+    assert sum(events for events, _ in told) == lines == len(sink.lines)
+    first, *_, last = [records_left for _, records_left in told]
+    assert first > last == 0
+
+
 async def test_an_error_of_the_sink_ends_it(system: Settings) -> None:
     class Broken(Flaky):
         async def load(self) -> str | None:
