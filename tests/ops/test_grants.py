@@ -1,12 +1,18 @@
-"""Kafka's groups by role; `test_secured.py` tries all rights at secured servers."""
+"""Kafka's groups by role, and locks of PostgreSQL; `test_secured.py` tries all rights at secured servers."""
 
 import re
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
+import psycopg
 import pytest
 from click.testing import CliRunner
 
 from grabstream.ops.cli import grabstream
 from grabstream.ops.grants import kafka_acls, require_group
+from grabstream.ops.settings import load_settings
 from grabstream.projections.definitions import PROJECTIONS as READ_MODELS
 from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.projecting.agents import PROJECTIONS, group_of
@@ -55,3 +61,39 @@ def test_a_group_that_readers_cannot_have_is_refused(group: str, monkeypatch: py
     done = CliRunner().invoke(grabstream, ["grants", "--group", group])
     assert done.exit_code == 2
     assert re.search("--group: (a group has 1 to 249 letters|.* is a group of this system's)", done.stderr)
+
+
+@pytest.fixture
+def roles() -> Iterator[tuple[str, dict[str, str]]]:
+    """The DSN of a database of its own, and the roles owner, writer and reader."""
+    postgres, mark = load_settings().postgres, uuid.uuid4().hex[:12]
+    database = f"locks_{mark}"
+    names = {role: f"{role}_{mark}" for role in ("owner", "writer", "reader")}
+    with closing(psycopg.connect(postgres, autocommit=True)) as admin:
+        admin.execute(f"CREATE DATABASE {database}")
+        for name in names.values():
+            admin.execute(f"CREATE ROLE {name}")
+        try:
+            yield psycopg.conninfo.make_conninfo(postgres, dbname=database), names
+        finally:
+            admin.execute(f"DROP DATABASE {database} WITH (FORCE)")
+            for name in names.values():
+                admin.execute(f"DROP ROLE {name}")
+
+
+def test_readers_take_no_locks_where_the_page_s_statement_was_run(
+    roles: tuple[str, dict[str, str]],
+) -> None:
+    dsn, names = roles
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    [statement] = re.findall(r"<!-- locks -->\n```sql\n(.*?)```", page, re.DOTALL)
+    for role in ("owner", "writer"):
+        statement = statement.replace(f"grab_{role}", names[role])
+    every_lock = "SELECT oid FROM pg_proc WHERE proname ~ 'advisory'"
+    allowed_lock = f"{every_lock} AND has_function_privilege(%s, oid, 'EXECUTE')"
+    with closing(psycopg.connect(dsn, autocommit=True)) as session:
+        every = set(session.execute(every_lock))
+        assert every == set(session.execute(allowed_lock, (names["reader"],)))
+        session.execute(statement.encode())
+        allowed = {role: set(session.execute(allowed_lock, (name,))) for role, name in names.items()}
+    assert allowed == {"owner": every, "writer": every, "reader": set()}
