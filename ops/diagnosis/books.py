@@ -23,6 +23,7 @@ from grabstream.projections.cursors import Stop
 from grabstream.projections.database.locks import is_held
 from grabstream.projections.database.migrate import PROJECTIONS, missing_migrations
 from grabstream.projections.database.system import read_identity
+from grabstream.projections.database.zones import unknown_zones
 from grabstream.projections.records import journal_keys as recorded_keys
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
@@ -73,6 +74,8 @@ class BookReadings(NamedTuple):
     seal_keys: SealKeyReadings = SealKeyReadings()
     #: The public keys with which relays sign, by id.
     journal_keys: Mapping[str, str] = {}
+    #: Time zones of present offers that PostgreSQL does not know: how many offers, and one of them.
+    unknown_zones: Mapping[str, tuple[int, str]] = {}
     #: Whether a verifier has the lock that it has while it works.
     has_verifier: bool = False
 
@@ -113,8 +116,17 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
         hooks=await read_hooks(connection),
         seal_keys=await read_seal_keys(connection),
         journal_keys=await _journal_keys(connection, schema),
+        unknown_zones=await _unknown_zones(connection),
         has_verifier=await is_held(connection, verified.lock_of(schema)),
     )  # fmt: skip
+
+
+async def _unknown_zones(connection: AsyncConnection[Any]) -> dict[str, tuple[int, str]]:
+    rows = await connection.execute(
+        "SELECT campaign_timezone, count(*), min(offer) FROM offers WHERE retired_at IS NULL GROUP BY 1"
+    )
+    offers = {zone: (count, offer) for zone, count, offer in await rows.fetchall()}
+    return {zone: offers[zone] for zone in await unknown_zones(connection, offers)}
 
 
 async def _journal_keys(connection: AsyncConnection[Any], schema: str) -> Mapping[str, str]:
@@ -512,6 +524,20 @@ def not_verified(readings: BookReadings, settings: Settings, now_ms: int) -> lis
     if last is not None and now_ms - last < verified.SILENT_MS_MAX:
         return []
     return [Finding("risk", "no worker verifies", means, "grabstream worker --roles verify", last)]
+
+
+def zones_unknown(readings: BookReadings, settings: Settings) -> list[Finding]:
+    """Time zones of offers that this program knows, and PostgreSQL does not."""
+    return [
+        Finding(
+            "risk", f"PostgreSQL does not know the time zone {zone} of {counted(count, 'offers')}, such as "
+                    f"{offer}",
+            "`limits`, `results_by_week` and `funnel` reckon their days and weeks in UTC; decisions and "
+            "answers are those of the zone",
+            "update PostgreSQL on its machine, or the system's tzdata where PostgreSQL uses that",
+        )
+        for zone, (count, offer) in readings.unknown_zones.items()
+    ]  # fmt: skip
 
 
 def may_forget(readings: BookReadings, settings: Settings) -> list[Finding]:

@@ -217,6 +217,7 @@ CHECKS: Final = (
     Check("partitions have leaders and copies", ("kafka",), _topics(topics.not_led)),
     Check("commands are bounded", ("kafka",), _topics(topics.keeps_batches_compressed)),
     Check("PostgreSQL waits for its disk", ("postgres",), _books(books.may_forget)),
+    Check("time zones are known to all", ("postgres",), _books(books.zones_unknown)),
     Check("disks have room", (), _disks),
     Check("shards have the clock of Redis", ("redis",), _core(core.clock_of_callers)),
     Check("servers of the Redis Cluster answer", ("redis",), _core(core.silent)),

@@ -165,6 +165,18 @@ ALTER TABLE payments_1
 -- columns are only added at the end; any other change needs another number of the definition. Each `…_time`
 -- is the integer column beside it, as timestamptz.
 
+-- A time zone, or UTC where this PostgreSQL does not know it: it may have an older list of zones than the
+-- program that opened the offer, and one such offer must not break the views for all others.
+CREATE OR REPLACE FUNCTION known_zone(zone text) RETURNS text LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    IF zone <> 'UTC' THEN
+        PERFORM now() AT TIME ZONE zone;
+    END IF;
+    RETURN zone;
+EXCEPTION WHEN invalid_parameter_value THEN
+    RETURN 'UTC';
+END $$;
+
 CREATE OR REPLACE VIEW balances AS SELECT user_id, asset, available, held FROM balances_1;
 CREATE OR REPLACE VIEW offers AS
     SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, opened_at, opens_at,
@@ -186,7 +198,8 @@ CREATE OR REPLACE VIEW offers AS
            CASE kind WHEN 'envelope' THEN refunded END AS refunded_amount,
            CASE kind WHEN 'envelope' THEN grabs ELSE given END AS given_units,
            CASE WHEN kind <> 'envelope' THEN refunded WHEN closed_at IS NULL THEN 0 ELSE units - grabs END
-               AS refunded_units
+               AS refunded_units,
+           known_zone(coalesce(terms->'campaign_zone'->>'timezone', terms->>'timezone', 'UTC')) AS known_timezone
     FROM offers_1;
 CREATE OR REPLACE VIEW grabs AS
     SELECT offer, grab, user_id,
@@ -243,12 +256,13 @@ CREATE OR REPLACE VIEW limits AS
     ), counting AS (
         SELECT a.offer, a.seq, a.until, x.by, x.per, x.max, coalesce(x.scope, 'offer') AS scope
         FROM amended AS a, jsonb_to_recordset(a.limits) AS x (by text, per text, max bigint, scope text)
-    ), declared AS (
+    ), declared AS MATERIALIZED (
+        -- Each zone is looked up once for a limit.
         SELECT l.offer, l.shard, l.campaign, l.life, c.by, c.per, c.max, c.scope,
-               coalesce(
+               known_zone(coalesce(
                    CASE c.scope WHEN 'campaign' THEN l.terms->'campaign_zone'->>'timezone' END,
                    l.terms->>'timezone', 'UTC'
-               ) AS timezone,
+               )) AS timezone,
                coalesce(
                    CASE c.scope WHEN 'campaign' THEN (l.terms->'campaign_zone'->>'hour_shift_ms')::bigint END,
                    l.hour_shift_ms

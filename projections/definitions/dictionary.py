@@ -173,7 +173,7 @@ VIEWS: Final[Mapping[str, View]] = {
             "closed_at retired_at reason grabs given held waiting units_left amount_left refunded "
             "seed_sha256 seed terms opened_time opens_time closes_time closed_time retired_time campaign "
             "campaign_timezone total_amount given_amount left_amount refunded_amount given_units "
-            "refunded_units",
+            "refunded_units known_timezone",
             issuer=("text", "Who issued it."),
             funding=("text", "Payment that funded it. NULL: pieces need none."),
             total="Minor units of an envelope, pieces of other kinds: see `total_amount` and `units`.",
@@ -208,6 +208,9 @@ VIEWS: Final[Mapping[str, View]] = {
             refunded_amount="Minor units of an envelope that went back when it closed. NULL: pieces.",
             given_units="Parts or pieces that users have for good now.",
             refunded_units="Parts or pieces that went back to the issuer.",
+            known_timezone=(
+                "text", "`campaign_timezone`, or UTC where this PostgreSQL does not know that zone."
+            ),
         ),
     ),
     "grabs": View(
@@ -258,7 +261,8 @@ VIEWS: Final[Mapping[str, View]] = {
             max="Units that the limit allows.",
             counted="Units that count now.",
             left="Units that the limit leaves.",
-            resets_at=f"When the window ends, by the local clock, {_MS}; empty for the window `offer`.",
+            resets_at=f"When the window ends, by the local clock (UTC where this PostgreSQL does not know "
+                      f"the zone), {_MS}; empty for the window `offer`.",
         ),
     ),
     "waiting": View(
@@ -434,7 +438,7 @@ VIEWS: Final[Mapping[str, View]] = {
             "sold_out_after",
             week=("text", "ISO week of `opens_time` in `timezone`, such as 2026-W47."),
             state=Column("text", "State of the offer.", _STATES_OF_OFFERS),
-            timezone=("text", "Time zone of the campaign."),
+            timezone=("text", "Time zone of the campaign; UTC where this PostgreSQL does not know it."),
             opens_time=("timestamptz", "From when on it takes grabs."),
             closed_time=("timestamptz", "When it closed. NULL: it has not closed."),
             offered="Units of the offer, with amendments.",

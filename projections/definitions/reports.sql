@@ -7,11 +7,11 @@
 
 --- part reports
 
--- What became of each offer, by the ISO week in which it opens in the zone of its campaign. Units are parts
--- of an envelope, else pieces.
+-- What became of each offer, by the ISO week in which it opens in the zone of its campaign (in UTC, and it
+-- says so, where this PostgreSQL does not know that zone). Units are parts of an envelope, else pieces.
 CREATE OR REPLACE VIEW results_by_week AS
     SELECT o.week, o.campaign, o.offer, o.title, o.kind, o.state, o.asset, o.terms->>'currency' AS currency,
-           o.campaign_timezone AS timezone, o.opens_time, o.closed_time, o.units AS offered, o.grabs,
+           o.known_timezone AS timezone, o.opens_time, o.closed_time, o.units AS offered, o.grabs,
            g.granted, g.held, o.given_units + l.returned - g.granted AS confirmed, l.retaken,
            o.given_units + l.returned AS sold,
            g.held + l.retaken - (o.given_units + l.returned - g.granted) - o.held AS released, l.returned,
@@ -20,7 +20,7 @@ CREATE OR REPLACE VIEW results_by_week AS
            g.paid - g.refunded AS revenue, to_timestamp(l.sold_out_at::float8 / 1000) AS sold_out_time,
            to_timestamp(l.sold_out_at::float8 / 1000) - o.opens_time AS sold_out_after
     FROM (
-        SELECT *, to_char(opens_time AT TIME ZONE campaign_timezone, 'IYYY-"W"IW') AS week FROM offers
+        SELECT *, to_char(opens_time AT TIME ZONE known_timezone, 'IYYY-"W"IW') AS week FROM offers
     ) AS o
     CROSS JOIN LATERAL (
         -- Grabs without a deadline that went back had waited, and got nothing.

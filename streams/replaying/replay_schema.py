@@ -63,7 +63,8 @@ _OFFERS_OF_USERS: Final = (
     "CREATE VIEW offers AS SELECT offer, shard, kind, issuer, funding, asset, total, units, title, state, "
     "opened_at, opens_at, closes_at, "
     "closed_at, retired_at, reason, seed_sha256, seed, terms, opened_time, opens_time, closes_time, "
-    "closed_time, retired_time, campaign, campaign_timezone, total_amount FROM offers_partial"
+    "closed_time, retired_time, campaign, campaign_timezone, total_amount, "
+    "known_timezone FROM offers_partial"
 )
 _BALANCES_OF_USERS: Final = "CREATE VIEW balances AS SELECT * FROM balances_partial WHERE user_id IN ({})"
 

@@ -13,6 +13,7 @@ from typing import Any, Final, get_args
 
 import click
 import msgspec
+from psycopg import OperationalError
 from rich.progress import (
     MofNCompleteColumn,
     Progress,
@@ -33,12 +34,14 @@ from grabstream.models.identifiers import is_id
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.commands.offers.approving import approval_option, sign_option, with_approvals
-from grabstream.ops.connections.opening import open_gate
+from grabstream.ops.connections.identity import IdentityNotRecorded
+from grabstream.ops.connections.opening import checked_books, open_gate
 from grabstream.ops.console.output import Output, counted, json_option, print_json, table
 from grabstream.ops.console.progress import bar
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
 from grabstream.ops.settings import Settings, load_settings
+from grabstream.projections.database.zones import unknown_zones
 
 #: Offers opened in one gate call. When a file has more, a bar shows the progress, and only refusals are
 #: printed one by one.
@@ -269,6 +272,12 @@ def _open_all(opens: Sequence[Open], as_json: bool) -> None:
     settings = ready_settings()
     answers: list[Answer] = []
     trouble = None
+    for zone in asyncio.run(_zones_without_views(settings, opens)):
+        click.echo(
+            f"grabstream: PostgreSQL does not know the time zone {zone}: the views `limits` and "
+            "`results_by_week` will reckon it as UTC until PostgreSQL is updated. Decisions are not affected",
+            err=True,
+        )
     try:
         with progress_bar(quiet=as_json or len(opens) <= OPENED_AT_ONCE_MAX) as progress:
             bar = progress.add_task("offers", total=len(opens))
@@ -293,6 +302,18 @@ def _open_all(opens: Sequence[Open], as_json: bool) -> None:
         )
         sys.exit(1 if trouble == "stopped" else 3)
     sys.exit(exit_code(answers))
+
+
+async def _zones_without_views(settings: Settings, opens: Sequence[Open]) -> list[str]:
+    """Time zones of the offers that PostgreSQL does not know; none when it does not answer."""
+    zones = {command.terms.timezone for command in opens} - {"UTC"}
+    if not zones:
+        return []
+    try:
+        async with checked_books(settings) as connection:
+            return await unknown_zones(connection, zones)
+    except (OperationalError, IdentityNotRecorded):
+        return []
 
 
 async def _open_in_pieces(

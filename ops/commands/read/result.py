@@ -38,11 +38,11 @@ _RESULTS: Final = (
 )
 _REFUSALS: Final = "SELECT offer, outcome, refusals FROM refusals_by_reason WHERE offer = ANY(%s)"
 _NEWEST: Final = (
-    "SELECT max(to_char(opens_time AT TIME ZONE campaign_timezone, 'IYYY-\"W\"IW')) AS week FROM offers "
+    "SELECT max(to_char(opens_time AT TIME ZONE known_timezone, 'IYYY-\"W\"IW')) AS week FROM offers "
     "WHERE opens_time <= now() AND (%s::text IS NULL OR campaign = %s)"
 )
 _WEEKS: Final = (
-    "SELECT DISTINCT to_char(opens_time AT TIME ZONE campaign_timezone, 'IYYY-\"W\"IW') AS week FROM offers "
+    "SELECT DISTINCT to_char(opens_time AT TIME ZONE known_timezone, 'IYYY-\"W\"IW') AS week FROM offers "
     "WHERE %s::text IS NULL OR campaign = %s ORDER BY week DESC LIMIT 5"
 )
 _STOPS: Final = "SELECT projection, shard FROM stopped_shards WHERE projection <> 'events' ORDER BY 1, 2"
