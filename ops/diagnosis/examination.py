@@ -113,6 +113,14 @@ def _commands_wait(readings: Readings) -> list[Finding]:
     )
 
 
+def _transactions_hang(readings: Readings) -> list[Finding]:
+    return (
+        topics.transactions_hang(readings.topics, readings.settings, readings.now_ms)
+        if readings.topics
+        else []
+    )
+
+
 def _commands_set_aside(readings: Readings) -> list[Finding]:
     return (
         topics.commands_set_aside(readings.topics, readings.settings, readings.now_ms)
@@ -227,6 +235,7 @@ CHECKS: Final = (
     Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
     Check("holds and offers end in time", ("redis",), _core(core.not_swept)),
     Check("commands are read", ("kafka",), _commands_wait),
+    Check("transactions end", ("kafka",), _transactions_hang),
     Check("operations have a topic of their own", ("kafka",), _topics(topics.operations_on_commands)),
     Check("commands can be decided", ("kafka",), _commands_set_aside),
     Check("read models are of this release", ("postgres",), _books(books.of_another_release)),

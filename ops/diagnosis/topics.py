@@ -3,7 +3,7 @@ topics must be like is one of the conditions (`ops/connections/preconditions.py`
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -35,6 +35,8 @@ COORDINATOR_PAUSE_SECONDS: Final = 0.1
 #: A reader is late when a record has waited this long.
 LATE_MS: Final = 10_000
 UNKNOWN_TOPIC: Final = 3
+#: An open transaction hangs when its first record is this old: Kafka's producers end theirs within a minute.
+TRANSACTION_MS_MAX: Final = 60_000
 #: How many of the newest records of the topic `rejected` are searched for undecidable commands.
 REJECTED_SEARCHED_MAX: Final = 1_000
 #: How long an undecidable command is reported.
@@ -75,12 +77,14 @@ class SetAside(NamedTuple):
 
 class Reading(NamedTuple):
     """A topic of commands: how many deciders read it, and where they lag; its `compression.type` when it
-    keeps batches compressed, else None.
+    keeps batches compressed, else None; and the transactions that are open: of each partition, the offset of
+    the first record of the oldest one as `next_offset`, and when that was written.
     """
 
     deciders: int
     lag: list[Lag]
     compression: str | None
+    transactions: Sequence[Lag] = ()
 
 
 class TopicReadings(NamedTuple):
@@ -98,9 +102,10 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
     """Reads the topics once; raises the client's errors."""
     topics = Topics(settings.prefix)
     names = list(retention_ms(topics, settings.refusals_topic))
-    async with started(
-        AIOKafkaAdminClient(**brokers.at(settings.brokers, timeout_ms_max=TIMEOUT_MS))
-    ) as client:
+    at = brokers.at(settings.brokers, timeout_ms_max=TIMEOUT_MS)
+    # Deciders read what transactions have committed, so their partitions end where an open one begins.
+    committed = AIOKafkaConsumer(**at, isolation_level="read_committed", enable_auto_commit=False)
+    async with started(AIOKafkaAdminClient(**at)) as client, started(committed):
         described = await client.describe_topics(names)
         partitions = {
             topic["topic"]: sorted(
@@ -110,7 +115,7 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
         }
         states = await states_of(client, names)
         of_commands = {
-            name: await _reading(client, consumer, topics, name, partitions[name])
+            name: await _reading(client, consumer, committed, topics, name, partitions[name])
             for name in (topics.commands, topics.operations)
             if partitions.get(name)
         }
@@ -121,13 +126,21 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
 async def _reading(
     client: AIOKafkaAdminClient,
     consumer: AIOKafkaConsumer,
+    committed: AIOKafkaConsumer,
     topics: Topics,
     topic: str,
     partitions: Sequence[Partition],
 ) -> Reading:
-    deciders, committed = await _group(client, decider_group(topics, topic))
-    at = {TopicPartition(topic, p.number): committed.get((topic, p.number), 0) for p in partitions}
-    return Reading(deciders, await lags(consumer, at), await _compression_of(client, topic))
+    deciders, offsets = await _group(client, decider_group(topics, topic))
+    at = {TopicPartition(topic, p.number): offsets.get((topic, p.number), 0) for p in partitions}
+    ends = await committed.end_offsets(list(at))
+    open_ones = await lags(consumer, ends)
+    # Records may have been added since, outside of transactions.
+    still = await committed.end_offsets([TopicPartition(topic, one.partition) for one in open_ones])
+    return Reading(
+        deciders, await lags(consumer, at, ends), await _compression_of(client, topic),
+        [one for one in open_ones if still[TopicPartition(topic, one.partition)] == one.next_offset],
+    )  # fmt: skip
 
 
 async def _set_aside(consumer: AIOKafkaConsumer, rejected: str) -> list[SetAside]:
@@ -197,11 +210,18 @@ async def _group(client: AIOKafkaAdminClient, group: str) -> tuple[int, dict[tup
     }
 
 
-async def lags(consumer: AIOKafkaConsumer, at: dict[TopicPartition, int]) -> list[Lag]:
-    """The partitions in which a reader at these offsets lags, with the time of its first unread record."""
+async def lags(
+    consumer: AIOKafkaConsumer,
+    at: dict[TopicPartition, int],
+    ends: Mapping[TopicPartition, int] | None = None,
+) -> list[Lag]:
+    """The partitions in which a reader at these offsets lags, with the time of its first unread record.
+    `ends` are the ends of the partitions, if they are known.
+    """
     if not at:
         return []
-    ends = await consumer.end_offsets(list(at))
+    if ends is None:
+        ends = await consumer.end_offsets(list(at))
     beginnings = await consumer.beginning_offsets(list(at))
     lagging = {}
     for partition, offset in at.items():
@@ -333,6 +353,25 @@ def operations_on_commands(readings: TopicReadings, settings: Settings) -> list[
             f"send open, load, amend, pause, resume, close and adjust to {topics.operations}, then unset "
             "GRAB_OPERATIONS_ON_COMMANDS for all workers",
         )
+    ]  # fmt: skip
+
+
+def transactions_hang(readings: TopicReadings, settings: Settings, now_ms: int) -> list[Finding]:
+    """Transactions in topics of commands that are open for too long."""
+    return [
+        Finding(
+            "stuck", f"{commands}, partition {one.partition}: a transaction is open since offset "
+                     f"{one.next_offset}; {counted(one.end - one.next_offset, 'records')} from there on wait "
+                     "for its end",
+            "no decider reads them before it is committed or aborted, and their senders get no answer",
+            f"kafka-transactions.sh --bootstrap-server {settings.kafka} abort --topic {commands} --partition "
+            f"{one.partition} --start-offset {one.next_offset}   # if its sender is gone or hangs; it takes "
+            "its commands back",
+            one.since,
+        )
+        for commands, reading in readings.of_commands.items()
+        for one in reading.transactions
+        if one.since is not None and now_ms - one.since > TRANSACTION_MS_MAX
     ]  # fmt: skip
 
 

@@ -108,7 +108,8 @@ class OpenPartition:
         self._open: deque[OpenRecords] = deque()
         #: Of all of them.
         self.records = 0
-        #: The offset after the last record that was read; None before the first one.
+        #: The offset after the last record that was read; None before the first one. Kafka's own records,
+        #: which mark the ends of transactions, may stand before it.
         self.read_to: int | None = None
         self._next_offset: int | None = None
         self._committed: int | None = None
@@ -122,14 +123,16 @@ class OpenPartition:
         self.read_to = offsets[-1] + 1
         return records
 
-    def complete(self) -> int | None:
+    def complete(self, position: int | None = None) -> int | None:
         """Returns the offset up to which everything is complete; None if it has not moved since it was
-        committed.
+        committed. `position` is that of the consumer, if all records before it were added.
         """
         while self._open and self._open[0].open == 0:
             complete = self._open.popleft()
             self.records -= len(complete.offsets)
             self._next_offset = complete.offsets[-1] + 1
+        if position and not self._open:
+            self._next_offset = self.read_to = max(self._next_offset or 0, position)
         return self._next_offset if self._next_offset != self._committed else None
 
     def committed(self, offset: int) -> None:

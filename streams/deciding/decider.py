@@ -12,6 +12,7 @@ After a crash between two steps, Kafka delivers commands again, and a repeated c
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 from grabstream.lua.ending import end, first_to_end, running
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import CallOrder
+from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.traces import traces
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, encode_answer
@@ -66,6 +68,8 @@ PARTITION_BYTES_MAX: Final = 1024 * 1024
 CALL_COMMANDS_MAX: Final = 512
 CALLS_IN_FLIGHT_MAX: Final = 8
 COMMIT_EVERY_SECONDS: Final = 0.1
+#: How often it is looked whether partitions have gone on without a record, past the end of a transaction.
+POSITION_EVERY_SECONDS: Final = 5.0
 #: How long a revoked partition, or a decider that stops, waits for commands that are still being decided …
 DRAIN_SECONDS_MAX: Final = 5.0
 #: … if any of them is decided within this time: shards that decide nothing are not waited for.
@@ -354,7 +358,9 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
 
     async def _keep_committing(self) -> None:
         while True:
-            await self._progress.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds_to_tick(POSITION_EVERY_SECONDS)):
+                    await self._progress.wait()
             self._progress.clear()
             await self._commit()
             await asyncio.sleep(COMMIT_EVERY_SECONDS)
@@ -362,12 +368,14 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
     async def _commit(self) -> None:
         assigned = self._consumer.assignment()
         partitions = [partition for source, partition in self._partitions.items() if source in assigned]
-        complete = [
-            (partition, offset) for partition in partitions if (offset := partition.complete()) is not None
-        ]
-        if not complete:
-            return
         try:
+            complete = [
+                (partition, offset)
+                for partition in partitions
+                if (offset := partition.complete(await self._position(partition))) is not None
+            ]
+            if not complete:
+                return
             await self._consumer.commit({partition.source: offset for partition, offset in complete})
         except (CommitFailedError, IllegalStateError) as error:
             # Another decider has the partitions: it gets these commands again, and they get the same answers.
@@ -375,6 +383,19 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
             return
         for partition, offset in complete:
             partition.committed(offset)
+
+    async def _position(self, partition: OpenPartition) -> int | None:
+        """The consumer's position in a partition; None while records before it may not be added yet, or
+        before the first fetch. Raises IllegalStateError when the partition is no longer assigned.
+        """
+        polling, source = self._polling, partition.source
+        if polling is None or source not in self._consumer.assignment():
+            return None
+        if self._consumer.highwater(source) is None:
+            return None
+        position: int = await self._consumer.position(source)
+        # While one poll goes on, the position moves over what is no record only.
+        return position if self._polling is polling else None
 
     # -- the group -------------------------------------------------------------------------------------------
 

@@ -439,6 +439,10 @@ class Consumer:
             raise IllegalStateError(f"{partition} is not assigned")
         return self._positions[partition]
 
+    def highwater(self, partition: TopicPartition) -> int | None:
+        """The offset after the last record that the broker has, as of now."""
+        return len(self.broker.topics[partition.topic][partition.partition])
+
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Commits offsets, if the generation is still the one it has joined."""
         await self.broker.request()

@@ -42,6 +42,7 @@ from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
+from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command, retention_ms
 from tests.conftest import until
@@ -694,6 +695,34 @@ def test_partitions_without_leader_or_with_replicas_out_of_sync_are_reported(set
     assert "no leader for partition 1" in leaderless.what
     assert "partition 2 has replicas out of sync" in degraded.what
     assert "start broker 2 to 3" in degraded.command
+
+
+async def test_a_transaction_that_hangs_is_named_with_its_end(system: Settings) -> None:
+    """What stands behind it is not said to lack a decider."""
+    commands, check = Topics(system.prefix).commands, "transactions end"
+
+    async def found() -> Examination:
+        return await examine(system, lambda: now_ms() + topics.TRANSACTION_MS_MAX + 1)
+
+    producer = AIOKafkaProducer(bootstrap_servers=system.kafka, transactional_id=f"{system.prefix}-sender")
+    async with started(producer):
+        async with producer.transaction():
+            await producer.send_and_wait(commands, b"{}", partition=3)
+        assert check in (await found()).passed
+        await producer.begin_transaction()
+        await producer.send_and_wait(commands, b"{}", partition=3)
+        hanging = await found()
+        young = await examine(system)
+        await producer.abort_transaction()
+    finding = only(hanging, check)
+    assert finding.severity == "stuck"
+    assert f"{commands}, partition 3: a transaction is open since offset 2; 1 record" in finding.what
+    assert f"abort --topic {commands} --partition 3 --start-offset 2" in finding.command
+    assert finding.since is not None
+    assert check in young.passed
+    [unread] = [one for one in findings_of(hanging, "commands are read") if commands in one.what]
+    assert "2 records waiting" in unread.what, "what waits for the transaction does not count"
+    assert check in (await found()).passed
 
 
 def test_nobody_is_told_to_delete_a_topic_with_commands(settings: Settings) -> None:

@@ -232,6 +232,33 @@ async def test_commands_of_a_transaction_are_decided_when_it_is_committed_and_ne
         assert set(await stage.until_answered(3)) == {f"{offer.offer}-g{number}" for number in (1, 2, 9)}
 
 
+async def test_the_end_of_a_transaction_is_no_command_that_waits(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kafka marks the end of a transaction by a record that no consumer gets. Committed are the positions of
+    the consumer, so nothing seems to wait: also of a partition in which there is nothing else.
+    """
+    monkeypatch.setattr("grabstream.streams.deciding.decider.POSITION_EVERY_SECONDS", 0.05)
+    offer = stock_in(stage.keys, 0)
+    stage.relay(0)
+    await stage.open(offer)
+    [taken_back, sent] = [encode_command(command) for command in crowd(offer.offer, 2)]
+    producer = AIOKafkaProducer(
+        bootstrap_servers=stage.settings.kafka, transactional_id=f"{stage.settings.prefix}-sender"
+    )
+    async with stage.decider() as decider:
+        async with started(producer):
+            await producer.begin_transaction()
+            await producer.send_and_wait(stage.topics.commands, taken_back, partition=1)
+            await producer.abort_transaction()
+            async with producer.transaction():
+                await producer.send_and_wait(stage.topics.commands, sent, partition=0)
+        assert set(await stage.until_answered(1)) == {f"{offer.offer}-g1"}
+        await until(lambda: _is(stage.committed(0), 2), 20, "the commit after the transaction")
+        await until(lambda: _is(stage.committed(1), 2), 20, "the commit after the aborted one")
+        assert decider.measures.records_waiting[stage.topics.commands]() == 0
+
+
 async def _is(finding: Any, expected: object) -> bool:
     return bool(await finding == expected)
 
