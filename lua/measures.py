@@ -35,7 +35,9 @@ class Histogram:
 class GateMeasures:
     """Answers of a gate: by the type of the command, a number for each code of an outcome. `unknown` counts
     the callers that got OutcomeUnknown, `not_decided` the script calls that decided nothing, by the reason,
-    `refusals_dropped` the refusals of the sample that were not written, by place.
+    `refusals_dropped` the refusals of the sample that were not written, by place. `lost_answers` counts
+    answers that were given as decided and that a recovery lost: `found`, then `written` or `dropped`, which
+    are in the log only; and answers that were not followed, so that nobody knows whether they are lost.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,7 @@ class GateMeasures:
         self.unknown = 0
         self.not_decided = {"refused": 0, "history": 0, "undecidable": 0, "broken_off": 0, "trouble": 0}
         self.refusals_dropped: dict[str, int] = {}
+        self.lost_answers = {"found": 0, "written": 0, "dropped": 0, "not_followed": 0}
 
 
 #: Seconds of the calls of each function of the library, until the reply or the error; one for the process.

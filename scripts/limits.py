@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 
 from grabstream.gateway import bounds as http
 from grabstream.lua import loader
-from grabstream.lua.gate import gate, personal, queue, refusals, sizes, staging, tickets
+from grabstream.lua.gate import decided, gate, personal, queue, refusals, sizes, staging, tickets
 from grabstream.models import bounds, calendar, commands, identifiers, money, offers, payments
 from grabstream.models.rules import grabbing, settling, state
 from grabstream.ops.formats import offer_files
@@ -308,6 +308,18 @@ def of_processes() -> list[Row]:
     """Bounds of gates, scripts, workers and files."""
     at_once = ", ".join(f"`{name}` {count}" for name, count in gate.AT_ONCE_MAX.items())
     return [
+        Row(
+            "answers of a gate that were given as `decided` and are not journaled yet",
+            f"{decided.KEPT_ANSWERS_MAX:,}",
+            "each takes about a kilobyte",
+            "further ones are given, but not followed; they are counted",
+        ),
+        Row(
+            "lost answers of a gate that wait until PostgreSQL has them",
+            f"{decided.WAITING_REPORTS_MAX:,}",
+            "as above",
+            "further ones are in the log only, and counted",
+        ),
         Row(
             "commands of one script call",
             f"`GRAB_BATCH_COMMANDS_MAX`; {at_once}",

@@ -164,7 +164,7 @@ class Gate:
         self._shard_of: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.journaled = Journaled(redis, keys)
-        self._decided = DecidedAnswers(redis, keys, self.journaled, report_lost)
+        self._decided = DecidedAnswers(redis, keys, self.journaled, report_lost, self.measures)
 
     def start(self) -> None:
         """Starts to follow which events are journaled."""

@@ -62,6 +62,15 @@ METRICS: Final = (
         _BOTH,
     ),
     Metric(
+        "grabstream_lost_answers_total",
+        "counter",
+        "Answers that a gate gave as decided and that a recovery lost: found, then written to "
+        "`lost_decisions`, or dropped, which are in the log only; and those that were not followed, since "
+        "too many were not journaled yet.",
+        ("state",),
+        _BOTH,
+    ),
+    Metric(
         "grabstream_function_seconds",
         "histogram",
         "Time of a call of a function in Redis, until the reply or the error.",

@@ -154,6 +154,8 @@ def add_gate(samples: Samples, measures: GateMeasures, queued: int, calls_in_fli
     samples.set("grabstream_answers_unknown_total", measures.unknown)
     for reason, count in measures.not_decided.items():
         samples.set("grabstream_calls_not_decided_total", count, reason=reason)
+    for state, count in measures.lost_answers.items():
+        samples.set("grabstream_lost_answers_total", count, state=state)
     for place, count in measures.refusals_dropped.items():
         samples.set("grabstream_refusals_dropped_total", count, place=place)
     samples.set("grabstream_gate_queued_commands", queued)

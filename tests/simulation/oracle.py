@@ -429,7 +429,7 @@ class Oracle:
 
     def _is_reported(self, given: Given) -> bool:
         gate_died = given.gate is not None and given.gate not in self.survivors
-        return gate_died or given.answer.repeated or identity_of(given.command) in self.lost
+        return gate_died or identity_of(given.command) in self.lost
 
     def check_given_up(self) -> None:
         """Nothing came of commands that nobody sent again after they were refused with a whole call."""

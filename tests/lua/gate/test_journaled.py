@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from grabstream.lua.gate import decided
 from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.keys import LAYOUT, KeySpace
-from grabstream.models.commands import Grab
+from grabstream.models.commands import Confirm, Grab, Open, Release
+from grabstream.models.offers import StockTerms
 from grabstream.models.outcomes import OutcomeUnknown
 from tests.conftest import until
 from tests.lua.conftest import SEALER, grabs, opening
@@ -182,6 +184,148 @@ async def test_decided_answers_that_only_a_second_recovery_loses_are_reported(pr
     await until(lambda: len(lost) == 3)
     assert [one.command.id for one in lost[1:]] == [opening().id, grabs(2)[1].id]
     assert gate._decided.kept == 0
+    await gate.close()
+
+
+async def lose(client: Any, shard: Any) -> None:
+    """Takes back all decisions about the offer `e`, and makes a new history, as a recovery does."""
+    await client.delete(shard.users("e"), shard.answers("e"))
+    await client.hincrby(shard.state, "history", 1)
+
+
+async def test_a_lost_answer_is_reported_although_it_was_a_repeat(private_redis: Any) -> None:
+    """The caller's first answer is a repeat, or tells of the grab of another command, where the connection
+    broke after the decision. Several answers about one event are one report.
+    """
+    client, keys = private_redis
+    shard = keys.shard(0)
+    lost: list[LostDecision] = []
+
+    async def report(found: Sequence[LostDecision]) -> None:
+        lost.extend(found)
+
+    before, gate = Gate(client, keys, SEALER), Gate(client, keys, SEALER, report_lost=report)
+    before.start()
+    await before.decide([opening(), *grabs(3)], "decided")
+    await before.close()
+    gate.start()
+    for _ in range(2):
+        assert (await gate.decide(grabs(1), "decided"))[0].repeated
+    later = Grab(id="later", offer="e", user=grabs(3)[2].user)
+    assert (await gate.decide([later], "decided"))[0].outcome == "already_taken"
+    assert gate._decided.kept == 3
+    # A recovery that loses nothing.
+    history = await client.hincrby(shard.state, "history", 1)
+    await until(lambda: {kept.history for kept in gate._decided._kept[0]} == {history})
+    assert (lost, gate._decided.kept) == ([], 3)
+    await lose(client, shard)
+    await until(lambda: gate.measures.lost_answers["written"] == 2)
+    assert [(one.command.id, one.answer.outcome) for one in lost] == [
+        (grabs(1)[0].id, "granted"),
+        ("later", "already_taken"),
+    ]
+    assert gate._decided.kept == 0
+    await gate.close()
+
+
+async def test_an_answer_with_a_refund_that_is_lost_is_reported(private_redis: Any) -> None:
+    """It is a refusal, but it has promised that the money goes back."""
+    client, keys = private_redis
+    shard = keys.shard(0)
+    lost: list[LostDecision] = []
+
+    async def report(found: Sequence[LostDecision]) -> None:
+        lost.extend(found)
+
+    gate = Gate(client, keys, SEALER, report_lost=report)
+    gate.start()
+    terms = StockTerms(issuer="shop", total=2, price=5, currency="CNY", hold_ms=60_000)
+    await gate.decide([Open(id="o", offer="e", terms=terms), *grabs(1)], "decided")
+    await gate.decide([Release(id="r", offer="e", grab=grabs(1)[0].id)], "decided")
+    paid = Confirm(id="c", offer="e", grab=grabs(1)[0].id, payment="p", paid=5, currency="CNY")
+    [answer] = await gate.decide([paid], "decided")
+    assert (answer.positive, answer.seq) == (False, 4)
+    history = await client.hincrby(shard.state, "history", 1)
+    await until(lambda: {kept.history for kept in gate._decided._kept[0]} == {history})
+    assert lost == []
+    await lose(client, shard)
+    await until(lambda: "c" in {one.command.id for one in lost})
+    await gate.close()
+
+
+async def test_a_lost_answer_is_kept_until_it_is_reported(
+    private_redis: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PostgreSQL may be away at the moment. What does not fit beside what waits is logged and counted."""
+    client, keys = private_redis
+    monkeypatch.setattr(decided, "REPORT_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(decided, "WAITING_REPORTS_MAX", 3)
+    lost: list[LostDecision] = []
+    tries: list[int] = []
+    is_back = asyncio.Event()
+
+    async def report(found: Sequence[LostDecision]) -> None:
+        tries.append(len(found))
+        if not is_back.is_set():
+            raise OSError("PostgreSQL is away")
+        lost.extend(found)
+
+    gate = Gate(client, keys, SEALER, report_lost=report)
+    gate.start()
+    await gate.decide([opening(), *grabs(4)], "decided")
+    await lose(client, keys.shard(0))
+    await until(lambda: len(tries) > 2 and tries[-1] == 3)
+    counted = gate.measures.lost_answers
+    assert counted == {"found": 5, "written": 0, "dropped": 2, "not_followed": 0}
+    is_back.set()
+    await until(lambda: counted["written"] == 3)
+    assert [one.command.id for one in lost] == [opening().id, *(grab.id for grab in grabs(2))]
+    await gate.close()
+    assert sum("recovery lost the decision" in record.getMessage() for record in caplog.records) == 5
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+async def test_what_waits_is_reported_when_the_gate_ends(
+    private_redis: Any, is_back: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, keys = private_redis
+    monkeypatch.setattr(decided, "REPORT_PAUSE_SECONDS", 3_600.0)
+    lost: list[LostDecision] = []
+    tries = 0
+
+    async def report(found: Sequence[LostDecision]) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1 or not is_back:
+            raise OSError("PostgreSQL is away")
+        lost.extend(found)
+
+    gate = Gate(client, keys, SEALER, report_lost=report)
+    gate.start()
+    await gate.decide([opening(), *grabs(1)], "decided")
+    await lose(client, keys.shard(0))
+    await until(lambda: tries == 1 and gate.measures.lost_answers["found"] == 2)
+    await gate.close()
+    assert len(lost) == (2 if is_back else 0)
+    assert gate.measures.lost_answers["written" if is_back else "dropped"] == 2
+    assert ("2 lost answers are in the log only" in caplog.text) is not is_back
+
+
+async def test_answers_beyond_the_bound_are_counted_as_not_followed(
+    private_redis: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, keys = private_redis
+    monkeypatch.setattr(decided, "KEPT_ANSWERS_MAX", 3)
+    gate = Gate(client, keys, SEALER)
+    gate.start()
+    await gate.decide([opening()], "decided")
+    await gate.decide(grabs(2), "decided")
+    for _ in range(2):
+        await gate.decide(grabs(2), "decided")
+    assert (gate._decided.kept, gate.measures.lost_answers["not_followed"]) == (3, 4)
+    assert sum("is not followed" in record.getMessage() for record in caplog.records) == 1
+    await journal(client, keys, 0, 3)
+    await until(lambda: gate._decided.kept == 0)
     await gate.close()
 
 
