@@ -7,20 +7,25 @@ The rules of the results topic, which this follows (docs/commands.md, "Finding y
 - An answer may arrive twice. The second one is skipped.
 - A missing answer says nothing about the decision. The same command, sent again with the same id, gets its
   first answer.
+
+When reading ends with an error, it begins again by itself, where it was. Commands are sent only while answers
+are read.
 """
 
 import asyncio
+import logging
+import random
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 from pydantic import ValidationError
 
 from grabstream.client.commands import Commands, given
-from grabstream.client.exchange import RequestProblem
+from grabstream.client.exchange import PAUSE_SECONDS_FIRST, PAUSE_SECONDS_MAX, RequestProblem
 from grabstream.models import commands as sent
 from grabstream.models.commands import encode_command, named_in_basket
 from grabstream.models.outcomes import OutcomeUnknown
@@ -28,9 +33,13 @@ from grabstream.models.refusal_words import refusal_of_basket, refused_with, wor
 from grabstream.models.vocabulary.answers import Answer
 from grabstream.models.vocabulary.commands import AnyCommand, Grab, GrabCommand, OfferCommand
 
+log = logging.getLogger(__name__)
+
 TIMEOUT_SECONDS: Final = 30.0
 #: After this time without an answer, a command is sent again.
 REPEAT_SECONDS: Final = 8.0
+#: How long a client of aiokafka may take to stop.
+STOP_SECONDS_MAX: Final = 5.0
 
 
 class _Waiting(NamedTuple):
@@ -60,25 +69,26 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         # Not idempotent: a repeat is harmless here, and an idempotent producer cannot send after some errors
         # (aiokafka 1017).
         self._producer = AIOKafkaProducer(bootstrap_servers=kafka, acks="all", **options)
-        self._consumer = AIOKafkaConsumer(
-            f"{prefix}.results",
-            bootstrap_servers=kafka,
-            auto_offset_reset="latest",
-            enable_auto_commit=False,
-            **options,
-        )
+        self._results, self._options = f"{prefix}.results", {"bootstrap_servers": kafka, **options}
+        self._consumer = self._new_consumer()
         self._timeout_seconds = timeout_seconds
         self._waiting: dict[str, list[_Waiting]] = {}
         self._reading: asyncio.Task[None] | None = None
+        #: Set while answers are read.
+        self._is_reading = asyncio.Event()
+        #: The offset of the next answer, by partition.
+        self._positions: dict[TopicPartition, int] = {}
+
+    def _new_consumer(self) -> AIOKafkaConsumer:
+        return AIOKafkaConsumer(
+            self._results, auto_offset_reset="latest", enable_auto_commit=False, **self._options
+        )
 
     async def __aenter__(self) -> Self:
         try:
             await self._consumer.start()
             await self._producer.start()
-            # Fixes the positions to read from before the first command is sent; otherwise its answer could be
-            # missed.
-            for partition in self._consumer.assignment():
-                await self._consumer.position(partition)
+            await self._fix_positions()
         except BaseException:
             await self._stop()
             raise
@@ -129,15 +139,22 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
             raise ValueError(f"a command with the id {commands[0].id} waits for its answer")
         last = "no answer"
         is_unknown = False
+        attempt = 0
         while True:
+            is_sent = False
             waiting = [_Waiting(one.offer, _user_of(one), loop.create_future()) for one in commands]
             for command, one in zip(commands, waiting, strict=True):
                 self._waiting.setdefault(command.id, []).append(one)
             try:
                 seconds = max(0.0, until - loop.time())
                 async with asyncio.timeout(min(seconds, REPEAT_SECONDS)):
+                    last = "no_answers: answers cannot be read"
+                    await self._is_reading.wait()
+                    _require_open(reading)
+                    last = "no answer"
                     # Before the metadata is known, aiokafka may send in another order.
                     await self._producer.partitions_for(topic)
+                    is_sent = True
                     # The offer is the key, which keeps the commands of an offer in one topic in order.
                     await self._producer.send_and_wait(topic, record, key=commands[0].offer.encode())
                     answers = await self._all_of(waiting, reading)
@@ -146,14 +163,15 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
                 [first, *_] = (answer for answer in answers if not answer.decided)
                 last = f"{first.outcome}: {first.message or 'nothing was decided'}"
             except TimeoutError:
-                is_unknown = True
+                is_unknown |= is_sent
             except KafkaError as error:
-                is_unknown = True
+                is_unknown |= is_sent
                 last = f"{type(error).__name__}: {error}"
             finally:
                 for command, one in zip(commands, waiting, strict=True):
                     self._forget(command.id, one)
-            if loop.time() + 0.1 >= until or reading.done():
+            pause = pause_seconds(attempt)
+            if loop.time() + pause >= until or reading.done():
                 words = f"{last} within {self._timeout_seconds:g} s"
                 if is_unknown:
                     raise OutcomeUnknown(
@@ -161,15 +179,14 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
                         f"{commands[0].id}"
                     )
                 raise RequestProblem(0, last.partition(":")[0], words)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(pause)
+            attempt += 1
 
     async def _all_of(self, waiting: Sequence[_Waiting], reading: "asyncio.Task[None]") -> tuple[Answer, ...]:
         pending: set[asyncio.Future[Any]] = {one.answer for one in waiting}
         while pending:
             done, _ = await asyncio.wait({*pending, reading}, return_when=asyncio.FIRST_COMPLETED)
-            if reading in done:
-                why = "the client was closed" if reading.cancelled() else repr(reading.exception())
-                raise KafkaError(f"answers are no longer read: {why}")
+            _require_open(reading)
             pending -= done
         return tuple(one.answer.result() for one in waiting)
 
@@ -186,7 +203,51 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
             del self._waiting[id]
 
     async def _read(self) -> None:
+        """Reads answers until cancelled; after each error, with a new consumer."""
+        attempt = 0
+        while True:
+            positions = dict(self._positions)
+            try:
+                self._is_reading.set()
+                await self._read_on()
+                error: Exception = KafkaError("the consumer has ended")
+            except Exception as failed:
+                error = failed
+            self._is_reading.clear()
+            if self._positions == positions:
+                # Nothing was read: perhaps what comes next cannot be.
+                self._positions.clear()
+            else:
+                attempt = 0
+            while True:
+                pause = pause_seconds(attempt)
+                attempt += 1
+                log.warning("%s: %r; reading again in %.1f s", self._results, error, pause)
+                await asyncio.sleep(pause)
+                try:
+                    await self._restart()
+                    break
+                except Exception as failed:
+                    error = failed
+
+    async def _restart(self) -> None:
+        """Begins to read where the last consumer was, or at the end if that is unknown or gone."""
+        await _stopped(self._consumer)
+        self._consumer = self._new_consumer()
+        await self._consumer.start()
+        for partition, offset in self._positions.items():
+            if partition in self._consumer.assignment():
+                self._consumer.seek(partition, offset)
+        await self._fix_positions()
+
+    async def _fix_positions(self) -> None:
+        """Fixes the positions to read from before a command is sent; otherwise its answer could be missed."""
+        for partition in self._consumer.assignment():
+            self._positions[partition] = await self._consumer.position(partition)
+
+    async def _read_on(self) -> None:
         async for record in self._consumer:
+            self._positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
             for waiting in self._waiting.get((record.key or b"").decode(errors="replace"), ()):
                 # What is not an answer is another service's.
                 with suppress(ValidationError):
@@ -195,8 +256,30 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
                         waiting.answer.set_result(answer)
 
     async def _stop(self) -> None:
-        await self._producer.stop()
-        await self._consumer.stop()
+        self._is_reading.set()  # calls that wait for it see that the client was closed
+        await asyncio.gather(_stopped(self._producer), _stopped(self._consumer))
+
+
+def _require_open(reading: "asyncio.Task[None]") -> None:
+    """Raises KafkaError when the client was closed."""
+    if reading.done():
+        why = "the client was closed" if reading.cancelled() else repr(reading.exception())
+        raise KafkaError(f"answers are no longer read: {why}")
+
+
+async def _stopped(client: AIOKafkaConsumer | AIOKafkaProducer) -> None:
+    """Stops a client whose broker may never answer."""
+    stopping = asyncio.create_task(client.stop())
+    await asyncio.wait({stopping}, timeout=STOP_SECONDS_MAX)
+    if not stopping.done():
+        stopping.cancel()
+    elif not stopping.cancelled() and (error := stopping.exception()):
+        log.warning("closing a client of Kafka: %r", error)
+
+
+def pause_seconds(attempt: int) -> float:
+    """A random pause before an attempt: the longest one doubles with each that has failed."""
+    return random.uniform(0.0, min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2 ** min(attempt, 16)))
 
 
 def _in_words(answer: Answer, command: sent.AnyCommand) -> Answer:

@@ -7,14 +7,24 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
-from aiokafka.errors import KafkaConnectionError  # type: ignore[import-untyped]
+from aiokafka import (  # type: ignore[import-untyped]
+    AIOKafkaConsumer,
+    AIOKafkaProducer,
+    TopicPartition,
+)
+from aiokafka.errors import (  # type: ignore[import-untyped]
+    CorruptRecordException,
+    KafkaConnectionError,
+)
 
-from grabstream import KafkaClient, OutcomeUnknown
+from grabstream import KafkaClient, OutcomeUnknown, RequestProblem
+from grabstream.client.over_kafka import pause_seconds
 from grabstream.models.vocabulary import CouponTerms, EnvelopeTerms, Grab
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
+from grabstream.streams.clients import started
+from grabstream.streams.journal import open_reader
 from tests.conftest import Worker, make_system, until
 
 COUPON: Final = CouponTerms(issuer="shop", total=9)
@@ -137,6 +147,80 @@ async def test_calls_that_are_closed_are_unknown_and_one_identity_waits_once(sys
         await waiting
     with pytest.raises(RuntimeError, match="async with"):
         await client.grab("closing", "ann")
+
+
+async def test_a_reader_that_ends_begins_again_where_it_was(
+    system: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer that came meanwhile is read, without that its command is sent again."""
+    monkeypatch.setattr("grabstream.client.over_kafka.REPEAT_SECONDS", 3_600.0)
+    async with KafkaClient(system.kafka, system.prefix) as client:
+        await client.open(COUPON, "reader")
+        kind, first = client._consumer.__class__, client._consumer
+        real, start, may_start = kind.__anext__, kind.start, asyncio.Event()
+
+        async def failing(consumer: object) -> object:
+            record = await real(consumer)
+            if consumer is first:
+                raise CorruptRecordException("the batch cannot be read")
+            return record
+
+        async def starting(consumer: object) -> None:
+            if not may_start.is_set():
+                raise KafkaConnectionError("no broker")
+            await start(consumer)
+
+        monkeypatch.setattr(kind, "__anext__", failing)
+        monkeypatch.setattr(kind, "start", starting)
+        # The read in progress began before the change: its record comes through.
+        assert (await client.grab("reader", "ann")).left == 8
+        waiting = asyncio.create_task(client.grab("reader", "bob", id="g-bob"))
+        await until(lambda: "no broker" in caplog.text)
+        assert not client._is_reading.is_set()
+        # What is asked now is sent when answers are read again.
+        later = asyncio.create_task(client.grab("reader", "eve", id="g-eve"))
+        await until(lambda: caplog.text.count("no broker") >= 3)
+        assert (waiting.done(), later.done()) == (False, False)
+        may_start.set()
+        answers = await waiting, await later
+        assert [(one.left, one.repeated) for one in answers] == [(7, False), (6, False)]
+
+
+async def test_what_is_not_sent_is_not_unknown(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no answers can be read, nothing is sent. Calls end in time, and when the client closes."""
+    topic = TopicPartition(f"{system.prefix}.commands", 0)
+    async with KafkaClient(system.kafka, system.prefix, timeout_seconds=1.0) as client:
+        await client.open(COUPON, "silent")
+        before = await client._consumer.end_offsets([topic._replace(partition=one) for one in (0, 1)])
+
+        async def ending(consumer: object) -> object:
+            raise CorruptRecordException("the batch cannot be read")
+
+        monkeypatch.setattr(client._consumer.__class__, "__anext__", ending)
+        monkeypatch.setattr(
+            client, "_new_consumer", lambda: AIOKafkaConsumer(bootstrap_servers="127.0.0.1:1")
+        )
+        producer = AIOKafkaProducer(bootstrap_servers=system.kafka)
+        async with started(producer):
+            await producer.send_and_wait(
+                f"{system.prefix}.results", b"ends the read in progress", partition=0
+            )
+        await until(lambda: not client._is_reading.is_set())
+        with pytest.raises(RequestProblem, match="answers cannot be read within 1 s"):
+            await client.grab("silent", "ann")
+        client._timeout_seconds = 3_600.0
+        waiting = asyncio.create_task(client.grab("silent", "ann"))
+        await asyncio.sleep(0)  # it waits until answers are read
+    with pytest.raises(RequestProblem, match="the client was closed"):
+        await waiting
+    async with open_reader(system.kafka, topic.topic) as reader:
+        assert {topic._replace(partition=one): await reader.end(one) for one in (0, 1)} == before
+
+
+def test_pauses_grow_and_are_random() -> None:
+    longest = [max(pause_seconds(attempt) for _ in range(400)) for attempt in (0, 1, 4, 6, 10_000)]
+    for found, bound in zip(longest, (0.1, 0.2, 1.6, 5.0, 5.0), strict=True):
+        assert bound / 2 < found <= bound
 
 
 async def answers_to_others_are_skipped(settings: Settings) -> None:
