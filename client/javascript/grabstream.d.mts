@@ -192,10 +192,11 @@ export interface UserGrab extends Omit<Taken, 'user'> {
   seq: number
 }
 
+/** Sums of any number of amounts: a bigint where a number would round it, beyond 2^53. */
 export interface Balance {
   asset: string
-  available: number
-  held: number
+  available: number | bigint
+  held: number | bigint
 }
 
 export interface UserTransfer {

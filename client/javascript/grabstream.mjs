@@ -5,7 +5,8 @@
 //   const answer = await client.grab('dinner', 'bob')
 //
 // A refusal is an answer, not an error. A request that got no answer is sent again, under the same id, until
-// `timeoutMs` is over. Amounts are at most 10^13, so every number of an answer is exact.
+// `timeoutMs` is over. Amounts are at most 10^13, and exact; a sum of many that is beyond 2^53, as a balance may
+// be, is a BigInt.
 
 const PAUSE_MS_FIRST = 100
 const PAUSE_MS_MAX = 5_000
@@ -173,7 +174,7 @@ export class Client {
             attempt = 0
             if (id === undefined) {
               if (onPosition) {
-                const position = JSON.parse(data)
+                const position = parsedExactly(data)
                 // What the caller throws is no failure of the connection.
                 isOfCaller = true
                 onPosition(position)
@@ -182,7 +183,7 @@ export class Client {
               continue
             }
             place = id
-            if (event !== undefined) yield { id, type: event, event: JSON.parse(data) }
+            if (event !== undefined) yield { id, type: event, event: parsedExactly(data) }
           }
         } else {
           const text = await reply.text()
@@ -355,9 +356,23 @@ function path(...parts) {
   return `/v1/${parts.join('/')}`
 }
 
+// As JSON.parse, but an integer that a number would round becomes a BigInt.
+function parsedExactly(text) {
+  if (!/[0-9]{16}/.test(text)) return JSON.parse(text)
+  // Strings stay as they are, whatever they contain: the mark is new each time.
+  const mark = `${newId()}:`
+  const marked = text.replace(/"[^"\\]*(?:\\.[^"\\]*)*"|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?/g, (part) => {
+    const isExact = !/^-?[0-9]{16,}$/.test(part) || Number.isSafeInteger(Number(part))
+    return isExact ? part : `"${mark}${part}"`
+  })
+  return JSON.parse(marked, (_, value) =>
+    typeof value === 'string' && value.startsWith(mark) ? BigInt(value.slice(mark.length)) : value,
+  )
+}
+
 function parsed(text) {
   try {
-    const value = JSON.parse(text)
+    const value = parsedExactly(text)
     return typeof value === 'object' && value !== null ? value : undefined
   } catch {
     return undefined

@@ -121,6 +121,30 @@ async def test_odd_values_are_not_sent_as_texts() -> None:
     assert [request.split(b"\r\n")[0] for request in requests] == [b"GET /v1/offers?kind=coupon HTTP/1.1"]
 
 
+SUMS: Final = """
+import { Client } from '%s'
+const shown = (value) => `${typeof value} ${value}`
+for (const one of (await new Client(process.argv[1]).userBalances('u')).balances) {
+  console.log([one.asset, one.available, one.held].map(shown).join(', '))
+}
+"""
+
+
+async def test_sums_beyond_the_exact_numbers_are_exact() -> None:
+    """A number would show 2^53 + 1 as 2^53. Texts stay texts, whatever they look like."""
+    code = SUMS % (FOLDER / "grabstream.mjs").as_uri()
+    text = r"""{"balances":[
+        {"asset":"12345678901234567890","available":9007199254740993,"held":-9007199254740993},
+        {"asset":"a\",\"held\":9007199254740993","available":9007199254740991,"held":12},
+        {"asset":"\\","available":9007199254740992,"held":123456789012345678901234567890}]}"""
+    async with scripted([reply(200, text)]) as (url, _):
+        assert (await run("--input-type=module", "-e", code, url)).splitlines() == [
+            "string 12345678901234567890, bigint 9007199254740993, bigint -9007199254740993",
+            'string a","held":9007199254740993, number 9007199254740991, number 12',
+            "string \\, bigint 9007199254740992, bigint 123456789012345678901234567890",
+        ]
+
+
 async def test_nothing_was_decided_when_nothing_listens() -> None:
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"

@@ -12,6 +12,12 @@ export async function buy(client: Client, user: string): Promise<number> {
   for await (const { type, event } of client.userEvents(user, { after: '0.0', onPosition })) {
     if (type === 'grab.expired') console.log(event.grab)
   }
+  for (const { available } of (await client.userBalances(user)).balances) {
+    const sum: bigint = BigInt(available)
+    // @ts-expect-error a sum may be beyond the numbers that are exact
+    available.toFixed()
+    console.log(`${sum}`)
+  }
   const mine = await client.userGrabs(user, { after: paid })
   return mine.grabs.reduce((sum, row) => sum + row.quantity, 0)
 }
