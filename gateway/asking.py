@@ -40,6 +40,7 @@ from grabstream.gateway.tokens import add_bounded
 from grabstream.lua.gate.personal import KeysUnavailable, UserKey, is_sealed, open_metadata
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
+from grabstream.models.money import AMOUNT_MAX
 from grabstream.models.offers import TIME_MS_MAX
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,14 @@ _RANDOM: Final = _OFFERS + ", " + _SPOT + " AS spot FROM offers WHERE true"
 _FILTERS: Final = {"state": " AND state = %s", "kind": " AND kind = %s", "issuer": " AND issuer = %s"}
 _TAKEN: Final = (
     'SELECT place, user_id AS "user", grab, state, quantity, amount, asset, held, taken, redeemed, at '
-    "FROM grabs WHERE offer = %s AND state <> 'waiting'"
+    "FROM grabs WHERE offer = %s AND NOT is_waiting"
 )
+_BY_PLACE: Final = " AND place > %s ORDER BY place LIMIT %s"
+#: Grabs of envelopes, and of more than one piece, are in an index by amount; grabs of one piece are not.
+_IS_MONEY: Final = " AND strpos(asset, ':') = 0"
+_IS_MORE: Final = " AND amount > 1"
+_IS_ONE: Final = " AND amount <= 1"
+_BY_AMOUNT: Final = " AND (-amount, place) > (%s, %s) ORDER BY -amount, place LIMIT %s"
 _OF_ASSETS: Final = "SELECT asset, available, held FROM balances WHERE user_id = %s"
 _OF_USER: Final = (
     "SELECT offer, grab, state, quantity, amount, asset, place, held, taken, redeemed, back, due, currency, "
@@ -251,26 +258,26 @@ class Questions:
         return _encode(rows[0])
 
     async def _offer_grabs(self, offer: str, asked: Mapping[str, str]) -> bytes:
-        if not await self._books.rows("SELECT 1 FROM offers WHERE offer = %s", [offer]):
+        found = await self._books.rows("SELECT kind FROM offers WHERE offer = %s", [offer])
+        if not found:
             raise no_such_offer(offer)
         if chosen(asked, "order", TAKEN_ORDERS, "place") == "place":
-            page = Page(asked, (int, str))
-            query = (
-                _TAKEN
-                + (" AND (place, user_id) > (%s, %s)" if page.last else "")
-                + " ORDER BY place, user_id LIMIT %s"
+            page = Page(asked, (int,))
+            rows = await self._books.rows(_TAKEN + _BY_PLACE, [offer, *(page.last or [0]), page.rows + 1])
+            return page.document("grabs", rows, ("place",))
+        page = Page(asked, (int, int))
+        amount, place = page.last or [AMOUNT_MAX, 0]
+        is_money = found[0]["kind"] == "envelope"
+        rows = []
+        if is_money or amount > 1:
+            query = _TAKEN + (_IS_MONEY if is_money else _IS_MORE) + _BY_AMOUNT
+            rows = await self._books.rows(query, [offer, -amount, place, page.rows + 1])
+        if not is_money and len(rows) <= page.rows:
+            after = place if amount <= 1 else 0
+            rows += await self._books.rows(
+                _TAKEN + _IS_ONE + _BY_PLACE, [offer, after, page.rows + 1 - len(rows)]
             )
-            rows = await self._books.rows(query, [offer, *page.last, page.rows + 1])
-            return page.document("grabs", rows, ("place", "user"))
-        page = Page(asked, (int, int, str))
-        last = [-page.last[0], *page.last[1:]] if page.last else []
-        query = (
-            _TAKEN
-            + (" AND (-amount, place, user_id) > (%s, %s, %s)" if page.last else "")
-            + " ORDER BY -amount, place, user_id LIMIT %s"
-        )
-        rows = await self._books.rows(query, [offer, *last, page.rows + 1])
-        return page.document("grabs", rows, ("amount", "place", "user"))
+        return page.document("grabs", rows, ("amount", "place"))
 
     async def user_balances(self, request: Request, body: bytes) -> Reply:
         """GET /v1/users/{user}/balances"""

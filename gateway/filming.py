@@ -75,9 +75,7 @@ NEWEST: Final = """
         ) AS newest
     ) AS counted WHERE newer < %(grabs)s ORDER BY seq DESC
 """
-PARTS: Final = (
-    "SELECT place, amount FROM grabs WHERE offer = %s AND state <> 'waiting' ORDER BY place, user_id LIMIT %s"
-)
+PARTS: Final = "SELECT place, amount FROM grabs WHERE offer = %s AND NOT is_waiting ORDER BY place LIMIT %s"
 _SUMS: Final = ("grabs", "given", "held", "waiting", "refunded", "total")
 
 

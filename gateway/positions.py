@@ -52,9 +52,7 @@ WAITS: Final = """
     ) AS waits
 """
 #: The numbers of the first grabs of a waiting list, in order.
-WAITING_PLACES: Final = (
-    "SELECT place FROM grabs WHERE offer = %s AND state = 'waiting' ORDER BY place LIMIT %s"
-)
+WAITING_PLACES: Final = "SELECT place FROM grabs WHERE offer = %s AND is_waiting ORDER BY place LIMIT %s"
 
 _encode = msgspec.json.Encoder().encode
 

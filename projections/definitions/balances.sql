@@ -149,6 +149,13 @@ ALTER TABLE grabs_1
     ADD CHECK (uncounted >= 0),
     ADD CHECK (held + back + redeemed <= quantity);
 CREATE INDEX grabs_1_user ON grabs_1 (user_id);
+-- Pages of who got what, of the luckiest, and of a waiting list, in their order. The luckiest of pieces are
+-- those who got more than one, so offers of which everybody gets one are not in that index. The columns
+-- hardly ever change, so that holds and payments need no new entries.
+CREATE INDEX grabs_1_place ON grabs_1 (offer, place) WHERE state <> 'waiting';
+CREATE INDEX grabs_1_luckiest ON grabs_1 (offer, (-amount), place)
+    WHERE state <> 'waiting' AND (strpos(asset, ':') = 0 OR amount > 1);
+CREATE INDEX grabs_1_waiting ON grabs_1 (offer, place) WHERE state = 'waiting';
 
 ALTER TABLE offers_1
     ADD CHECK (held >= 0),
@@ -214,7 +221,9 @@ CREATE OR REPLACE VIEW grabs AS
            attributes, basket, metadata,
            to_timestamp(at::float8 / 1000) AS at_time, to_timestamp(deadline_at::float8 / 1000) AS deadline_time,
            -- Only assets that are pieces have a colon in their names.
-           CASE WHEN strpos(asset, ':') = 0 THEN amount END AS part_amount
+           CASE WHEN strpos(asset, ':') = 0 THEN amount END AS part_amount,
+           -- As the column `state` says, in a form that the indexes have.
+           state = 'waiting' AS is_waiting
     FROM grabs_1;
 CREATE OR REPLACE VIEW payments AS
     SELECT payment, offer, grab, amount, currency, state, outcome, refunded, shard, seq, at,

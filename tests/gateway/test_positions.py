@@ -520,7 +520,7 @@ async def test_what_postgresql_refuses_is_asked_for_less_and_less_often(
         async def set_place(expression: str) -> None:
             await execute(
                 "CREATE OR REPLACE VIEW {at}.grabs AS SELECT offer, grab, user_id, state, at, shard, seq, "
-                f"{expression} AS place FROM {{of}}.grabs"
+                f"{expression} AS place, is_waiting FROM {{of}}.grabs"
             )
 
         await execute("CREATE SCHEMA {at}")

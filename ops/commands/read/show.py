@@ -74,12 +74,15 @@ async def read_offer(
     grabs = (
         "SELECT place, user_id, amount, quantity, held, taken, redeemed, state, deadline_at, paid, currency, "
         "grab, at "
-        "FROM grabs WHERE offer = %s AND state <> 'waiting' ORDER BY "
+        "FROM grabs WHERE offer = %s AND NOT is_waiting"
     )
-    newest = await (await connection.execute(grabs + "place DESC LIMIT %s", (offer, limit))).fetchall()
+    newest_first = " ORDER BY place DESC LIMIT %s"
+    newest = await (await connection.execute(grabs + newest_first, (offer, limit))).fetchall()
     luckiest = None
     if row["kind"] == "envelope":
-        luckiest = await (await connection.execute(grabs + "amount DESC, place LIMIT 1", (offer,))).fetchone()
+        # As the index of the luckiest has them.
+        by_amount = " AND strpos(asset, ':') = 0 ORDER BY -amount, place LIMIT 1"
+        luckiest = await (await connection.execute(grabs + by_amount, (offer,))).fetchone()
     queue = (
         "SELECT position, user_id, quantity, grab FROM waiting WHERE offer = %s ORDER BY position LIMIT %s"
     )
