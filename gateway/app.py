@@ -10,8 +10,8 @@ import asyncio
 import keyword
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -25,6 +25,7 @@ from grabstream.gateway.asking import Questions, tagged_reply
 from grabstream.gateway.bounds import (
     COMMAND_SECONDS_TARGET,
     HOSTS_KEPT_MAX,
+    QUESTIONS_CALLER_MAX,
     QUESTIONS_MAX,
     QUESTIONS_USER_MAX,
     RETRY_SOON_SECONDS,
@@ -33,6 +34,7 @@ from grabstream.gateway.caching import tag_of
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.event_streams import EventStreams, Streamed
+from grabstream.gateway.failures import Network, address_of
 from grabstream.gateway.measures import NO_OPERATION, GatewayMeasures
 from grabstream.gateway.operations import OPERATIONS, PAGES, Operation
 from grabstream.gateway.origins import Origins
@@ -58,6 +60,7 @@ from grabstream.gateway.requests import (
     query_of,
     segments_of,
 )
+from grabstream.gateway.slots import Slots
 from grabstream.gateway.watching import Watching
 
 log = logging.getLogger(__name__)
@@ -86,7 +89,8 @@ class Application:
     without authentication serves only this machine, also when a page makes a browser send its requests under
     another name (DNS rebinding). Without `admission`, callers are not asked who they are; without `origins`,
     pages of other origins cannot read answers. `is_ready` tells whether Redis answers. The page of an offer
-    pays at `pay_url`. `schemas` makes the JSON Schemas of events, by name (`grab.granted.v1`).
+    pays at `pay_url`. `schemas` makes the JSON Schemas of events, by name (`grab.granted.v1`). `proxies` are
+    the networks of proxies that are believed when they name the address of their client.
     """
 
     def __init__(
@@ -105,13 +109,13 @@ class Application:
         is_ready: Callable[[], Awaitable[bool]] | None = None,
         pay_url: str | None = None,
         schemas: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
+        proxies: Sequence[Network] = (),
     ) -> None:
+        self._proxies = proxies
         self._is_ready = is_ready
         self.measures = GatewayMeasures()
         self.in_work = 0
-        self._questions_in_work = 0
-        #: Of these, by end user.
-        self._questions_of = Counter[str]()
+        self._questions_in_work = Slots(QUESTIONS_MAX, "questions in work")
         self._pressure = Pressure(bounds.requests_max)
         self._bounds = bounds
         self._hosts = hosts
@@ -352,35 +356,28 @@ class Application:
             # It may wait for seconds until it begins. So it takes none of the room of commands: streams have
             # a bound of their own.
             return await self._handlers[operation.name](request, body)
-        is_question = operation.kind in ("read", "watch", "change")
-        if is_question and self._questions_in_work >= QUESTIONS_MAX:
-            self.measures.shed["questions"] += 1
-            raise retry_soon(
-                "busy",
-                f"The gateway has {QUESTIONS_MAX} questions in work, as many as it takes; ask again after "
-                f"{RETRY_SOON_SECONDS} s.",
-            )
-        user = request.user if is_question else None
-        if user is not None and self._questions_of[user] >= QUESTIONS_USER_MAX:
-            self.measures.shed["questions"] += 1
-            raise retry_soon(
-                "busy",
-                f"{user} has {QUESTIONS_USER_MAX} questions in work here, as many as a user may; ask again "
-                f"after {RETRY_SOON_SECONDS} s.",
-            )
-        self.in_work += 1
-        self._questions_in_work += is_question
-        if user is not None:
-            self._questions_of[user] += 1
-        try:
-            return await self._handlers[operation.name](request, body)
-        finally:
-            self.in_work -= 1
-            self._questions_in_work -= is_question
-            if user is not None:
-                self._questions_of[user] -= 1
-                if not self._questions_of[user]:
-                    del self._questions_of[user]
+        with ExitStack() as stack:
+            if operation.kind in ("read", "watch", "change"):
+                request.caller = self._caller_of(request)
+                of_caller = QUESTIONS_CALLER_MAX if request.user is None else QUESTIONS_USER_MAX
+                try:
+                    stack.enter_context(self._questions_in_work.taken(request.caller, of_caller))
+                except Problem:
+                    self.measures.shed["questions"] += 1
+                    raise
+            self.in_work += 1
+            try:
+                return await self._handlers[operation.name](request, body)
+            finally:
+                self.in_work -= 1
+
+    def _caller_of(self, request: Request) -> str:
+        """Who asks, in words: an end user, an API key or, where nobody is asked who they are, an address."""
+        if request.user is not None:
+            return request.user
+        if request.service is not None:
+            return f"The API key {request.service}"
+        return f"The address {address_of(request.scope, self._proxies)}"
 
     async def _serve_command(self, operation: Operation, request: Request, body: bytes) -> Answer:
         """Has a command answered, unless those in work take too long already."""

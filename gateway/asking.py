@@ -19,6 +19,7 @@ from starlette.types import Scope
 from grabstream.gateway.books import Books, Row
 from grabstream.gateway.bounds import (
     AFTER_SECONDS_MAX,
+    AFTER_WAITERS_CALLER_MAX,
     AFTER_WAITERS_MAX,
     CURSOR_LENGTH_MAX,
     PAGE_ROWS,
@@ -36,6 +37,7 @@ from grabstream.gateway.positions import WAITING_PLACES, position_in
 from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
 from grabstream.gateway.reaching import Reached
 from grabstream.gateway.requests import Request, chosen, query_of
+from grabstream.gateway.slots import Slots
 from grabstream.gateway.tokens import add_bounded
 from grabstream.lua.gate.personal import KeysUnavailable, UserKey, is_sealed, open_metadata
 from grabstream.models.bounds import quoted
@@ -132,8 +134,7 @@ class Questions:
         self._books = books
         self._tokens = tokens or PaymentTokens()
         self._cache = cache
-        #: Questions that wait until the read model has an event.
-        self._waiting = 0
+        self._waiting = Slots(AFTER_WAITERS_MAX, "questions that wait for events (`after`)")
         #: Offers for a random order, by the tag of the document that has them.
         self._listed: dict[bytes, Listed | None] = {}
         #: Waiting lists, by the tag of the document that has them.
@@ -372,21 +373,14 @@ class Questions:
         if position is None:
             raise invalid(f"after: must be <shard>-<seq>, such as 3-17, got {quoted(asked['after'])}")
         shard, seq = map(int, position.groups())
-        if self._waiting >= AFTER_WAITERS_MAX:
-            raise retry_soon(
-                "busy",
-                f"{AFTER_WAITERS_MAX} questions wait for events (`after`), as many as the gateway takes.",
-            )
-        self._waiting += 1
         try:
             is_there = await self._books.has(projections, shard, seq, 0)
             if not is_there:
-                await self._refuse_future(shard, seq)
-                is_there = await self._books.has(projections, shard, seq, AFTER_SECONDS_MAX)
+                with self._waiting.taken(request.caller, AFTER_WAITERS_CALLER_MAX):
+                    await self._refuse_future(shard, seq)
+                    is_there = await self._books.has(projections, shard, seq, AFTER_SECONDS_MAX)
         except KeyError:
             raise invalid(f"after: there is no shard {shard}") from None
-        finally:
-            self._waiting -= 1
         if not is_there:
             raise retry_soon(
                 "read_model_behind",

@@ -50,10 +50,11 @@ RETRY_SOON_SECONDS: Final = 1
 COMMAND_SECONDS_TARGET: Final = 0.5
 COMMANDS_MIN: Final = 50
 COMMANDS_FIRST: Final = 400
-#: Questions in work, of the requests in work; of these, those of one end user; and those that wait for a
-#: session of PostgreSQL.
+#: Questions in work, of the requests in work; of these, those of one end user, and of another caller (an API
+#: key; an address, where nobody is asked who they are); and those that wait for a session of PostgreSQL.
 QUESTIONS_MAX: Final = 200
 QUESTIONS_USER_MAX: Final = 10
+QUESTIONS_CALLER_MAX: Final = 100
 SESSION_WAITERS_MAX: Final = 100
 SESSION_WAIT_SECONDS_MAX: Final = 2.0
 #: How long PostgreSQL works on one question.
@@ -64,8 +65,9 @@ CHANGE_MS_MAX: Final = 10_000
 WEBHOOK_OFFERS_MAX: Final = 100
 #: How long a question waits until the read model has an event (`after`).
 AFTER_SECONDS_MAX: Final = 5.0
-#: Questions that wait so, of the questions in work.
+#: Questions that wait so, of the questions in work; and those of one caller.
 AFTER_WAITERS_MAX: Final = 100
+AFTER_WAITERS_CALLER_MAX: Final = 25
 #: Rows of a page.
 PAGE_ROWS_MAX: Final = 100
 PAGE_ROWS: Final = 20

@@ -62,24 +62,30 @@ class Failures:
         raise too_many(f"This address may send {in_words(self._rates)} {self._words}.", math.ceil(seconds))
 
     def address_of(self, scope: Scope) -> str:
-        """The address of the client: that of the connection or, if it is a proxy that is believed, the last
-        one in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
-        """
-        address = scope["client"][0] if scope.get("client") else ""
-        if self._proxies and self._is_proxy(address):
-            forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
-            for text in reversed(forwarded.decode("latin-1").split(",")):
-                one = _without_port(text.strip())
-                if _read(one) is None:
-                    break
-                address = one
-                if not self._is_proxy(address):
-                    break
-        return _network_of(address)
+        """The address of the client."""
+        return address_of(scope, self._proxies)
 
-    def _is_proxy(self, address: str) -> bool:
-        found = _read(address)
-        return found is not None and any(found in network for network in self._proxies)
+
+def address_of(scope: Scope, proxies: Sequence[Network]) -> str:
+    """The address of the client: that of the connection or, if it is a proxy that is believed, the last one
+    in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
+    """
+    address = scope["client"][0] if scope.get("client") else ""
+    if proxies and _is_in(address, proxies):
+        forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
+        for text in reversed(forwarded.decode("latin-1").split(",")):
+            one = _without_port(text.strip())
+            if _read(one) is None:
+                break
+            address = one
+            if not _is_in(address, proxies):
+                break
+    return _network_of(address)
+
+
+def _is_in(address: str, networks: Sequence[Network]) -> bool:
+    found = _read(address)
+    return found is not None and any(found in network for network in networks)
 
 
 def in_words(rates: Rates) -> str:

@@ -63,15 +63,17 @@ class Request:
     """A request whose path was found: its scope, the function that receives its body, and the ids of its
     path. `user` is the end user who sends it; None for a service, and without authentication. `service` is
     the name of the API key of a service; None for an end user, and without authentication. `is_admitted`
-    tells a stream whether its credentials are still valid; None without authentication.
+    tells a stream whether its credentials are still valid; None without authentication. `caller` says whose
+    question it is.
     """
 
-    __slots__ = ("_headers", "is_admitted", "path", "receive", "scope", "service", "user")
+    __slots__ = ("_headers", "caller", "is_admitted", "path", "receive", "scope", "service", "user")
 
     def __init__(self, scope: Scope, receive: Receive, path: Mapping[str, str]) -> None:
         self.user: str | None = None
         self.service: str | None = None
         self.is_admitted: Callable[[], Awaitable[bool]] | None = None
+        self.caller = ""
         self.scope = scope
         self.receive = receive
         self.path = path

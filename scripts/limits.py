@@ -589,8 +589,9 @@ def of_requests() -> list[Row]:
         ),
         Row(
             "… of these, questions",
-            f"{http.QUESTIONS_MAX}; {http.QUESTIONS_USER_MAX} of one end user",
-            "commands keep their room, and users theirs",
+            f"{http.QUESTIONS_MAX}; {http.QUESTIONS_USER_MAX} of one end user, {http.QUESTIONS_CALLER_MAX} "
+            "of one API key or, without authentication, of one address",
+            "commands keep their room, and callers theirs",
             busy,
         ),
         Row(
@@ -613,7 +614,8 @@ def of_requests() -> list[Row]:
         ),
         Row(
             "the time that a question waits for the read model (`after`)",
-            f"{http.AFTER_SECONDS_MAX:.0f} s, {http.AFTER_WAITERS_MAX} questions at a time",
+            f"{http.AFTER_SECONDS_MAX:.0f} s, {http.AFTER_WAITERS_MAX} questions at a time, "
+            f"{http.AFTER_WAITERS_CALLER_MAX} of one caller",
             "as above",
             "503 `read_model_behind`, `busy`",
         ),

@@ -293,6 +293,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             answering.redis,
             settings.payment_pay_url,
             event_documents,
+            _proxies(settings),
         )
         if settings.metrics_listen is not None:
             # What serves metrics takes a while to import.

@@ -1,0 +1,43 @@
+"""Room for questions: what is in work is bounded in sum, and for each caller, so that one caller leaves room
+for the others.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from grabstream.gateway.bounds import RETRY_SOON_SECONDS
+from grabstream.gateway.problems import Problem, retry_soon
+
+
+class Slots:
+    """Counts what is in work, by caller; `things` are its name in the plural. Callers are words that may
+    begin a sentence: `ann`, `The API key shop`.
+    """
+
+    def __init__(self, slots_max: int, things: str) -> None:
+        self._slots_max = slots_max
+        self._things = things
+        self._taken = 0
+        self._of = Counter[str]()
+
+    @contextmanager
+    def taken(self, caller: str, caller_max: int) -> Iterator[None]:
+        """Has a slot; raises Problem (`busy`) when there is none, or when the caller has its part already."""
+        if self._taken >= self._slots_max:
+            raise self._busy(f"The gateway has {self._slots_max} {self._things}, as many as it takes")
+        if self._of[caller] >= caller_max:
+            raise self._busy(f"{caller} has {caller_max} {self._things} here, as many as a caller may")
+        self._taken += 1
+        self._of[caller] += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
+            self._of[caller] -= 1
+            if not self._of[caller]:
+                del self._of[caller]
+
+    @staticmethod
+    def _busy(words: str) -> Problem:
+        return retry_soon("busy", f"{words}; ask again after {RETRY_SOON_SECONDS} s.")

@@ -1,0 +1,158 @@
+"""One caller's questions leave room for those of others: of the questions in work, and of those that wait for
+an event, each caller gets a part. A caller is an end user, an API key or, where nobody is asked, an address.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from ipaddress import ip_network
+from typing import Any, Final, cast
+
+import pytest
+
+from grabstream.gateway.app import Application, Bounds
+from grabstream.gateway.asking import Questions
+from grabstream.gateway.bounds import (
+    AFTER_WAITERS_CALLER_MAX,
+    AFTER_WAITERS_MAX,
+    QUESTIONS_CALLER_MAX,
+    QUESTIONS_MAX,
+    QUESTIONS_USER_MAX,
+)
+from grabstream.gateway.caching import Cache
+from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
+from grabstream.gateway.deciding import Commands
+from grabstream.gateway.event_streams import EventStreams
+from grabstream.gateway.operations import Operation
+from grabstream.gateway.receipts import Receipts
+from grabstream.gateway.requests import Request
+from grabstream.gateway.watching import Watching
+from tests.conftest import until
+
+BALANCES: Final = "/v1/users/ann/balances"
+
+
+class SlowBooks:
+    """Books that answer when they are told to, and never get an event. `asked` counts what waits."""
+
+    def __init__(self) -> None:
+        self.asked = Counter[str]()
+        self.go_on = asyncio.Event()
+
+    async def rows(self, query: str, parameters: Any = ()) -> list[Any]:
+        self.asked["rows"] += 1
+        await self.go_on.wait()
+        return []
+
+    async def has(self, projections: Any, shard: int, seq: int, seconds: float) -> bool:
+        if seconds:
+            self.asked["events"] += 1
+            await self.go_on.wait()
+        return False
+
+    async def last_seq(self, shard: int) -> int:
+        return 0
+
+
+class ByHeader:
+    """Stands for the checks of credentials: a header says who asks."""
+
+    async def admit(self, operation: Operation, request: Request) -> None:
+        kind, name = (request.header(b"x-caller") or b"").decode().split("/")
+        request.user = name if kind == "user" else None
+        request.service = name if kind == "key" else None
+
+
+class Door:
+    """An application of which callers ask questions, with the statuses and words of the answers."""
+
+    def __init__(self, kind: str) -> None:
+        self.books = SlowBooks()
+        books = cast(Any, self.books)
+        self._kind = kind
+        self._application = Application(
+            Commands(books, 1_000), Questions(books, Cache()), Receipts(books, 1_000), EventStreams(books, 1),
+            Watching(books, Cache(), books), ChangesOfWebhooks(books), dict, Bounds(),
+            admission=None if kind == "address" else cast(Any, ByHeader()),
+            proxies=[ip_network("127.0.0.1")],
+        )  # fmt: skip
+
+    async def ask(self, caller: str, query: str = "") -> tuple[int, str]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        # Addresses are told by a proxy.
+        header = (
+            (b"x-forwarded-for", caller.encode())
+            if self._kind == "address"
+            else (b"x-caller", f"{self._kind}/{caller}".encode())
+        )
+        scope = {
+            "type": "http", "method": "GET", "raw_path": BALANCES.encode(), "query_string": query.encode(),
+            "headers": [header], "client": ("127.0.0.1", 1),
+        }  # fmt: skip
+        await self._application(scope, cast(Any, None), send)
+        return sent[0]["status"], json.loads(sent[1]["body"]).get("detail", "")
+
+    @asynccontextmanager
+    async def asking(self, what: str, caller: str, count: int, query: str = "") -> AsyncIterator[None]:
+        """Has a caller ask so many questions, which are all in work when this begins."""
+        wanted = self.books.asked[what] + count
+        tasks = [asyncio.create_task(self.ask(caller, query)) for _ in range(count)]
+        try:
+            await until(lambda: self.books.asked[what] == wanted, 10, "questions in work")
+            yield
+        finally:
+            self.books.go_on.set()
+            await asyncio.gather(*tasks)
+
+
+#: A kind of callers, two of them, the words for the first, and its part of the questions in work.
+CALLERS: Final = [
+    ("user", "ann", "bob", "ann", QUESTIONS_USER_MAX),
+    ("key", "shop", "till", "The API key shop", QUESTIONS_CALLER_MAX),
+    ("address", "192.0.2.1", "192.0.2.2", "The address 192.0.2.1", QUESTIONS_CALLER_MAX),
+]
+
+
+@pytest.mark.parametrize(("kind", "one", "other", "words", "most"), CALLERS, ids=[row[0] for row in CALLERS])
+async def test_one_caller_gets_a_part_of_the_questions_in_work(
+    kind: str, one: str, other: str, words: str, most: int
+) -> None:
+    door = Door(kind)
+    assert most <= QUESTIONS_MAX // 2
+    async with door.asking("rows", one, most):
+        status, detail = await door.ask(one)
+        assert (status, f"{words} has {most} questions in work here" in detail) == (503, True), detail
+        async with door.asking("rows", other, most):
+            pass
+    assert (await door.ask(one))[0] == 200
+
+
+@pytest.mark.parametrize(("kind", "one", "other", "words", "most"), CALLERS[1:], ids=["key", "address"])
+async def test_one_caller_gets_a_part_of_the_questions_that_wait_for_events(
+    kind: str, one: str, other: str, words: str, most: int
+) -> None:
+    """Its other questions, and those of others, are answered meanwhile."""
+    door, never = Door(kind), "after=0-99"
+    most = min(most, AFTER_WAITERS_CALLER_MAX)
+    assert most <= AFTER_WAITERS_MAX // 4
+    async with door.asking("events", one, most, never):
+        status, detail = await door.ask(one, never)
+        assert (status, f"{words} has {most} questions that wait for events" in detail) == (503, True), detail
+        async with door.asking("rows", one, 1), door.asking("events", other, most, never):
+            pass
+
+
+async def test_all_together_get_what_the_gateway_has() -> None:
+    door = Door("address")
+    async with (
+        door.asking("rows", "192.0.2.1", QUESTIONS_CALLER_MAX),
+        door.asking("rows", "192.0.2.2", QUESTIONS_MAX - QUESTIONS_CALLER_MAX),
+    ):
+        status, detail = await door.ask("192.0.2.3")
+        assert (status, f"The gateway has {QUESTIONS_MAX} questions in work" in detail) == (503, True), detail
