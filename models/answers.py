@@ -30,10 +30,11 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
     identified by `offer`, `user` and `id`.
 
     `code` is the number of `outcome`. `amount` counts the offer's asset (minor units or pieces), `place` is
-    the ordinal of the grab within the offer, from 1, `left` the units left after it (parts or pieces). `seq`
-    is the event's number in `shard`. `due` minor units of `currency` are to be paid until `deadline_at`.
-    `limit` is the limit that refused the command, `limits` what all limits leave. `retry_at`, `deadline_at`
-    and `at` are milliseconds since 1970 UTC. `metadata` is that of a grab that was granted, held or queued.
+    the ordinal of the grab within the offer, from 1, `left` the parts or pieces that can be taken after it.
+    `seq` is the event's number in `shard`. `due` minor units of `currency` are to be paid until
+    `deadline_at`. `limit` is the limit that refused the command, `limits` what all limits leave. `retry_at`,
+    `deadline_at` and `at` are milliseconds since 1970 UTC. `voided_codes` are the codes of returned units:
+    nobody may use them. `metadata` is that of a grab that was granted, held or queued.
     """
 
     id: Id
@@ -59,6 +60,7 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
     limits: tuple[LimitState, ...] = ()
     coupon_code: str | None = None
     coupon_codes: tuple[str, ...] = ()
+    voided_codes: tuple[str, ...] = ()
     metadata: dict[Id, str] | None = None
 
     @property

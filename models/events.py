@@ -143,8 +143,9 @@ class OfferResumed(Event[V1], tag="offer.resumed", frozen=True, kw_only=True):
 
 
 class OfferClosed(Event[V1], tag="offer.closed", frozen=True, kw_only=True):
-    """The offer ended for `reason`; the rest, `amount` (minor units or pieces) in `left` parts or pieces,
-    goes to the account `refund_to`. `seed` reveals the seed that `seed_sha256` committed to.
+    """The offer ended for `reason`; the rest, `amount` minor units or pieces, goes to the account
+    `refund_to`. `left` parts or pieces could still be taken; the other pieces had lost their codes. `seed`
+    reveals the seed that `seed_sha256` committed to.
     """
 
     reason: Literal["command", "deadline", "drained"]
@@ -167,7 +168,7 @@ class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
 
     `grab` is the id of the command that made the grab, `quantity` the units that this event moves, `amount`
     the same in the offer's asset (minor units or pieces), `place` the ordinal of the grab within the offer,
-    from 1, `left` the units left after it.
+    from 1, `left` the units that can be taken after it.
     """
 
     grab: Id
@@ -263,6 +264,7 @@ class GrabReleased(_GrabEvent[V1], tag="grab.released", frozen=True, kw_only=Tru
 class GrabReturned(_GrabEvent[V1], tag="grab.returned", frozen=True, kw_only=True):
     """Granted or confirmed units went back to the account `to`; `refunds` are pairs of a payment and the
     minor units of `currency` that go back for it. `restored` says whether the user's limits were given back.
+    `voided_codes` are the codes of the units, sealed: the user has seen them, so the units went back without.
     """
 
     reason: str = ""
@@ -271,6 +273,7 @@ class GrabReturned(_GrabEvent[V1], tag="grab.returned", frozen=True, kw_only=Tru
     currency: Currency | None = None
     issuer: Id
     restored: bool = False
+    voided_codes: tuple[str, ...] = ()
     digest: str
 
 

@@ -42,6 +42,8 @@ export interface Answer {
   limits?: LimitState[]
   coupon_code?: string
   coupon_codes?: string[]
+  /** Of a return: the codes of the units, which nobody may use any more. */
+  voided_codes?: string[]
   metadata?: Record<string, string>
   /** Of a hold, where the gateway has payment keys: what the buyer takes to the payment side. */
   payment_token?: string

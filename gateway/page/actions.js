@@ -5,7 +5,7 @@ import { ask } from "./dialog.js";
 import { h, show } from "./dom.js";
 import { amount, count, counted, moment, unit } from "./format.js";
 
-const left = (row) => (row.kind === "envelope" ? `${amount(row.amount_left, row.asset)} ${unit(row.asset)} in ${counted(row.units_left, "part")}` : counted(row.units_left, "unit"));
+const left = (row) => (row.kind === "envelope" ? `${amount(row.amount_left, row.asset)} ${unit(row.asset)} in ${counted(row.units_left, "part")}` : counted(row.amount_left, "unit"));
 
 /** Each action: its name, when it may be done, and what it will do in words. */
 const ACTIONS = {
@@ -17,7 +17,7 @@ const ACTIONS = {
   },
   resume: {
     title: "Resume", may: (row) => row.state === "paused",
-    will: (row) => ["From now on, grabs are taken again.", `${left(row)} can be grabbed.`],
+    will: (row) => ["From now on, grabs are taken again.", `${row.kind === "envelope" ? left(row) : counted(row.units_left, "unit")} can be grabbed.`],
   },
   amend: { title: "Amend", may: (row) => row.state === "open" || row.state === "paused", will: () => [] },
   close: {

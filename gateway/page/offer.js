@@ -5,7 +5,7 @@ import { against, areas, bar, legend } from "./charts.js";
 import { card, h, keyed, put, say, show, table, tiles } from "./dom.js";
 import { actions } from "./actions.js";
 import { amount, clock, count, counted, digitsOf, length, moment, unit, words } from "./format.js";
-import { STATES, href, sharesOf } from "./overview.js";
+import { STATES, href, sharesOf, uncodedOf } from "./overview.js";
 
 export function offer({ id, signal, report }) {
   if (!id) return ask();
@@ -92,7 +92,9 @@ export function offer({ id, signal, report }) {
     numbers.set.total(of.total, row.kind === "envelope" ? counted(row.units, "part") : unit(row.asset));
     numbers.set.given(of.given, share(row.given));
     numbers.set.held(of.held, share(row.held));
-    numbers.set.left(of.left, row.kind === "envelope" ? counted(row.units_left, "part") : share(row.amount_left));
+    const uncoded = uncodedOf(row);
+    numbers.set.left(of.left, row.kind === "envelope" ? counted(row.units_left, "part")
+      : uncoded ? `and ${counted(uncoded, "unit")} without code` : share(row.units_left));
     numbers.set.refunded(of.refunded, share(row.refunded));
     numbers.set.waiting(count(row.waiting), counted(row.grabs, "grab"));
     shares.update([row.given, row.held, row.refunded], row.total, `${of.given} taken, ${of.held} held, ${of.refunded} gone back, ${of.left} left of ${of.total}`);
@@ -145,7 +147,7 @@ function filmOf(id, signal, report) {
     const at = film.now;
     say(values.given, amount(at.given, film.asset));
     say(values.held, amount(at.held, film.asset));
-    say(values.left, amount(at.amount_left, film.asset));
+    say(values.left, amount(film.kind === "envelope" ? at.amount_left : at.units_left, film.asset));
     say(values.waiting, count(at.waiting));
     grabs.update(film.grabs.slice(0, 12));
     const text = `${moment(at.at)} UTC, ${at.state}`;

@@ -12,10 +12,13 @@ const GIVEN = ["granted", "held", "waiting"];
 
 export const STATES = { open: "good", paused: "warn", closed: "", retired: "" };
 
+/** Units that came back without their codes, which users have seen: they are in the offer, but nobody can take them. */
+export const uncodedOf = (row) => (row.kind === "envelope" ? 0 : row.amount_left - row.units_left);
+
 /** What an offer has given, what is held, left, and gone back, in words. */
 export function sharesOf(row) {
   const text = (value) => amount(value, row.asset);
-  return { given: text(row.given), held: text(row.held), left: text(row.amount_left), refunded: text(row.refunded), total: text(row.total) };
+  return { given: text(row.given), held: text(row.held), left: text(row.amount_left - uncodedOf(row)), refunded: text(row.refunded), total: text(row.total) };
 }
 
 export const href = (kind, id, query = "") => `#/${kind}/${encodeURIComponent(id)}${query}`;

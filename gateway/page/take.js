@@ -122,6 +122,10 @@ const isPending = () => [...mine.values(), ...fresh.values()].some((row) => PEND
 let isMineRead = false;
 /** The visitor has something that the books do not have yet. */
 let isMineBehind = false;
+document.addEventListener("visibilitychange", () => {
+  // The visitor may have returned something elsewhere, which voids its codes.
+  isMineRead &&= codes.size === 0;
+});
 const readMine = poll(async (until) => {
   // Only a hold and a place on the waiting list change by themselves.
   if (visitor.user !== null && (!isMineRead || isMineBehind || isPending())) await freshMine("", until);
@@ -332,7 +336,8 @@ function renderOffer(user) {
   say(price, terms.price ? `${money(terms.price, terms.currency)} each` : "");
   show(left, true);
   const isEnvelope = offer.kind === "envelope";
-  const taken = offer.units - offer.units_left;
+  // Pieces that came back without their codes are not left, and are not taken.
+  const taken = offer.units - (isEnvelope ? offer.units_left : offer.amount_left);
   say(leftNumber, `${count(offer.units_left)} left`);
   say(leftOf, `of ${counted(offer.units, NOUNS[offer.kind] ?? "unit")}${isEnvelope ? `, ${money(offer.total, offer.asset)} in all` : offer.held ? `, ${count(offer.held)} on hold` : ""}`);
   fill.update(isEnvelope ? [taken, 0] : [taken - offer.held, offer.held], offer.units, `${count(offer.units_left)} of ${count(offer.units)} left`);
@@ -399,12 +404,14 @@ function makeRow() {
   const clock = h("span", { class: "clock", role: "timer" });
   const clockWords = h("span");
   const until = h("p", { class: "until", hidden: true }, clock, clockWords);
-  const code = h("p", { class: "code", hidden: true });
+  const codesKept = h("span");
+  const codesVoid = h("s", { "data-value": "void" });
+  const code = h("p", { class: "code", hidden: true }, codesKept, " ", codesVoid);
   const note = h("p", { class: "soft small", hidden: true });
   const problem = h("p", { class: "note bad", role: "alert", hidden: true });
   const buttons = h("div", { class: "buttons" });
   const node = h("li", {}, h("p", { class: "line" }, title, badge), until, code, note, buttons, problem);
-  const one = { node, title, badge, clock, clockWords, until, code, note, problem, row: null, isSure: false, isBusy: false };
+  const one = { node, title, badge, clock, clockWords, until, code, codesKept, codesVoid, note, problem, row: null, isSure: false, isBusy: false };
   const act = (name, label, kind, run) => (one[name] = h("button", { type: "button", class: kind, hidden: true, "data-action": name, on: { click: () => run(one) } }, label));
   buttons.append(act("pay", "Pay", "main", pay), act("extend", "More time", "", extend), act("release", "Give it back", "quiet", release));
   node.one = one;
@@ -421,13 +428,17 @@ function updateRow(node, row) {
   const isHeld = row.state === "held";
   const isWaiting = row.state === "waiting";
   show(one.until, isHeld);
-  const found = codes.get(row.grab);
-  show(one.code, Boolean(found));
-  say(one.code, (found ?? []).join(" "));
+  const found = codes.get(row.grab) ?? [];
+  // A return voids the codes that were given last.
+  const voided = found.slice(row.taken);
+  show(one.code, found.length > 0);
+  say(one.codesKept, found.slice(0, row.taken).join(" "));
+  say(one.codesVoid, voided.join(" "));
   const due = isHeld && row.due ? money(row.due, row.currency) : "";
   const notes = isWaiting ? `${row.position ? `${row.position === 1 ? "You are next" : `${count(row.position - 1)} before you`}, since` : "Since"} ${local(row.at, now())}. What comes back goes to the list in order.`
     : isHeld && paying.has(row.grab) ? "Paid. Waiting for the receipt…"
-      : due && !(payAt && row.payment_token) ? `To pay: ${due}. Your shop says how.` : "";
+      : due && !(payAt && row.payment_token) ? `To pay: ${due}. Your shop says how.`
+        : voided.length ? `Returned: ${counted(voided.length, "crossed-out code")} ${voided.length === 1 ? "is" : "are"} void.` : "";
   show(one.note, notes !== "");
   say(one.note, notes);
   show(one.pay, Boolean(due && payAt && row.payment_token) && !paying.has(row.grab));

@@ -118,7 +118,7 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
     .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. string.format(',"held":%d', int(grab.held)) .. payment .. ',"issuer":"' .. offer.issuer
     .. (retaken and '","retaken":true' or '"')
-    .. codes_text(codes) .. ',"digest":"' .. digest .. '"}')
+    .. codes_text('codes', codes) .. ',"digest":"' .. digest .. '"}')
   grab.confirmed_seq, grab.confirmed_at = call.seq, call.now
   if body.payment then
     grab.payments[#grab.payments + 1] = {body.payment, quantity}

@@ -259,7 +259,7 @@ do
     add_line(call, event_head(call, offer, type, id) .. grab_text(offer, id, grab, quantity, amount)
       .. (quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or '')
       .. (type == 'grab.held' and hold_text(offer, grab) or '') .. tail_text(i, extra, ticket)
-      .. codes_text(codes) .. ',"digest":"' .. digests[i] .. '"}')
+      .. codes_text('codes', codes) .. ',"digest":"' .. digests[i] .. '"}')
   end
 
   -- Grants the next part of an envelope; returns the row.

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Returns units that were the user's, and the money that was paid for them.
+-- Returns units that were the user's, and the money that was paid for them. Their codes are void.
 --
 -- Command: return
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -40,14 +40,15 @@ return carry_out(about_grab(function(call, offer, grab, id, digest, body)
     return refused_row(call, CODE.not_enough_left, {left = returnable})
   end
   local refunds = refunds_text(grab, quantity)
-  return_units(offer, body.grab, grab, quantity, offer.rules.return_restores)
+  local details = return_units(offer, body.grab, grab, quantity, offer.rules.return_restores)
   add_line(call, event_head(call, offer, 'grab.returned', id)
     .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. (body.reason ~= '""' and ',"reason":' .. body.reason or '') .. ',"to":"' .. returns_to(offer) .. '"'
     .. (refunds ~= '' and ',"refunds":[' .. refunds .. '],"currency":"' .. offer.rules.currency .. '"' or '')
     .. ',"issuer":"' .. offer.issuer .. (offer.rules.return_restores and '","restored":true' or '"')
-    .. ',"digest":"' .. digest .. '"}')
-  local row = {CODE.returned, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}
+    .. codes_text('voided_codes', details.voided_codes or {}) .. ',"digest":"' .. digest .. '"}')
+  local row = {CODE.returned, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0,
+    details}
   serve(call, offer, id)
   row[7] = offer.units_left
   return row, true

@@ -614,12 +614,15 @@ def _fields_of_details(
         fields["limits"] = tuple(_limit_state(*limit) for limit in details["limits"])
     if "number" in details:
         fields["coupon_code"] = str(details["number"])
-    if "codes" in details:
-        if any(map(sealer.only_seals, details["codes"])):
+    if sealed_codes := details.get("codes") or details.get("voided_codes"):
+        if any(map(sealer.only_seals, sealed_codes)):
             # The command is decided. A repeat gets this answer with the code.
             return fields | {"message": CODES_ELSEWHERE}
-        codes = tuple(sealer.open(shard, command.offer, "code", sealed) for sealed in details["codes"])
-        fields |= {"coupon_code": codes[0], "coupon_codes": codes if len(codes) > 1 else ()}
+        codes = tuple(sealer.open(shard, command.offer, "code", sealed) for sealed in sealed_codes)
+        if "codes" in details:
+            fields |= {"coupon_code": codes[0], "coupon_codes": codes if len(codes) > 1 else ()}
+        else:
+            fields["voided_codes"] = codes
     return fields
 
 

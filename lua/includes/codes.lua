@@ -11,7 +11,7 @@ local KEY_AND_NAME =
 -- the loading state with it. Releases before 0.2 sealed codes with random nonces: those codes have names too,
 -- but the names do not identify them.
 local function add_codes(offer, list, loaded, items)
-  for _, code in ipairs(items) do offer.codes_back[#offer.codes_back + 1] = code end
+  for _, code in ipairs(items) do offer.codes_new[#offer.codes_new + 1] = code end
   if loaded.loaded == loaded.chunks then
     offer.names_new, offer.names_seen, offer.names_gone = nil, nil, true
     return

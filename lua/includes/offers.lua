@@ -111,7 +111,7 @@ do
       -- As they are written: of the grabs of a run (includes/taking.lua), of confirmations that are decided
       -- together (includes/paying.lua); `records` are those of the latter, by grab.
       offer.grabs_made, offer.holds_made, offer.records = {}, {}, {}
-      offer.codes_taken, offer.codes_back = 0, {}
+      offer.codes_taken, offer.codes_new = 0, {}
       offer.queue_length = offer.rules.waiting_list and redis.call('ZCARD', KEYS[base + KEY.queue]) or 0
       offer.queue_stored, offer.queue_from, offer.queue_new_read = offer.queue_length, 0, 0
       offer.line, offer.asked = {}, {}
@@ -248,7 +248,7 @@ do
     end
     write_in_pieces('ZADD', KEYS[8], holds)
     write_in_pieces('ZREM', KEYS[8], gone)
-    write_in_pieces('RPUSH', KEYS[base + KEY.codes], offer.codes_back)
+    write_in_pieces('RPUSH', KEYS[base + KEY.codes], offer.codes_new)
     if offer.names_new then write_in_pieces('SADD', KEYS[base + KEY.names], offer.names_new) end
     if offer.codes_taken > 0 then write('LPOP', KEYS[base + KEY.codes], offer.codes_taken) end
     for name in pairs(offer.queue_gone) do write('ZREM', KEYS[base + KEY.queue], name) end

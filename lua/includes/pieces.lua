@@ -68,26 +68,21 @@ end
 local function hand_out(offer, grab, quantity)
   if not offer.loads.codes then return {} end
   spend(COST.item * quantity)
-  local key, from = KEYS[offer.base + KEY.codes], offer.codes_taken
-  local codes = redis.call('LRANGE', key, from, from + quantity - 1)
-  -- Codes that were returned during this call follow the codes in the list.
-  local i = math.max(from + #codes - redis.call('LLEN', key), 0)
-  while #codes < quantity do
-    i = i + 1
-    codes[#codes + 1] = offer.codes_back[i] or error('offer ' .. offer.name .. ' has fewer codes than units')
-  end
+  local from = offer.codes_taken
+  local codes = redis.call('LRANGE', KEYS[offer.base + KEY.codes], from, from + quantity - 1)
+  if #codes < quantity then error('offer ' .. offer.name .. ' has fewer codes than units') end
   put(offer, 'codes_taken', from + quantity)
   for _, code in ipairs(codes) do grab.codes[#grab.codes + 1] = code end
   spend(COST.listed_byte * bytes_of(codes))
   return codes
 end
 
--- The codes as a field of an event. The texts around them are joined in the same step, since it is expensive
--- to make long texts.
-local function codes_text(codes)
+-- Codes as a field of an event. The texts around them are joined in the same step, since it is expensive to
+-- make long texts.
+local function codes_text(field, codes)
   if #codes == 0 then return '' end
   local texts = {unpack(codes)}
-  texts[1] = ',"codes":["' .. texts[1]
+  texts[1] = ',"' .. field .. '":["' .. texts[1]
   texts[#texts] = texts[#texts] .. '"]'
   return table.concat(texts, '","')
 end

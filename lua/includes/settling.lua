@@ -1,5 +1,6 @@
 -- Units that are returned to an offer, or that a user keeps: the end of holds, payments, returns, orders. The
 -- same steps as in models/rules, in the same order.
+--- @include "cost"
 --- @include "records"
 --- @include "decide"
 --- @include "limits"
@@ -111,18 +112,30 @@ local function refund_units(grab, quantity)
   return refunds
 end
 
--- Returns a user's units with their codes; `restored`: also to the limits.
+-- Voids the codes of units that are returned, the last ones of the grab. Returns them.
+local function void_codes(offer, grab, quantity)
+  local kept = #grab.codes - quantity
+  local codes = {unpack(grab.codes, kept + 1)}
+  for i = #grab.codes, kept + 1, -1 do grab.codes[i] = nil end
+  spend(COST.item * quantity + COST.listed_byte * bytes_of(codes))
+  return codes
+end
+
+-- Returns a user's units; `restored`: also to the limits. Units with codes go back without them, since the
+-- user has seen them: they are in the offer's account until it closes, but nobody can take them. Returns the
+-- details of the answer.
 local function return_units(offer, name, grab, quantity, restored)
+  local details = {}
   grab.taken = grab.taken - quantity
-  if #grab.codes > 0 then
-    for i = #grab.codes - quantity + 1, #grab.codes do
-      if not offer.closed then offer.codes_back[#offer.codes_back + 1] = grab.codes[i] end
-    end
-    for _ = 1, quantity do table.remove(grab.codes) end
-  end
   if restored then give_back(offer, grab, quantity) end
-  return_to_offer(offer, quantity)
+  if #grab.codes == 0 then
+    return_to_offer(offer, quantity)
+  else
+    details.voided_codes = void_codes(offer, grab, quantity)
+    if not offer.closed then offer.amount_left = offer.amount_left + quantity end
+  end
   touch_grab(offer, name)
+  return details
 end
 
 -- The use of a grab for an order: {quantity, seq, at}, or nil.

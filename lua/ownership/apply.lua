@@ -248,8 +248,8 @@ do
   APPLY['grab.returned'] = function(offer, event)
     local grab = grab_of(offer, event.grab)
     refund_units(grab, event.quantity)
-    return_units(offer, event.grab, grab, event.quantity, event.restored)
-    keep_grab_row(offer, event, grab, CODE.returned)
+    local details = return_units(offer, event.grab, grab, event.quantity, event.restored)
+    keep_grab_row(offer, event, grab, CODE.returned, details)
   end
 
   APPLY['grab.redeemed'] = function(offer, event)

@@ -119,11 +119,14 @@ def _give_up(
     return [event, *serve(state, offer, command, now)]
 
 
-def _take_back(offer: Offer, quantity: int) -> str:
-    """Returns units to the offer while it is open. Returns the account that gets them."""
+def _take_back(offer: Offer, quantity: int, without_codes: bool = False) -> str:
+    """Returns units to the offer while it is open. Units that come back without their codes, since a user has
+    seen them, are in its account until it closes, but nobody can take them. Returns the account that gets
+    the units.
+    """
     if not offer.closed_reason:
-        offer.units_left += quantity
         offer.amount_left += quantity
+        offer.units_left += 0 if without_codes else quantity
     return offer.returns_to
 
 
@@ -420,23 +423,19 @@ def _return(
     grab.taken -= quantity
     refunds = _refunds(grab, quantity)
     kept = len(grab.codes) - quantity if grab.codes else 0
-    grab.codes, codes = grab.codes[:kept], grab.codes[kept:]
-    if not offer.closed_reason:
-        offer.codes += codes
+    grab.codes, voided_codes = grab.codes[:kept], tuple(grab.codes[kept:])
     if offer.pieces.return_restores:
         limits.give_back(state, offer, grab, quantity)
-    to = _take_back(offer, quantity)
+    to = _take_back(offer, quantity, bool(voided_codes))
     event = GrabReturned(
         **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity),
         reason=command.reason, to=to,
         refunds=refunds, currency=offer.pieces.currency if refunds else None, issuer=offer.terms.issuer,
-        restored=offer.pieces.return_restores, digest=digest,
+        restored=offer.pieces.return_restores, voided_codes=voided_codes, digest=digest,
     )  # fmt: skip
     events = [event, *serve(state, offer, command.id, now)]
-    return Decided(
-        _answer_with(state, command, Outcome.returned, event, _details(command, offer, grab, quantity)),
-        events,
-    )
+    details = _details(command, offer, grab, quantity) | {"voided_codes": voided_codes}
+    return Decided(_answer_with(state, command, Outcome.returned, event, details), events)
 
 
 def _answer_with(

@@ -147,7 +147,11 @@ class PieceGrab:
 
 @dataclass
 class Offer:
-    """One offer. `parts` are the parts drawn ahead, by place; empty if parts are drawn at the grab."""
+    """One offer. `parts` are the parts drawn ahead, by place; empty if parts are drawn at the grab.
+
+    `units_left` can be taken, `amount_left` is what the account of the offer has. For pieces, these differ by
+    the units that came back without their codes.
+    """
 
     name: str
     terms: Terms

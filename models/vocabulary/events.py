@@ -145,8 +145,9 @@ class OfferResumed(Event, Wired[wire.OfferResumed], frozen=True):
 
 
 class OfferClosed(Event, Wired[wire.OfferClosed], frozen=True):
-    """The offer ended for `reason`; the rest, `amount` (minor units or pieces) in `left` parts or pieces,
-    goes to the account `refund_to`. `seed` reveals the seed that `seed_sha256` committed to.
+    """The offer ended for `reason`; the rest, `amount` minor units or pieces, goes to the account
+    `refund_to`. `left` parts or pieces could still be taken; the other pieces had lost their codes. `seed`
+    reveals the seed that `seed_sha256` committed to.
     """
 
     type: Literal["offer.closed"] = "offer.closed"
@@ -174,7 +175,7 @@ class GrabEvent(Event, frozen=True):
 
     `grab` is the id of the command that made the grab, `quantity` the units that this event moves, `amount`
     the same in the offer's asset (minor units or pieces), `place` the ordinal of the grab within the offer,
-    from 1, `left` the units left after it.
+    from 1, `left` the units that can be taken after it.
     """
 
     grab: Text
@@ -282,6 +283,7 @@ class GrabReleased(GrabEvent, Wired[wire.GrabReleased], frozen=True):
 class GrabReturned(GrabEvent, Wired[wire.GrabReturned], frozen=True):
     """Granted or confirmed units went back to the account `to`; `refunds` are pairs of a payment and the
     minor units of `currency` that go back for it. `restored` says whether the user's limits were given back.
+    `voided_codes` are the codes of the units, sealed: the user has seen them, so the units went back without.
     """
 
     type: Literal["grab.returned"] = "grab.returned"
@@ -292,6 +294,7 @@ class GrabReturned(GrabEvent, Wired[wire.GrabReturned], frozen=True):
     currency: Text | None = omitted(None)
     issuer: Text
     restored: Flag = omitted(False)
+    voided_codes: tuple[Text, ...] = omitted(())
     digest: Text
 
 

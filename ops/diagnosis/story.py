@@ -12,6 +12,7 @@ from grabstream.models.events import (
     GrabGranted,
     GrabHeld,
     GrabQueued,
+    GrabReturned,
     OfferClosed,
     OfferOpened,
     OfferPaused,
@@ -181,6 +182,7 @@ _HIDDEN = frozenset(
         "user",
         "digest",
         "codes",
+        "voided_codes",
         "sealed_seed",
         "offsets",
         "terms",
@@ -194,4 +196,7 @@ def _details(event: AnyEvent) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.json.decode(encode_event(event))
     if isinstance(event, OfferOpened):
         return {"seq": event.seq, "total": event.total, "campaign": campaign_of(event.offer)}
-    return {name: value for name, value in fields.items() if name not in _HIDDEN}
+    details = {name: value for name, value in fields.items() if name not in _HIDDEN}
+    if isinstance(event, GrabReturned) and event.voided_codes:
+        details["codes_voided"] = len(event.voided_codes)
+    return details

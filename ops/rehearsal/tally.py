@@ -36,7 +36,7 @@ class GrabTally:
 @dataclass
 class OfferTally:
     """An offer by its events, in units; money in minor units of its currency. `given_back` units returned to
-    the issuer.
+    the issuer; `uncoded` came back without their codes, and are left to nobody.
     """
 
     terms: PieceTerms
@@ -47,6 +47,7 @@ class OfferTally:
     held: int = 0
     taken: int = 0
     given_back: int = 0
+    uncoded: int = 0
     closed_at: int | None = None
     retired_at: int | None = None
     sums: Counter[str] = field(default_factory=Counter)
@@ -112,12 +113,12 @@ class Tally:
                 left == offer.left >= 0,
                 f"{where}: says {left} left, its events lead to {offer.left}",
             )
-        units = offer.left + offer.held + offer.taken + offer.given_back
+        units = offer.left + offer.uncoded + offer.held + offer.taken + offer.given_back
         self.check(
             "left + held + taken = total",
             units == offer.total and min(offer.held, offer.taken) >= 0,
-            f"{where}: {offer.left} left + {offer.held} held + {offer.taken} taken + {offer.given_back} "
-            f"returned to the issuer ≠ {offer.total}",
+            f"{where}: {offer.left} left + {offer.uncoded} without codes + {offer.held} held + {offer.taken} "
+            f"taken + {offer.given_back} returned to the issuer ≠ {offer.total}",
         )
 
     def _move(self, event: AnyEvent, transfer: Transfer) -> None:
@@ -152,7 +153,8 @@ class Tally:
             f"{event.offer}: closed with {event.left} left, its events lead to {offer.left}",
         )
         self._in_time("closed and retired in time", event, offer.terms.closes_at or event.at)
-        offer.given_back, offer.left, offer.closed_at = offer.given_back + offer.left, 0, event.at
+        offer.given_back += offer.left + offer.uncoded
+        offer.left, offer.uncoded, offer.closed_at = 0, 0, event.at
 
     def _retired(self, event: Any, offer: OfferTally) -> None:
         self._in_time(
@@ -235,7 +237,10 @@ class Tally:
         offer.taken, grab.taken = offer.taken - event.quantity, grab.taken - event.quantity
         if event.restored:
             self._uncount(grab, event.quantity)
-        self._return_units(offer, event.quantity)
+        if event.voided_codes and offer.closed_at is None:
+            offer.uncoded += event.quantity
+        else:
+            self._return_units(offer, event.quantity)
         offer.sums["returned"] += event.quantity
         for payment, amount in event.refunds:
             self.refunds[payment] += amount

@@ -192,8 +192,9 @@ VIEWS: Final[Mapping[str, View]] = {
             given="Minor units of an envelope, pieces of other kinds, that users have for good now: see "
                   "`given_amount` and `given_units`.",
             held="Pieces that are held now.",
-            units_left="Parts or pieces that are left.",
-            amount_left="Minor units or pieces that are left; until an envelope closes, in its parts.",
+            units_left="Parts or pieces that can still be taken.",
+            amount_left="Minor units or pieces in the account of the offer. Pieces of it above `units_left` "
+                        "came back without their codes: nobody can take them.",
             refunded="Minor units or pieces that went back to the issuer: see `refunded_amount` and "
                      "`refunded_units`.",
             seed_sha256=("text", "SHA-256 of the seed of an envelope. NULL: pieces have none."),
@@ -418,7 +419,7 @@ VIEWS: Final[Mapping[str, View]] = {
             retry_at=f"When it may be tried again, {_MS}. NULL: never, or not known.",
             limit_name=("text", "The limit that was reached. NULL: none was."),
             limit_left="Units that this limit left.",
-            units_left="Units that the offer had left.",
+            units_left="Units that could be taken then.",
             message=("text", "What is wrong with the command. NULL: the outcome says it."),
         ),
     ),

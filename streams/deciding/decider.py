@@ -600,6 +600,6 @@ def _without_codes(answer: Answer) -> Answer:
     """Removes coupon codes from an answer, since topics must not hold them unencrypted: the user's client
     gets them from a gate, with the same command. A coupon number is also in `place`.
     """
-    if answer.coupon_code is None:
+    if answer.coupon_code is None and not answer.voided_codes:
         return answer
-    return msgspec.structs.replace(answer, coupon_code=None, coupon_codes=())
+    return msgspec.structs.replace(answer, coupon_code=None, coupon_codes=(), voided_codes=())

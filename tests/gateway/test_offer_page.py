@@ -162,6 +162,35 @@ async def test_lost_answer_takes_nothing_twice(
 
 
 @pytest.mark.long
+async def test_codes_of_returned_coupons_are_crossed_out(
+    browser: Browser, caller: Caller, door: Door, offer: str
+) -> None:
+    await opened(caller, offer, kind="coupon", total=4, max_per_grab=2, codes=True)
+    codes = [f"CODE-{number}" for number in range(4)]
+    loaded = {"what": "codes", "chunk": 1, "chunks": 1, "items": codes}
+    assert (await caller.post(f"/v1/offers/{offer}/loads", loaded)).body["outcome"] == "loaded"
+    async with visited(browser, door.gateway.port, offer, "ann") as page:
+        await page.get_by_label("How many").fill("2")
+        async with page.expect_response("**/grabs") as answer:
+            await page.get_by_role("button", name="Grab").click()
+        await expect(page.locator(".mine .code")).to_have_text("CODE-0 CODE-1")
+        grab = (await (await answer.value).json())["grab"]
+        returned = await caller.post(
+            f"/v1/offers/{offer}/grabs/{grab}/return", {"user": "ann", "quantity": 1}
+        )
+        assert (returned.body["voided_codes"], returned.body["left"]) == (["CODE-1"], 2)
+        await page.get_by_label("How many").fill("1")
+        await page.get_by_role("button", name="Grab").click()
+        await expect(page.locator("[data-value=left]")).to_have_text("1 left")
+        first = page.locator(".mine > li", has_text="CODE-0")
+        await expect(first.locator("[data-value=void]")).to_have_text("CODE-1")
+        await expect(first).to_contain_text("Returned: 1 crossed-out code is void.")
+        await expect(page.locator(".mine .code span").first).to_have_text("CODE-2")
+    async with shown(browser, door.gateway.port, f"#/offers/{offer}") as page:
+        await expect(page.locator("main")).to_contain_text("and 1 unit without code")
+
+
+@pytest.mark.long
 async def test_hold_is_paid_at_the_provider(
     browser: Browser, caller: Caller, door: Door, shop: Shop, offer: str
 ) -> None:

@@ -171,6 +171,20 @@ OF_SCRIPTS: Final = (
         ),
     ),
     Bug(
+        "a returned code is given again",
+        "the code of a returned coupon, which its user had seen, was given to the next user",
+        (
+            (
+                "lua/includes/settling.lua",
+                "    if not offer.closed then offer.amount_left = offer.amount_left + quantity end\n",
+                "    for _, code in ipairs(details.voided_codes) do\n"
+                "      if not offer.closed then offer.codes_new[#offer.codes_new + 1] = code end\n"
+                "    end\n"
+                "    return_to_offer(offer, quantity)\n",
+            ),
+        ),
+    ),
+    Bug(
         "who leaves the queue last lets the offer retire",
         "an offer that closed over its waiting list, whose last waiting user then left, was retired at once",
         (

@@ -19,6 +19,7 @@ from grabstream.models.events import (
     GrabConfirmed,
     GrabGranted,
     GrabReleased,
+    GrabReturned,
     OfferLoaded,
     OfferOpened,
     decode_event,
@@ -201,6 +202,8 @@ class RulesReading:
         """The text of an event of the rules, with its codes sealed as a line has them."""
         if isinstance(event, GrabGranted | GrabConfirmed):
             field = "codes"
+        elif isinstance(event, GrabReturned):
+            field = "voided_codes"
         elif isinstance(event, OfferLoaded) and event.what == "codes":
             field = "items"
         else:

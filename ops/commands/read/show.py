@@ -175,9 +175,11 @@ def _stock_of(offer: dict[str, Any]) -> str:
             f"{offer['grabs']:,} of {counted(offer['units'], 'parts')} taken: {given} of {total}; left "
             f"{counted(offer['units_left'], 'parts')}, {left}; refunded {refunded}"
         )
+    uncoded = offer["amount_left"] - offer["units_left"]
+    without_code = f" and {uncoded:,} without code" if uncoded else ""
     return (
         f"of {offer['total']:,}: {offer['given']:,} taken, {offer['held']:,} held, {offer['units_left']:,} "
-        f"left, {offer['refunded']:,} returned to the issuer; {offer['waiting']:,} waiting"
+        f"left{without_code}, {offer['refunded']:,} returned to the issuer; {offer['waiting']:,} waiting"
     )
 
 

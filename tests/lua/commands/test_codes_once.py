@@ -1,7 +1,8 @@
 """Each coupon code is given once, even if its list is loaded in many chunks, by gates with different seal
-keys, or with a recovery in between.
+keys, or with a recovery in between, and whatever users return.
 """
 
+import random
 from typing import Any
 
 import pytest
@@ -10,9 +11,20 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import NAME_LENGTH, Sealer
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
-from grabstream.models.commands import Close, Load, Open
+from grabstream.models.commands import (
+    AnyCommand,
+    Close,
+    Confirm,
+    Grab,
+    Load,
+    Open,
+    Redeem,
+    Release,
+    Return,
+    Unredeem,
+)
 from tests.lua.conftest import NOW, SEALER, take_over
-from tests.lua.histories.scene import Scene, coupon
+from tests.lua.histories.scene import HOUR, Scene, coupon
 
 OLD, NEW = {"old": bytes(range(32))}, {"new": bytes(range(1, 33))}
 
@@ -160,3 +172,60 @@ def test_a_sealed_code_reveals_only_its_name() -> None:
     # `other_names` returns the names that the other keys give the code.
     [[name]] = sealer.other_names(0, "o", ["482913"]).values()
     assert Sealer(NEW).seal_code(0, "o", "482913").startswith(f"new:{name}")
+
+
+UNITS = 24
+
+
+def any_command(draw: random.Random, scene: Scene, grabs: list[str]) -> AnyCommand:
+    """A grab, or a command about a grab."""
+    about: dict[str, Any] = {"id": scene.id(), "offer": scene.offer}
+    kind = draw.choice((Grab, Grab, Confirm, Confirm, Confirm, Return, Return, Release, Redeem, Unredeem))
+    if kind is Grab or not grabs:
+        grabs.append(about["id"])
+        wants: dict[str, Any] = {"user": draw.choice("abcd"), "quantity": draw.randint(1, 3)}
+        return Grab(**about, **wants, wait=draw.random() < 0.5)
+    about["grab"] = draw.choice(grabs)
+    if kind in (Redeem, Unredeem):
+        return kind(**about, order=draw.choice("xy"))
+    if kind in (Confirm, Return) and draw.random() < 0.5:
+        about["quantity"] = 1
+    return kind(**about)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"take": "up_to", "return_restores": True},
+        {"hold_ms": HOUR, "waiting_list": True},
+        {"hold_ms": HOUR, "late": "retake", "take": "up_to", "waiting_list": True},
+    ],
+)
+async def test_no_code_is_shown_to_two_users_whatever_comes_back(
+    scene: Scene, terms: dict[str, Any], seed: int
+) -> None:
+    """Random grabs, payments, returns, uses and ends of holds, until the offer has closed. Afterwards, books
+    and a recovery from the events are compared.
+    """
+    draw, grabs, shown, voided = random.Random(seed), list[str](), dict[str, str](), set[str]()
+    await scene.open(coupon(UNITS, opens_at=NOW + 1, max_per_grab=3, **terms))
+    await load(scene, 1, *(f"code{number}" for number in range(UNITS)), of=1)
+    scene.now = NOW + 1
+    for step in range(120):
+        commands = [any_command(draw, scene, grabs) for _ in range(draw.randint(1, 4))]
+        answers = await scene.decide_both(commands if step != 110 else [Close(id="close", offer="o")])
+        for command, answer in zip(commands, answers, strict=False):
+            if not answer.repeated:
+                codes = answer.coupon_codes or (answer.coupon_code,) if answer.coupon_code else ()
+                assert not set(codes) & shown.keys(), f"{codes} of {command} were shown before"
+                shown |= dict.fromkeys(filter(None, codes), answer.grab or "")
+                assert {shown[code] for code in answer.voided_codes} <= {answer.grab}
+                assert not voided & set(answer.voided_codes)
+                voided |= set(answer.voided_codes)
+        scene.check_conservation()
+        if draw.random() < 0.05:
+            scene.now += draw.choice((1, HOUR))
+            await scene.sweep_both()
+    assert voided
+    assert voided < shown.keys()

@@ -805,16 +805,83 @@ async def test_an_offer_opens_only_after_all_its_codes_are_loaded(scene: Scene) 
     assert (await scene.do(Load, what="codes", chunk=3, chunks=3, items=a)).outcome == "invalid"
 
 
-async def test_the_code_of_a_returned_coupon_is_given_to_the_next_user(scene: Scene) -> None:
-    await scene.open(coupon(3, opens_at=NOW + 1, max_per_grab=3))
-    await scene.do(Load, what="codes", chunk=1, chunks=1, items=("k1", "k2", "k3"))
+async def coupons_with_codes(scene: Scene, codes: tuple[str, ...], **terms: Any) -> None:
+    """Opens an offer with these codes, and lets it take grabs."""
+    await scene.open(coupon(len(codes), opens_at=NOW + 1, max_per_grab=3, **terms))
+    await scene.do(Load, what="codes", chunk=1, chunks=1, items=codes)
     scene.now = NOW + 1
-    first = await scene.grab("ann", 3)
-    assert (first.coupon_code, first.coupon_codes) == ("k1", ("k1", "k2", "k3"))
-    await scene.do(Return, grab=first.grab, quantity=1)
-    second = await scene.grab("bob")
-    assert second.coupon_code == "k3"
+
+
+async def test_a_code_that_was_shown_is_never_given_again(scene: Scene) -> None:
+    await coupons_with_codes(scene, ("k1", "k2", "k3"))
+    first = await scene.grab("ann", 2)
+    assert first.coupon_codes == ("k1", "k2")
+    returned = await scene.do(Return, grab=first.grab, id="back")
+    assert (returned.voided_codes, returned.left) == (("k1", "k2"), 1)
+    refused = await scene.grab("bob", 2)
+    assert (refused.outcome, refused.left) == ("not_enough_left", 1)
+    assert (await scene.grab("bob")).coupon_code == "k3"
     assert await scene.outcomes("eve") == ["sold_out"]
+    # A repeat names the codes too.
+    assert (await scene.do(Return, grab=first.grab, id="back")).voided_codes == ("k1", "k2")
+    [event] = await scene.events("grab.returned")
+    assert [SEALER.open(event.shard, "o", "code", code) for code in event.voided_codes] == ["k1", "k2"]
+    # What came back without codes goes where the rest goes.
+    closed = await scene.do(Close)
+    assert (closed.amount, closed.left) == (2, 0)
+
+
+async def test_a_return_voids_the_codes_that_were_given_last(scene: Scene) -> None:
+    """Orders count units, so those of the first codes are used first."""
+    await coupons_with_codes(scene, ("k1", "k2", "k3"))
+    grab = (await scene.grab("ann", 3)).grab
+    await scene.do(Redeem, grab=grab, order="x", quantity=1)
+    assert (await scene.do(Return, grab=grab, quantity=1)).voided_codes == ("k3",)
+    assert (await scene.do(Return, grab=grab)).voided_codes == ("k2",)
+    assert (await scene.grab("bob")).outcome == "sold_out"
+
+
+async def test_what_no_user_has_seen_goes_back_with_its_code(scene: Scene) -> None:
+    await coupons_with_codes(scene, ("k1", "k2"), hold_ms=HOUR)
+    released, lapsed = await scene.grab("ann"), await scene.grab("bob")
+    await scene.do(Release, grab=released.grab)
+    scene.now += HOUR
+    await scene.sweep_both()
+    held = [await scene.grab(user) for user in ("eve", "joe")]
+    assert [(await scene.do(Confirm, grab=grab.grab)).coupon_code for grab in held] == ["k1", "k2"]
+    assert (await scene.do(Confirm, grab=lapsed.grab)).outcome == "expired"
+
+
+async def test_units_without_codes_are_neither_held_nor_taken_again_nor_given_to_waiting_users(
+    scene: Scene,
+) -> None:
+    await coupons_with_codes(scene, ("k1", "k2"), hold_ms=HOUR, waiting_list=True, late="retake")
+    paid, lapsed = await scene.grab("ann"), await scene.grab("bob")
+    await scene.do(Confirm, grab=paid.grab)
+    scene.now += HOUR
+    await scene.sweep_both()
+    kept = await scene.grab("joe")
+    waiting = await scene.grab("eve", wait=True)
+    assert waiting.outcome == "waiting"
+    returned = await scene.do(Return, grab=paid.grab)
+    assert (returned.voided_codes, returned.left) == (("k1",), 0)
+    assert await scene.events("grab.held", waited=True) == []
+    assert (await scene.do(Confirm, grab=lapsed.grab)).outcome == "expired"
+    # A unit that comes back with its code goes to the first who waits.
+    await scene.do(Release, grab=kept.grab)
+    [served] = await scene.events("grab.held", waited=True)
+    assert (served.user, served.left) == ("eve", 0)
+    await scene.sweep_both()
+    assert (await scene.do(Confirm, grab=waiting.grab)).coupon_code == "k2"
+
+
+async def test_a_return_after_the_close_voids_codes_too(scene: Scene) -> None:
+    await coupons_with_codes(scene, ("k1", "k2"))
+    grab = (await scene.grab("ann", 2)).grab
+    assert (await scene.do(Return, grab=grab, quantity=1)).voided_codes == ("k2",)
+    await scene.do(Close)
+    returned = await scene.do(Return, grab=grab)
+    assert (returned.voided_codes, returned.left) == (("k1",), 0)
 
 
 # -- units left ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
 from grabstream.lua.keys import LAYOUT_MIN
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
-from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, Release
+from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, Release, Return
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.streams.relaying.ownership import OwnedShard
@@ -137,6 +137,24 @@ async def test_calls_for_known_ids_are_bounded_whether_or_not_terms_say_that_the
 
     async def act() -> None:
         await decided(system, [Grab(id=id, offer="o", user=f"x{id}") for id in ids], "conflict")
+
+    check_bounded(await shortest_of(system, prepare, act))
+
+
+@pytest.mark.long
+async def test_calls_for_returns_of_the_longest_codes_and_their_repeats_are_bounded(
+    system: MeasuredShard,
+) -> None:
+    ids = [f"g{n}" for n in range(12)]
+    returns = [Return(id=f"r{id}", offer="o", grab=id) for id in ids]
+
+    async def prepare() -> None:
+        await with_coupons(system, 1_200)
+        await decided(system, [Grab(id=id, offer="o", user=id, quantity=100) for id in ids], "granted")
+
+    async def act() -> None:
+        await decided(system, returns, "returned")
+        await decided(system, returns, "returned")
 
     check_bounded(await shortest_of(system, prepare, act))
 

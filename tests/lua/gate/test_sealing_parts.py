@@ -14,7 +14,7 @@ from grabstream.lua.gate.encoding import CODES_ELSEWHERE
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import BOX, NAME_LENGTH, CannotOpen, Sealer
 from grabstream.lua.keys import KeySpace
-from grabstream.models.commands import Amend, Grab, Load, Open
+from grabstream.models.commands import Amend, Grab, Load, Open, Return
 from grabstream.models.offers import Changes, CouponTerms
 from tests.lua.conftest import event_lines, grabs, opening, take_over
 from tests.lua.histories.recovered import contents, fold
@@ -111,6 +111,11 @@ async def test_a_gate_that_only_seals(client: Any, keys: KeySpace) -> None:
             assert (here.outcome, here.coupon_code, here.message) == ("granted", None, CODES_ELSEWHERE)
             [there] = await whole.decide([grab], "decided")
             assert (there.coupon_code, there.repeated, there.message) == (code, True, None)
+        back = Return(id="r", offer="c", grab="g0")
+        [here] = await only.decide([back], "decided")
+        assert (here.outcome, here.voided_codes, here.message) == ("returned", (), CODES_ELSEWHERE)
+        [there] = await whole.decide([back], "decided")
+        assert (there.voided_codes, there.repeated, there.message) == (("A",), True, None)
     finally:
         await only.close()
         await whole.close()

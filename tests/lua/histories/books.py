@@ -85,9 +85,11 @@ MOVES = {
 
 def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
     """Checks left + held + taken = total and the field `left` after every event, and that no user has more
-    than a limit allows.
+    than a limit allows. Units that came back without their codes are left to nobody.
     """
     left, held, taken, total, is_closed = opened["total"], 0, 0, opened["total"], False
+    uncoded = 0
+    shown: Counter[str] = Counter()
     of_grab: dict[str, Counter[str]] = defaultdict(Counter)
     places = []
     for event in events:
@@ -97,7 +99,9 @@ def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: 
             move = (-1, 0, 1) if event.get("retaken") else MOVES[event["type"]]
             quantity = event["quantity"]
             assert event["amount"] == quantity
-            left += 0 if is_closed and move[0] > 0 else move[0] * quantity
+            has_code = event["type"] != "grab.returned" or "voided_codes" not in event
+            left += 0 if (is_closed and move[0] > 0) or not has_code else move[0] * quantity
+            uncoded += 0 if is_closed or has_code else quantity
             held, taken = held + move[1] * quantity, taken + move[2] * quantity
             grab = of_grab[event["grab"]]
             grab["held"] += move[1] * quantity
@@ -110,13 +114,26 @@ def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: 
             )
         assert all(grab["held"] >= 0 and grab["taken"] >= grab["redeemed"] >= 0 for grab in of_grab.values())
         if event["type"] == "offer.closed":
-            assert event["amount"] == left
+            assert (event["amount"], event["left"]) == (left + uncoded, left)
             left, is_closed = 0, True
         assert event.get("left", left) == left or event["type"] == "offer.closed"
         assert left >= 0
-        assert is_closed or left + held + taken == total
+        assert is_closed or left + uncoded + held + taken == total
+        _check_codes(event, shown)
     assert places == list(range(1, len(places) + 1))
     _check_limits(opened, events)
+
+
+def _check_codes(event: dict[str, Any], shown: Counter[str]) -> None:
+    """Checks that no code is given twice, and that a return voids as many codes as it returns units. `shown`
+    has the codes that were given before.
+    """
+    shown.update(event.get("codes", ()))
+    assert set(shown.values()) <= {1}
+    voided_codes = event.get("voided_codes", ())
+    assert set(voided_codes) <= set(shown)
+    if event["type"] == "grab.returned" and shown:
+        assert len(voided_codes) == event["quantity"]
 
 
 def _check_limits(opened: dict[str, Any], events: list[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from grabstream.models.events import (
     CampaignZone,
     GrabConfirmed,
     GrabGranted,
+    GrabReturned,
     OfferLoaded,
     OfferOpened,
     decode_event,
@@ -173,6 +174,11 @@ class Twins:
                 event = msgspec.structs.replace(
                     event, codes=self._sealed(number, event.offer, line, "codes", event.codes)
                 )
+            elif isinstance(event, GrabReturned) and event.voided_codes:
+                event = msgspec.structs.replace(
+                    event,
+                    voided_codes=self._sealed(number, event.offer, line, "voided_codes", event.voided_codes),
+                )
             elif isinstance(event, OfferLoaded) and event.what == "codes":
                 event = msgspec.structs.replace(
                     event, items=self._sealed(number, event.offer, line, "items", event.items)
@@ -199,7 +205,12 @@ class Twins:
                         for field in ("held", "taken")
                     )
                     assert offer.held == held
-                    assert offer.closed_reason or offer.units_left + held + taken == offer.terms.total
+                    assert offer.closed_reason or offer.amount_left + held + taken == offer.terms.total
+                    if "codes" not in offer.chunks:
+                        assert offer.units_left == offer.amount_left
+                    elif not offer.closed_reason and offer.loaded["codes"] == offer.chunks["codes"]:
+                        # Codes that were shown are not among those that are left.
+                        assert offer.units_left == len(offer.codes) - held
                     assert (
                         min(
                             offer.units_left,

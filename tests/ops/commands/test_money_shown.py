@@ -34,3 +34,9 @@ def test_at_has_envelopes_parts_and_balances_in_major_units() -> None:
     money = {"user_id": "ann", "asset": "CNY", "available": 202, "held": 0}
     assert row_of(money) == ("ann", "CNY", "2.02", "0.00")
     assert row_of(money | {"asset": "sku:phone"}) == ("ann", "sku:phone", "202", "0")
+
+
+def test_show_has_units_without_codes() -> None:
+    coupon = ENVELOPE | {"kind": "coupon", "asset": "coupon:lunch", "amount_left": 4, "units_left": 3}
+    assert "0 held, 3 left and 1 without code, 0 returned" in show._stock_of(coupon)
+    assert "0 held, 3 left, 0 returned" in show._stock_of(coupon | {"amount_left": 3})

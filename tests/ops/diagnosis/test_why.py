@@ -11,10 +11,11 @@ from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open
+from grabstream.models.events import GrabReturned
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.commands.read.why import as_json_of, gather
 from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.diagnosis.story import tell
+from grabstream.ops.diagnosis.story import _details, tell
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
@@ -66,6 +67,17 @@ def moments(story: Any) -> list[tuple[str, bool]]:
         for moment in story["story"]
         if moment["grab"] or moment["refused"]
     ]
+
+
+def test_voided_codes_are_counted_and_not_shown() -> None:
+    event = GrabReturned(
+        v=1, shard=0, seq=9, offer_seq=7, offer="o", at=1, command="r", grab="g", user="ann", quantity=2,
+        amount=2, asset="coupon:o", place=1, left=0, to="offer:o", issuer="shop",
+        voided_codes=("k1:SEALED", "k1:TOO"), digest="d",
+    )  # fmt: skip
+    details = _details(event)
+    assert details["codes_voided"] == 2
+    assert "k1:" not in json.dumps(details)
 
 
 @pytest.mark.long

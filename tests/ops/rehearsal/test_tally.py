@@ -5,8 +5,8 @@ window of its grab.
 from typing import Any
 
 from grabstream.models.calendar import DAY_MS, HOUR_MS
-from grabstream.models.commands import AnyCommand, Confirm, Grab, Open, Return
-from grabstream.models.offers import Limit, StockTerms
+from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Load, Open, Return
+from grabstream.models.offers import CouponTerms, Limit, StockTerms
 from grabstream.models.rules import ShardState, decide, sweep
 from grabstream.ops.rehearsal.clock import Clock
 from grabstream.ops.rehearsal.tally import Tally
@@ -72,4 +72,19 @@ def test_returned_units_leave_the_window_in_which_they_were_retaken() -> None:
     assert sorted(history.tally.used.values()) == [0, 0, 1]
     history.send(Return, "o", grab=grab, quantity=1)
     assert set(history.tally.used.values()) == {0}
+    assert not history.tally.problems
+
+
+def test_units_that_come_back_without_codes_are_left_to_nobody() -> None:
+    history = History()
+    history.send(Open, "o", terms=CouponTerms(issuer="shop", total=3, codes=True, max_per_grab=2))
+    history.send(Load, "o", what="codes", chunk=1, chunks=1, items=("k1", "k2", "k3"))
+    grab = history.send(Grab, "o", user="ann", quantity=2)
+    history.send(Return, "o", grab=grab, quantity=1)
+    offer = history.tally.offers["o"]
+    assert (offer.left, offer.uncoded, offer.taken) == (1, 1, 1)
+    history.send(Close, "o")
+    assert (offer.left, offer.uncoded, offer.given_back) == (0, 0, 2)
+    history.send(Return, "o", grab=grab)
+    assert (offer.left, offer.uncoded, offer.given_back) == (0, 0, 3)
     assert not history.tally.problems

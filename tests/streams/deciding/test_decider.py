@@ -17,7 +17,8 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
-from grabstream.models.commands import AnyCommand, Grab, Open, encode_command
+from grabstream.models.commands import AnyCommand, Grab, Load, Open, Return, encode_command
+from grabstream.models.offers import CouponTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.settings import Settings
@@ -257,6 +258,25 @@ async def test_the_end_of_a_transaction_is_no_command_that_waits(
         await until(lambda: _is(stage.committed(0), 2), 20, "the commit after the transaction")
         await until(lambda: _is(stage.committed(1), 2), 20, "the commit after the aborted one")
         assert decider.measures.records_waiting[stage.topics.commands]() == 0
+
+
+async def test_codes_are_given_and_voided_without_being_named_in_the_topic(stage: Stage) -> None:
+    offer = stock_in(stage.keys, 0).offer
+    terms = CouponTerms(issuer="shop", total=2, codes=True, max_per_grab=2)
+    load = Load(id="load", offer=offer, what="codes", chunk=1, chunks=1, items=("SECRET-1", "SECRET-2"))
+    grab = Grab(id="grab", offer=offer, user="ann", quantity=2)
+    back = Return(id="back", offer=offer, grab="grab")
+    stage.relay(0)
+    await stage.open(Open(id="open", offer=offer, terms=terms))
+    async with stage.decider(), open_gate(stage.settings) as gate:
+        [loaded] = await gate.decide([load], patience_ms=20_000, timeout_ms=20_000)
+        assert loaded.outcome == "loaded"
+        await stage.send([[grab], [back]])
+        assert await stage.until_answered(2) == {"grab": "granted", "back": "returned"}
+        again = await gate.decide([grab, back], timeout_ms=20_000)
+    assert [again[0].coupon_codes, again[1].voided_codes] == [load.items, load.items]
+    for topic in (stage.topics.results, stage.topics.journal):
+        assert not any(b"SECRET" in record.value for record in await read_all(stage.settings, topic))
 
 
 async def _is(finding: Any, expected: object) -> bool:
