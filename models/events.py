@@ -200,7 +200,7 @@ class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True)
 class GrabHeld(_GrabEvent[V1], tag="grab.held", frozen=True, kw_only=True):
     """Units are held for a user until `deadline_at` (milliseconds since 1970 UTC), to be paid with `due`
     minor units of `currency`. With `waited`, the grab was on the waiting list, and `command` returned the
-    units to the offer.
+    units to the offer, or resumed it.
     """
 
     asked: Quantity | None = None

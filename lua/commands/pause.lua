@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Pauses an offer: it refuses grabs until it is resumed.
+-- Pauses an offer: it refuses grabs, and serves no queued grabs, until it is resumed.
 --
 -- Command: pause
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -15,11 +15,13 @@
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "decide"
 --- @include "offers"
+--- @include "queue"
 --- @include "command"
 
 return carry_out_for_offer(function(call, offer, id, digest, body)
   offer.paused = true
   add_line(call, event_head(call, offer, 'offer.paused', id) .. senders_text(body) .. ',"digest":"' .. digest
     .. '"}')
+  serve(call, offer, id) -- serves nobody: the sweeper leaves queued grabs to the resume
   return {CODE.paused, call.seq, call.now, 0, 0, 0, offer.units_left}, true
 end)

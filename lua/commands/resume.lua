@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Resumes a paused offer: it takes grabs again.
+-- Resumes a paused offer: it takes grabs again. Units that came back meanwhile go to queued grabs first.
 --
 -- Command: resume
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -11,15 +11,19 @@
 --   ARGV[5] ''
 -- ARGV[6] msgpack, see includes/command.lua; a body: {operator, signers}
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 29 over · 9 resumed
--- Events: offer.resumed
+-- Events: offer.resumed · grab.held (waited)
 -- Returns msgpack: {0, history, rows} as grab does, or {code, retry_at, message}.
 --- @include "decide"
 --- @include "offers"
+--- @include "queue"
 --- @include "command"
 
 return carry_out_for_offer(function(call, offer, id, digest, body)
   offer.paused = false
   add_line(call, event_head(call, offer, 'offer.resumed', id) .. senders_text(body) .. ',"digest":"'
     .. digest .. '"}')
-  return {CODE.resumed, call.seq, call.now, 0, 0, 0, offer.units_left}, true
+  local row = {CODE.resumed, call.seq, call.now, 0, 0, 0, offer.units_left}
+  serve(call, offer, id)
+  row[7] = offer.units_left
+  return row, true
 end)

@@ -54,10 +54,18 @@ local function serve_grab(offer, name, grab, quantity, now)
   touch_grab(offer, name)
 end
 
+-- The time (ms) at which the sweeper next handles an open offer with a queue. If units are left for queued
+-- grabs: now or, while all new grabs are refused (`refusal`: the row), at the next opening; a paused offer
+-- serves them when it is resumed. Else when the offer closes.
+local function due_when_open(offer, now, refusal)
+  if offer.paused or available(offer) == offer.units_left then return offer.closes_at end
+  return math.min(refusal and (refusal[9] or offer.closes_at) or now, offer.closes_at)
+end
+
 -- Serves the queue: units that are left go, as holds, to the first grab for which they suffice, of the first
 -- CONSIDERED_MAX grabs; at most SERVED_AT_ONCE_MAX grabs per command, the sweeper serves the others. Grabs
--- for which the units do not suffice keep their positions. Afterwards, an open offer is due when it closes,
--- or at once, if the sweeper has grabs to serve.
+-- for which the units do not suffice keep their positions. Nobody is served while all new grabs are refused:
+-- while the offer is paused, and outside its hours. Afterwards, an open offer is due as due_when_open says.
 local serve
 do
   -- The number of units that a queued grab gets when it is served.
@@ -69,7 +77,15 @@ do
 
   function serve(call, offer, command)
     if not offer.pieces or offer.closed or call.now >= offer.closes_at then return end
-    if offer.rules.waiting_list then offer.due = offer.closes_at end
+    if not offer.rules.waiting_list then return end
+    offer.due = offer.closes_at
+    if offer.queue_length == 0 then return end
+    if offer.rules.hours then spend(COST.span * #offer.rules.hours) end
+    local refusal = refusal_of_offer(offer, call.now)
+    if refusal then
+      offer.due = due_when_open(offer, call.now, refusal)
+      return
+    end
     -- This is known from an earlier test, unless a grab has left the queue since.
     if offer.units_left < (offer.least_wanted or 0) then return end
     local served, i, least = 0, 1, math.huge

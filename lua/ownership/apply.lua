@@ -51,6 +51,10 @@ local offers, campaigns = load_offers(names, campaign_of, campaign_names)
 local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {},
   has_own_ids = set_layout(shard[4], shard[2]) > 3}
 local APPLY = {}
+-- The events after which the deciding call served the queue, or would have. (So it did with a grab that has
+-- waited.)
+local SERVES = {['offer.amended'] = true, ['offer.paused'] = true, ['offer.resumed'] = true,
+  ['grab.released'] = true, ['grab.returned'] = true}
 -- The events that a grab makes itself. (Served later, a grab that has waited makes one with `waited`.)
 local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = true}
 
@@ -181,7 +185,6 @@ do
   local function apply_served(offer, event)
     local grab = grab_of(offer, event.grab)
     serve_grab(offer, event.grab, grab, event.quantity, event.at)
-    offer.served_at = event.at
     local campaign = offer.campaign
     local record = campaign.answers[event.command] or redis.call('HGET', campaign.answers_key, event.command)
     if not record then return end
@@ -333,15 +336,12 @@ do
   end
 end
 
--- Leaves to the sweeper what the deciding call left to it: units for queued grabs, when a call had served as
--- many grabs as it may. After the closing time nobody is served, so what changes from then on leaves nothing.
+-- Leaves to the sweeper what the last deciding call that served the queue, at `offer.served_at`, left to it:
+-- units for queued grabs, when it had served as many grabs as it may, or none because the offer was paused or
+-- outside its hours. After the closing time nobody is served, so what changes from then on leaves nothing.
 local function leave_to_sweeper(offer)
-  if offer.closed or not offer.pieces or not offer.rules.waiting_list then return end
-  if available(offer) == offer.units_left then
-    offer.due = offer.closes_at
-  else
-    offer.due = offer.served_at or offer.due
-  end
+  if offer.closed or not offer.served_at or not offer.rules.waiting_list then return end
+  offer.due = due_when_open(offer, offer.served_at, refusal_of_offer(offer, offer.served_at))
 end
 
 -- Whether the campaign knows another command with the id of an event's command. Before layout 4, no shard
@@ -389,10 +389,14 @@ for i, event in ipairs(events) do
     keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount,
       event.asset)
   else
-    local is_open = event.at < offer.closes_at
-    if offer.was_open and not is_open then leave_to_sweeper(offer) end
-    offer.offer_seq, offer.changed, offer.was_open = event.offer_seq, true, is_open
+    if offer.was_open and event.at >= offer.closes_at then leave_to_sweeper(offer) end
+    offer.offer_seq, offer.changed = event.offer_seq, true
     APPLY[event.type](offer, event)
+    -- Afterwards, since an amendment may set another closing time.
+    offer.was_open = event.at < offer.closes_at
+    if offer.was_open and offer.pieces and (SERVES[event.type] or event.waited) then
+      offer.served_at = event.at
+    end
   end
 end
 for _, offer in ipairs(offers) do

@@ -84,35 +84,39 @@ def _already_taken(state: ShardState, command: Grab, offer: Offer, now: int, dra
     return None if part is None else with_part(refused(state, command, Outcome.already_taken, now), part)
 
 
-def _not_open_yet(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+def refusal_of_offer(offer: Offer, now: int) -> tuple[Outcome, int | None] | None:
+    """Why every grab of an offer is refused now, whoever sends it, and until when if that is known; None if
+    user, limits and units decide. Queued grabs are not served either while there is such a reason.
+    """
     if now < offer.opens_at:
-        return refused(state, command, Outcome.not_open_yet, now, retry_at=offer.opens_at)
-    if offer.closed_reason or now >= offer.closes_at:
-        return None
-    opens = opens_next(offer.hours, offer.offsets, now)
-    if opens is not None:
-        return refused(state, command, Outcome.not_open_yet, now, retry_at=opens)
+        return Outcome.not_open_yet, offer.opens_at
+    over = offer.closed_reason or now >= offer.closes_at
+    if not over:
+        opens = opens_next(offer.hours, offer.offsets, now)
+        if opens is not None:
+            return Outcome.not_open_yet, opens
+        if _is_incomplete(offer):
+            return Outcome.not_open_yet, None
+    if offer.paused:
+        return Outcome.on_hold, None
+    # A drained envelope is also closed, but its outcome is `sold_out` (docs/commands.md).
+    if offer.closed_reason == "drained":
+        return Outcome.sold_out, None
+    return (Outcome.over, None) if over else None
+
+
+def _is_incomplete(offer: Offer) -> bool:
     awaits_beacon = offer.beacon is not None and offer.randomness is None
-    incomplete = (
+    return (
         offer.awaits_codes
         or awaits_beacon
         or any(offer.loaded[what] < chunks for what, chunks in offer.chunks.items())
     )
-    return refused(state, command, Outcome.not_open_yet, now) if incomplete else None
 
 
-def _on_hold(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
-    return refused(state, command, Outcome.on_hold, now) if offer.paused else None
-
-
-def _drained(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
-    return refused(state, command, Outcome.sold_out, now) if offer.closed_reason == "drained" else None
-
-
-def _over(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
-    return (
-        refused(state, command, Outcome.over, now) if offer.closed_reason or now >= offer.closes_at else None
-    )
+def _by_offer(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
+    refusal = refusal_of_offer(offer, now)
+    return refusal and refused(state, command, refusal[0], now, retry_at=refusal[1])
 
 
 def _not_eligible(state: ShardState, command: Grab, offer: Offer, now: int, drawn: Drawn) -> Answer | None:
@@ -163,11 +167,8 @@ def _not_enough_left(state: ShardState, command: Grab, offer: Offer, now: int, d
     return refused(state, command, Outcome.not_enough_left, now, left=available(offer))
 
 
-# A drained envelope is also closed, but its outcome is `sold_out` (docs/commands.md). So `_drained` is before
-# `_over`.
 REFUSALS: list[Refusal] = [
-    _already_taken, _not_open_yet, _on_hold, _drained, _over, _not_eligible, _limit_reached, _sold_out,
-    _not_enough_left,
+    _already_taken, _by_offer, _not_eligible, _limit_reached, _sold_out, _not_enough_left,
 ]  # fmt: skip
 
 
@@ -384,8 +385,8 @@ def coupon_fields(offer: Offer, grab: PieceGrab, codes: tuple[str, ...]) -> dict
 
 
 def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEvent]:
-    """Holds the units left for queued grabs, in order, for at most SERVED_AT_ONCE_MAX grabs; if more can be
-    served, the offer becomes due now, otherwise when it closes.
+    """Holds the units left for queued grabs, in order, for at most SERVED_AT_ONCE_MAX grabs; for nobody while
+    all new grabs are refused. Afterwards, the offer is due as `due_when_open` says.
 
     The first CONSIDERED_MAX grabs are considered. A grab for which the units do not suffice stays in the
     queue.
@@ -393,7 +394,9 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
     terms, events, index = offer.terms, list[AnyEvent](), 0
     if isinstance(terms, EnvelopeTerms) or offer.closed_reason or now >= offer.closes_at:
         return events
-    offer.due = offer.closes_at
+    if refusal_of_offer(offer, now):
+        offer.due = due_when_open(offer, now)
+        return events
     while offer.units_left and index < min(len(offer.queue), CONSIDERED_MAX):
         grab = offer.grabs[offer.queue[index]]
         quantity = _units_for(offer, grab)
@@ -401,7 +404,6 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
             index += 1
             continue
         if len(events) == SERVED_AT_ONCE_MAX:
-            offer.due = now
             break
         name = offer.queue.pop(index)
         limits.give_back(state, offer, grab, grab.quantity - quantity)
@@ -432,7 +434,19 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
                 **hold_of(offer, grab),
             )
         )
+    offer.due = due_when_open(offer, now)
     return events
+
+
+def due_when_open(offer: Offer, now: int) -> int:
+    """When the sweeper must handle an open offer. If units are left for queued grabs: now or, outside its
+    hours, at the next opening; a paused offer serves them when it is resumed. Else when the offer closes.
+    """
+    if offer.paused or available(offer) == offer.units_left:
+        return offer.closes_at
+    refusal = refusal_of_offer(offer, now)
+    due = now if refusal is None else refusal[1]
+    return offer.closes_at if due is None else min(due, offer.closes_at)
 
 
 def about(offer: Offer, name: str, grab: PieceGrab, quantity: int) -> dict[str, Any]:

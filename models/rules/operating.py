@@ -154,7 +154,9 @@ def _pause(state: ShardState, command: Pause, offer: Offer, digest: str, now: in
         **_senders(command),
         digest=digest,
     )
-    return Decided(answered(state, command, Outcome.paused, now, left=offer.units_left), [event])
+    answer = answered(state, command, Outcome.paused, now, left=offer.units_left)
+    # Serves nobody: the sweeper leaves queued grabs to the resume.
+    return Decided(answer, [event, *serve(state, offer, command.id, now)])
 
 
 def _resume(state: ShardState, command: Resume, offer: Offer, digest: str, now: int) -> Decided:
@@ -166,7 +168,9 @@ def _resume(state: ShardState, command: Resume, offer: Offer, digest: str, now: 
         **_senders(command),
         digest=digest,
     )
-    return Decided(answered(state, command, Outcome.resumed, now, left=offer.units_left), [event])
+    events = [event, *serve(state, offer, command.id, now)]
+    answer = answer_to(state, command, Outcome.resumed, now, left=offer.units_left, seq=event.seq)
+    return Decided(answer, events)
 
 
 def _close(state: ShardState, command: Close, offer: Offer, digest: str, now: int) -> Decided:

@@ -209,7 +209,7 @@ class GrabGranted(GrabEvent, Wired[wire.GrabGranted], frozen=True):
 class GrabHeld(GrabEvent, Wired[wire.GrabHeld], frozen=True):
     """Units are held for a user until `deadline_at` (milliseconds since 1970 UTC), to be paid with `due`
     minor units of `currency`. With `waited` they come from the waiting list, and `command` brought the units
-    back.
+    back, or resumed the offer.
     """
 
     type: Literal["grab.held"] = "grab.held"

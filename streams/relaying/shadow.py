@@ -13,12 +13,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, STAGED, KeySpace, ShardKeys
 from grabstream.lua.records import Damaged, in_fields, offer_of_answer, offer_of_payment, unpacked
 from grabstream.lua.server import time_ms_of
+from grabstream.models.calendar import opens_next
 from grabstream.models.journal import Accepted, Cursor
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.streams.journal import JournalReader
@@ -382,21 +384,23 @@ class ShadowShard:
             raise NotComparable(f"it is at seq {seq}, but its journal is at seq {self.seq}")
 
     async def _is_postponed(self, part: Part) -> bool:
-        """Whether this is the time to which the sweeper postponed a closed offer that still had holds: that
-        is not an event.
+        """Whether these are times to which the sweeper postponed offers, which is not an event: a closed
+        offer that still had holds, or an open one whose waiting list it should have served at an opening, if
+        it came so late that the hours were over.
         """
         if (part.name, part.kind) != ("due", "zset"):
             return False
         async with self._redis.pipeline(transaction=False) as pipe:
             for member in part.what:
-                pipe.hget(self._live.offer(member.decode(errors="replace")), "state")
-            states = await pipe.execute()
+                key = self._shadow.offer(member.decode(errors="replace"))
+                pipe.hmget(key, ["state", "rules", "closes_at"])
+            offers = await pipe.execute()
         [shadow], [live] = await self._read(self._shadow, [part]), await self._read(self._live, [part])
         last = await self._redis.hget(self._live.state, "time") or b""
         now = max(await time_ms_of(self._redis, self._live.state), int(last) if last.isdigit() else 0)
         return all(
-            state == b"closed" and None not in (due, again) and due <= again <= now + SWEPT_AGAIN_MS
-            for state, due, again in zip(states, shadow, live, strict=True)
+            None not in (due, again) and due <= again and _is_postponed(due, again, now, *of_offer)
+            for of_offer, due, again in zip(offers, shadow, live, strict=True)
         )
 
     async def _is_forgotten(self, part: Part, shadow: Value, live: Value) -> bool:
@@ -547,6 +551,23 @@ def _unpacked(value: Value) -> Any:
     if isinstance(value, bytes):
         return unpacked(value)
     return list(map(_unpacked, value)) if isinstance(value, list) else value
+
+
+def _is_postponed(
+    due: float, again: float, now: int, state: bytes | None, rules: bytes | None, closes_at: bytes | None
+) -> bool:
+    """Whether the sweeper may have postponed an offer of this state from one time to another, up to now."""
+    if state == b"closed":
+        return again <= now + SWEPT_AGAIN_MS
+    terms = unpacked(rules or b"")
+    if state != b"open" or closes_at is None or not terms.get("hours") or due > now:
+        return False
+    opens = partial(opens_next, terms["hours"], terms["offsets"])
+    if again > (opens(now) or now):
+        return False
+    # To the end of a time outside the hours: the next opening, or the close.
+    opening = opens(int(again) - 1)
+    return opening is not None and again in (opening, int(closes_at))
 
 
 def _in_words(shard: int, part: Part, shadow: Value, live: Value) -> list[str]:

@@ -9,8 +9,7 @@ from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand
-from grabstream.models.money import AMOUNT_MAX
-from grabstream.models.rules import Offer, sweep
+from grabstream.models.rules import sweep
 from grabstream.models.rules.operating import fall_due
 from grabstream.models.rules.settling import lapse
 from grabstream.streams.deciding.sweeper import Sweeper
@@ -100,22 +99,6 @@ class HostileTwins(Twins):
             if recover:
                 await self.compare_recovered(number)
 
-    def check_waiting(self) -> None:
-        """Checks that no units are left that suffice for one of the first hundred waiting grabs."""
-        for offer in self.offers.values():
-            if offer.closed_reason or not offer.queue or self.now >= min(offer.due, offer.closes_at):
-                continue
-            payable = AMOUNT_MAX // (offer.pieces.price or 1)
-            most = min(offer.units_left, payable)
-            fits = [
-                name
-                for name in offer.queue[:100]
-                if offer.grabs[name].quantity <= most or (most and offer.pieces.take == "up_to")
-            ]
-            assert not (offer.units_left and fits), (
-                f"{fits[0]} waits for {offer.units_left} units of {offer.name} that are left"
-            )
-
     async def decide_both(self, commands: Sequence[AnyCommand]) -> list[Answer]:
         """As twins do; also checks that a single grab is not `sold_out` while units are left."""
         offer = self.offers.get(commands[0].offer) if len(commands) == 1 else None
@@ -125,10 +108,6 @@ class HostileTwins(Twins):
             f"{left} units are left: {answers[0]}"
         )
         return answers
-
-    @property
-    def offers(self) -> dict[str, Offer]:
-        return {name: offer for state in self.states for name, offer in state.offers.items()}
 
 
 async def play(

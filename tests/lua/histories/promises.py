@@ -29,6 +29,48 @@ def check_promises(lines: Sequence[bytes]) -> None:
     _check_ids_and_tickets(events)
     _check_payments(events)
     _check_campaign_limits(events)
+    Servings().see(lines)
+
+
+class Servings:
+    """Follows events, and checks that nobody is served from a waiting list while new grabs are refused: while
+    the offer is paused, or outside its hours by the calendar of the standard library.
+    """
+
+    def __init__(self) -> None:
+        self._terms: dict[str, Any] = {}
+        self._paused: set[str] = set()
+        self._seen = 0
+
+    def see(self, lines: Sequence[bytes]) -> None:
+        """Follows the events after those seen before, of all events of a shard."""
+        new, self._seen = lines[self._seen :], len(lines)
+        for event in map(json.loads, new):
+            offer = event["offer"]
+            if event["type"] == "offer.opened":
+                self._terms[offer] = event["terms"]
+            elif event["type"] == "offer.paused":
+                self._paused.add(offer)
+            elif event["type"] in ("offer.resumed", "offer.closed"):
+                self._paused.discard(offer)
+            elif event.get("waited"):
+                assert offer not in self._paused, f"who waited was served by a paused offer: {event}"
+                assert self.is_in_hours(offer, event["at"]), f"who waited was served outside hours: {event}"
+
+    def is_paused(self, offer: str) -> bool:
+        return offer in self._paused
+
+    def is_in_hours(self, offer: str, at_ms: int) -> bool:
+        """Whether the offer's terms have no hours, or these contain a time."""
+        terms = self._terms[offer]
+        zone = ZoneInfo(terms.get("timezone", "UTC"))
+        local = (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms)).astimezone(zone)
+        weekday, clock = f"{local:%a}".lower(), f"{local:%H:%M}"
+        return not terms.get("hours") or any(
+            weekday in span.get("weekdays", (weekday,))
+            and span.get("from", "00:00") <= clock < span.get("until", "24:00")
+            for span in terms["hours"]
+        )
 
 
 def _exact(line: bytes) -> Any:

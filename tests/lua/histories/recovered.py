@@ -12,6 +12,7 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import LAYOUT, STAGED, ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
 from grabstream.lua.server import let_callers_set_time
+from grabstream.models.calendar import opens_next
 from grabstream.models.journal import GENESIS, Accepted, Cursor, chain
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.models.runs import decode_line
@@ -80,8 +81,10 @@ async def contents(client: Any, keys: ShardKeys, now_ms: int | None = None) -> d
         if name not in LEFT_OUT and not name.startswith(STAGED):
             values[name] = await _value(client, key, name)
     values["shard"] = {field: values["shard"].get(field, b"0") for field in ("seq", "time")}
+    now = int(values["shard"]["time"]) if now_ms is None else now_ms
     _drop_postponed_due_times(values)
-    return _without_retired_offers(values, int(values["shard"]["time"]) if now_ms is None else now_ms)
+    _replace_missed_openings(values, now)
+    return _without_retired_offers(values, now)
 
 
 def _without_retired_offers(values: dict[str, Any], now_ms: int) -> dict[str, Any]:
@@ -122,6 +125,18 @@ def _drop_postponed_due_times(values: dict[str, Any]) -> None:
         offer = values[f"offer:{name.decode()}"]
         if offer["state"] == b"closed" and offer.get("held", b"0") != b"0":
             del values["due"][name]
+
+
+def _replace_missed_openings(values: dict[str, Any], now_ms: int) -> None:
+    """Replaces the due times that have come of open offers with hours by the times at which they serve next.
+    If the sweeper comes late, outside the hours, it waits for the next opening, without an event.
+    """
+    for name, due in values.get("due", {}).items():
+        offer = values[f"offer:{name.decode()}"]
+        hours, offsets = (offer["rules"].get(field, ()) for field in ("hours", "offsets"))
+        if offer["state"] == b"open" and hours and due <= now_ms:
+            serves_next = opens_next(hours, offsets, now_ms) or now_ms
+            values["due"][name] = min(serves_next, int(offer["closes_at"]))
 
 
 def align_postponed_due_times(live: dict[str, Any], folded: dict[str, Any], now_ms: int) -> None:

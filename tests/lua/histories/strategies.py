@@ -95,6 +95,8 @@ ALWAYS_BUT_NOON = (
     Hours(until="24:00", from_="13:30"),
 )
 
+MORNINGS = (Hours(from_="06:30", until="10:00"),)
+
 limits = st.lists(
     st.builds(
         Limit,
@@ -136,7 +138,7 @@ def piece_terms(draw: Any, lively: bool = False) -> CouponTerms | StockTerms:
         "valid_until": draw(st.sampled_from((None, NOW + 6_000, NOW + 48 * HOUR))),
         "waiting_list": held and draw(st.booleans()),
         "timezone": draw(st.sampled_from(ZONES)),
-        "hours": draw(st.sampled_from(((), (), (), ALWAYS_BUT_NOON))),
+        "hours": draw(st.sampled_from(((), (), (), ALWAYS_BUT_NOON, MORNINGS))),
         "audience": audience,
         "opens_at": opens_at,
         "closes_at": None if lively else draw(st.sampled_from((None, None, NOW + 9_000, NOW + 40 * HOUR))),

@@ -31,6 +31,7 @@ from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
 from grabstream.ops.settings import Settings
 from tests.conftest import examples
 from tests.lua.histories.strategies import (
+    HOUR,
     IDS,
     PASSES_MS,
     PIECES,
@@ -253,6 +254,20 @@ class Machine(Twins, RuleBasedStateMachine):
                 )
             )
 
+    @rule(number=st.integers(0, 50), late_ms=st.sampled_from((-1, 0, 1)), swept=st.booleans())
+    def at_a_due_time(self, number: int, late_ms: int, swept: bool) -> None:
+        """In the millisecond in which an offer with a waiting list is due, or the one before or after."""
+        dues = [
+            offer.due
+            for state in self.states
+            for offer in state.offers.values()
+            if offer.queue and offer.due < self.now + 30 * 24 * HOUR
+        ]
+        if dues:
+            self.now = max(self.now, dues[number % len(dues)] + late_ms)
+            if swept:
+                self.runner.run(self.sweep_both())
+
     @rule()
     def sweeps(self) -> None:
         self.runner.run(self.sweep_both())
@@ -269,6 +284,12 @@ class Machine(Twins, RuleBasedStateMachine):
     def nothing_is_created_or_lost(self) -> None:
         if hasattr(self, "states"):
             self.check_conservation()
+
+    @invariant()
+    def nobody_is_served_while_new_grabs_are_refused(self) -> None:
+        """And nobody waits for units that are left, once the sweeper has come."""
+        if hasattr(self, "states"):
+            self.check_waiting()
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):

@@ -30,12 +30,14 @@ from grabstream.models.events import (
     encode_event,
 )
 from grabstream.models.identifiers import campaign_of
+from grabstream.models.money import AMOUNT_MAX
 from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sweep
 from grabstream.models.splitting import pack_parts
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.contract import check_answered, check_events
 from tests.lua.conftest import NOW, SEALER, event_lines, outbox_lines, take_over
 from tests.lua.histories.books import check_books
+from tests.lua.histories.promises import Servings
 from tests.lua.histories.recovered import contents, differences, fold
 from tests.lua.histories.strategies import TICKETS
 from tests.support.runs import as_runs
@@ -64,6 +66,7 @@ class Twins:
             for number in range(keys.shards)
         ]
         self.lines: list[list[bytes]] = [[] for _ in range(keys.shards)]
+        self.servings = [Servings() for _ in range(keys.shards)]
         self.first_answers: dict[tuple[str, ...], tuple[AnyCommand, Answer]] = {}
         await client.initialize()
         await take_over(self.client, self.keys, layouts)
@@ -225,6 +228,34 @@ class Twins:
                 assert closed or given + offer.amount_left == offer.terms.total
                 assert given <= offer.terms.total
                 assert all(part.amount >= offer.terms.min for part in offer.users.values())  # type: ignore[union-attr]
+
+    def check_waiting(self) -> None:
+        """Checks that nobody is served while new grabs are refused, and that otherwise no units are left that
+        suffice for one of the first hundred waiting grabs.
+        """
+        for servings, lines in zip(self.servings, self.lines, strict=True):
+            servings.see(lines)
+        for offer in self.offers.values():
+            number = self.keys.shard_of_offer(offer.name)
+            servings, now = self.servings[number], max(self.now, self.states[number].time)
+            if offer.closed_reason or not offer.queue or now >= min(offer.due, offer.closes_at):
+                continue
+            if servings.is_paused(offer.name) or not servings.is_in_hours(offer.name, now):
+                continue
+            payable = AMOUNT_MAX // (offer.pieces.price or 1)
+            most = min(offer.units_left, payable)
+            fits = [
+                name
+                for name in offer.queue[:100]
+                if offer.grabs[name].quantity <= most or (most and offer.pieces.take == "up_to")
+            ]
+            assert not (offer.units_left and fits), (
+                f"{fits[0]} waits for {offer.units_left} units of {offer.name} that are left"
+            )
+
+    @property
+    def offers(self) -> dict[str, Offer]:
+        return {name: offer for state in self.states for name, offer in state.offers.items()}
 
     async def end_twins(self) -> None:
         """Compares everything in Redis with the rules and a recovery, then deletes it."""
