@@ -14,7 +14,16 @@ from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.commands import encode_metadata
 from grabstream.models.digests import adjustment_text
-from grabstream.models.events import AnyEvent, GrabQueued, LedgerAdjusted, OfferAmended, OfferOpened
+from grabstream.models.events import (
+    AnyEvent,
+    GrabConfirmed,
+    GrabQueued,
+    LedgerAdjusted,
+    OfferAmended,
+    OfferOpened,
+    PaymentRefundDue,
+)
+from grabstream.models.identifiers import encoded_payment
 from grabstream.models.offers import EnvelopeTerms, changes_of, terms_of
 from grabstream.models.runs import AnyLine, GrantedRun, singles
 
@@ -126,6 +135,8 @@ def build(
                 if isinstance(event, LedgerAdjusted)
                 else _queued(event)
                 if isinstance(event, GrabQueued) and event.metadata
+                else _paid(event)
+                if isinstance(event, GrabConfirmed | PaymentRefundDue) and event.payment
                 else event
             )
     columns = (
@@ -176,6 +187,11 @@ def _queued(event: GrabQueued) -> dict[str, Any]:
     # The grab keeps them, as text, for the event that serves it.
     metadata = encode_metadata(event.metadata or {}).decode()
     return msgspec.to_builtins(event) | {"metadata": metadata}  # type: ignore[no-any-return]
+
+
+def _paid(event: GrabConfirmed | PaymentRefundDue) -> AnyEvent:
+    # As `confirm` gets it.
+    return msgspec.structs.replace(event, payment=encoded_payment(event.payment or ""))
 
 
 def _head(event: OfferOpened | OfferAmended | LedgerAdjusted) -> dict[str, Any]:

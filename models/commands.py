@@ -25,13 +25,17 @@ from grabstream.models.bounds import (
 from grabstream.models.entries import Entry, check_adjustment
 from grabstream.models.identifiers import (
     ID_LENGTH_MAX,
+    PAYMENT_WORDS,
     RESERVED_IDS,
     Id,
+    PaymentId,
     are_ids,
+    are_payment_ids,
     are_three_ids,
     campaign_of,
     in_schema,
     is_id,
+    is_payment_id,
     is_reserved,
     may_be_reserved,
 )
@@ -187,7 +191,7 @@ class Confirm(GrabCommand, frozen=True, kw_only=True, gc=False):
     units (absent: all that are held). `receipt` is the signature of the payment side.
     """
 
-    payment: Id | None = None
+    payment: PaymentId | None = None
     paid: Sum = 0
     currency: Currency | None = None
     quantity: Quantity | None = None
@@ -382,8 +386,12 @@ def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
     columns = zip(*map(_fields_of_confirm, commands), strict=True)
     ids, offers, grabs, payments, users, paid, currencies, quantities = columns
     try:
-        names = (*ids, *set(offers), *grabs, *_given(payments), *_given(users))
-        if not are_ids(names) or not all(map(_is_currency, set(_given(currencies)))):
+        names = (*ids, *set(offers), *grabs, *_given(users))
+        if (
+            not are_ids(names)
+            or not are_payment_ids(_given(payments))
+            or not all(map(_is_currency, set(_given(currencies))))
+        ):
             return False
     except TypeError:
         # A name is no text.
@@ -560,8 +568,8 @@ def _check_adjust(command: Adjust) -> None:
 
 def _check_confirm(command: Confirm) -> None:
     _check_named("grab", command.grab)
-    if command.payment is not None:
-        _check_named("payment", command.payment)
+    if command.payment is not None and not is_payment_id(command.payment):
+        raise Invalid(f"payment: {PAYMENT_WORDS}, got {quoted(command.payment)}")
     check_amount("paid", command.paid)
     if command.currency is not None and not _is_currency(command.currency):
         raise Invalid(f"currency: must be three capitals such as CNY, got {quoted(command.currency)}")

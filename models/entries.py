@@ -6,20 +6,37 @@ from typing import Annotated, Final
 import msgspec
 
 from grabstream.models.bounds import quoted
-from grabstream.models.identifiers import in_schema, is_id
-from grabstream.models.money import Account, Asset, Invalid, Quantity, check_amount
+from grabstream.models.identifiers import (
+    ID_PATTERN,
+    PAYMENT_BYTES_MAX,
+    PAYMENT_CHARACTERS,
+    in_schema,
+    is_id,
+    is_payment_id,
+)
+from grabstream.models.money import Asset, Invalid, Quantity, check_amount
 
 #: The accounts that a correcting entry may debit and credit. It debits only accounts that stand for the
 #: outside world: an operator cannot know the current balance of a wallet, and a ledger that had to refuse an
 #: event would stop. What a user owes is booked in `receivable:<user>`.
 ADJUSTABLE_DEBITS: Final = ("external:", "issuer:", "refund:", "receivable:")
 ADJUSTABLE_CREDITS: Final = (*ADJUSTABLE_DEBITS, "wallet:")
+#: Those of them that are named by a payment.
+_OF_PAYMENTS: Final = ("external:", "refund:")
 
 _is_asset = re.compile(r"(?:[A-Z]{3}|(?:coupon|sku):[A-Za-z0-9._:-]{1,64})\Z").match
 
 
 def _starts_with(kinds: tuple[str, ...]) -> str:
-    return f"^({'|'.join(kinds)})[A-Za-z0-9._:-]{{1,64}}$"
+    return _pattern(f"({'|'.join(kind for kind in kinds if kind not in _OF_PAYMENTS)})")
+
+
+def _pattern(others: str) -> str:
+    of_payments = f"({'|'.join(_OF_PAYMENTS)}){PAYMENT_CHARACTERS}{{1,{PAYMENT_BYTES_MAX}}}"
+    return f"^({others}{ID_PATTERN[1:-1]}|{of_payments})$"
+
+
+BookedAccount = Annotated[str, in_schema(pattern=_pattern("[a-z]+:"))]
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,8 +56,8 @@ class BookedEntry(msgspec.Struct, frozen=True):
     """
 
     asset: Asset
-    debit: Account
-    credit: Account
+    debit: BookedAccount
+    credit: BookedAccount
     amount: Quantity
 
 
@@ -54,8 +71,9 @@ def check_adjustment(transfer: Entry) -> None:
         ("debit", transfer.debit, ADJUSTABLE_DEBITS),
         ("credit", transfer.credit, ADJUSTABLE_CREDITS),
     ):
-        kind, _, name = account.partition(":")
-        if f"{kind}:" not in allowed or not is_id(name):
+        kind, colon, name = account.partition(":")
+        is_named = is_payment_id if kind + colon in _OF_PAYMENTS else is_id
+        if kind + colon not in allowed or not is_named(name):
             raise Invalid(
                 f"transfers.{field}: must be one of {', '.join(f'{start}<id>' for start in allowed)}; got "
                 f"{quoted(account)}"

@@ -15,7 +15,7 @@ import msgspec
 
 from grabstream.models.commands import APPROVALS_MAX
 from grabstream.models.entries import BookedEntry
-from grabstream.models.identifiers import Count, Id, in_schema
+from grabstream.models.identifiers import Count, Id, PaymentId, in_schema
 from grabstream.models.money import Account, Asset, Currency, Quantity, Sum
 from grabstream.models.offers import Seed, Terms
 from grabstream.models.outcomes import OutcomeName
@@ -242,7 +242,7 @@ class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=T
     """
 
     held: Sum
-    payment: Id | None = None
+    payment: PaymentId | None = None
     paid: Sum = 0
     currency: Currency | None = None
     issuer: Id
@@ -269,7 +269,7 @@ class GrabReturned(_GrabEvent[V1], tag="grab.returned", frozen=True, kw_only=Tru
 
     reason: str = ""
     to: Account
-    refunds: tuple[tuple[Id, Sum], ...] = ()
+    refunds: tuple[tuple[PaymentId, Sum], ...] = ()
     currency: Currency | None = None
     issuer: Id
     restored: bool = False
@@ -299,7 +299,7 @@ class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only
 
     grab: Id
     user: Id | None = None
-    payment: Id
+    payment: PaymentId
     amount: Quantity
     asset: Currency
     outcome: OutcomeName

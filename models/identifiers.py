@@ -31,6 +31,22 @@ RESERVED_IDS: Final = frozenset({"sweep"})
 #: them: a command under such an id would be taken for the one of the system.
 SYSTEM_IDS: Final = "grabstream:"
 
+#: Payment ids are opaque texts of the payment side: 1 to 255 bytes of UTF-8 without control characters,
+#: compared by bytes.
+PAYMENT_BYTES_MAX: Final = 255
+PAYMENT_CHARACTERS: Final = r"[^\u0000-\u001f\u007f-\u009f]"
+PAYMENT_WORDS: Final = f"must be 1 to {PAYMENT_BYTES_MAX} bytes of UTF-8 without control characters"
+
+# `is_payment_id` checks it.
+PaymentId = Annotated[
+    str,
+    in_schema(
+        minLength=1,
+        maxLength=PAYMENT_BYTES_MAX,
+        pattern=f"^{PAYMENT_CHARACTERS}*$",
+        description=f"Of the payment side: 1 to {PAYMENT_BYTES_MAX} bytes of UTF-8, compared by bytes.",
+    ),
+]
 # `is_id` and `are_ids` check it.
 Id = Annotated[str, in_schema(pattern=ID_PATTERN)]
 #: Numbers, ordinals, and times in milliseconds since 1970 UTC.
@@ -39,11 +55,13 @@ Count = Annotated[int, in_schema(minimum=0)]
 _id_match = re.compile(ID_PATTERN[:-1] + r"\Z").match
 #: Three ids with a slash between them, which no id contains.
 _three_ids_match = re.compile("/".join([ID_PATTERN[1:-1]] * 3) + r"\Z").match
+# PostgreSQL refuses NUL, and UTF-8 has no single surrogates.
+_find_control = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]").search
 _ID_BYTES: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
 
 
 def is_id(text: str) -> bool:
-    """Whether the text may name a command, offer, user, issuer, payment or attribute."""
+    """Whether the text may name a command, offer, user, issuer or attribute."""
     return _id_match(text) is not None
 
 
@@ -74,6 +92,28 @@ def are_ids(texts: Iterable[str]) -> bool:
         return False
     joined = "".join(texts)
     return joined.isascii() and not joined.encode().translate(None, _ID_BYTES)
+
+
+def is_payment_id(text: str) -> bool:
+    """Whether the text may be the id of a payment; raises TypeError for what is no text."""
+    return (
+        0 < len(text) <= PAYMENT_BYTES_MAX
+        and _find_control(text) is None
+        and len(text.encode()) <= PAYMENT_BYTES_MAX
+    )
+
+
+def are_payment_ids(texts: Sequence[str]) -> bool:
+    """Whether every text may be the id of a payment. Most are ids of any kind, which is found in C."""
+    return are_ids(texts) or all(map(is_payment_id, texts))
+
+
+def encoded_payment(payment: str) -> str:
+    """The id of a payment as the inside of a JSON text, in the one encoding that has no needless escape. It
+    is canonical, since only `"` and `\\` need one where control characters are not allowed; so scripts join
+    it into events, and compare payments by its bytes.
+    """
+    return payment.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def campaign_of(offer: str) -> str:

@@ -14,16 +14,28 @@ import msgspec
 
 from grabstream.models.bounds import quoted
 from grabstream.models.commands import Confirm, Release, check
-from grabstream.models.identifiers import ID_PATTERN, SYSTEM_IDS, Count, Id, in_schema, is_id
+from grabstream.models.identifiers import (
+    ID_PATTERN,
+    PAYMENT_WORDS,
+    SYSTEM_IDS,
+    Count,
+    Id,
+    PaymentId,
+    in_schema,
+    is_id,
+    is_payment_id,
+)
 from grabstream.models.money import Currency, Invalid, Sum, check_amount
 from grabstream.models.offers import TIME_MS_MAX
 
 #: The longest address that a payment token names, and the longest signed token and receipt.
 CALLBACK_LENGTH_MAX: Final = 500
 TOKEN_LENGTH_MAX: Final = 4_096
-#: Holds that one query names, and the longest signed query and answer.
+#: Holds that one query names, and the longest signed query.
 QUERY_HOLDS_MAX: Final = 100
 QUERY_LENGTH_MAX: Final = 64 * 1024
+#: The longest signed answer: it may name a payment for each hold, with an escape for each of its characters.
+ANSWER_LENGTH_MAX: Final = 256 * 1024
 #: Hexadecimal digits of a digest in a command id.
 _DIGITS: Final = 40
 
@@ -60,7 +72,7 @@ class Receipt(_Read, frozen=True, kw_only=True):
     the system for which it counts. A receipt does not expire: what was paid was paid.
     """
 
-    payment: Id
+    payment: PaymentId
     offer: Id
     grab: Id
     user: Id
@@ -100,7 +112,7 @@ class PaymentState(_Read, frozen=True, kw_only=True):
     status: Literal["paid", "unpaid", "unknown"]
     final: bool = False
     user: Id | None = None
-    payment: Id | None = None
+    payment: PaymentId | None = None
     paid: Sum = 0
     currency: Currency | None = None
     quantity: Count | None = None
@@ -154,7 +166,9 @@ def decode_receipt(payload: bytes) -> Receipt:
 
 def check_receipt(receipt: Receipt) -> None:
     """Raises Invalid, naming the claim, when no command can follow from a receipt."""
-    _check_ids(receipt, ("payment", "offer", "grab", "user"))
+    if not is_payment_id(receipt.payment):
+        raise Invalid(f"payment: {PAYMENT_WORDS}, got {quoted(receipt.payment)}")
+    _check_ids(receipt, ("offer", "grab", "user"))
     check_amount("at", receipt.at, most=TIME_MS_MAX)
     if receipt.status == "failed":
         if receipt.paid:
@@ -256,6 +270,6 @@ def command_of_unpaid(hold: AskedHold) -> Release:
 
 
 def _id_of(what: str, *names: str) -> str:
-    """The id of a command of the system. A payment may have the longest id, so it is there as a digest."""
-    # No id contains '/'.
+    """The id of a command of the system. Payments may have longer ids, so they are there as digests."""
+    # No id contains '/', and a payment is the only name.
     return f"{SYSTEM_IDS}{what}:{sha256('/'.join(names).encode()).hexdigest()[:_DIGITS]}"

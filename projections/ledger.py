@@ -12,7 +12,7 @@ from grabstream.models.runs import RUN_GRABS_MAX, HeldRun
 from grabstream.models.transfers import RunTransfers, Transfer, Transfers
 from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.cursors import Fact
-from grabstream.projections.database.arrays import copy_rows, in_order, integer_array, text_array
+from grabstream.projections.database.arrays import copy_rows, copy_text, in_order, integer_array, text_array
 from grabstream.projections.database.merging import merge, merge_of
 
 NAME = "ledger"
@@ -56,8 +56,9 @@ async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
             )
         else:
             rows += [
-                f"{event.shard}\t{seq}\t{leg}\t{event.offer}\t{asset}\t{debit}\t{credit}\t{amount}\t"
-                f"{event.at}\n"
+                # Accounts of payments may have a backslash.
+                f"{event.shard}\t{seq}\t{leg}\t{event.offer}\t{asset}\t{copy_text(debit)}\t"
+                f"{copy_text(credit)}\t{amount}\t{event.at}\n"
                 for seq, leg, (asset, debit, credit, amount) in _numbered(event.seq, transfers)
             ]
     await copy_rows(

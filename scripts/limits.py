@@ -191,6 +191,12 @@ def of_commands() -> list[Row]:
             INVALID,
         ),
         Row(
+            "the id of a payment",
+            f"1 … {identifiers.PAYMENT_BYTES_MAX} bytes of UTF-8 without control characters",
+            "the payment side chooses it; compared byte by byte, and escaped in JSON in one way",
+            INVALID,
+        ),
+        Row(
             "an amount, a quantity, price × quantity",
             amounts,
             "exact as a number in Lua, and in its text",
@@ -426,8 +432,8 @@ def of_processes() -> list[Row]:
             "the rest is in the next question",
         ),
         Row(
-            "a signed question to the payment side, and its answer",
-            size(payments.QUERY_LENGTH_MAX),
+            "a signed question to the payment side; and its answer",
+            f"{size(payments.QUERY_LENGTH_MAX)}; {size(payments.ANSWER_LENGTH_MAX)}",
             "memory of a worker",
             "it is not read further; these holds end as without an answer",
         ),

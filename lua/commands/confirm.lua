@@ -15,7 +15,8 @@
 --         digests, grabs and payments, as in `grab`; that of payments is false if any has none}. payments: if
 --         any has none, a list. payments, users, quantities: false if none has one; else a list, in which ''
 --         or 0 stands for none. offer, paid and currency ('' for none): a list, or the value that all have
--- ARGV[7] ids, with '","' between them · ARGV[8] digests · ARGV[9] grabs · ARGV[10] payments, or ''
+-- ARGV[7] ids, with '","' between them · ARGV[8] digests · ARGV[9] grabs · ARGV[10] payments, or ''. The id
+--         of a payment is the inside of a JSON text, in its one encoding
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 25 no_such_grab ·
 --           31 limit_reached · 33 not_enough_left · 34 expired · 35 not_held · 2 confirmed
 --           A payment for a retired offer gets 24 and is to be paid back, unless the payment is recorded.

@@ -42,7 +42,7 @@ from grabstream.models.commands import (
 )
 from grabstream.models.digests import PLAIN, CannotCompare, whole_of
 from grabstream.models.events import CampaignZone
-from grabstream.models.identifiers import campaign_of
+from grabstream.models.identifiers import campaign_of, encoded_payment
 from grabstream.models.offers import (
     ENVELOPE_LIFE_MS,
     TIME_MS_MAX,
@@ -254,7 +254,8 @@ def _width(values: Sequence[str]) -> int | str:
     """Returns the length of all values or, if they differ, the format by which Lua's `struct.unpack` finds
     them in a text that has three characters between them.
     """
-    lengths = list(map(len, values))
+    # Of characters, unless some take several bytes.
+    lengths = list(map(len, values if "".join(values).isascii() else map(str.encode, values)))
     if lengths.count(lengths[0]) == len(lengths):
         return lengths[0]
     return "xxx".join(map("c%d".__mod__, lengths))
@@ -293,6 +294,8 @@ def _confirm_arguments(commands: Sequence[Confirm], sealer: Sealer, call_offers:
     )
     digests = list(map(sealer.digests.of, commands))
     all_pay = None not in payments
+    # Compared, kept and joined into events in their one encoding.
+    payments = tuple([payment and encoded_payment(payment) for payment in payments])
     sizes = [len(ids), _width(ids), _width(digests), _width(grabs), _width(payments) if all_pay else False]
     columns: list[Any] = [
         call_offers.offers,

@@ -21,6 +21,7 @@ from grabstream.models.commands import (
     encode_command,
     encode_metadata,
 )
+from grabstream.models.identifiers import ID_LENGTH_MAX, encoded_payment
 from grabstream.models.offers import EnvelopeTerms
 
 #: Bytes of arguments of one call. A command or a basket with more gets its own call.
@@ -51,7 +52,15 @@ def size_of(command: AnyCommand) -> int:
     if isinstance(command, Open | Amend | Adjust | Return):
         # Terms and changes are sent twice: as text for the event, and as a map.
         return (2 if isinstance(command, Open | Amend) else 1) * len(encode_command(command))
-    return PLAIN_BYTES
+    return PLAIN_BYTES + (_beyond_plain(command) if isinstance(command, Confirm) else 0)
+
+
+def _beyond_plain(command: Confirm) -> int:
+    """The bytes of a payment, unless they are as few as those of an id."""
+    payment = command.payment
+    if payment is None or (len(payment) <= ID_LENGTH_MAX and payment.isascii()):
+        return 0
+    return len(encoded_payment(payment).encode())
 
 
 def size_of_all(commands: Sequence[AnyCommand]) -> int:
@@ -59,7 +68,7 @@ def size_of_all(commands: Sequence[AnyCommand]) -> int:
     if len(commands) == 1:
         return size_of(commands[0])
     if type(commands[0]) is Confirm:
-        return PLAIN_BYTES * len(commands)
+        return PLAIN_BYTES * len(commands) + sum(map(_beyond_plain, commands))  # type: ignore[arg-type]
     if type(commands[0]) is Grab and not any(
         command.attributes or command.metadata  # type: ignore[union-attr]
         for command in commands

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from grabstream.lua.ending import end
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
-from grabstream.models.identifiers import is_id
+from grabstream.models.identifiers import PAYMENT_WORDS, is_payment_id
 from grabstream.models.money import Invalid
 from grabstream.models.payments import (
     QUERY_LENGTH_MAX,
@@ -129,7 +129,7 @@ class PaymentProvider:
             routes=[
                 Route("/pay", _answering(self._pay), methods=["POST"]),
                 Route("/query", _answering(self._query), methods=["POST"]),
-                Route("/payments/{payment}", _answering(self._payment), methods=["GET"]),
+                Route("/payments/{payment:path}", _answering(self._payment), methods=["GET"]),
             ],
             # The page of an offer pays from a browser on this machine.
             middleware=[
@@ -160,8 +160,8 @@ class PaymentProvider:
         payment = asked.payment or f"pay-{secrets.token_hex(8)}"
         if asked.how not in HOW:
             raise Refused(400, f"how: must be {', '.join(HOW)}")
-        if not is_id(payment):
-            raise Refused(400, "payment: must be an id")
+        if not is_payment_id(payment):
+            raise Refused(400, f"payment: {PAYMENT_WORDS}")
         if token.callback is None or urlsplit(token.callback).hostname not in _LOOPBACK:
             raise Refused(400, "token: its callback must be an address of this machine")
         if payment in self._payments:

@@ -381,9 +381,12 @@ async def clear_gone(connection: AsyncConnection[Any]) -> None:
     await connection.execute(
         "UPDATE findings AS f SET cleared_at = now() WHERE f.cleared_at IS NULL AND f.kind = 'accounts' "
         "AND NOT EXISTS (SELECT FROM accounts AS a "
-        "WHERE a.account = split_part(f.subject, ' ', 1) AND a.asset = split_part(f.subject, ' ', 2)) "
+        # `<account> <asset>`: an account of a payment may have blanks, an asset has none.
+        "WHERE a.account = regexp_replace(f.subject, ' [^ ]*$', '') "
+        "AND a.asset = substring(f.subject FROM '[^ ]*$')) "
         "AND NOT EXISTS (SELECT FROM verified_accounts AS v "
-        "WHERE v.account = split_part(f.subject, ' ', 1) AND v.asset = split_part(f.subject, ' ', 2))"
+        "WHERE v.account = regexp_replace(f.subject, ' [^ ]*$', '') "
+        "AND v.asset = substring(f.subject FROM '[^ ]*$'))"
     )
     await connection.execute(
         "UPDATE findings AS f SET cleared_at = now() FROM verified_offers AS v "

@@ -12,7 +12,7 @@ from psycopg import AsyncConnection
 def text_array(values: Sequence[str]) -> str:
     """The literal of a `text[]`; pass it with a cast, `%s::text[]`."""
     inside = '","'.join(values)
-    # Names of accounts, users and assets never need escaping. If a value does, it must still be one element.
+    # Few values need escaping: payments, and their accounts.
     if "\\" in inside or inside.count('"') != 2 * (len(values) - 1):
         inside = '","'.join(value.replace("\\", "\\\\").replace('"', '\\"') for value in values)
     return f'{{"{inside}"}}' if values else "{}"
@@ -58,8 +58,8 @@ def update_by(
 
 
 def copy_text(value: str) -> str:
-    """A JSON text as a field in the text format of COPY. JSON has no raw tabs or newlines, so only
-    backslashes are escaped.
+    """A text without tabs and newlines, such as JSON or a payment, as a field in the text format of COPY:
+    only backslashes are escaped.
     """
     return value.replace("\\", "\\\\")
 

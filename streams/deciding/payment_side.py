@@ -20,7 +20,7 @@ from grabstream.lua.gate.signing import NotSigned, Purpose
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.models.money import Invalid
 from grabstream.models.payments import (
-    QUERY_LENGTH_MAX,
+    ANSWER_LENGTH_MAX,
     AskedHold,
     PaymentQuery,
     PaymentState,
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 FAILURES_MAX: Final = 3
 OPEN_SECONDS: Final = 10.0
 #: The body of an answer: the signed text, as JSON.
-BODY_BYTES_MAX: Final = QUERY_LENGTH_MAX + 1_024
+BODY_BYTES_MAX: Final = ANSWER_LENGTH_MAX + 1_024
 
 
 class NoAnswer(Exception):
@@ -116,7 +116,7 @@ class Questions:
             raise NoAnswer(in_words(error)) from None
         try:
             text = _decode_body(body).answer
-            payload = self._side.keys.read(Purpose.payment_answer, text, QUERY_LENGTH_MAX)
+            payload = self._side.keys.read(Purpose.payment_answer, text, ANSWER_LENGTH_MAX)
             states, wrong = decode_answer(payload, query)
         except NotSigned:
             raise NoAnswer("the answer is not signed by a key of GRAB_PAYMENT_KEYS") from None

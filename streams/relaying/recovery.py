@@ -30,7 +30,7 @@ from grabstream.models.events import (
     OfferOpened,
     OfferRetired,
 )
-from grabstream.models.identifiers import campaign_of
+from grabstream.models.identifiers import campaign_of, encoded_payment
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap
 from grabstream.models.runs import AnyLine, decode_line, decode_lines
 from grabstream.projections.checking.snapshots import KnownPayment, RetiredOffer
@@ -421,6 +421,7 @@ class Recovery:
         self, ownership: Ownership, past: Sequence[RetiredOffer], payments: Sequence[KnownPayment]
     ) -> None:
         keys, campaigns = self._shard.keys, dict[str, int]()
+        payments = [row._replace(payment=encoded_payment(row.payment)) for row in payments]
         rows = [
             [(campaigns.setdefault(campaign_of(row.offer), len(campaigns) + 1), *row) for row in of_kind]
             for of_kind in (past, payments)

@@ -63,6 +63,50 @@ async def until_over(held: dict[str, Any]) -> None:
     await until(lambda: time.time() * 1000 > held["deadline_at"] + 5, 30, "the end of the hold")
 
 
+# -- ids of payments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("payment", ["a/b #c", 'x"\\,"é', "🧧" * 63 + "x/#"])
+async def test_an_id_of_a_payment_is_any_text_up_to_255_bytes(
+    caller: Caller, offer: str, door: Door, payment: str
+) -> None:
+    """From the receipt to the books, byte for byte; also of money that is to be paid back."""
+    await caller.open(offer, **SALE)
+    held, other = await held_by(caller, offer), await held_by(caller, offer, "bob")
+    paid = receipt_for(held, payment)
+    assert await result_of(caller, paid) == ("confirmed", "confirmed")
+    assert await result_of(caller, paid) == ("confirmed", "confirmed"), "a repeat"
+    late = receipt_for(held, payment[:-1] + "y")
+    assert await result_of(caller, late) == ("refund_due", "not_held")
+    by_hand = {"user": "bob", "payment": payment[:-1] + "z", "paid": 100, "currency": "CNY"}
+    receipt = signed(receipt_for(other, by_hand["payment"]))
+    confirm = f"/v1/offers/{offer}/grabs/{other['grab']}/confirm"
+    assert (await caller.post(confirm, {**by_hand, "receipt": receipt})).body["outcome"] == "confirmed"
+    back = await caller.post(f"/v1/offers/{offer}/grabs/{held['grab']}/return", {"user": "ann"})
+    assert back.body["outcome"] == "returned"
+
+    async def moves() -> Any:
+        found = await rows(
+            door.settings,
+            f"SELECT debit, credit, amount FROM transfers WHERE offer = '{offer}' AND asset = 'CNY'",
+        )
+        return found if len(found) == 4 else None
+
+    assert sorted(await until(moves, 30, "the books")) == sorted([
+        (f"external:{payment}", "issuer:shop", 100),
+        (f"external:{late['payment']}", f"refund:{late['payment']}", 100),
+        (f"external:{by_hand['payment']}", "issuer:shop", 100),
+        ("issuer:shop", f"refund:{payment}", 100),
+    ])  # fmt: skip
+
+    async def refunded() -> Any:
+        return await rows(
+            door.settings, f"SELECT payment FROM payments WHERE offer = '{offer}' AND refunded = 100"
+        )
+
+    assert await until(refunded, 30, "the refund") == [(payment,)]
+
+
 # -- tokens --------------------------------------------------------------------------------------------------
 
 

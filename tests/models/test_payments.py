@@ -7,9 +7,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from grabstream.models.commands import Confirm, Release, Undecodable, check, decode_command
-from grabstream.models.identifiers import SYSTEM_IDS, is_id, is_reserved, may_be_reserved
+from grabstream.models.identifiers import PAYMENT_BYTES_MAX, SYSTEM_IDS, is_id, is_reserved, may_be_reserved
 from grabstream.models.money import Invalid
 from grabstream.models.payments import (
+    ANSWER_LENGTH_MAX,
     QUERY_HOLDS_MAX,
     QUERY_LENGTH_MAX,
     AskedHold,
@@ -44,7 +45,8 @@ def without(*names: str) -> dict[str, Any]:
     ("claims", "reason"),
     [
         (without("payment"), "payment"), (without("user"), "user"), (without("at"), "at"),
-        ({**PAID, "payment": "a/b"}, "payment: must match"), ({**PAID, "grab": ""}, "grab: must match"),
+        ({**PAID, "payment": "a\n"}, "payment: must be 1 to 255 bytes"),
+        ({**PAID, "grab": ""}, "grab: must match"),
         ({**PAID, "user": 1}, "user"), ({**PAID, "status": "refunded"}, "status"),
         ({**PAID, "paid": 0}, "paid: must be from 1"), (without("paid"), "paid: must be from 1"),
         ({**PAID, "paid": 10**13 + 1}, "paid: must be"), ({**PAID, "paid": 1.5}, "paid"),
@@ -138,7 +140,7 @@ def test_answer_counts_only_for_its_query(answer: Any, reason: str) -> None:
     ("wrong", "reason"),
     [
         (state("c"), "was not asked for"), ({**state("a"), "offer": "p"}, "was not asked for"),
-        (state("a", "maybe"), "status"), (state("a", "paid"), "payment: must match"),
+        (state("a", "maybe"), "status"), (state("a", "paid"), "payment: must be 1 to 255 bytes"),
         (state("a", "paid", payment="p", user="u", at=1), "paid: must be"),
         (state("a", more=1), "unknown field"), (state("a", final="yes"), "final"), (1, "Expected"),
     ],
@@ -184,17 +186,19 @@ def test_longest_question_and_answer_fit_their_bound() -> None:
         query=LONG,
         payments=tuple(
             PaymentState(
-                offer=LONG, grab=grab, status="paid", user=LONG, payment=LONG, paid=most, currency="CNY",
-                at=4_102_444_800_000, final=True,
+                offer=LONG, grab=grab, status="paid", user=LONG, payment="x" * PAYMENT_BYTES_MAX, paid=most,
+                currency="CNY", at=4_102_444_800_000, final=True, quantity=most,
             )
             for grab in ids
         ),
     )  # fmt: skip
     assert decode_query(encode_claims(query)) == query
-    assert len(decode_answer(encode_claims(answer), query)[0]) == QUERY_HOLDS_MAX
-    for claims in (query, answer):
+    # As another program may write it: with an escape for each character of the payments.
+    written = encode_claims(answer).replace(b"x" * PAYMENT_BYTES_MAX, b"\\u0078" * PAYMENT_BYTES_MAX)
+    assert decode_answer(written, query) == (list(answer.payments), [])
+    for claims, most in ((encode_claims(query), QUERY_LENGTH_MAX), (written, ANSWER_LENGTH_MAX)):
         # Base64, and a header and a signature, with the longest key id.
-        assert len(encode_claims(claims)) * 4 / 3 + 400 < QUERY_LENGTH_MAX
+        assert len(claims) * 4 / 3 + 400 < most
 
 
 # -- schemas -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
 from grabstream.lua.keys import LAYOUT_MIN
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
-from grabstream.models.commands import Adjust, AnyCommand, Close, Grab, Load, Open, Release, Return
+from grabstream.models.commands import Adjust, AnyCommand, Close, Confirm, Grab, Load, Open, Release, Return
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.streams.relaying.ownership import OwnedShard
@@ -392,7 +392,11 @@ async def test_arguments_of_a_call_are_bounded_and_rarely_sent_twice(
     await decided(system, [Open(id="open", offer="o", terms=StockTerms(issuer="i", total=10**6))], "opened")
     grabs = [Grab(id=f"g{n}", offer="o", user=f"u{n}", attributes=ATTRIBUTES) for n in range(512)]
     with_metadata = [Grab(id=f"m{n}", offer="o", user=f"u{n}", metadata=METADATA) for n in range(512)]
-    for commands in (adjusts(512, "o"), grabs, with_metadata):
+    paid = [
+        Confirm(id=f"c{n}", offer="o", grab=f"g{n}", payment=f"{n:03}" + '"' * 252, paid=1, currency="CNY")
+        for n in range(512)
+    ]
+    for commands in (adjusts(512, "o"), grabs, with_metadata, paid):
         for at_once in (512, 4):
             sent.clear()
             named = [msgspec.structs.replace(command, id=f"{command.id}-{at_once}") for command in commands]

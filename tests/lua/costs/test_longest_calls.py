@@ -28,6 +28,7 @@ from grabstream.models.commands import (
     Release,
     Return,
 )
+from grabstream.models.identifiers import PAYMENT_BYTES_MAX
 from grabstream.models.offers import Changes, CouponTerms, Limit, StockTerms
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
@@ -170,12 +171,13 @@ async def test_calls_for_a_grab_with_the_largest_record_are_short(system: Measur
         )
         for n in range(99):
             system.now += 2 * HOUR
-            pay = Confirm(id=f"p{n}", offer="o", grab="g", payment="p" * 60 + f"{n}", paid=0, quantity=1)
+            payment = f"{n:03}" + '"' * (PAYMENT_BYTES_MAX - 3)
+            pay = Confirm(id=f"p{n}", offer="o", grab="g", payment=payment, paid=0, quantity=1)
             await decided(system, [pay], "confirmed")
 
     async def act() -> None:
         system.now += 2 * HOUR
-        assert await system.redis.hstrlen(system.keys.of_offer("o")[3], "g") > 50_000
+        assert await system.redis.hstrlen(system.keys.of_offer("o")[3], "g") > 90_000
         await decided(
             system, [Confirm(id="last", offer="o", grab="g", payment="q" * 64, paid=0, quantity=1)],
             "confirmed"
@@ -206,7 +208,7 @@ async def test_calls_for_a_grab_with_the_largest_record_are_short(system: Measur
 @pytest.mark.long
 async def test_confirmations_of_grabs_with_large_records_are_short(system: MeasuredShard) -> None:
     """Records are read ahead, before it is known how large they are. Each of these has counted in a hundred
-    windows of eight limits, as after a hundred late payments that took units again.
+    windows of eight limits, as after a hundred late payments that took units again, with the longest ids.
     """
     names = [f"g{n}" for n in range(60)]
 
@@ -221,9 +223,10 @@ async def test_confirmations_of_grabs_with_large_records_are_short(system: Measu
         for name in names:
             record = msgspec.msgpack.decode(await system.redis.hget(key, name))
             record[17] = [[1, record[16]]] * 100
+            record[18] = [['\\"' * PAYMENT_BYTES_MAX, 1]] * 99
             # A list of 20 values, as the scripts pack it.
             await system.redis.hset(key, name, msgspec.msgpack.encode(record))
-            assert await system.redis.hstrlen(key, name) > 50_000
+            assert await system.redis.hstrlen(key, name) > 90_000
 
     async def act() -> None:
         paid: list[AnyCommand] = [

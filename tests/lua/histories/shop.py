@@ -115,7 +115,12 @@ class Shop:
             units = draw.choice((None, None, None, 1, 1, 9))
             due = (taken.price * (units or taken.held or taken.lapsed)) if taken else 7
             paid = draw.choice((due, due, due, due, 5))
-            money = {"payment": f"p-{name[:1]}-{draw.randrange(100_000)}", "currency": "CNY"} if paid else {}
+            money: dict[str, Any] = {}
+            if paid:
+                number = draw.randrange(100_000)
+                # Every fourth is as odd as a payment side may choose.
+                odd = f'p /#"{name[:1]}\\{number}é'
+                money = {"payment": f"p-{name[:1]}-{number}" if number % 4 else odd, "currency": "CNY"}
             return [self.command(Confirm, name, grab=grab, paid=paid, quantity=units, **money)]
         if kind == "return":
             return [
@@ -144,7 +149,8 @@ class Shop:
                 self.total * 3 // 2)), "operator": "olga"}),
                 (Amend, {"changes": Changes(title='new \\ "title"', price=9)}),
                 (Amend, {"changes": Changes(limits=self.random.choice((LIMITS, *OTHER_LIMITS)))}),
-                (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),), "reason": "too late",
+                (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),
+                Entry("CNY", 'external:p "\\', "issuer:shop", 1)), "reason": "too late",
                 "approved_by": "boss"}),
             ]
         )  # fmt: skip

@@ -162,7 +162,7 @@ quantities = st.sampled_from((None, None, 1, 1, 2, 3))
 payments = st.one_of(
     st.just(None),
     *(st.integers(0, 10**6).map(lambda number: f"pay{number}"),) * 4,
-    st.sampled_from(("p1", "p2")),
+    st.sampled_from(("p1", "p2", 'p/#" \\é', "p" * 254 + '"')),
 )
 
 
@@ -278,7 +278,8 @@ def operations(draw: Any, now: int) -> AnyCommand:
         )
         return Load(**about, what=what, chunk=draw(st.integers(1, chunks)), chunks=chunks, items=tuple(items))
     if kind is Adjust:
-        entry = Entry("CNY", "issuer:alice", "wallet:u1", draw(st.integers(1, 10**13)))
+        credit = draw(st.sampled_from(("wallet:u1", 'refund:p/#" \\é')))
+        entry = Entry("CNY", "issuer:alice", credit, draw(st.integers(1, 10**13)))
         return Adjust(**about, transfers=(entry,), reason='a "mistake"', approved_by="boss")
     return kind(**about)
 

@@ -29,7 +29,7 @@ from grabstream.models.events import (
     decode_event,
     encode_event,
 )
-from grabstream.models.identifiers import campaign_of
+from grabstream.models.identifiers import campaign_of, encoded_payment
 from grabstream.models.money import AMOUNT_MAX
 from grabstream.models.rules import Offer, ShardState, decide, decide_basket, sweep
 from grabstream.models.splitting import pack_parts
@@ -338,7 +338,7 @@ class Twins:
                 for name, payment in payments.items()
                 if state.knows_payments_of(payment[0], self.now)
             } == {
-                name: tuple(payment)
+                encoded_payment(name): tuple(payment)
                 for (of, name), payment in state.payments.items()
                 if of == campaign and state.knows_payments_of(payment.offer, self.now)
             }
@@ -497,7 +497,7 @@ def _record(grab: Any) -> list[Any]:
         grab.deadline, grab.grace,
         grab.extensions, grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
         [[units, _counters(under)] for units, under in grab.counted],
-        [list(payment) for payment in grab.payments], grab.codes,
+        [[encoded_payment(payment), units] for payment, units in grab.payments], grab.codes,
         *([encode_metadata(grab.metadata).decode()] if grab.metadata else []),
     ]  # fmt: skip
 

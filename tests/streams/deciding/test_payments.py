@@ -291,7 +291,7 @@ async def test_answer_that_does_not_count_is_none(wrong: str, caplog: pytest.Log
             return web.Response(text="hello")
         if wrong == "redirect":
             raise web.HTTPTemporaryRedirect("/query")
-        document = {"answer": text, **({"x": "y" * 70_000} if wrong == "too long" else {})}
+        document = {"answer": text, **({"x": "y" * 270_000} if wrong == "too long" else {})}
         if wrong == "no answer":
             document = {}
         return web.json_response(document, status=500 if wrong == "status" else 200)

@@ -92,6 +92,8 @@ DAMAGES = [
      "UPDATE accounts_1 SET posted = posted - 1 WHERE account = 'issuer:shop' AND asset = 'CNY'"),
     ("INSERT INTO accounts_1 VALUES ('wallet:thief', 'CNY', 7)", "accounts", "wallet:thief CNY",
      "DELETE FROM accounts_1 WHERE account = 'wallet:thief'"),
+    ("INSERT INTO accounts_1 VALUES ('external:a b', 'CNY', 7)", "accounts", "external:a b CNY",
+     "DELETE FROM accounts_1 WHERE account = 'external:a b'"),
     ("UPDATE balances_1 SET available = available + 1 WHERE (user_id, asset) = ('{user}', '{asset}')",
     "balances", "wallet:{user} {asset}",
      "UPDATE balances_1 SET available = available - 1 WHERE (user_id, asset) = ('{user}', '{asset}')"),
