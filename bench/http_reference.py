@@ -18,6 +18,7 @@ import uvloop
 from aiokafka import AIOKafkaProducer
 
 from bench import classic
+from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.serving import bind, serve
 from grabstream.streams import brokers
 
@@ -102,7 +103,7 @@ async def main() -> None:
     bound = bind("127.0.0.1", 0)
     application: Any = APPLICATIONS[plan.pop("kind")](**plan)
     await serve(
-        application, bound, CONNECTIONS_MAX, asyncio.Event(),
+        application, bound, CONNECTIONS_MAX, ConnectionsByAddress(CONNECTIONS_MAX), asyncio.Event(),
         lambda: print(bound.getsockname()[1], flush=True),
     )  # fmt: skip
 

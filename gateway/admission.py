@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
+from grabstream.gateway.addresses import Network
 from grabstream.gateway.api_keys import KeyRing, is_secret
 from grabstream.gateway.bounds import TOKENS_REMEMBERED_MAX
 from grabstream.gateway.callers import Caller, authorize, unauthenticated
-from grabstream.gateway.failures import Failures, Network, in_words, too_many
+from grabstream.gateway.failures import Failures, in_words, too_many
 from grabstream.gateway.operations import Operation
 from grabstream.gateway.problems import Problem
 from grabstream.gateway.rates import Counters, Rates

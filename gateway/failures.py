@@ -3,17 +3,14 @@
 import math
 import time
 from collections.abc import Sequence
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from starlette.types import Scope
 
+from grabstream.gateway.addresses import Network, is_within, network_of, read_address
 from grabstream.gateway.bounds import CALLERS_COUNTED_MAX
 from grabstream.gateway.problems import Problem, retry_after
 from grabstream.gateway.rates import Counters, Rates
 from grabstream.gateway.tokens import add_bounded
-
-Network = IPv4Network | IPv6Network
-Address = IPv4Address | IPv6Address
 
 
 class Failures:
@@ -71,21 +68,16 @@ def address_of(scope: Scope, proxies: Sequence[Network]) -> str:
     in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
     """
     address = scope["client"][0] if scope.get("client") else ""
-    if proxies and _is_in(address, proxies):
+    if proxies and is_within(address, proxies):
         forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
         for text in reversed(forwarded.decode("latin-1").split(",")):
             one = _without_port(text.strip())
-            if _read(one) is None:
+            if read_address(one) is None:
                 break
             address = one
-            if not _is_in(address, proxies):
+            if not is_within(address, proxies):
                 break
-    return _network_of(address)
-
-
-def _is_in(address: str, networks: Sequence[Network]) -> bool:
-    found = _read(address)
-    return found is not None and any(found in network for network in networks)
+    return network_of(address)
 
 
 def in_words(rates: Rates) -> str:
@@ -107,20 +99,3 @@ def _without_port(text: str) -> str:
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text.partition(":")[0] if text.count(":") == 1 else text
-
-
-def _read(text: str) -> Address | None:
-    """An address, of IPv4 also where it is written as one of IPv6; None for any other text."""
-    try:
-        found = ip_address(text)
-    except ValueError:
-        return None
-    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
-
-
-def _network_of(address: str) -> str:
-    """The address, or the /64 of an IPv6 address: a client has a whole network of them."""
-    found = _read(address)
-    if found is None:
-        return address
-    return str(found) if found.version == 4 else str(ip_network((found.packed, 64), strict=False))

@@ -36,6 +36,9 @@ class GatewayMeasures:
 
     def __init__(self) -> None:
         self.operations: dict[str, OperationMeasures] = defaultdict(OperationMeasures)
-        self.shed = {"requests": 0, "commands": 0, "questions": 0, "connections": 0, "streams": 0}
+        self.shed = {
+            "requests": 0, "commands": 0, "questions": 0, "connections": 0, "connections_of_address": 0,
+            "streams": 0,
+        }  # fmt: skip
         #: Connections of clients now.
         self.connections: Callable[[], int] = int

@@ -1,8 +1,8 @@
 """HTTP/1.1 on one connection, with bounds of bytes and time.
 
 uvicorn's protocol parses with httptools and calls the application. This subclass adds what it lacks: a bound
-of the request's head and of the whole request, time limits for reading a request and for taking an answer, a
-bound of connections, and problem details for what is not HTTP. It also drops trailer fields, which uvicorn
+of the request's head and of the whole request, time limits for reading a request and for taking an answer,
+bounds of connections, and problem details for what is not HTTP. It also drops trailer fields, which uvicorn
 would add to the headers.
 
 An answer that is complete goes out in one piece (`REPLY`). What the application answers from its memory
@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.bounds import (
     ANSWERED_AT_ONCE,
     HEAD_BYTES_MAX,
@@ -154,14 +155,15 @@ class Turns:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `connections_max`, `measures` and `turns` are set by `bounded`."""
+    """One connection. `connections_max`, `by_address`, `measures` and `turns` are set by `bounded`."""
 
     connections_max = 10_000
+    by_address: ConnectionsByAddress
     measures: GatewayMeasures | None = None
     turns: Turns
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuses the connection when there are too many."""
+        """Refuses the connection when there are too many, in all or of its address."""
         super().connection_made(transport)
         #: What has arrived and waits for a later turn of the event loop.
         self._deferred = b""
@@ -198,14 +200,22 @@ class BoundedProtocol(HttpToolsProtocol):
         self._takes_whole: Callable[[Any], bool] | None = getattr(self.app, "takes_whole", None)
         #: Such a request, whose body arrives.
         self._whole: _Cycle | None = None
+        #: The name under which the connection is counted.
+        self._counted: str | None = None
         if len(self.connections) > self.connections_max:
-            if self.measures is not None:
-                self.measures.shed["connections"] += 1
-            self._end(
-                retry_soon(
-                    "busy", f"The gateway has {self.connections_max} connections, as many as it takes."
-                )
-            )
+            problem = f"The gateway has {self.connections_max} connections, as many as it takes."
+            self._shed("connections", retry_soon("busy", problem))
+            return
+        self._counted = self.by_address.add(self.client[0] if self.client else "")
+        if self._counted is None:
+            most = self.by_address.most
+            problem = f"This address has {most} connections to the gateway, as many as one may have."
+            self._shed("connections_of_address", retry_soon("too_many_requests", problem))
+
+    def _shed(self, what: str, problem: Problem) -> None:
+        if self.measures is not None:
+            self.measures.shed[what] += 1
+        self._end(problem)
 
     def data_received(self, data: bytes) -> None:
         """Parses what has arrived, unless it is too much, or not the turn of this connection."""
@@ -243,6 +253,9 @@ class BoundedProtocol(HttpToolsProtocol):
         would free them, long after many connections of an attack have ended.
         """
         super().connection_lost(exc)
+        if self._counted is not None:
+            self.by_address.remove(self._counted)
+            self._counted = None
         while self.pipeline:
             cycle, _ = self.pipeline.pop()
             cast(Any, cycle.scope).clear()
@@ -556,9 +569,13 @@ def _too_much(is_head: bool) -> Problem:
     return Problem("content_too_large", f"A request has at most {MESSAGE_BYTES_MAX} bytes.")
 
 
-def bounded(connections: int, measures: GatewayMeasures | None = None) -> type[BoundedProtocol]:
-    """The protocol with a bound of connections. `measures` counts what it refuses."""
-    own = {"connections_max": connections, "measures": measures, "turns": Turns()}
+def bounded(
+    connections: int, by_address: ConnectionsByAddress, measures: GatewayMeasures | None = None
+) -> type[BoundedProtocol]:
+    """The protocol with bounds of connections. `measures` counts what it refuses."""
+    own = {
+        "connections_max": connections, "by_address": by_address, "measures": measures, "turns": Turns()
+    }  # fmt: skip
     return type("Bounded", (BoundedProtocol,), own)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.bounds import ACCEPTED_AT_ONCE, BACKLOG, DRAIN_SECONDS_MAX, IDLE_SECONDS_MAX
 from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.protocol import bounded, keep_checking
@@ -67,8 +68,8 @@ def connections_possible(wanted: int) -> int:
 
 
 async def serve(
-    application: ASGIApp, bound: socket.socket, connections_max: int, stop: asyncio.Event,
-    ready: Callable[[], None], measures: GatewayMeasures | None = None,
+    application: ASGIApp, bound: socket.socket, connections_max: int, by_address: ConnectionsByAddress,
+    stop: asyncio.Event, ready: Callable[[], None], measures: GatewayMeasures | None = None,
 ) -> None:  # fmt: skip
     """Serves until `stop`; then accepts nothing more, and returns when the requests in work have their
     answers, at the latest after DRAIN_SECONDS_MAX.
@@ -76,7 +77,7 @@ async def serve(
     config = uvicorn.Config(
         application,
         loop="none",
-        http=bounded(connections_max, measures),
+        http=bounded(connections_max, by_address, measures),
         ws="none",
         lifespan="off",
         backlog=BACKLOG,

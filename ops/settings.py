@@ -445,6 +445,15 @@ class Settings(BaseSettings):
             ge=1,
         ),
     ] = 10_000
+    gateway_address_connections_max: Annotated[
+        int,
+        _setting(
+            "Connections of one address, of IPv6 those of a /64 together, to one gateway. Those of "
+            "GRAB_GATEWAY_PROXIES are not counted.",
+            "connections",
+            ge=1,
+        ),
+    ] = 1_000
     gateway_sessions_max: Annotated[
         int, _setting("Sessions of PostgreSQL in which one gateway answers questions.", "sessions", ge=1)
     ] = 8

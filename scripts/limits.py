@@ -755,6 +755,12 @@ def of_requests() -> list[Row]:
             f"{busy}; the connection ends",
         ),
         Row(
+            "connections of one address, of IPv6 those of a /64 together",
+            "`GRAB_GATEWAY_ADDRESS_CONNECTIONS_MAX`; those of `GRAB_GATEWAY_PROXIES` are not counted",
+            "one silent client must not take all connections",
+            "429 `too_many_requests`, with Retry-After; the connection ends",
+        ),
+        Row(
             "a token of an end user",
             size(http.TOKEN_BYTES_MAX),
             "it is checked before it is decoded",

@@ -297,7 +297,7 @@ METRICS: Final = (
         "counter",
         "What was refused because there was no room: `requests`, `commands` (above "
         "`grabstream_http_commands_max`, or grabs that waited too long to be read), `questions`, "
-        "`connections`, `streams`.",
+        "`connections`, `connections_of_address`, `streams`.",
         ("what",),
         _GATEWAY,
     ),

@@ -118,8 +118,9 @@ async def set_up(
         prefix=settings.prefix, schema=settings.schema_, seal_keys=settings.seal_keys.get_secret_value(),
         redis_url=settings.redis_url, kafka=settings.kafka, postgres=settings.postgres,
         shards=str(settings.shards),
-        # The gateway is for the rehearsal, on this machine; its crowd has no credentials.
+        # The gateway is for the rehearsal, on this machine; its crowd has no credentials, and one address.
         gateway_authentication="none", gateway_hosts="",
+        gateway_address_connections_max=str(settings.gateway_connections_max),
     )  # fmt: skip
     workers = {}
     # Rehearsals in one folder share the log; each reads the port of its gateway in a file of its own.

@@ -396,9 +396,11 @@ async def test_gateway_serves_beside_half_open_connections(
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 1_000), hard))
     loop = asyncio.get_running_loop()
     held: list[socket.socket] = []
+    most = str(count + 100)
     with GatewayProcess(
-        door.settings, tmp_path / "log", gateway_connections_max=str(count + 100), gate_timeout_ms="20000"
-    ) as gateway:
+        door.settings, tmp_path / "log", gateway_connections_max=most,
+        gateway_address_connections_max=most, gate_timeout_ms="20000",
+    ) as gateway:  # fmt: skip
         try:
             async with calling(gateway.port) as caller:
                 await caller.open(offer, total=50)

@@ -15,6 +15,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grabstream.gateway import protocol, serving
+from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.app import send_reply
 from grabstream.gateway.bounds import (
     ANSWERED_AT_ONCE,
@@ -94,7 +95,7 @@ async def served(application: ASGIApp) -> AsyncIterator[Served]:
     """Serves an application as a gateway does, until the block has ended."""
     stop, ready = asyncio.Event(), asyncio.Event()
     bound = serving.bind("127.0.0.1", 0)
-    async with running(serving.serve(application, bound, 100, stop, ready.set)):
+    async with running(serving.serve(application, bound, 100, ConnectionsByAddress(100), stop, ready.set)):
         await ready.wait()
         yield Served(bound.getsockname()[1], stop)
         stop.set()

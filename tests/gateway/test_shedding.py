@@ -90,7 +90,8 @@ async def overloaded(
     door: Door, log: Path, seconds: float, overload_seconds: float
 ) -> tuple[float, list[float]]:
     """Returns the part of the capacity that was served in the overload, and the memory in MB during it."""
-    with GatewayProcess(door.settings, log) as gateway, Slowed(gateway.process.pid):
+    room = {"gateway_address_connections_max": str(2 * CONNECTIONS)}
+    with GatewayProcess(door.settings, log, **room) as gateway, Slowed(gateway.process.pid):
         offer = f"rush{new_key()}"
         async with calling(gateway.port) as caller:
             await until_open(caller, offer, 10_000_000)

@@ -10,6 +10,7 @@ from typing import Final
 import click
 import uvloop
 
+from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.serving import bind, serve
 from grabstream.lua.gate.signing import SigningKeys
 from grabstream.ops.connections.opening import payment_keys
@@ -67,5 +68,6 @@ async def _run(keys: SigningKeys, bound: socket.socket) -> Sequence[int]:
         def ready() -> None:
             log.info("a fake payment provider, for tests only: http://%s:%d/pay", *bound.getsockname()[:2])
 
-        await serve(provider.application, bound, CONNECTIONS_MAX, stop, ready)
+        by_address = ConnectionsByAddress(CONNECTIONS_MAX)
+        await serve(provider.application, bound, CONNECTIONS_MAX, by_address, stop, ready)
     return signals

@@ -16,6 +16,7 @@ import click
 import uvloop
 from psycopg import AsyncConnection, OperationalError
 
+from grabstream.gateway.addresses import ConnectionsByAddress, Network
 from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KEYS_QUERY, KeyRing
 from grabstream.gateway.app import Application, Bounds
@@ -26,7 +27,7 @@ from grabstream.gateway.caching import Cache
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.event_streams import EventStreams
-from grabstream.gateway.failures import Failures, Network
+from grabstream.gateway.failures import Failures
 from grabstream.gateway.key_sets import KeySet, reader_of
 from grabstream.gateway.openapi import document
 from grabstream.gateway.origins import Origins
@@ -326,6 +327,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             streams.end_after(stop),
             key_files.keep_fresh(stop),
         ):
-            await serve(application, bound, connections_max, stop, ready, application.measures)
+            by_address = ConnectionsByAddress(settings.gateway_address_connections_max, _proxies(settings))
+            await serve(application, bound, connections_max, by_address, stop, ready, application.measures)
         log.info("stopped")
     return signals

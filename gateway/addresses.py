@@ -1,0 +1,61 @@
+"""Addresses of clients: how they are read, which count as one, and how many connections each may have."""
+
+from collections import Counter
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+Network = IPv4Network | IPv6Network
+Address = IPv4Address | IPv6Address
+
+
+def read_address(text: str) -> Address | None:
+    """An address, of IPv4 also where it is written as one of IPv6; None for any other text."""
+    try:
+        found = ip_address(text)
+    except ValueError:
+        return None
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+
+
+def network_of(address: str) -> str:
+    """The address, or the /64 of an IPv6 address: a client has a whole network of them."""
+    found = read_address(address)
+    if found is None:
+        return address
+    return str(found) if found.version == 4 else str(ip_network((found.packed, 64), strict=False))
+
+
+def is_within(address: str, networks: Sequence[Network]) -> bool:
+    """Whether an address is of one of the networks."""
+    found = read_address(address)
+    return found is not None and any(found in network for network in networks)
+
+
+class ConnectionsByAddress:
+    """The connections of each address, of IPv6 those of a /64 together: `most` at most. Those of `proxies`,
+    and those without an address, are not counted: they bring the requests of many clients.
+    """
+
+    def __init__(self, most: int, proxies: Sequence[Network] = ()) -> None:
+        self.most = most
+        self._proxies = tuple(proxies)
+        self._counts: Counter[str] = Counter()
+
+    def add(self, address: str) -> str | None:
+        """Counts a connection; returns the name under which `remove` takes it away, or None when its address
+        has as many as it may have.
+        """
+        if not address or (self._proxies and is_within(address, self._proxies)):
+            return ""
+        name = network_of(address)
+        if self._counts[name] >= self.most:
+            return None
+        self._counts[name] += 1
+        return name
+
+    def remove(self, name: str) -> None:
+        """A connection has ended."""
+        if name:
+            self._counts[name] -= 1
+            if not self._counts[name]:
+                del self._counts[name]
