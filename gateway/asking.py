@@ -164,9 +164,9 @@ class Questions:
     async def _cached(
         self, request: Request, name: str, asked: Mapping[str, str], make: Callable[[], Awaitable[bytes]]
     ) -> Reply:
-        """The answer to a question that a crowd asks. A question with `after` is answered anew."""
+        """The answer to a question that a crowd asks."""
         arguments = {**request.path, **_but_after(asked)}
-        kept = await self._cache.document(name, arguments, make, fresh="after" in asked)
+        kept = await self._cache.document(name, arguments, make, request.read_since)
         return self._reply(request, name, asked, arguments, kept)
 
     def _reply(
@@ -213,7 +213,7 @@ class Questions:
         page = Page(asked, (str, str))
         shared = {name: asked[name] for name in _FILTERS if name in asked}
         source = await self._cache.document(
-            "shuffled_offers", shared, lambda: self._to_shuffle(filters, values), fresh="after" in asked
+            "shuffled_offers", shared, lambda: self._to_shuffle(filters, values), request.read_since
         )
         offers = self._shuffled_of(source)
         if offers is None:
@@ -365,7 +365,9 @@ class Questions:
         )
 
     async def _asked(self, request: Request, name: str, projections: Sequence[str]) -> dict[str, str]:
-        """The parameters of a question, after waiting as long as `after` wants."""
+        """The parameters of a question, after waiting as long as `after` wants. The request is marked with
+        the time from which on an answer has the event.
+        """
         asked = query_of(request, PARAMETERS[name])
         if "after" not in asked:
             return asked
@@ -373,15 +375,17 @@ class Questions:
         if position is None:
             raise invalid(f"after: must be <shard>-<seq>, such as 3-17, got {quoted(asked['after'])}")
         shard, seq = map(int, position.groups())
+        booked_since = self._books.booked_since
         try:
-            is_there = await self._books.has(projections, shard, seq, 0)
-            if not is_there:
+            since = await booked_since(projections, shard, seq, 0)
+            if since is None:
                 with self._waiting.taken(request.caller, AFTER_WAITERS_CALLER_MAX):
                     await self._refuse_future(shard, seq)
-                    is_there = await self._books.has(projections, shard, seq, AFTER_SECONDS_MAX)
+                    since = await booked_since(projections, shard, seq, AFTER_SECONDS_MAX)
         except KeyError:
             raise invalid(f"after: there is no shard {shard}") from None
-        if not is_there:
+        request.read_since = since
+        if since is None:
             raise retry_soon(
                 "read_model_behind",
                 f"The read model does not have event {seq} of shard {shard} after {AFTER_SECONDS_MAX:.0f} s. "

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from decimal import Decimal
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from psycopg import AsyncConnection, OperationalError, sql
 from psycopg.errors import (
@@ -19,6 +21,7 @@ from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, PoolTimeout, TooManyRequests
 
 from grabstream.gateway.bounds import (
+    CACHE_SECONDS,
     CHANGE_MS_MAX,
     QUESTION_MS_MAX,
     SESSION_WAIT_SECONDS_MAX,
@@ -31,6 +34,9 @@ from grabstream.projections.database.sessions import open_pool
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.025
+#: How often how far read models were is remembered. An event that was booked before counts as booked then, so
+#: it only has an answer read again.
+SEEN_MAX: Final = 64
 #: How long a question waits for a session and its rows. PostgreSQL itself ends a statement earlier, unless it
 #: hangs.
 ANSWER_SECONDS_MAX: Final = SESSION_WAIT_SECONDS_MAX + QUESTION_MS_MAX / 1000 + 1
@@ -47,12 +53,30 @@ Row = dict[str, Any]
 Parameters = Sequence[Any] | Mapping[str, Any]
 
 
+#: The last event of each read model and shard.
+Seqs = Mapping[tuple[str, int], int]
+
+
+class _Seen(NamedTuple):
+    """How far read models were at a time (monotonic, s), or before."""
+
+    since: float
+    seqs: Seqs
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is no older than an answer may be."""
+        return time.monotonic() - self.since < CACHE_SECONDS
+
+
 class Books:
     """Asks the views of one system. Raises Problem when PostgreSQL cannot answer now."""
 
     def __init__(self, pool: AsyncConnectionPool[AsyncConnection[Any]]) -> None:
         self._pool = pool
-        self._asking: asyncio.Task[dict[tuple[str, int], int]] | None = None
+        self._asking: asyncio.Task[Seqs] | None = None
+        #: How far read models were, from the oldest to the newest.
+        self._seen = deque[_Seen](maxlen=SEEN_MAX)
 
     async def rows(self, query: str, parameters: Parameters = ()) -> list[Row]:
         """The rows of a query. Values that are absent are left out; sums are integers."""
@@ -108,33 +132,46 @@ class Books:
         async with self._pool.connection() as session:
             return await work(session)
 
-    async def has(self, projections: Sequence[str], shard: int, seq: int, seconds: float) -> bool:
-        """Waits until read models have an event; returns False when they do not within a time. Raises
+    async def booked_since(
+        self, projections: Sequence[str], shard: int, seq: int, seconds: float
+    ) -> float | None:
+        """Waits until read models have an event; returns a time (monotonic, s) from which on they have had
+        it, so that what was read later has it too. None when they do not have it within a time. Raises
         KeyError for a shard that does not exist.
         """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
+
+        def has_it(seqs: Seqs) -> bool:
+            return all(seqs[projection, shard] >= seq for projection in projections)
+
+        until = time.monotonic() + seconds
         while True:
-            seqs = await self._seqs()
-            if all(seqs[projection, shard] >= seq for projection in projections):
-                return True
-            if loop.time() >= until:
-                return False
-            await asyncio.sleep(POLL_SECONDS)
+            if not (self._seen and self._seen[-1].is_fresh and has_it(self._seen[-1].seqs)):
+                seqs = await self._seqs()
+                if not has_it(seqs):
+                    if time.monotonic() >= until:
+                        return None
+                    await asyncio.sleep(POLL_SECONDS)
+                    continue
+            return next(seen.since for seen in self._seen if has_it(seen.seqs))
 
     async def last_seq(self, shard: int) -> int:
         """The last event of a shard that any read model has."""
         return max((seq for (_, of), seq in (await self._seqs()).items() if of == shard), default=0)
 
-    async def _seqs(self) -> dict[tuple[str, int], int]:
+    async def _seqs(self) -> Seqs:
         """The last event of each read model and shard. All that wait share one query."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
-    async def _ask(self) -> dict[tuple[str, int], int]:
+    async def _ask(self) -> Seqs:
         rows = await self.rows("SELECT projection, shard, seq FROM cursors")
-        return {(row["projection"], row["shard"]): row["seq"] for row in rows}
+        seqs = {(row["projection"], row["shard"]): row["seq"] for row in rows}
+        if self._seen and any(seqs.get(key, 0) < seq for key, seq in self._seen[-1].seqs.items()):
+            # Another version of a read model is live now: what was seen before says nothing about it.
+            self._seen.clear()
+        self._seen.append(_Seen(time.monotonic(), seqs))
+        return seqs
 
 
 @asynccontextmanager

@@ -26,13 +26,28 @@ RENEWED_SECONDS = 0.05
 
 class Kept(NamedTuple):
     """A document with its tag, the time (monotonic, s) at which it was read or before, and the time until
-    which it is fresh.
+    which it is fresh. Of the document of another gateway (not `is_own`), the time is known roughly.
     """
 
     body: bytes
     tag: bytes
     since: float
     until: float
+    is_own: bool = True
+
+    def is_read_since(self, time: float | None) -> bool:
+        """Whether it was certainly read after a time; None: at any time."""
+        return time is None or (self.is_own and self.since >= time)
+
+
+class _Making(NamedTuple):
+    """A document that is being made since a time (monotonic, s). Unless it `is_own`, another gateway may have
+    it.
+    """
+
+    since: float
+    is_own: bool
+    task: asyncio.Task[Kept]
 
 
 class Cache:
@@ -54,38 +69,51 @@ class Cache:
         self.hits = 0
         self.misses = 0
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
-        self._making: dict[bytes, asyncio.Task[Kept]] = {}
+        self._making: dict[bytes, _Making] = {}
 
-    def kept(self, key: bytes) -> Kept | None:
-        """The document of a digest, if it is kept and fresh."""
+    def kept(self, key: bytes, read_since: float | None = None) -> Kept | None:
+        """The document of a digest, if it is kept and fresh, and was read since a time."""
         kept = self._kept.get(key)
-        if kept is None or time.monotonic() >= kept.until:
+        if kept is None or time.monotonic() >= kept.until or not kept.is_read_since(read_since):
             return None
         self._kept.move_to_end(key)
         self.hits += 1
         return kept
 
     async def document(
-        self, name: str, asked: Mapping[str, str], make: Callable[[], Awaitable[bytes]], fresh: bool = False
+        self,
+        name: str,
+        asked: Mapping[str, str],
+        make: Callable[[], Awaitable[bytes]],
+        read_since: float | None = None,
     ) -> Kept:
-        """The document that answers a question: a kept one, or what `make` returns. With `fresh`, a new one;
-        it is kept for others. Raises the error of `make`.
+        """The document that answers a question: a kept one, or what `make` returns. With `read_since`, one
+        that this gateway has read since then (monotonic, s); it is kept for others. Raises the error of
+        `make`.
         """
         key = digest_of(name, asked)
-        if not fresh and (kept := self.kept(key)) is not None:
+        if (kept := self.kept(key, read_since)) is not None:
             return kept
-        if fresh:
-            self.misses += 1
-            # One that is being made may be older than what this caller waits for.
-            return await self._make(key, make, Found())
         making = self._making.get(key)
-        if making is not None:
-            self.hits += 1
-        else:
+        if making is None or (read_since is not None and not (making.is_own and making.since >= read_since)):
             self.misses += 1
-            making = self._making[key] = asyncio.create_task(self._find(key, make))
-            making.add_done_callback(lambda _: self._making.pop(key, None))
-        return await asyncio.shield(making)
+            making = self._begin(key, make, is_own=read_since is not None)
+        else:
+            self.hits += 1
+        return await asyncio.shield(making.task)
+
+    def _begin(self, key: bytes, make: Callable[[], Awaitable[bytes]], is_own: bool) -> _Making:
+        """Begins to make a document, for all who ask for it from now on."""
+        finding = self._make(key, make, Found()) if is_own else self._find(key, make)
+        making = self._making[key] = _Making(time.monotonic(), is_own, asyncio.create_task(finding))
+
+        def made(task: asyncio.Task[Kept]) -> None:
+            # One that was begun later may have taken its place.
+            if self._making.get(key) is making:
+                del self._making[key]
+
+        making.task.add_done_callback(made)
+        return making
 
     def derived(self, name: str, asked: Mapping[str, str], source: Kept, make: Callable[[], bytes]) -> Kept:
         """The document that answers a question by what another document says, which was asked for before: as
@@ -97,7 +125,7 @@ class Cache:
             self._kept.move_to_end(key)
             return before
         body = make()
-        return self._keep_newest(key, Kept(body, tag_of(body), source.since, source.until))
+        return self._keep_newest(key, source._replace(body=body, tag=tag_of(body)))
 
     async def _find(self, key: bytes, make: Callable[[], Awaitable[bytes]]) -> Kept:
         """The document of another gateway, or a new one."""
@@ -109,7 +137,7 @@ class Cache:
         now = time.monotonic()
         since = now - found.age
         until = max(since + self._seconds, now + RENEWED_SECONDS)
-        return self._keep_newest(key, Kept(found.body, tag_of(found.body), since, until))
+        return self._keep_newest(key, Kept(found.body, tag_of(found.body), since, until, is_own=False))
 
     async def _make(self, key: bytes, make: Callable[[], Awaitable[bytes]], found: Found) -> Kept:
         # The age of an answer counts from before it was read.

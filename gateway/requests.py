@@ -64,16 +64,19 @@ class Request:
     path. `user` is the end user who sends it; None for a service, and without authentication. `service` is
     the name of the API key of a service; None for an end user, and without authentication. `is_admitted`
     tells a stream whether its credentials are still valid; None without authentication. `caller` says whose
-    question it is.
+    question it is, and `read_since` from when on its answer must have been read (monotonic, s; None: any).
     """
 
-    __slots__ = ("_headers", "caller", "is_admitted", "path", "receive", "scope", "service", "user")
+    __slots__ = (
+        "_headers", "caller", "is_admitted", "path", "read_since", "receive", "scope", "service", "user",
+    )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, path: Mapping[str, str]) -> None:
         self.user: str | None = None
         self.service: str | None = None
         self.is_admitted: Callable[[], Awaitable[bool]] | None = None
         self.caller = ""
+        self.read_since: float | None = None
         self.scope = scope
         self.receive = receive
         self.path = path

@@ -14,7 +14,7 @@ from psycopg import AsyncConnection
 
 from grabstream.gateway.asking import Questions
 from grabstream.gateway.books import open_books
-from grabstream.gateway.bounds import AFTER_SECONDS_MAX
+from grabstream.gateway.bounds import AFTER_SECONDS_MAX, CACHE_SECONDS
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.problems import Problem
 from grabstream.gateway.reaching import Reached
@@ -193,6 +193,55 @@ async def test_visitors_share_what_is_read_for_a_random_order(
             # Cursors of one go on in the other.
             assert await list_of(questions, f"{asked}&cursor={pages[0]['next']}") == pages[1]
         assert len(queries) == 1 + 3 * len(ours)
+
+
+async def test_questions_about_events_that_are_booked_share_what_is_read(
+    caller: Caller, offer: str, door: Door
+) -> None:
+    """However many ask, and whatever event they name; an event that is booked later is in the next answer."""
+    opened = await caller.open(offer, total=9)
+    await ask(caller, f"/v1/offers/{offer}?{position(opened)}", "offer")
+    async with counted(door) as (questions, queries):
+
+        async def given(after: Got) -> int:
+            scope = {"query_string": position(after).encode(), "raw_path": b"", "headers": []}
+            reply = await questions.offer(Request(scope, Any, {"offer": offer}), b"")
+            return int(json.loads(reply.body)["given"])
+
+        assert await asyncio.gather(*(given(opened) for _ in range(50))) == [0] * 50
+        assert len(queries) == 2, "how far the read models are, and the offer"
+        events = [opened]
+        for number in range(3):
+            events.append(await caller.post(f"/v1/offers/{offer}/grabs", {"user": f"u{number}"}))
+            assert await given(events[-1]) == number + 1
+        queries.clear()
+        began = time.monotonic()
+        for _ in range(5):
+            assert await asyncio.gather(*map(given, events)) == [3] * len(events)
+        times = 2 + (time.monotonic() - began) // CACHE_SECONDS
+        assert len(queries) <= 2 * times, "once while a document is fresh"
+
+
+async def test_what_was_seen_of_another_version_of_a_read_model_says_nothing(door: Door) -> None:
+    async with counted(door) as (questions, _):
+        books, seqs = questions._books, {"seq": 7}
+
+        async def rows(query: str, parameters: Any = ()) -> Any:
+            return [{"projection": "balances", "shard": 0, **seqs}]
+
+        books.rows = rows  # type: ignore[method-assign]
+        first = await books.booked_since(("balances",), 0, 7, 0)
+        assert first is not None
+        assert await books.last_seq(0) == 7
+        assert await books.booked_since(("balances",), 0, 5, 0) == first
+        seqs["seq"] = 5
+        assert await books.last_seq(0) == 5
+        assert await books.booked_since(("balances",), 0, 7, 0) is None
+        later = await books.booked_since(("balances",), 0, 5, 0)
+        assert later is not None
+        assert later > first
+        with pytest.raises(KeyError):
+            await books.booked_since(("balances",), 1, 5, 0)
 
 
 async def test_list_of_a_visitor_is_no_older_than_what_it_was_made_of(
@@ -404,9 +453,9 @@ class Lagging:
         self.known = known
         self.asked: list[float] = []
 
-    async def has(self, projections: Any, shard: int, seq: int, seconds: float) -> bool:
+    async def booked_since(self, projections: Any, shard: int, seq: int, seconds: float) -> float | None:
         self.asked.append(seconds)
-        return len(self.asked) > 1
+        return time.monotonic() if len(self.asked) > 1 else None
 
     async def last_seq(self, shard: int) -> int:
         return self.known

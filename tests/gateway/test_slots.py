@@ -46,11 +46,11 @@ class SlowBooks:
         await self.go_on.wait()
         return []
 
-    async def has(self, projections: Any, shard: int, seq: int, seconds: float) -> bool:
+    async def booked_since(self, projections: Any, shard: int, seq: int, seconds: float) -> float | None:
         if seconds:
             self.asked["events"] += 1
             await self.go_on.wait()
-        return False
+        return None
 
     async def last_seq(self, shard: int) -> int:
         return 0
