@@ -36,7 +36,7 @@ from grabstream.gateway.requests import (
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.single import Promise
 from grabstream.lua.traces import traceparent, traces
-from grabstream.models.answers import Answer
+from grabstream.models.answers import Answer, without_codes
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
@@ -132,7 +132,8 @@ class Commands:
         answers = await self._answers(request, commands, promise)
         if all(answer.positive for answer in answers):
             status = max(status_of(answer, promise) for answer in answers)
-            return Reply(status, self._basket(answers), _headers(request, promise))
+            shown = [_as_shown(answer, promise) for answer in answers]
+            return Reply(status, self._basket(shown), _headers(request, promise))
         answer, command = refusal_of_basket(answers, commands)
         members = {"answers": msgspec.json.decode(self._basket(answers))["answers"]}
         return refusal_reply(answer, command, _now_ms(), members)
@@ -168,7 +169,7 @@ class Commands:
                 (b"location", f"/v1/offers/{command.offer}".encode()),
                 (IDEMPOTENCY_KEY.lower().encode(), command.id.encode()),
             )
-        return Reply(status_of(answer, promise), self._encode(answer), headers)
+        return Reply(status_of(answer, promise), self._encode(_as_shown(answer, promise)), headers)
 
     def _basket(self, answers: Sequence[Answer]) -> bytes:
         return b'{"answers":[' + b",".join(map(self._encode, answers)) + b"]}"
@@ -200,6 +201,13 @@ class Commands:
 def status_of(answer: Answer, promise: Promise) -> int:
     """The status of a positive answer: 202 while its event may not be in the journal yet."""
     return 202 if promise == "decided" else POSITIVE[Outcome(answer.code)]
+
+
+def _as_shown(answer: Answer, promise: Promise) -> Answer:
+    """The answer without its codes, while its event may not be in the journal yet: if Redis loses the
+    decision, other users get these codes.
+    """
+    return without_codes(answer) if promise == "decided" else answer
 
 
 def _trace(request: Request, found: Sequence[Answer | BaseException], began: float) -> None:

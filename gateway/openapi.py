@@ -312,9 +312,12 @@ def _positive(operation: Operation) -> dict[int, str]:
     words = {
         status: f"{', '.join(names)}; the event is in the journal." for status, names in by_status.items()
     }
-    return {**words, 202: "Decided (`promise=decided`); the event may not be in the journal yet."}
+    return {**words, 202: _ACCEPTED}
 
 
+_ACCEPTED: Final = (
+    "Decided (`promise=decided`); the event may not be in the journal yet. Coupon codes are left out."
+)
 _OUTCOMES_OF: Final[Mapping[str, Sequence[Outcome]]] = {
     "open": (Outcome.opened,),
     "amend": (Outcome.amended,),

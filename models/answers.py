@@ -74,6 +74,13 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
         return self.code not in NOT_DECIDED
 
 
+def without_codes(answer: Answer) -> Answer:
+    """Removes coupon codes from an answer. A coupon number, which is removed too, is also in `place`."""
+    if answer.coupon_code is None and not answer.voided_codes:
+        return answer
+    return msgspec.structs.replace(answer, coupon_code=None, coupon_codes=(), voided_codes=())
+
+
 def refusal(
     id: str,
     outcome: Outcome,

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
@@ -28,7 +27,7 @@ from grabstream.lua.gate.queue import CallOrder
 from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.traces import traces
 from grabstream.lua.trouble import is_trouble
-from grabstream.models.answers import Answer, encode_answer
+from grabstream.models.answers import Answer, encode_answer, without_codes
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand, Grab, basket_of
 from grabstream.models.identifiers import campaign_of, shard_of
@@ -586,7 +585,9 @@ class _Answers:
         sent = []
         batch = self._producer.create_batch()
         for answer in answers:
-            key, value = answer.id.encode(), encode_answer(_without_codes(answer))
+            # Topics must not hold codes unencrypted: the user's client gets them from a gate, with the same
+            # command.
+            key, value = answer.id.encode(), encode_answer(without_codes(answer))
             if batch.append(key=key, value=value, timestamp=None) is None:
                 sent.append(await self._producer.send_batch(batch, self._topics.results, partition=partition))
                 batch = self._producer.create_batch()
@@ -594,12 +595,3 @@ class _Answers:
         if batch.record_count():
             sent.append(await self._producer.send_batch(batch, self._topics.results, partition=partition))
         return sent
-
-
-def _without_codes(answer: Answer) -> Answer:
-    """Removes coupon codes from an answer, since topics must not hold them unencrypted: the user's client
-    gets them from a gate, with the same command. A coupon number is also in `place`.
-    """
-    if answer.coupon_code is None and not answer.voided_codes:
-        return answer
-    return msgspec.structs.replace(answer, coupon_code=None, coupon_codes=(), voided_codes=())

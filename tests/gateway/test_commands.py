@@ -252,6 +252,29 @@ async def test_decided_answers_come_as_accepted(caller: Caller, offer: str) -> N
     assert both.status == 201
 
 
+async def test_codes_are_shown_when_their_event_is_in_the_journal(caller: Caller, offer: str) -> None:
+    """A decided answer may be lost with Redis: its codes then go to other users."""
+    await caller.open(offer, total=3, codes=True, max_per_grab=2)
+    loaded = {"what": "codes", "chunk": 1, "chunks": 1, "items": ["k1", "k2", "k3"]}
+    assert (await caller.post(f"/v1/offers/{offer}/loads", loaded)).status == 200
+    grabs, body = f"/v1/offers/{offer}/grabs", {"user": "ann", "quantity": 2}
+    decided = await caller.post(f"{grabs}?promise=decided", body, "g")
+    assert (decided.status, decided.body["outcome"]) == (202, "granted")
+    assert not {"coupon_code", "coupon_codes"} & decided.body.keys()
+    journaled = await caller.post(grabs, body, "g")
+    assert journaled.status == 201
+    codes = {"coupon_code": "k1", "coupon_codes": ["k1", "k2"]}
+    assert journaled.body == {**decided.body, **codes, "repeated": True}
+    basket = {"grabs": [{"offer": offer, "user": "bob"}]}
+    decided = await caller.post("/v1/baskets?promise=decided", basket, "b")
+    assert "k3" not in str(decided.body)
+    assert "k3" in str((await caller.post("/v1/baskets", basket, "b")).body)
+    back = await caller.post(f"{grabs}/g/return?promise=decided", {"user": "ann"}, "r")
+    assert (back.status, "voided_codes" in back.body) == (202, False)
+    back = await caller.post(f"{grabs}/g/return", {"user": "ann"}, "r")
+    assert back.body["voided_codes"] == ["k1", "k2"]
+
+
 @pytest.mark.parametrize("quoted", [False, True])
 async def test_key_is_the_id_of_the_command(caller: Caller, offer: str, quoted: bool) -> None:
     await caller.open(offer, total=5)
