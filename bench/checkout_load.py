@@ -62,11 +62,12 @@ def by_gateway(plan: Plan, number: int) -> Steps:
             )),
         )
     )  # fmt: skip
+    claims = held["payment_token"].split(".")[1]
     receipt = {
+        "aud": json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["aud"],
         "payment": f"p-{name}", "offer": offer, "grab": held["grab"], "user": held["user"], "status": "paid",
         "at": time.time_ns() // 1_000_000, "paid": held["due"], "currency": held["currency"],
     }  # fmt: skip
-    assert held["payment_token"]
     signed = SigningKeys({"bench": bytes.fromhex(plan.secret)}).sign(
         Purpose.receipt, json.dumps(receipt).encode()
     )

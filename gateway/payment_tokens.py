@@ -14,10 +14,15 @@ from grabstream.models.payments import PaymentToken, encode_claims
 
 
 class PaymentTokens:
-    """Signs payment tokens; without keys, answers have none. `callback` is the address for receipts."""
+    """Signs payment tokens of the system `audience`; without keys, answers have none. `callback` is the
+    address for receipts.
+    """
 
-    def __init__(self, keys: SigningKeys | None = None, callback: str | None = None) -> None:
+    def __init__(
+        self, keys: SigningKeys | None = None, callback: str | None = None, audience: str = ""
+    ) -> None:
         self._keys = keys
+        self._audience = audience
         self._callback = callback
 
     def encode(self, answer: Answer) -> bytes:
@@ -44,5 +49,6 @@ class PaymentTokens:
         names = ("offer", "grab", "user", "due", "currency", "deadline_at", "issued_at")
         claims: Mapping[str, Any] = dict(zip(names, values, strict=True))
         return self._keys.sign(
-            Purpose.payment_token, encode_claims(PaymentToken(**claims, callback=self._callback))
+            Purpose.payment_token,
+            encode_claims(PaymentToken(aud=self._audience, **claims, callback=self._callback)),
         )

@@ -34,7 +34,13 @@ from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.commands import Confirm
 from grabstream.models.money import Invalid
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
-from grabstream.models.payments import TOKEN_LENGTH_MAX, Receipt, command_of, decode_receipt
+from grabstream.models.payments import (
+    TOKEN_LENGTH_MAX,
+    Receipt,
+    check_audience,
+    command_of,
+    decode_receipt,
+)
 
 #: What has become of a payment.
 RESULTS: Final = ("confirmed", "refund_due", "unchanged")
@@ -50,10 +56,10 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 
 
 class Receipts:
-    """The handler of receipts. Without keys, every receipt is refused. `timeout_ms` is how long a receipt
-    waits for its answer. `forged` counts receipts without a valid signature, by address, whether or not
-    callers are asked who they are. A signed one is never refused for them: the payment side may share an
-    address, such as that of a proxy, with whoever forges receipts.
+    """The handler of receipts of the system `audience`. Without keys, every receipt is refused. `timeout_ms`
+    is how long a receipt waits for its answer. `forged` counts receipts without a valid signature, by
+    address, whether or not callers are asked who they are. A signed one is never refused for them: the
+    payment side may share an address, such as that of a proxy, with whoever forges receipts.
     """
 
     def __init__(
@@ -62,10 +68,12 @@ class Receipts:
         timeout_ms: int,
         keys: SigningKeys | None = None,
         forged: Failures | None = None,
+        audience: str = "",
     ) -> None:
         self._gate = gate
         self._timeout_ms = timeout_ms
         self._keys = keys
+        self._audience = audience
         self._forged = forged if forged is not None and forged.are_counted else None
         self._counting: set[asyncio.Task[None]] = set()
 
@@ -140,7 +148,10 @@ class Receipts:
                 [(b"www-authenticate", b"JWS")],
             ) from None
         try:
-            return text, decode_receipt(payload)
+            receipt = decode_receipt(payload)
+            # Also of a payment that failed, which no gate sees.
+            check_audience(receipt.aud, self._audience)
+            return text, receipt
         except Invalid as error:
             raise invalid(f"receipt: {error}", "receipt") from None
 

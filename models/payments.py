@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from grabstream.models.bounds import quoted
+from grabstream.models.bounds import quoted, shortened
 from grabstream.models.commands import Confirm, Release, check
 from grabstream.models.identifiers import (
     ID_PATTERN,
@@ -36,6 +36,8 @@ QUERY_HOLDS_MAX: Final = 100
 QUERY_LENGTH_MAX: Final = 64 * 1024
 #: The longest signed answer: it may name a payment for each hold, with an escape for each of its characters.
 ANSWER_LENGTH_MAX: Final = 256 * 1024
+#: The longest name of a system.
+AUDIENCE_LENGTH_MAX: Final = 200
 #: Hexadecimal digits of a digest in a command id.
 _DIGITS: Final = 40
 
@@ -48,12 +50,28 @@ class _Read(_Written, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Claims that the system reads. A claim that it does not know could change the meaning of the others."""
 
 
+#: Names a system: the prefix of its keys and topics, and the id of the Kafka cluster that has its journal.
+Audience = Annotated[str, in_schema(minLength=1, maxLength=AUDIENCE_LENGTH_MAX)]
+
+
+def audience_of(prefix: str, cluster: str) -> str:
+    """The claim `aud` of what is signed for a system. No prefix contains '@'."""
+    return f"{prefix}@{cluster}"
+
+
+def check_audience(given: str, own: str) -> None:
+    """Raises Invalid when a signed text is for another system than `own`."""
+    if given != own:
+        raise Invalid(f"aud: must be {own}, which names this system, got {shortened(given)}")
+
+
 class PaymentToken(_Written, frozen=True, kw_only=True):
     """What a buyer takes to the payment side: `due` minor units of `currency` are to be paid for a grab
-    before `deadline_at`. The receipt goes to the address `callback`. `issued_at` is when the hold was
-    decided, so that a repeat has the same claims.
+    before `deadline_at`. The receipt goes to the address `callback`, for the system `aud`. `issued_at` is
+    when the hold was decided, so that a repeat has the same claims.
     """
 
+    aud: Audience
     offer: Id
     grab: Id
     user: Id
@@ -68,10 +86,11 @@ class Receipt(_Read, frozen=True, kw_only=True):
     """What became of a payment: `paid` minor units of `currency` were paid, or it `failed`, and nothing was
     paid: then the hold stays, for another attempt before its end. `payment` is the id that the payment side
     gave it; another payment has another id. `quantity` are
-    the units of the grab that were paid for: all, if it is not given. `system`, if given, is the prefix of
-    the system for which it counts. A receipt does not expire: what was paid was paid.
+    the units of the grab that were paid for: all, if it is not given. `aud` is that of the payment token:
+    another system refuses the receipt. A receipt does not expire: what was paid was paid.
     """
 
+    aud: Audience
     payment: PaymentId
     offer: Id
     grab: Id
@@ -81,7 +100,6 @@ class Receipt(_Read, frozen=True, kw_only=True):
     paid: Sum = 0
     currency: Currency | None = None
     quantity: Count | None = None
-    system: Id | None = None
 
 
 class AskedHold(_Written, frozen=True, kw_only=True):
@@ -93,8 +111,9 @@ class AskedHold(_Written, frozen=True, kw_only=True):
 
 
 class PaymentQuery(_Written, frozen=True, kw_only=True):
-    """Asks which of some holds were paid. `id` is random; the answer names it."""
+    """Asks which of some holds of the system `aud` were paid. `id` is random; the answer names both."""
 
+    aud: Audience
     id: Id
     at: Count
     holds: tuple[AskedHold, ...]
@@ -120,8 +139,11 @@ class PaymentState(_Read, frozen=True, kw_only=True):
 
 
 class PaymentAnswer(_Read, frozen=True, kw_only=True):
-    """The answer to the query with the id `query`. Holds that it does not name count as `unknown`."""
+    """The answer to the query with the id `query` of the system `aud`. Holds that it does not name count as
+    `unknown`.
+    """
 
+    aud: Audience
     query: Id
     payments: tuple[PaymentState, ...]
 
@@ -129,6 +151,7 @@ class PaymentAnswer(_Read, frozen=True, kw_only=True):
 class _PaymentAnswer(_Read, frozen=True, kw_only=True):
     """An answer whose states are not decoded yet, so that one that is wrong voids no other."""
 
+    aud: Audience
     query: Id
     payments: tuple[msgspec.Raw, ...]
 
@@ -204,6 +227,7 @@ def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentStat
         answer = _decode_answer(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(str(error)) from None
+    check_audience(answer.aud, query.aud)
     if answer.query != query.id:
         raise Invalid("query: this is the answer to another query")
     asked = {(hold.offer, hold.grab) for hold in query.holds}
@@ -235,11 +259,13 @@ def _state_of(raw: msgspec.Raw, asked: Container[tuple[str, str]]) -> PaymentSta
     return state
 
 
-def receipt_of(state: PaymentState) -> Receipt:
-    """The receipt of a payment that the answer to a query reports; its claims are not checked."""
+def receipt_of(state: PaymentState, aud: str = "") -> Receipt:
+    """The receipt of a payment that the answer to a query reports; its claims are not checked. `aud` is that
+    of the answer.
+    """
     return Receipt(
-        payment=state.payment or "", offer=state.offer, grab=state.grab, user=state.user or "", status="paid",
-        at=state.at or 0, paid=state.paid, currency=state.currency, quantity=state.quantity,
+        aud=aud, payment=state.payment or "", offer=state.offer, grab=state.grab, user=state.user or "",
+        status="paid", at=state.at or 0, paid=state.paid, currency=state.currency, quantity=state.quantity,
     )  # fmt: skip
 
 

@@ -97,8 +97,8 @@ async def make_system(
         )
         topic = topic or await _new_journal(settings)
         applied = await migrate(connection, settings.schema_, settings.shards)
-        identity = Identity(settings.prefix, topic.id, settings.shards)
-        if known != identity:
+        identity = Identity(settings.prefix, topic.id, settings.shards, topic.cluster)
+        if known is None or known[:3] != identity[:3]:
             await write_identity(connection, settings.schema_, identity)
             if known is not None:
                 # A copy of the journal has the same signatures.
@@ -134,7 +134,8 @@ def copy_in_words(names: Sequence[str]) -> str:
 
 async def take_new_journal(settings: Settings, redis: Any) -> None:
     """Records the existing topic as the journal that schema and prefix belong to."""
-    identity = Identity(settings.prefix, (await _new_journal(settings)).id, settings.shards)
+    topic = await _new_journal(settings)
+    identity = Identity(settings.prefix, topic.id, settings.shards, topic.cluster)
     async with await connect(settings.postgres, settings.schema_) as connection:
         await write_identity(connection, settings.schema_, identity)
         await use_schema(connection, settings.schema_)

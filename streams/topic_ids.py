@@ -107,10 +107,11 @@ class _MetadataRequest(Request[_MetadataRequestBody]):  # type: ignore[misc]
 
 
 class Topic(NamedTuple):
-    """A topic: its id, 32 hex digits, and its number of partitions."""
+    """A topic: its id, 32 hex digits, its number of partitions, and the id of its cluster."""
 
     id: str
     partitions: int
+    cluster: str
 
 
 async def find_topic(bootstrap: str, name: str) -> Topic | None:
@@ -125,4 +126,4 @@ async def find_topic(bootstrap: str, name: str) -> Topic | None:
         return None
     if code:
         raise for_code(code)(f"topic {name}")
-    return Topic(topic_id.hex(), len(partitions))
+    return Topic(topic_id.hex(), len(partitions), answer.cluster_id or "")

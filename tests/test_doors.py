@@ -424,14 +424,15 @@ def test_answer_is_decoded_or_refused(raw: bytes) -> None:
 PAYMENT_KEYS: Final = SigningKeys({"k": SECRET})
 RECEIPT_HEADER: Final = {"alg": "HS256", "kid": "k", "typ": "grab-receipt+jwt"}
 RECEIPT: Final = {
+    "aud": "s@c",
     "payment": "p", "offer": "o", "grab": "g", "user": "u", "status": "paid", "paid": 1, "currency": "CNY",
     "at": 1,
 }  # fmt: skip
-STATE: Final = {**RECEIPT, "grab": "a"}
-QUERY: Final = PaymentQuery(id="q", at=1, holds=(AskedHold(offer="o", grab="a", ends_at=9),))
+STATE: Final = {**{name: value for name, value in RECEIPT.items() if name != "aud"}, "grab": "a"}
+QUERY: Final = PaymentQuery(aud="s@c", id="q", at=1, holds=(AskedHold(offer="o", grab="a", ends_at=9),))
 of_claims = st.one_of(
     structured(RECEIPT).map(encoded),
-    structured({"query": "q", "payments": [STATE]}).map(encoded),
+    structured({"aud": "s@c", "query": "q", "payments": [STATE]}).map(encoded),
     ODD_VALUES.map(encoded),
     damaged(st.just(encoded(RECEIPT))),
 )

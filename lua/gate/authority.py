@@ -15,14 +15,14 @@ from grabstream.models.approvals import check_approval, operator_of
 from grabstream.models.bounds import quoted
 from grabstream.models.commands import APPROVAL_LENGTH_MAX, Adjust, AnyCommand, Confirm, OfferCommand
 from grabstream.models.money import Invalid
-from grabstream.models.payments import TOKEN_LENGTH_MAX, decode_receipt
+from grabstream.models.payments import TOKEN_LENGTH_MAX, check_audience, decode_receipt
 
 _NOT_A_RECEIPT = "receipt: is not a receipt that a key of GRAB_PAYMENT_KEYS has signed"
 
 
 class Authority:
-    """The keys of one system, whose prefix is `system`: `payment_keys` sign receipts, `operator_keys` sign
-    approvals. Without either, commands need no signature.
+    """The keys of one system, whose prefix is `system`: `payment_keys` sign receipts for its `audience`
+    (`models/payments.py`), `operator_keys` sign approvals. Without either, commands need no signature.
     """
 
     def __init__(
@@ -31,8 +31,11 @@ class Authority:
         payment_keys: SigningKeys | None = None,
         operator_keys: PublicKeys | None = None,
         two_signatures_above: int | None = None,
+        audience: str = "",
     ) -> None:
         self._system = system
+        #: What receipts for this system name as `aud`; '' where nobody needs it.
+        self.audience = audience
         self._payment_keys = payment_keys
         self._operator_keys = operator_keys
         self._two_signatures_above = two_signatures_above
@@ -69,6 +72,7 @@ class Authority:
             )
         try:
             receipt = decode_receipt(keys.read(Purpose.receipt, text, TOKEN_LENGTH_MAX))
+            check_audience(receipt.aud, self.audience)
         except NotSigned:
             raise Invalid(_NOT_A_RECEIPT) from None
         except Invalid as error:
@@ -81,8 +85,6 @@ class Authority:
         _compare("quantity", receipt.quantity or "all", command.quantity or "all")
         if command.user is not None:
             _compare("user", receipt.user, command.user)
-        if receipt.system is not None:
-            _compare("system", receipt.system, self._system)
 
     def _check_approvals(self, command: OfferCommand) -> None:
         keys = self._operator_keys

@@ -32,6 +32,7 @@ from typing import Any, Final
 
 from grabstream.lua.ending import end
 from grabstream.lua.gate import encoding, personal
+from grabstream.lua.gate.authority import Authority
 from grabstream.lua.gate.calls import (
     BUSY_RETRY_MS,
     AnotherHistory,
@@ -174,6 +175,11 @@ class Gate:
     def queued(self) -> int:
         """Commands that wait in the queues of all shards."""
         return sum(shard.queued for shard in self._shards)
+
+    @property
+    def authority(self) -> Authority:
+        """The signatures that commands must carry."""
+        return self._limits.authority
 
     @property
     def calls_in_flight(self) -> int:

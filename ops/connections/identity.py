@@ -12,6 +12,7 @@ import msgspec
 from psycopg import AsyncConnection
 
 from grabstream.models.journal import Cursor
+from grabstream.models.payments import audience_of
 from grabstream.ops.settings import BadSettings, Settings
 from grabstream.projections import cursors
 from grabstream.projections.database.migrate import use_schema
@@ -43,11 +44,14 @@ class IdentityNotRecorded(OtherSystem):
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """The identity that is recorded in Redis under a prefix."""
+    """The identity that is recorded in Redis under a prefix; `cluster` is that of the journal, which receipts
+    name.
+    """
 
     schema: str
     journal: str
     shards: int
+    cluster: str = ""
 
 
 # -- the schema ----------------------------------------------------------------------------------------------
@@ -110,7 +114,8 @@ async def require_prefix(redis: Any, key: str, settings: Settings, identity: Ide
             f"{value[:80]!r}",
             f"set another GRAB_PREFIX; or, if no program needs that key, delete it: `redis-cli DEL {key}`",
         ) from None
-    wanted = _Claim(settings.schema_, identity.journal if identity else claim.journal, settings.shards)
+    journal = identity.journal if identity else claim.journal
+    wanted = _Claim(settings.schema_, journal, settings.shards, claim.cluster)
     if claim != wanted:
         raise OtherSystem(
             f"prefix {settings.prefix} in Redis belongs to {_in_words(claim)}, but the settings are "
@@ -141,7 +146,23 @@ async def replace_claim(redis: Any, key: str, settings: Settings, identity: Iden
 
 
 def _encoded(settings: Settings, identity: Identity) -> bytes:
-    return msgspec.json.encode(_Claim(settings.schema_, identity.journal, identity.shards))
+    return msgspec.json.encode(_Claim(settings.schema_, identity.journal, identity.shards, identity.cluster))
+
+
+async def find_audience(redis: Any, key: str, settings: Settings) -> str:
+    """What receipts for this system name (`models/payments.py`): by the record in Redis, or, where that is
+    lost, by Kafka. Raises BadSettings without a journal, and the errors of a server that cannot be asked.
+    """
+    value = await redis.get(key)
+    cluster = msgspec.json.decode(value, type=_Claim).cluster if value is not None else ""
+    if not cluster:
+        topic = await find_journal(settings)
+        if topic is None:
+            raise BadSettings(
+                f"topic {Topics(settings.prefix).journal} does not exist: run `grabstream init` to create it"
+            )
+        cluster = topic.cluster
+    return audience_of(settings.prefix, cluster)
 
 
 # -- Kafka ---------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from grabstream.models.runs import decode_line, singles
 from grabstream.ops.connections.identity import (
     OtherSystem,
     compare_journal,
+    find_audience,
     find_journal,
     require_prefix,
     require_schema,
@@ -197,13 +198,14 @@ async def check_system(
         say("PostgreSQL cannot be reached yet: %s", str(error).strip())
     if identity is not None and journal:
         compare_journal(settings, identity, topic)
+        identity = identity._replace(cluster=topic.cluster) if topic is not None else identity
     elif journal and topic is None:
         raise BadSettings(
             f"topic {Topics(settings.prefix).journal} does not exist: run `grabstream init` to create it"
         )
     client = redis or open_redis(settings)
     try:
-        expected = topic and Identity(settings.prefix, topic.id, settings.shards)
+        expected = topic and Identity(settings.prefix, topic.id, settings.shards, topic.cluster)
         await require_prefix(client, key_space(settings).system, settings, expected)
     except BaseException as error:
         if not is_trouble(error):
@@ -255,8 +257,15 @@ def redis_database(settings: Settings) -> int:
     return 0 if is_cluster(settings.redis_url) else int(parse_url(settings.redis_url).get("db") or 0)
 
 
-def gate_limits(settings: Settings) -> GateLimits:
-    """The gate's bounds from the settings."""
+async def audience(settings: Settings, redis: Any) -> str:
+    """What receipts for this system name; '' without keys of the payment side, where nobody needs it."""
+    if payment_keys(settings) is None:
+        return ""
+    return await find_audience(redis, key_space(settings).system, settings)
+
+
+def gate_limits(settings: Settings, audience: str = "") -> GateLimits:
+    """The gate's bounds from the settings; `audience` is what receipts for this system name."""
     return GateLimits(
         batch_commands_max=settings.batch_commands_max,
         queue_commands_max=settings.gate_queue_max,
@@ -271,6 +280,7 @@ def gate_limits(settings: Settings) -> GateLimits:
             payment_keys(settings),
             keys_of(settings, "operator_keys"),
             settings.adjust_two_signatures_above,
+            audience,
         ),
     )
 
@@ -306,16 +316,16 @@ def payment_keys(settings: Settings) -> SigningKeys | None:
     return keys
 
 
-def payment_side(settings: Settings) -> PaymentSide | None:
-    """What a worker needs to ask the payment side; None if it does not ask."""
+def payment_side(settings: Settings, audience: str) -> PaymentSide | None:
+    """What a worker needs to ask the payment side; None if it does not ask. `audience` names this system."""
     keys = payment_keys(settings)
     if settings.payment_query_url is None or keys is None:
         return None
-    return PaymentSide(settings.payment_query_url, keys, settings.payment_query_timeout_ms / 1000)
+    return PaymentSide(settings.payment_query_url, keys, settings.payment_query_timeout_ms / 1000, audience)
 
 
-def worker_settings(settings: Settings) -> "WorkerSettings":
-    """The part of the settings that a worker uses."""
+def worker_settings(settings: Settings, audience: str = "") -> "WorkerSettings":
+    """The part of the settings that a worker uses; `audience` is what receipts for this system name."""
     # Imported here: all roles of a worker come with it, and other processes connect too.
     from grabstream.streams.worker import WorkerSettings
 
@@ -324,7 +334,7 @@ def worker_settings(settings: Settings) -> "WorkerSettings":
         prefix=settings.prefix,
         shards=settings.shards,
         redis_database=redis_database(settings),
-        gate=gate_limits(settings),
+        gate=gate_limits(settings, audience),
         block_events_max=settings.block_events_max,
         lease_ms=settings.lease_ms,
         operations_on_commands=settings.operations_on_commands,
@@ -465,16 +475,26 @@ def system_of(settings: Settings) -> "System":
 async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
     """A started gate. It has its own Redis client, which is closed with it."""
     client = open_redis(settings)
+    try:
+        await require_core(client)
+        await check_system(settings, client, journal=False, seals=True)
+        limits = gate_limits(settings, await audience(settings, client))
+        async with _open_gate(settings, client, limits) as gate:
+            yield gate
+    finally:
+        await client.aclose()
+
+
+@asynccontextmanager
+async def _open_gate(settings: Settings, client: Any, limits: GateLimits) -> AsyncIterator[Gate]:
     refusals_kept = refusal_log(settings)
     keys_of_users = user_keys(settings)
     gate = Gate(
-        client, key_space(settings), sealer(settings), gate_limits(settings), tickets=ticket_keys(settings),
+        client, key_space(settings), sealer(settings), limits, tickets=ticket_keys(settings),
         refusals=refusals_kept, user_keys=keys_of_users,
         report_lost=functools.partial(report_lost, settings),
     )  # fmt: skip
     try:
-        await require_core(client)
-        await check_system(settings, client, journal=False, seals=True)
         gate.start()
         async with writing(refusals_kept):
             yield gate
@@ -482,4 +502,3 @@ async def open_gate(settings: Settings) -> AsyncIterator[Gate]:
         await gate.close()
         if keys_of_users is not None:
             await keys_of_users.close()
-        await client.aclose()

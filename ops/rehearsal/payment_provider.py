@@ -123,7 +123,8 @@ class PaymentProvider:
         self._keys = keys
         self._session = session
         self._payments: dict[str, Payment] = {}
-        self._of_grab: dict[tuple[str, str], list[Payment]] = {}
+        #: By system, offer and grab.
+        self._of_grab: dict[tuple[str, str, str], list[Payment]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.application = Starlette(
             routes=[
@@ -166,7 +167,7 @@ class PaymentProvider:
             raise Refused(400, "token: its callback must be an address of this machine")
         if payment in self._payments:
             raise Refused(409, "payment: the id is known; another payment needs another id")
-        grab = token.offer, token.grab
+        grab = token.aud, token.offer, token.grab
         if any(known.is_last for known in self._of_grab.get(grab, ())):
             raise Refused(409, "token: the buyer gave up this grab, so nothing can be paid for it any more")
         if len(self._payments) >= PAYMENTS_MAX:
@@ -189,13 +190,13 @@ class PaymentProvider:
             raise Refused(401, "query: is not signed with a known key") from None
         except (msgspec.DecodeError, UnicodeDecodeError, Invalid) as error:
             raise Refused(400, str(error)) from None
-        answer = PaymentAnswer(query=query.id, payments=tuple(self._states(query)))
+        answer = PaymentAnswer(aud=query.aud, query=query.id, payments=tuple(self._states(query)))
         return 200, {"answer": self._keys.sign(Purpose.payment_answer, encode_claims(answer))}
 
     def _states(self, query: PaymentQuery) -> list[PaymentState]:
         states = []
         for hold in query.holds:
-            grab = hold.offer, hold.grab
+            grab = query.aud, hold.offer, hold.grab
             payments = self._of_grab.get(grab, [])
             receipts = [payment.receipt for payment in payments]
             paid = next((receipt for receipt in receipts if receipt and receipt.status == "paid"), None)
@@ -234,6 +235,7 @@ class PaymentProvider:
         """Decides what became of a payment."""
         token = payment.token
         named: dict[str, Any] = {
+            "aud": token.aud,
             "payment": payment.payment,
             "offer": token.offer,
             "grab": token.grab,

@@ -18,12 +18,13 @@ _DERIVED: Final = re.compile(rf"(.+)_(?:(?:{'|'.join((*PROJECTIONS, 'events'))})
 
 class Identity(NamedTuple):
     """The system of a schema: the prefix of keys and topics, Kafka's id of the journal topic (hex), and the
-    number of shards.
+    number of shards. `cluster` is the id of the Kafka cluster that has the journal, where Kafka was asked.
     """
 
     prefix: str
     journal: str
     shards: int
+    cluster: str = ""
 
 
 async def read_identity(connection: AsyncConnection[Any], schema: str) -> Identity | None:
@@ -49,7 +50,7 @@ async def write_identity(connection: AsyncConnection[Any], schema: str, identity
                 "SET prefix = excluded.prefix, journal = excluded.journal, shards = excluded.shards, "
                 "written_at = now()"
             ).format(table),
-            identity,
+            identity[:3],
         )
         await connection.execute(
             sql.SQL("COMMENT ON TABLE {} IS {}").format(table, sql.Literal(_comment(identity.journal)))

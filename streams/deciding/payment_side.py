@@ -99,7 +99,9 @@ class Questions:
         return states
 
     async def _answer(self, holds: Sequence[AskedHold]) -> list[PaymentState]:
-        query = PaymentQuery(id=secrets.token_hex(16), at=now_ms(), holds=tuple(holds))
+        query = PaymentQuery(
+            aud=self._side.audience, id=secrets.token_hex(16), at=now_ms(), holds=tuple(holds)
+        )
         signed = self._side.keys.sign(Purpose.payment_query, encode_claims(query))
         try:
             async with (

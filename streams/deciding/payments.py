@@ -48,11 +48,14 @@ Holds = dict[tuple[str, str], AskedHold]
 
 
 class PaymentSide(NamedTuple):
-    """Where to ask, the keys that sign questions and verify answers, and how long to wait for an answer."""
+    """Where to ask, the keys that sign questions and verify answers, how long to wait for an answer, and the
+    system that asks.
+    """
 
     url: str
     keys: SigningKeys
     timeout_seconds: float
+    audience: str = ""
 
 
 def lead_ms(side: PaymentSide) -> int:

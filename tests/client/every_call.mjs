@@ -35,7 +35,8 @@ const held = got(await client.grab(sale, 'ann', { quantity: 4, attributes: { dev
 assert.equal(held.due, 400)
 got(await client.extend(sale, held.grab, 'ann'))
 const paid = { payment: 'p', paid: 400, currency: 'CNY' }
-paid.receipt = receipt({ offer: sale, grab: held.grab, user: 'ann', ...paid })
+const { aud } = JSON.parse(Buffer.from(held.payment_token.split('.')[1], 'base64url'))
+paid.receipt = receipt({ aud, offer: sale, grab: held.grab, user: 'ann', ...paid })
 got(await client.confirm(sale, held.grab, 'ann', paid))
 got(await client.return(sale, held.grab, 'ann', { quantity: 1, reason: 'broken' }))
 const other = got(await client.grab(sale, 'bob'))

@@ -108,6 +108,7 @@ async def test_every_command_has_its_answer(client: Both, offer: str) -> None:
     assert (await client.extend(sale, held.grab, "ann")).outcome == "extended"
     paid = {"payment": "p", "paid": 400, "currency": "CNY"}
     due = {"offer": sale, "grab": held.grab, "due": held.due, "currency": "CNY"}
+    due["payment_token"] = held.payment_token
     of_bob, of_ann = (
         signed(receipt_for({**due, "user": user}, name)) for user, name in (("bob", "q"), ("ann", "p"))
     )

@@ -142,17 +142,18 @@ async def test_provider_knows_only_grabs_whose_tokens_it_was_shown(payer: Caller
     """Who was not at the provider yet may come in time, and who failed may try again: that is not final."""
     deadline_at = 4_000_000_000_000
     claims = {
-        "offer": "known", "user": "ann", "due": 100, "currency": "CNY", "deadline_at": deadline_at,
+        "aud": "shop@a", "offer": "known", "user": "ann",
+        "due": 100, "currency": "CNY", "deadline_at": deadline_at,
         "issued_at": 1, "callback": "http://127.0.0.1:1/",
     }  # fmt: skip
 
-    async def pay(grab: str, how: str) -> int:
-        token = signed({**claims, "grab": grab}, purpose=Purpose.payment_token)
+    async def pay(grab: str, how: str, aud: str = "shop@a") -> int:
+        token = signed({**claims, "aud": aud, "grab": grab}, purpose=Purpose.payment_token)
         return (await payer.send("POST", "/pay", {"token": token, "how": how})).status
 
     async def known_of(*grabs: str) -> list[tuple[str, bool]]:
         holds = [{"offer": "known", "grab": grab, "ends_at": deadline_at} for grab in grabs]
-        query = signed({"id": "q", "at": 1, "holds": holds}, purpose=Purpose.payment_query)
+        query = signed({"aud": "shop@a", "id": "q", "at": 1, "holds": holds}, purpose=Purpose.payment_query)
         got = await payer.send("POST", "/query", {"query": query})
         assert got.status == 200, got
         answer, _ = decode_answer(json.dumps(claims_of(got.body["answer"])).encode(), _query_of(holds))
@@ -161,6 +162,7 @@ async def test_provider_knows_only_grabs_whose_tokens_it_was_shown(payer: Caller
 
     assert [await pay("a", "lost"), await pay("b", "fails"), await pay("c", "abandons")] == [202] * 3
     assert [await pay("d", "late"), await pay("e", "fails"), await pay("e", "late")] == [202] * 3
+    assert await pay("never", "lost", "shop@b") == 202, "of another system"
     expected = [("paid", False), ("unpaid", False), ("unpaid", True), *[("unknown", False)] * 3]
     assert await known_of("a", "b", "c", "d", "e", "never") == expected
     # A question closes nothing.
@@ -169,7 +171,7 @@ async def test_provider_knows_only_grabs_whose_tokens_it_was_shown(payer: Caller
 
 
 def _query_of(holds: list[dict[str, Any]]) -> PaymentQuery:
-    return PaymentQuery(id="q", at=1, holds=tuple(AskedHold(**hold) for hold in holds))
+    return PaymentQuery(aud="shop@a", id="q", at=1, holds=tuple(AskedHold(**hold) for hold in holds))
 
 
 def test_provider_needs_the_keys() -> None:

@@ -107,15 +107,42 @@ async def test_an_id_of_a_payment_is_any_text_up_to_255_bytes(
     assert await until(refunded, 30, "the refund") == [(payment,)]
 
 
+# -- receipts of other systems -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", ["paid", "failed"])
+async def test_a_receipt_for_another_system_is_refused(
+    caller: Caller, offer: str, door: Door, status: str
+) -> None:
+    """Whoever has the same keys: it says what is expected, and what came. Nothing is booked."""
+    await caller.open(offer, **SALE)
+    held = await held_by(caller, offer)
+    own = claims_of(held["payment_token"])["aud"]
+    prefix, _, cluster = own.partition("@")
+    assert (prefix, len(cluster) > 8) == (door.settings.prefix, True)
+    for other in (f"{prefix}@elsewhere", f"other@{cluster}", prefix, "", own + "x"):
+        got = await report(caller, receipt_for(held, "p", status, aud=other))
+        assert (got.status, got.body["type"]) == (400, "/problems/invalid"), got
+        assert f"aud: must be {own}, which names this system, got {other}" in got.body["detail"]
+    got = await report(caller, {**receipt_for(held, "p", status, aud=None)})
+    assert (got.status, "`aud`" in got.body["detail"]) == (400, True), got
+    by_hand = {"user": "ann", "payment": "p", "paid": 100, "currency": "CNY"}
+    by_hand["receipt"] = signed(receipt_for(held, "p", aud=f"{prefix}@elsewhere"))
+    got = await caller.post(f"/v1/offers/{offer}/grabs/{held['grab']}/confirm", by_hand)
+    assert (got.status, "receipt: aud: must be" in got.body["detail"]) == (400, True), got
+    assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
+
+
 # -- tokens --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement("E9")
-async def test_answer_to_a_hold_has_a_token_with_what_is_due(caller: Caller, offer: str) -> None:
+async def test_answer_to_a_hold_has_a_token_with_what_is_due(caller: Caller, offer: str, door: Door) -> None:
     await caller.open(offer, **SALE)
     got = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "quantity": 2}, "g")
     token = read_token(got.body["payment_token"])
     assert (token.offer, token.grab, token.user, token.due) == (offer, "g", "ann", 200)
+    assert token.aud.startswith(f"{door.settings.prefix}@")
     assert (token.currency, token.deadline_at) == ("CNY", got.body["deadline_at"])
     assert (token.issued_at, token.callback) == (got.body["at"], CALLBACK)
     again = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "quantity": 2}, "g")
@@ -291,11 +318,9 @@ async def test_altered_contents_confirm_nothing(caller: Caller, offer: str, chan
 
 async def test_receipt_for_what_never_was_is_not_taken(caller: Caller, offer: str) -> None:
     """No event can be made for an offer that never opened, so the payment side keeps it."""
-    claims = {
-        "payment": "p", "offer": offer, "grab": "g", "user": "ann", "status": "paid", "paid": 5,
-        "currency": "CNY", "at": 1,
-    }  # fmt: skip
-    got = await report(caller, claims)
+    await caller.open(f"{offer}-other", **SALE)
+    held = await held_by(caller, f"{offer}-other")
+    got = await report(caller, receipt_for(held, "p", offer=offer))
     assert (got.status, got.body["outcome"]) == (404, "no_such_offer")
     assert "nothing was booked" in got.body["detail"]
 

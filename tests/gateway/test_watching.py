@@ -245,8 +245,8 @@ async def test_film_is_what_the_time_machine_says(caller: Caller, door: Door, of
         await caller.post(f"/v1/offers/{offer}/grabs", {"user": user, "wait": True}, user)
     grabs = f"/v1/offers/{offer}/grabs"
     paid = {"user": "ann", "payment": f"pay-{offer}", "paid": 200, "currency": "CNY"}
-    due = {"offer": offer, "grab": "ann", "user": "ann", "due": 200, "currency": "CNY"}
-    paid["receipt"] = signed(receipt_for(due, f"pay-{offer}"))
+    held = await caller.post(grabs, {"user": "ann", "quantity": 2}, "ann")
+    paid["receipt"] = signed(receipt_for(held.body, f"pay-{offer}"))
     assert (await caller.post(f"{grabs}/ann/confirm", paid)).status == 200
     assert (await caller.post(f"{grabs}/bob/release", {"user": "bob"})).status == 200
     assert (await caller.post(f"{grabs}/fay/release", {"user": "fay"})).status == 200

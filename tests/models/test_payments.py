@@ -11,6 +11,7 @@ from grabstream.models.identifiers import PAYMENT_BYTES_MAX, SYSTEM_IDS, is_id, 
 from grabstream.models.money import Invalid
 from grabstream.models.payments import (
     ANSWER_LENGTH_MAX,
+    AUDIENCE_LENGTH_MAX,
     QUERY_HOLDS_MAX,
     QUERY_LENGTH_MAX,
     AskedHold,
@@ -29,11 +30,12 @@ from grabstream.ops.schemas.documents import payment_documents
 
 LONG = "x" * 64
 PAID = {
+    "aud": "s@c",
     "payment": "p", "offer": "o", "grab": "g", "user": "u", "status": "paid", "paid": 100, "currency": "CNY",
     "at": 1,
 }  # fmt: skip
 QUERY = PaymentQuery(
-    id="q", at=1, holds=tuple(AskedHold(offer="o", grab=grab, ends_at=9) for grab in ("a", "b"))
+    aud="s@c", id="q", at=1, holds=tuple(AskedHold(offer="o", grab=grab, ends_at=9) for grab in ("a", "b"))
 )
 
 
@@ -44,6 +46,7 @@ def without(*names: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("claims", "reason"),
     [
+        (without("aud"), "aud"),
         (without("payment"), "payment"), (without("user"), "user"), (without("at"), "at"),
         ({**PAID, "payment": "a\n"}, "payment: must be 1 to 255 bytes"),
         ({**PAID, "grab": ""}, "grab: must match"),
@@ -87,7 +90,15 @@ def test_ids_of_the_system_are_reserved() -> None:
     commands = [
         command_of(
             Receipt(
-                payment=LONG, offer=LONG, grab=LONG, user=LONG, status="paid", paid=1, currency="CNY", at=1
+                aud="s@c",
+                payment=LONG,
+                offer=LONG,
+                grab=LONG,
+                user=LONG,
+                status="paid",
+                paid=1,
+                currency="CNY",
+                at=1,
             )
         ),
         command_of_unpaid(AskedHold(offer=LONG, grab=LONG, ends_at=4_102_444_800_000)),
@@ -126,8 +137,10 @@ def state(grab: str, status: str = "unpaid", **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ({"query": "other", "payments": []}, "another query"), ({"query": "q"}, "payments"),
-        ({"query": "q", "payments": {}}, "payments"), ([], "Expected"),
+        ({"aud": "s@c", "query": "other", "payments": []}, "another query"),
+        ({"aud": "s@d", "query": "q", "payments": []}, "aud: must be s@c, which names this system, got s@d"),
+        ({"query": "q", "payments": []}, "aud"), ({"aud": "s@c", "query": "q"}, "payments"),
+        ({"aud": "s@c", "query": "q", "payments": {}}, "payments"), ([], "Expected"),
     ],
 )  # fmt: skip
 def test_answer_counts_only_for_its_query(answer: Any, reason: str) -> None:
@@ -147,7 +160,9 @@ def test_answer_counts_only_for_its_query(answer: Any, reason: str) -> None:
 )  # fmt: skip
 def test_state_that_is_wrong_counts_as_left_out(wrong: Any, reason: str) -> None:
     for payments in ([wrong, state("b")], [state("b"), wrong]):
-        known, reasons = decode_answer(json.dumps({"query": "q", "payments": payments}).encode(), QUERY)
+        known, reasons = decode_answer(
+            json.dumps({"aud": "s@c", "query": "q", "payments": payments}).encode(), QUERY
+        )
         assert [one.grab for one in known] == ["b"]
         [said] = reasons
         assert said.startswith(f"payments: number {payments.index(wrong) + 1}: ")
@@ -156,14 +171,16 @@ def test_state_that_is_wrong_counts_as_left_out(wrong: Any, reason: str) -> None
 
 def test_states_that_contradict_each_other_do_not_count() -> None:
     def known(*payments: Any) -> tuple[list[str], int]:
-        found, wrong = decode_answer(json.dumps({"query": "q", "payments": payments}).encode(), QUERY)
+        found, wrong = decode_answer(
+            json.dumps({"aud": "s@c", "query": "q", "payments": payments}).encode(), QUERY
+        )
         return [one.grab for one in found], len(wrong)
 
     paid = state("a", "paid", payment="p", user="u", paid=1, currency="CNY", at=1)
     assert known(paid, state("b"), state("a", final=True)) == (["b"], 1)
     assert known(paid, paid, state("b"), paid) == (["a", "b"], 0), "the same said again is no contradiction"
     # Bytes that are not UTF-8 void only the state that has them.
-    query = b'{"query":"q","payments":[{"offer":"o","grab":"a","status":"\xff"},%s]}'
+    query = b'{"aud":"s@c","query":"q","payments":[{"offer":"o","grab":"a","status":"\xff"},%s]}'
     found, [said] = decode_answer(query % json.dumps(state("b")).encode(), QUERY)
     assert [one.grab for one in found] == ["b"], said
     # One that is wrong says nothing, so it contradicts nothing.
@@ -171,19 +188,21 @@ def test_states_that_contradict_each_other_do_not_count() -> None:
 
 
 def test_answer_may_leave_holds_out() -> None:
-    assert decode_answer(b'{"query":"q","payments":[]}', QUERY) == ([], [])
-    [known], _ = decode_answer(json.dumps({"query": "q", "payments": [state("b")]}).encode(), QUERY)
+    assert decode_answer(b'{"aud":"s@c","query":"q","payments":[]}', QUERY) == ([], [])
+    [known], _ = decode_answer(
+        json.dumps({"aud": "s@c", "query": "q", "payments": [state("b")]}).encode(), QUERY
+    )
     assert (known.grab, known.status) == ("b", "unpaid")
 
 
 def test_longest_question_and_answer_fit_their_bound() -> None:
     most, ids = 10**13, [f"{number:064}" for number in range(QUERY_HOLDS_MAX)]
     query = PaymentQuery(
-        id=LONG, at=4_102_444_800_000,
+        aud="x" * AUDIENCE_LENGTH_MAX, id=LONG, at=4_102_444_800_000,
         holds=tuple(AskedHold(offer=LONG, grab=grab, ends_at=4_102_444_800_000) for grab in ids),
     )  # fmt: skip
     answer = PaymentAnswer(
-        query=LONG,
+        aud="x" * AUDIENCE_LENGTH_MAX, query=LONG,
         payments=tuple(
             PaymentState(
                 offer=LONG, grab=grab, status="paid", user=LONG, payment="x" * PAYMENT_BYTES_MAX, paid=most,
@@ -213,12 +232,16 @@ def test_schemas_of_the_claims_agree_with_what_is_read_and_written() -> None:
     for wrong in (without("payment"), {**PAID, "user": "a/b"}, {**PAID, "status": "x"}, {**PAID, "x": 1}):
         assert not receipt.is_valid(wrong)
     assert Draft202012Validator(schemas["payments/query"]).is_valid(json.loads(encode_claims(QUERY)))
-    answer = {"query": "q", "payments": [state("a"), state("b", "paid", user="u", payment="p", paid=1)]}
+    answer = {
+        "aud": "s@c",
+        "query": "q",
+        "payments": [state("a"), state("b", "paid", user="u", payment="p", paid=1)],
+    }
     assert Draft202012Validator(schemas["payments/answer"]).is_valid(answer)
     # What the system writes may have more claims in a later release.
     assert Draft202012Validator(schemas["payments/token"]).is_valid(
         {
-            "offer": "o", "grab": "g", "user": "u", "due": 1, "currency": "CNY", "deadline_at": 1,
-            "issued_at": 1, "more": 1,
+            "aud": "s@c", "offer": "o", "grab": "g", "user": "u", "due": 1, "currency": "CNY",
+            "deadline_at": 1, "issued_at": 1, "more": 1,
         }
     )  # fmt: skip

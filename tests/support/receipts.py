@@ -23,6 +23,8 @@ KEYS_TEXT = f"new:{as_text(SECRET)},old:{as_text(OLD_SECRET)}"
 KEYS = SigningKeys({"new": SECRET, "old": OLD_SECRET})
 OLD_KEYS = SigningKeys({"old": OLD_SECRET})
 FOREIGN_KEYS = SigningKeys({"new": FOREIGN_SECRET})
+#: Of rules and gates without servers.
+AUDIENCE = "shop@cluster"
 CALLBACK = "http://127.0.0.1:18080/v1/payments/callback"
 
 
@@ -39,8 +41,12 @@ def read_token(text: str) -> PaymentToken:
 
 
 def receipt_for(held: dict[str, Any], payment: str, status: str = "paid", **changes: Any) -> dict[str, Any]:
-    """The claims of a receipt for an answer to a grab; `changes` replace some, None removes one."""
+    """The claims of a receipt for an answer to a grab; `changes` replace some, None removes one. `aud` is
+    that of the payment token, if the answer has one.
+    """
+    token = held.get("payment_token")
     claims = {
+        "aud": claims_of(token)["aud"] if token else AUDIENCE,
         "payment": payment, "offer": held["offer"], "grab": held["grab"], "user": held["user"],
         "status": status, "at": time.time_ns() // 1_000_000,
     }  # fmt: skip

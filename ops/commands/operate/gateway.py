@@ -265,7 +265,8 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
         examiners = await stack.enter_async_context(open_examiners(settings))
         streams = EventStreams(books, settings.shards)
         keys = payment_keys(settings)
-        tokens = PaymentTokens(keys, settings.payment_callback_url)
+        receipts_for = gate.authority.audience
+        tokens = PaymentTokens(keys, settings.payment_callback_url, receipts_for)
         if (keys_of_users := user_keys(settings)) is not None:
             stack.push_async_callback(keys_of_users.close)
         cache, bounds = Cache(shared=shared), Bounds(settings.gateway_requests_max, connections_max)
@@ -281,7 +282,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
                 None if keys_of_users is None else keys_of_users.existing,
                 Reached(redis, key_space(settings)),
             ),
-            Receipts(gate, settings.gate_timeout_ms, keys, forged),
+            Receipts(gate, settings.gate_timeout_ms, keys, forged, receipts_for),
             streams,
             # What operators are told stays in this process.
             Watching(books, Cache(), examiners),
@@ -311,7 +312,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             shown = f"[{address}]" if ":" in address else address
             log.info(
                 "listening on http://%s:%d; prefix %s, schema %s; authentication %s; bounds: %d requests, "
-                "%d connections",
+                "%d connections%s",
                 shown,
                 port,
                 settings.prefix,
@@ -319,6 +320,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
                 settings.gateway_authentication,
                 settings.gateway_requests_max,
                 connections_max,
+                f"; receipts for {receipts_for}" if receipts_for else "",
             )
 
         async with running(

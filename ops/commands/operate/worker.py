@@ -29,6 +29,7 @@ from grabstream.ops.connections.key_files import KeyFiles
 from grabstream.ops.connections.logins import raise_refusal
 from grabstream.ops.connections.opening import (
     CHECK_AGAIN_SECONDS,
+    audience,
     check_system,
     checked_books,
     key_space,
@@ -143,8 +144,9 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
         return worker_state(chosen, ready.missing, stop.is_set())
 
     try:
+        receipts_for = await audience(settings, redis)
         roles = roles_of(
-            worker_settings(settings), chosen, redis, sealer(settings), ticket_keys(settings),
+            worker_settings(settings, receipts_for), chosen, redis, sealer(settings), ticket_keys(settings),
             functools.partial(_record_demand, settings),
             refusal_log(settings),
             {
@@ -158,7 +160,8 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
                 "webhooks": known.before("webhooks", _webhooks(settings, measures)),
             },
             step_of(settings), snapshots(settings), functools.partial(_report_recovery, settings, measures),
-            ready, relayed.extend, payment_side(settings), measures, keys_of_users, _say_relayed,
+            ready, relayed.extend, payment_side(settings, receipts_for), measures, keys_of_users,
+            _say_relayed,
         )  # fmt: skip
         roles["identity"] = functools.partial(known.keep, redis)
         roles["key files"] = key_files.keep_fresh

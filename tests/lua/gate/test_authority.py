@@ -35,13 +35,22 @@ from grabstream.models.entries import Entry
 from grabstream.models.money import Invalid
 from grabstream.models.offers import CouponTerms, StockTerms
 from grabstream.models.payments import command_of, decode_receipt
-from tests.support.receipts import FOREIGN_KEYS, KEYS, OLD_KEYS, SECRET, as_text, receipt_for, signed
+from tests.support.receipts import (
+    AUDIENCE,
+    FOREIGN_KEYS,
+    KEYS,
+    OLD_KEYS,
+    SECRET,
+    as_text,
+    receipt_for,
+    signed,
+)
 
 SYSTEM = "shop"
 NOW = 1_800_000_000_000
 ANN, BOB, EVE = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2, 3))
 OPERATORS = PublicKeys({"ann": ANN.public_key(), "ann.2": EVE.public_key(), "bob": BOB.public_key()})
-AUTHORITY = Authority(SYSTEM, KEYS, OPERATORS, 1_000)
+AUTHORITY = Authority(SYSTEM, KEYS, OPERATORS, 1_000, AUDIENCE)
 
 
 def approved(
@@ -84,7 +93,11 @@ RECEIPT = receipt_for(HELD, "p")
         ({"quantity": 1}, "receipt: quantity: '1' was signed, but the command has 'all'"),
         ({"quantity": 0}, "receipt: quantity: "),
         ({"status": "failed", "paid": None, "currency": None, "quantity": 1}, "receipt: quantity: "),
-        ({"system": "elsewhere"}, "receipt: system: 'elsewhere' was signed"),
+        ({"aud": "shop@x"}, "receipt: aud: must be shop@cluster, which names this system, got shop@x"),
+        ({"aud": "other@cluster"}, "receipt: aud: must be shop@cluster, which names this system, got other@"),
+        ({"aud": None}, "receipt: Object missing required field `aud`"),
+        ({"aud": ["shop@cluster"]}, "receipt: Expected `str`, got `array` - at `$.aud`"),
+        ({"system": "shop"}, "receipt: Object contains unknown field `system`"),
         ({"status": "failed", "paid": None, "currency": None}, "receipt: status: this payment failed"),
         ({"rabatt": 1}, "receipt: "),
     ],
@@ -120,7 +133,7 @@ def test_a_receipt_that_no_key_has_signed_for_this_purpose_is_refused() -> None:
 
 
 def test_a_confirm_of_money_needs_its_receipt_where_keys_are_set() -> None:
-    with_receipt = replace(CONFIRM, receipt=signed(RECEIPT | {"system": SYSTEM}))
+    with_receipt = replace(CONFIRM, receipt=signed(RECEIPT))
     assert why_refused(with_receipt) is None
     assert why_refused(replace(CONFIRM, receipt=signed(RECEIPT, OLD_KEYS))) is None
     assert why_refused(replace(with_receipt, user="u")) is None

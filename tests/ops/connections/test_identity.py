@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiokafka.errors import KafkaError
 from click.testing import CliRunner
 from psycopg import AsyncConnection
 
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.cli import VERBS, grabstream
-from grabstream.ops.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
+from grabstream.ops.connections.identity import (
+    IdentityNotRecorded,
+    OtherJournal,
+    OtherSystem,
+    find_audience,
+)
 from grabstream.ops.connections.opening import check_system, key_space, open_gate, open_redis
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.initialization import make_system, take_new_journal
@@ -386,3 +392,31 @@ async def test_init_refuses_a_schema_that_is_not_for_a_system(
         finally:
             if name.endswith("reports"):
                 await connection.execute(f"DROP SCHEMA {name} CASCADE".encode())
+
+
+async def test_receipts_name_prefix_and_cluster_also_after_redis_or_the_journal_was_lost(
+    system: Settings,
+) -> None:
+    """The record in Redis is enough: a gateway need not reach Kafka. Without it, Kafka is asked."""
+    key, topics = key_space(system).system, Topics(system.prefix)
+    topic = await find_topic(system.kafka, topics.journal)
+    assert topic is not None
+    expected = f"{system.prefix}@{topic.cluster}"
+    redis = open_redis(system)
+    try:
+        without_kafka = system.model_copy(update={"kafka": "127.0.0.1:1"})
+        assert await find_audience(redis, key, without_kafka) == expected
+        await redis.delete(key)
+        assert await find_audience(redis, key, system) == expected
+        with pytest.raises((KafkaError, OSError)):
+            await find_audience(redis, key, without_kafka)
+        # Another journal on the same brokers: receipts that are on their way still count.
+        await delete_topics(system, topics.journal)
+        await create_topics(system.kafka, topics, system.shards)
+        await take_new_journal(system, redis)
+        other = await find_topic(system.kafka, topics.journal)
+        assert other is not None
+        assert other.id != topic.id
+        assert await find_audience(redis, key, without_kafka) == expected
+    finally:
+        await redis.aclose()

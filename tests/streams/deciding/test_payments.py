@@ -33,6 +33,7 @@ from grabstream.models.payments import (
     decode_query,
     encode_claims,
 )
+from grabstream.ops.connections.identity import find_audience
 from grabstream.ops.connections.opening import cancellable, key_space, open_gate, open_redis
 from grabstream.ops.settings import Settings
 from grabstream.streams.deciding import payments
@@ -42,7 +43,7 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import Worker, until
 from tests.lua.conftest import SEALER, private_server, take_over
 from tests.support.providers import ProviderProcess, silent
-from tests.support.receipts import FOREIGN_KEYS, KEYS, KEYS_TEXT, signed
+from tests.support.receipts import AUDIENCE, FOREIGN_KEYS, KEYS, KEYS_TEXT, signed
 from tests.support.receipts import OLD_KEYS as OTHER_KNOWN_KEYS
 from tests.support.web_servers import serving
 
@@ -154,7 +155,7 @@ async def test_receipt_and_answer_about_a_payment_are_one_command(shard: Shard) 
     shard.states = {"a": paid()}
     await shard.queries().ask_all()
     receipt = Receipt(
-        payment="p", offer="s", grab="a", user="ann", status="paid", at=9, paid=100, currency="CNY"
+        aud="", payment="p", offer="s", grab="a", user="ann", status="paid", at=9, paid=100, currency="CNY"
     )
     command = command_of(receipt)
     [answer] = await shard.gate.decide([command], "decided", of_system=True)
@@ -245,7 +246,9 @@ async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterato
         serving(application, handler_cancellation=True) as port,
         aiohttp.ClientSession() as session,
     ):
-        yield Questions(PaymentSide(f"http://127.0.0.1:{port}/query", KEYS, timeout_seconds), session)
+        yield Questions(
+            PaymentSide(f"http://127.0.0.1:{port}/query", KEYS, timeout_seconds, AUDIENCE), session
+        )
 
 
 async def query_of(request: web.Request) -> PaymentQuery:
@@ -254,13 +257,18 @@ async def query_of(request: web.Request) -> PaymentQuery:
 
 
 def answering(query: PaymentQuery, **changes: Any) -> dict[str, Any]:
-    return {"query": query.id, "payments": [{"offer": "o", "grab": "b", "status": "unpaid"}], **changes}
+    return {
+        "aud": query.aud,
+        "query": query.id,
+        "payments": [{"offer": "o", "grab": "b", "status": "unpaid"}],
+        **changes,
+    }
 
 
 async def test_question_and_answer_are_signed() -> None:
     async def handler(request: web.Request) -> web.Response:
         query = await query_of(request)
-        assert list(query.holds) == HOLDS
+        assert (list(query.holds), query.aud) == (HOLDS, AUDIENCE)
         text = signed(answering(query), purpose=Purpose.payment_answer, keys=OTHER_KNOWN_KEYS)
         return web.json_response({"answer": text})
 
@@ -273,7 +281,7 @@ async def test_question_and_answer_are_signed() -> None:
     "wrong",
     [
         "status", "redirect", "no JSON", "no answer", "not signed", "foreign key", "another purpose",
-        "another query", "too long",
+        "another query", "another system", "no system", "too long",
     ],
 )  # fmt: skip
 async def test_answer_that_does_not_count_is_none(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,6 +290,10 @@ async def test_answer_that_does_not_count_is_none(wrong: str, caplog: pytest.Log
         claims = answering(query)
         if wrong == "another query":
             claims["query"] = "another"
+        if wrong == "another system":
+            claims["aud"] = "shop@elsewhere"
+        if wrong == "no system":
+            del claims["aud"]
         keys = FOREIGN_KEYS if wrong == "foreign key" else KEYS
         purpose = Purpose.receipt if wrong == "another purpose" else Purpose.payment_answer
         text = signed(claims, purpose=purpose, keys=keys)
@@ -310,7 +322,7 @@ async def test_state_that_is_wrong_voids_no_other(caplog: pytest.LogCaptureFixtu
     payments[1]["user"] = "ann and bob"
 
     async def handler(request: web.Request) -> web.Response:
-        claims = {"query": (await query_of(request)).id, "payments": payments}
+        claims = answering(await query_of(request), payments=payments)
         return web.json_response({"answer": signed(claims, purpose=Purpose.payment_answer)})
 
     async with asking(handler) as questions:
@@ -431,11 +443,14 @@ async def test_worker_confirms_what_was_paid_and_releases_what_nobody_will_pay(
             system, "decide,relay,sweep", payment_keys=KEYS_TEXT, payment_query_url=provider.query_url,
             payment_query_timeout_ms=str(TIMEOUT_MS),
         )  # fmt: skip
+        redis_ = open_redis(system)
+        aud = await find_audience(redis_, key_space(system).system, system)
+        await redis_.aclose()
         async with open_gate(system) as gate, aiohttp.ClientSession() as session:
             paid_for, *_ = await held(gate, "x", "a", "b", "c")
             assert paid_for.deadline_at is not None
             claims = {
-                "offer": "x", "grab": "a", "user": "ann", "due": 100, "currency": "CNY",
+                "aud": aud, "offer": "x", "grab": "a", "user": "ann", "due": 100, "currency": "CNY",
                 "deadline_at": paid_for.deadline_at, "issued_at": paid_for.at,
                 "callback": "http://127.0.0.1:1/",
             }  # fmt: skip
