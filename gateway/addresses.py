@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
+from starlette.types import Scope
+
 Network = IPv4Network | IPv6Network
 Address = IPv4Address | IPv6Address
 
@@ -29,6 +31,30 @@ def is_within(address: str, networks: Sequence[Network]) -> bool:
     """Whether an address is of one of the networks."""
     found = read_address(address)
     return found is not None and any(found in network for network in networks)
+
+
+def address_of(scope: Scope, proxies: Sequence[Network]) -> str:
+    """The address of the client: that of the connection or, if it is a proxy that is believed, the last one
+    in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
+    """
+    address = scope["client"][0] if scope.get("client") else ""
+    if proxies and is_within(address, proxies):
+        forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
+        for text in reversed(forwarded.decode("latin-1").split(",")):
+            one = _without_port(text.strip())
+            if read_address(one) is None:
+                break
+            address = one
+            if not is_within(address, proxies):
+                break
+    return network_of(address)
+
+
+def _without_port(text: str) -> str:
+    """An address in X-Forwarded-For without the port that some proxies add."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0] if text.count(":") == 1 else text
 
 
 class ConnectionsByAddress:

@@ -20,6 +20,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from grabstream.gateway import requests
+from grabstream.gateway.addresses import Network, address_of
 from grabstream.gateway.admission import Admission
 from grabstream.gateway.asking import Questions, tagged_reply
 from grabstream.gateway.bounds import (
@@ -34,7 +35,6 @@ from grabstream.gateway.caching import tag_of
 from grabstream.gateway.changing_webhooks import ChangesOfWebhooks
 from grabstream.gateway.deciding import Commands
 from grabstream.gateway.event_streams import EventStreams, Streamed
-from grabstream.gateway.failures import Network, address_of
 from grabstream.gateway.measures import NO_OPERATION, GatewayMeasures
 from grabstream.gateway.operations import OPERATIONS, PAGES, Operation
 from grabstream.gateway.origins import Origins

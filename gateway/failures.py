@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from starlette.types import Scope
 
-from grabstream.gateway.addresses import Network, is_within, network_of, read_address
+from grabstream.gateway.addresses import Network, address_of
 from grabstream.gateway.bounds import CALLERS_COUNTED_MAX
 from grabstream.gateway.problems import Problem, retry_after
 from grabstream.gateway.rates import Counters, Rates
@@ -63,23 +63,6 @@ class Failures:
         return address_of(scope, self._proxies)
 
 
-def address_of(scope: Scope, proxies: Sequence[Network]) -> str:
-    """The address of the client: that of the connection or, if it is a proxy that is believed, the last one
-    in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
-    """
-    address = scope["client"][0] if scope.get("client") else ""
-    if proxies and is_within(address, proxies):
-        forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for")
-        for text in reversed(forwarded.decode("latin-1").split(",")):
-            one = _without_port(text.strip())
-            if read_address(one) is None:
-                break
-            address = one
-            if not is_within(address, proxies):
-                break
-    return network_of(address)
-
-
 def in_words(rates: Rates) -> str:
     """Rates as a refusal states them."""
     return " and ".join(
@@ -92,10 +75,3 @@ def too_many(detail: str, seconds: int) -> Problem:
     return Problem(
         "too_many_requests", f"{detail} Try again after {seconds} s.", None, [retry_after(seconds)]
     )
-
-
-def _without_port(text: str) -> str:
-    """An address in X-Forwarded-For without the port that some proxies add."""
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0] if text.count(":") == 1 else text
