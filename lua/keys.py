@@ -212,6 +212,13 @@ class KeySpace(NamedTuple):
         """
         return f"{self.prefix}:system"
 
+    @property
+    def workers(self) -> str:
+        """Hash worker → what it says of itself, as JSON: when, its roles, and where it has trouble. A worker
+        renews it, and deletes it when it ends.
+        """
+        return f"{self.prefix}:workers"
+
     def shard(self, shard: int) -> ShardKeys:
         """The keys of a shard by its number."""
         return ShardKeys(self.prefix, shard, self.database)
@@ -234,7 +241,8 @@ def readable_patterns(prefix: str) -> list[str]:
     of_shard = [key.rpartition(":")[2] for key in ShardKeys(prefix, 0).deciding()]
     of_offers = [f"offer:*/{name}" for name in OFFER_KEYS if name not in _SECRET_KEYS]
     names = (*of_shard, "lease", f"{STAGED}/present", "campaign:*", *of_offers)
-    return [KeySpace(prefix, 1).system, *(f"{tag}:{name}" for name in names)]
+    of_system = KeySpace(prefix, 1)
+    return [of_system.system, of_system.workers, *(f"{tag}:{name}" for name in names)]
 
 
 def state_key_beside(key: str) -> str:

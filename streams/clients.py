@@ -10,7 +10,8 @@ import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
@@ -30,6 +31,13 @@ CONTROLLER_POLL_SECONDS: Final = 0.2
 #: comes back more often than a few times, it is logged again only after this time.
 STEADY_SECONDS: Final = 30.0
 RETURNS_LOGGED_MAX: Final = 3
+#: Trouble that is there for so long, or comes back all the time, does not pass by itself: it is a wrong
+#: setting, a missing right, or a server that stays away. It is logged as that, again after
+#: LASTING_LOGGED_SECONDS.
+LASTING_SECONDS: Final = 60.0
+LASTING_LOGGED_SECONDS: Final = 600.0
+#: Trouble of which nothing was said for so long is over: no attempt pauses longer.
+FORGOTTEN_SECONDS: Final = 150.0
 
 Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
 
@@ -127,15 +135,44 @@ class Outages:
 OUTAGES: Final = Outages()
 
 
+class PresentTrouble(NamedTuple):
+    """Where this process has trouble, for how many seconds, and the text of the last error."""
+
+    where: str
+    seconds: float
+    words: str
+
+
+class Troubles:
+    """All trouble of this process."""
+
+    def __init__(self) -> None:
+        self._all: WeakSet[Trouble] = WeakSet()
+
+    def add(self, trouble: "Trouble") -> None:
+        """Adds what may become trouble; it leaves when nothing else refers to it."""
+        self._all.add(trouble)
+
+    def present(self) -> list[PresentTrouble]:
+        """What is not over, the longest first."""
+        found = [PresentTrouble(one.where, one.seconds, one.last_words) for one in self._all]
+        return sorted((one for one in found if one.seconds), key=lambda one: (-one.seconds, one.where))
+
+
+#: One per process, like its log.
+TROUBLES: Final = Troubles()
+
+
 class Trouble:
     """Repeated trouble, logged once until its text changes, and once when it is over. Trouble that an outage
-    explains is logged at level INFO only.
+    explains is logged at level INFO only. Trouble that lasts is logged in any other case.
     """
 
     def __init__(self, log: logging.Logger, where: str) -> None:
-        self._log, self._where = log, where
-        self._words = ""
-        self._since = 0.0
+        self._log, self.where = log, where
+        self._words = self.last_words = ""
+        self._since = self._noted_at = self._lasting_logged_at = -math.inf
+        TROUBLES.add(self)
         #: When it was over the last time, how often it has come back soon, and when it was last logged as a
         #: warning.
         self._over_at = self._warned_at = -math.inf
@@ -148,28 +185,48 @@ class Trouble:
         """Whether the last attempt failed."""
         return bool(self._words)
 
-    def say(self, words: str) -> None:
-        """Records a failed attempt; it will be repeated."""
+    @property
+    def seconds(self) -> float:
+        """For how long there has been trouble; 0 when it is over. A success ends it when nothing fails for
+        STEADY_SECONDS afterwards.
+        """
+        now = time.monotonic()
+        has_ended = not self._words and now - self._over_at >= STEADY_SECONDS
+        return 0.0 if has_ended or now - self._noted_at >= FORGOTTEN_SECONDS else now - self._since
+
+    def note(self, words: str) -> None:
+        """Records a failed attempt that somebody else logs."""
         now = time.monotonic()
         if not self._words and now - self._over_at < STEADY_SECONDS:
             self._returns += 1
-        elif not self._words:
-            self._since, self._returns = now, 0
-        self._words = words
+        elif not self.seconds:
+            self._since, self._returns, self._lasting_logged_at = now, 0, -math.inf
+        self._words = self.last_words = words
+        self._noted_at = now
+
+    def say(self, words: str) -> None:
+        """Records a failed attempt; it will be repeated."""
+        self.note(words)
+        now = self._noted_at
         if OUTAGES.may_explain(self._since):
             if words != self._logged:
-                self._log.info("%s: %s; trying again", self._where, words)
+                self._log.info("%s: %s; trying again", self.where, words)
+        elif now - self._since >= LASTING_SECONDS and now - self._lasting_logged_at >= LASTING_LOGGED_SECONDS:
+            self._log.warning(
+                "%s: for %.0f s now, however often it is tried: %s", self.where, now - self._since, words
+            )
+            self._warned, self._warned_at, self._lasting_logged_at = words, now, now
         elif words != self._warned and (
             self._returns <= RETURNS_LOGGED_MAX or now - self._warned_at >= STEADY_SECONDS
         ):
-            self._log.warning("%s: %s; trying again", self._where, words)
+            self._log.warning("%s: %s; trying again", self.where, words)
             self._warned, self._warned_at = words, now
         self._logged = words
 
     def over(self) -> None:
         """Records a successful attempt."""
         if self._words:
-            self._log.log(logging.WARNING if self._warned else logging.INFO, "%s: continues", self._where)
+            self._log.log(logging.WARNING if self._warned else logging.INFO, "%s: continues", self.where)
             # What an outage explains has ended with it.
             self._over_at = -math.inf if OUTAGES.explains(self._since) else time.monotonic()
         self._words = self._warned = self._logged = ""

@@ -30,6 +30,7 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.trouble import is_trouble
+from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
@@ -222,12 +223,13 @@ def restarting(name: str, role: Role, restarts: dict[str, int] | None = None) ->
         restarts[name] += 0
 
     async def run(stop: asyncio.Event) -> None:
-        pause_seconds = RESTART_SECONDS_MIN
+        pause_seconds, trouble = RESTART_SECONDS_MIN, Trouble(log, f"role {name}")
         while not stop.is_set():
             began = time.monotonic()
             try:
                 await role(stop)
                 if not stop.is_set():
+                    trouble.note("it ended by itself")
                     log.critical(
                         "role %s ended by itself: restarting it in %.0f s, other roles continue",
                         name,
@@ -236,6 +238,7 @@ def restarting(name: str, role: Role, restarts: dict[str, int] | None = None) ->
             except BaseException as error:
                 if not isinstance(error, Exception) and not is_trouble(error):
                     raise
+                trouble.note(in_words(error))
                 log.critical(
                     "role %s: unknown error, restarting it in %.0f s, other roles continue",
                     name,

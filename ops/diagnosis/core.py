@@ -4,7 +4,7 @@ whether outboxes have room.
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, SHARD_FIELDS, KeySpace, ShardKeys
@@ -13,9 +13,11 @@ from grabstream.lua.server import server_epoch_of
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import quoted
 from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
+from grabstream.ops.connections.worker_reports import ReportedTrouble, WorkerReport, read_reports
 from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from grabstream.ops.settings import Settings
+from grabstream.streams.clients import LASTING_SECONDS
 from grabstream.streams.relaying.takeover import CANNOT_BE_REBUILT, JOURNAL_LOST
 
 #: A relay is late when an event has waited this long for the journal.
@@ -82,6 +84,8 @@ class CoreReadings(NamedTuple):
     shards: list[ShardReadings]
     silent: Sequence[str] = ()
     unknown: Sequence[int] = ()
+    #: What workers say of themselves, by their names.
+    workers: Mapping[str, WorkerReport] = {}
 
     @property
     def time_ms(self) -> int:
@@ -122,8 +126,9 @@ async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreReadings:
         if not isinstance(server, ServerReadings)
     ]
     return CoreReadings(
-        answered, list(shards.values()), silent, [number for number in states if number not in shards]
-    )
+        answered, list(shards.values()), silent, [number for number in states if number not in shards],
+        await read_reports(redis, keys.workers, clock()),
+    )  # fmt: skip
 
 
 async def _read_server(redis: Any, address: str, clock: Any) -> ServerReadings:
@@ -174,6 +179,26 @@ def _text(value: Any) -> str:
 
 
 # -- checks --------------------------------------------------------------------------------------------------
+
+
+def in_trouble(readings: CoreReadings, settings: Settings) -> list[Finding]:
+    """Work of workers that does not get on for LASTING_SECONDS, however often it is tried. What has the same
+    cause in several places is one finding.
+    """
+    alike: dict[tuple[str, str], list[ReportedTrouble]] = {}
+    for worker, report in readings.workers.items():
+        for trouble in report.troubles:
+            if report.at - trouble.since >= LASTING_SECONDS * 1000:
+                alike.setdefault((worker, trouble.words), []).append(trouble)
+    return [
+        Finding(
+            "stuck", f"worker {worker}: {', '.join(sorted(one.where for one in troubles))}: {words}",
+            "this does not get on, however often it is tried: it will not pass by itself",
+            "mend what the text names; the worker tries again by itself   # its log says more",
+            min(one.since for one in troubles),
+        )
+        for (worker, words), troubles in alike.items()
+    ]  # fmt: skip
 
 
 def may_evict(readings: CoreReadings, settings: Settings) -> list[Finding]:

@@ -1,7 +1,8 @@
 """The examination: reads every server once and runs every check whose servers answered."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer
@@ -18,6 +19,7 @@ from grabstream.ops.connections.preconditions import (
     loses_nothing,
     unmet_by_postgres,
 )
+from grabstream.ops.connections.worker_reports import WorkerReport, players
 from grabstream.ops.diagnosis import books, core, hooks, machine, seal_keys, topics
 from grabstream.ops.diagnosis.books import BookReadings, Jump
 from grabstream.ops.diagnosis.core import CoreReadings
@@ -231,6 +233,7 @@ CHECKS: Final = (
     Check("servers of the Redis Cluster answer", ("redis",), _core(core.silent)),
     Check("shards decide", ("redis",), _core(core.fenced)),
     Check("Redis has the functions", ("redis",), _core(core.without_functions)),
+    Check("workers get on", ("redis",), _core(core.in_trouble)),
     Check("shards are relayed", ("redis",), _core(core.not_relayed)),
     Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
     Check("holds and offers end in time", ("redis",), _core(core.not_swept)),
@@ -314,7 +317,34 @@ def _run_checks(readings: Readings, servers: dict[str, str | None]) -> Examinati
             )
             for name, finding in findings
         ]
+    if readings.core:
+        findings = [
+            (name, _without_needless_start(finding, readings.core.workers)) for name, finding in findings
+        ]
     return Examination(readings.now_ms, servers, findings, passed, not_checked)
+
+
+#: A command that starts a worker only because nobody seems to play these roles.
+_starts = re.compile(r"grabstream worker --roles ([a-z,]+)").fullmatch
+
+
+def _without_needless_start(finding: Finding, workers: Mapping[str, WorkerReport]) -> Finding:
+    """The finding, whose command names the worker that plays the roles already, and its last error, instead
+    of starting another one.
+    """
+    start = _starts(finding.command)
+    playing = players(workers, start[1].split(",")) if start else []
+    if not playing:
+        return finding
+    errors = [
+        f"{worker}: {trouble.where}: {trouble.words}"
+        for worker in playing
+        for trouble in workers[worker].troubles[:1]
+    ]
+    means = f"its last error: {'; '.join(errors)}" if errors else "it reports no error: read its log"
+    return finding._replace(
+        command=f"start none: {', '.join(playing)} plays {finding.command.rpartition(' ')[2]}; {means}"
+    )
 
 
 async def _ask(reading: Awaitable[Any]) -> tuple[Any, str | None]:

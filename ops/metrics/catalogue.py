@@ -195,6 +195,12 @@ METRICS: Final = (
         "Attempts of a projection that failed and are repeated.",
         ("projection",),
     ),
+    Metric(
+        "grabstream_trouble_seconds",
+        "gauge",
+        "For how long this worker has had the trouble that lasts longest; 0: none. What succeeds beside it "
+        "does not end it. The log and `grabstream doctor` say what it is.",
+    ),
     Metric("grabstream_role_restarts_total", "counter", "Restarts of roles that failed.", ("role",)),
     Metric(
         "grabstream_webhook_requests_total",

@@ -21,6 +21,7 @@ from grabstream.projections import cursors
 from grabstream.projections.checking import verified
 from grabstream.projections.records import set_aside, webhooks
 from grabstream.projections.versions import NoReadModel
+from grabstream.streams.clients import TROUBLES
 from grabstream.streams.measures import WorkerMeasures
 
 #: Roles whose workers read the books for metrics; other workers need no PostgreSQL.
@@ -110,6 +111,8 @@ class WorkerMetrics:
         published = measures.projections.get("events")
         for shard, seq in published.seqs.items() if published else ():
             samples.set("grabstream_published_seq", seq, shard=shard)
+        troubles = TROUBLES.present()
+        samples.set("grabstream_trouble_seconds", troubles[0].seconds if troubles else 0.0)
         for role, count in measures.restarts.items():
             samples.set("grabstream_role_restarts_total", count, role=role)
         for result, count in measures.webhooks.items():

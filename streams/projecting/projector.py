@@ -9,6 +9,7 @@ the stop is recorded, and the other shards continue.
 
 import asyncio
 import logging
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
-from grabstream.streams.clients import in_words
+from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.journal import JournalReader, Record, open_reader
 from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys
 from grabstream.streams.measures import ProjectionMeasures
@@ -207,6 +208,7 @@ class Projector:
         #: The shards to catch up before anything else.
         self._to_catch_up: list[Record | CatchUp] = []
         self._pause_seconds = RETRY_SECONDS
+        self._trouble = Trouble(log, f"projection {name}")
         #: How long to wait for records that join a group.
         self._gather_seconds = GATHER_SECONDS_MIN
         #: Why nothing can be written, in words, while no version of the read model has the definition of this
@@ -230,7 +232,7 @@ class Projector:
                         await self._carry_all(reader)
                 except (Exception, asyncio.CancelledError) as error:
                     if is_trouble(error):
-                        log.warning("projection %s: %s; trying again", self.name, in_words(error))
+                        self._trouble.say(in_words(error))
                         await self._pause(RETRY_SECONDS)
                     elif isinstance(error, asyncio.CancelledError):
                         raise
@@ -265,6 +267,8 @@ class Projector:
         continue.
         """
         self.measures.failures += 1
+        if (error := sys.exception()) is not None:
+            self._trouble.note(in_words(error))
         log.critical(
             "projection %s: unknown error; trying again in %.1f s",
             self.name,
@@ -310,6 +314,7 @@ class Projector:
                 # Resumed shards are added to the items, so that a retry includes them.
                 items = [*items, *await self._resumed()]
                 await self._process(items, reader)
+                self._trouble.over()
                 return
             except CursorMoved as moved:
                 # Another process was faster, or another version is live now.
@@ -341,7 +346,7 @@ class Projector:
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                log.warning("projection %s: %s; trying again", self.name, in_words(error))
+                self._trouble.say(in_words(error))
                 self.measures.failures += 1
                 await self._disconnect()
                 await asyncio.sleep(pause)

@@ -174,10 +174,64 @@ def test_trouble_that_comes_back_soon_is_logged_now_and_then(
         trouble.over()
         now += 0.7
     said = ["shard 3: full; trying again", "shard 3: continues"]
-    assert caplog.messages == 2 * said
+    lasts = ["shard 3: for 60 s now, however often it is tried: full", "shard 3: continues"]
+    assert caplog.messages == [*said, *said, *lasts]
+    caplog.clear()
     now += clients.STEADY_SECONDS
     trouble.say("full")
-    assert len(caplog.messages) == 4, "trouble after a steady time may be explained by an outage again"
+    assert caplog.messages == [], "trouble after a steady time may be explained by an outage again"
+
+
+class VirtualTime:
+    """The clock of the module, and troubles of a process that has no others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1_000.0
+        self.troubles = clients.Troubles()
+        monkeypatch.setattr(clients, "TROUBLES", self.troubles)
+        monkeypatch.setattr(clients.time, "monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize("succeeds_beside", [False, True])
+def test_the_same_trouble_for_a_minute_is_a_warning_at_a_bounded_rate(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, succeeds_beside: bool
+) -> None:
+    """As of a decider that may read, but not write answers: each poll is a success beside it."""
+    time = VirtualTime(monkeypatch)
+    trouble = clients.Trouble(logging.getLogger("test"), "deciding")
+    lasts = []
+    for _ in range(int(2 * clients.LASTING_LOGGED_SECONDS / 5)):
+        trouble.say("TopicAuthorizationFailedError: results")
+        if succeeds_beside:
+            trouble.over()
+        lasts += [text for text in caplog.messages if "for " in text]
+        caplog.clear()
+        time.now += 5.0
+    assert lasts == [
+        f"deciding: for {seconds} s now, however often it is tried: TopicAuthorizationFailedError: results"
+        for seconds in (60, 660)
+    ]
+    [present] = time.troubles.present()
+    assert (present.where, present.words) == ("deciding", "TopicAuthorizationFailedError: results")
+    assert present.seconds == 1_200.0
+    trouble.over()
+    time.now += clients.STEADY_SECONDS
+    assert time.troubles.present() == []
+    trouble.say("another one")
+    time.now += 1.0
+    assert [one.seconds for one in time.troubles.present()] == [1.0], "a new trouble begins anew"
+    time.now += clients.FORGOTTEN_SECONDS
+    assert time.troubles.present() == [], "nobody has tried for so long"
+
+
+def test_trouble_of_what_is_gone_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = VirtualTime(monkeypatch)
+    trouble = clients.Trouble(logging.getLogger("test"), "a shard that another worker relays now")
+    trouble.note("away")
+    time.now += 1.0
+    assert len(time.troubles.present()) == 1
+    del trouble
+    assert time.troubles.present() == []
 
 
 def test_trouble_that_an_outage_explained_has_ended_with_it(

@@ -46,6 +46,7 @@ from grabstream.ops.connections.opening import (
 )  # fmt: skip
 from grabstream.ops.connections.watching import Readiness, watch_servers
 from grabstream.ops.connections.watching import log as worker_log
+from grabstream.ops.connections.worker_reports import keep_reporting
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import counted
 from grabstream.ops.console.stopping import (
@@ -165,6 +166,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
         )  # fmt: skip
         roles["identity"] = functools.partial(known.keep, redis)
         roles["key files"] = key_files.keep_fresh
+        roles["report"] = functools.partial(keep_reporting, redis, key_space(settings).workers, chosen)
         roles["servers"] = restarting("servers", functools.partial(watch_servers, settings, redis))
         log.info("playing %s", ", ".join(chosen))
         async with AsyncExitStack() as stack:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, Final
 
 import click
+import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection, OperationalError, sql
@@ -14,8 +15,10 @@ from psycopg.rows import dict_row
 from redis.exceptions import RedisError
 from rich.markup import escape
 
+from grabstream.lua.gate.calls import now_ms
 from grabstream.ops.connections.opening import key_space, mixed_systems, open_redis
 from grabstream.ops.connections.preconditions import ConditionNotMet, require_postgres
+from grabstream.ops.connections.worker_reports import read_reports
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.diagnosis.shards import read_shards
 from grabstream.ops.diagnosis.slow_scripts import script_calls, slow_scripts
@@ -78,7 +81,7 @@ async def read(settings: Settings) -> dict[str, Any]:
     readings: dict[str, Any] = {
         "servers": {}, "shards": [], "read_models": [], "stopped": [], "versions": [], "waiting": {},
         "verified": [], "findings": [],
-        "set_aside": [], "webhooks": {}, "slow_scripts": [], "script_calls": [],
+        "set_aside": [], "webhooks": {}, "slow_scripts": [], "script_calls": [], "workers": {},
         "mixed_up": str(mixed_up) if mixed_up else None,
     }  # fmt: skip
     readings["servers"] = dict.fromkeys(("redis", "kafka", "postgres"))
@@ -98,6 +101,8 @@ async def _redis(settings: Settings, readings: dict[str, Any]) -> None:
     redis = open_redis(settings)
     try:
         rows = await read_shards(redis, key_space(settings), settings.shards)
+        reports = await read_reports(redis, key_space(settings).workers, now_ms())
+        readings["workers"] = msgspec.to_builtins(reports)
         readings["slow_scripts"] = [script._asdict() for script in await slow_scripts(redis, settings.prefix)]
         readings["script_calls"] = [call._asdict() for call in await script_calls(redis)]
     finally:
@@ -207,6 +212,12 @@ def _print(readings: dict[str, Any]) -> None:
             "those that are in the journal; `grabstream doctor` shows what to do about the rest.",
             highlight=False,
         )
+    for worker, report in readings["workers"].items():
+        for trouble in report["troubles"][:1]:
+            console.print(
+                f"[red]worker {escape(worker)}[/]: {escape(trouble['where'])}: {escape(trouble['words'])}",
+                highlight=False,
+            )
     _print_slow_scripts(readings["slow_scripts"])
     if readings["script_calls"]:
         longest = max(call["longest_ms_at_most"] for call in readings["script_calls"])

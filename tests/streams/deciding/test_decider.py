@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
+from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand, Grab, Load, Open, Return, encode_command
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.settings import Settings
+from grabstream.streams import clients
 from grabstream.streams.clients import started
 from grabstream.streams.deciding import backlog
 from grabstream.streams.deciding.decider import Decider
@@ -277,6 +280,33 @@ async def test_codes_are_given_and_voided_without_being_named_in_the_topic(stage
     assert [again[0].coupon_codes, again[1].voided_codes] == [load.items, load.items]
     for topic in (stage.topics.results, stage.topics.journal):
         assert not any(b"SECRET" in record.value for record in await read_all(stage.settings, topic))
+
+
+async def test_answers_that_are_refused_for_ever_are_lasting_trouble(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody has bounded the topic of answers. Each poll of commands succeeds beside it."""
+    troubles = clients.Troubles()
+    monkeypatch.setattr(clients, "TROUBLES", troubles)
+    monkeypatch.setattr(clients, "LASTING_SECONDS", 0.5)
+    offer, results = stock_in(stage.keys, 0), stage.topics.results
+    stage.relay(0)
+    await stage.open(offer)
+
+    async def bound(size: str) -> None:
+        async with started(AIOKafkaAdminClient(bootstrap_servers=stage.settings.kafka)) as client:
+            change = {"max.message.bytes": size}
+            await client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, results, change)])
+
+    await bound("10")
+    async with stage.decider():
+        await stage.send([crowd(offer.offer, 1)])
+        where = f"deciding commands of {stage.topics.commands}: for "
+        await until(lambda: any(text.startswith(where) for text in caplog.messages), 30, "the warning")
+        [present] = [one for one in troubles.present() if one.where.startswith("deciding")]
+        assert "MessageSizeTooLarge" in present.words
+        await bound(str(RECORD_BYTES_MAX))
+        assert await stage.until_answered(1) == {f"{offer.offer}-g0": "held"}
 
 
 async def _is(finding: Any, expected: object) -> bool:

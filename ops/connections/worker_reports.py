@@ -1,0 +1,106 @@
+"""What workers say of themselves, in Redis: the roles they play, and where they have trouble. So an operator
+learns of a role that runs and does not get on, on whatever machine its log is.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from grabstream.lua.ticks import seconds_to_tick
+from grabstream.lua.trouble import suppressed_trouble
+from grabstream.streams.clients import TROUBLES, in_words
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_SECONDS: Final = 10.0
+#: A report that is older is of a worker that is gone, or hangs.
+REPORT_MS_MAX: Final = 35_000
+#: Reports that are so old are deleted by the next worker that starts.
+OLD_MS: Final = 24 * 3600 * 1000
+#: Bounds of a report.
+TROUBLES_MAX: Final = 20
+WORDS_MAX: Final = 500
+
+
+class ReportedTrouble(msgspec.Struct, frozen=True):
+    """Where a worker has trouble, since when (ms since 1970 UTC), and the text of the last error."""
+
+    where: str
+    since: int
+    words: str
+
+
+class WorkerReport(msgspec.Struct, frozen=True):
+    """What a worker said of itself at a time (ms since 1970 UTC): its roles, and its troubles, the longest
+    first.
+    """
+
+    at: int
+    roles: list[str]
+    troubles: list[ReportedTrouble]
+
+
+def report_of(roles: Sequence[str], now_ms: int) -> WorkerReport:
+    """What this process says of itself."""
+    troubles = [
+        ReportedTrouble(one.where, now_ms - round(one.seconds * 1000), one.words[:WORDS_MAX])
+        for one in TROUBLES.present()[:TROUBLES_MAX]
+    ]
+    return WorkerReport(now_ms, sorted(roles), troubles)
+
+
+async def keep_reporting(redis: Any, key: str, roles: Sequence[str], stop: asyncio.Event) -> None:
+    """Reports this worker until `stop`, and then no longer. What cannot be written is left out."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "_", os.uname().nodename)
+    name = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
+    with suppressed_trouble():
+        now_ms = _now_ms()
+        reports = await _read(redis, key)
+        if old := [one for one, report in reports.items() if now_ms - report.at > OLD_MS]:
+            await redis.hdel(key, *old)
+    while not stop.is_set():
+        try:
+            with suppressed_trouble():
+                await redis.hset(key, name, msgspec.json.encode(report_of(roles, _now_ms())))
+        except Exception as error:
+            # A user with fewer rights: nothing else depends on this.
+            log.info("this worker cannot be reported in Redis: %s", in_words(error))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds_to_tick(REPORT_EVERY_SECONDS)):
+                await stop.wait()
+    with suppressed_trouble():
+        await redis.hdel(key, name)
+
+
+async def read_reports(redis: Any, key: str, now_ms: int) -> dict[str, WorkerReport]:
+    """The reports of the workers that are there, by their names; none when they cannot be read."""
+    with suppressed_trouble():
+        reports = await _read(redis, key)
+        return {name: report for name, report in reports.items() if abs(now_ms - report.at) <= REPORT_MS_MAX}
+    return {}
+
+
+async def _read(redis: Any, key: str) -> dict[str, WorkerReport]:
+    reports = {}
+    for name, text in (await redis.hgetall(key)).items():
+        # Somebody else may have written it.
+        with contextlib.suppress(msgspec.MsgspecError):
+            reports[name.decode(errors="replace")] = msgspec.json.decode(text, type=WorkerReport)
+    return reports
+
+
+def players(reports: Mapping[str, WorkerReport], roles: Collection[str]) -> list[str]:
+    """The workers that play all of these roles."""
+    return sorted(name for name, report in reports.items() if set(roles) <= set(report.roles))
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
