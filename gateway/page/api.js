@@ -1,6 +1,8 @@
 // Requests to the gateway. The API key, or the token of a user, is kept by the tab alone, and sent as
 // Authorization. `key.name` is the name under which the tab keeps it.
 
+import { parsedExactly } from "./exact.js";
+
 export const key = {
   name: "grabstream.key",
   get: () => sessionStorage.getItem(key.name) ?? "",
@@ -77,7 +79,7 @@ async function answerOf(path, options) {
   }
   let body = {};
   try {
-    body = JSON.parse(text);
+    body = parsedExactly(text);
   } catch {
     if (answer.ok) throw new Unreachable("The answer is not one of the gateway.");
   }
