@@ -8,9 +8,7 @@ added. The read models lag a moment after answers; `after` waits for them. What 
 import logging
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from hashlib import md5
 from typing import Any, Final
 
 import msgspec
@@ -27,6 +25,7 @@ from grabstream.gateway.bounds import (
     PARSED_BYTES_MAX,
     PARSED_MAX,
     SHUFFLED_LISTS_MAX,
+    SHUFFLED_NAMES_MAX,
     SHUFFLED_OFFERS_MAX,
     WAITING_POSITIONS_MAX,
 )
@@ -37,6 +36,7 @@ from grabstream.gateway.positions import WAITING_PLACES, position_in
 from grabstream.gateway.problems import JSON, SECURE_HEADERS, Header, Problem, Reply, invalid, retry_soon
 from grabstream.gateway.reaching import Reached
 from grabstream.gateway.requests import Request, chosen, query_of
+from grabstream.gateway.shuffling import Shuffled
 from grabstream.gateway.slots import Slots
 from grabstream.gateway.tokens import add_bounded
 from grabstream.lua.gate.personal import KeysUnavailable, UserKey, is_sealed, open_metadata
@@ -67,9 +67,10 @@ _OFFERS: Final = (
 _NEVER: Final = TIME_MS_MAX
 _ONE_OFFER: Final = _OFFERS + ", shard, terms, seed_sha256, seed FROM offers WHERE offer = %s"
 _NEWEST: Final = _OFFERS + " FROM offers WHERE true"
-#: The place of an offer in the list of one visitor: random, and always the same.
-_SPOT: Final = "md5(offer || '/' || %s)"
-_RANDOM: Final = _OFFERS + ", " + _SPOT + " AS spot FROM offers WHERE true"
+#: The names of the newest offers that match, in one text.
+_NAMES: Final = "SELECT string_agg(offer, ' ') AS names FROM (SELECT offer FROM offers WHERE true"
+_OF_NAMES: Final = _OFFERS + " FROM offers WHERE offer = ANY(%s)"
+_NEWEST_FIRST: Final = " ORDER BY opened_at DESC, offer DESC LIMIT %s"
 _FILTERS: Final = {"state": " AND state = %s", "kind": " AND kind = %s", "issuer": " AND issuer = %s"}
 _TAKEN: Final = (
     'SELECT place, user_id AS "user", grab, state, quantity, amount, asset, held, taken, redeemed, at '
@@ -108,11 +109,23 @@ class _Named(msgspec.Struct):
     offer: str
 
 
-#: Offers by name, each as JSON.
-Listed = Sequence[tuple[str, msgspec.Raw]]
-_decode_names = msgspec.json.Decoder(list[_Named] | None).decode
+_decode_listed = msgspec.json.Decoder(list[_Named] | str).decode
 _decode_places = msgspec.json.Decoder(list[int]).decode
-_decode_raws = msgspec.json.Decoder(list[msgspec.Raw] | None).decode
+_decode_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class _Listed:
+    """The offers of a list, in the orders of visitors, and each as JSON; None: there are too many to keep."""
+
+    def __init__(self, body: bytes) -> None:
+        listed = _decode_listed(body)
+        self.offers: Mapping[str, msgspec.Raw] | None = None
+        if isinstance(listed, str):
+            self.order = Shuffled(listed.split())
+            return
+        names = [named.offer for named in listed]
+        self.order = Shuffled(names)
+        self.offers = dict(zip(names, _decode_raws(body), strict=True))
 
 
 class Questions:
@@ -136,7 +149,7 @@ class Questions:
         self._cache = cache
         self._waiting = Slots(AFTER_WAITERS_MAX, "questions that wait for events (`after`)")
         #: Offers for a random order, by the tag of the document that has them.
-        self._listed: dict[bytes, Listed | None] = {}
+        self._listed: dict[bytes, _Listed] = {}
         #: Waiting lists, by the tag of the document that has them.
         self._places: dict[bytes, list[int]] = {}
         #: Targets of requests that were answered a moment ago: the operation, and the digest of the question.
@@ -194,63 +207,62 @@ class Questions:
             raise invalid("visitor: belongs to order=random")
         page = Page(asked, (int, str))
         query = (
-            _NEWEST
-            + filters
-            + (" AND (opened_at, offer) < (%s, %s)" if page.last else "")
-            + " ORDER BY opened_at DESC, offer DESC LIMIT %s"
+            _NEWEST + filters + (" AND (opened_at, offer) < (%s, %s)" if page.last else "") + _NEWEST_FIRST
         )
         rows = await self._books.rows(query, [_NEVER, *values, *page.last, page.rows + 1])
         return page.document("offers", rows, ("opened_at", "offer"))
 
     async def _in_random_order(self, request: Request, asked: Mapping[str, str]) -> Reply:
         """A page of offers in the order of one visitor. All visitors share what is read: PostgreSQL is asked
-        once for a filter, not once for each of them, unless there are too many offers.
+        for a list once, not once for each of them, and for the offers of a page if there are too many to keep
+        them all.
         """
         filters, values = _filters_of(asked)
         if "visitor" not in asked:
             raise invalid("visitor: is required with order=random; the order is that of the visitor")
         visitor = _id(asked, "visitor")
-        page = Page(asked, (str, str))
+        page = Page(asked, (str,))
+        after = page.last[0] if page.last else None
+        if after is not None and not is_id(after):
+            raise _no_cursor()
         shared = {name: asked[name] for name in _FILTERS if name in asked}
         source = await self._cache.document(
             "shuffled_offers", shared, lambda: self._to_shuffle(filters, values), request.read_since
         )
-        offers = self._shuffled_of(source)
+        listed = self._listed_in(source)
+        offers = listed.offers
+
+        def names() -> list[str]:
+            return listed.order.page(visitor, after, page.rows + 1)
+
         if offers is None:
             return await self._cached(
-                request, "offers", asked, lambda: self._sorted(page, visitor, filters, values)
+                request, "offers", asked, lambda: self._named(page, names(), filters, values)
             )
         arguments = _but_after(asked)
-        kept = self._cache.derived("offers", arguments, source, lambda: page.shuffled(offers, visitor))
+        kept = self._cache.derived("offers", arguments, source, lambda: page.of_names(names(), offers))
         return self._reply(request, "offers", asked, arguments, kept)
 
     async def _to_shuffle(self, filters: str, values: Sequence[str]) -> bytes:
-        """All offers that match, in any order; `null` if there are too many."""
+        """All offers that match, in any order; of too many, the names of the newest ones, in one text."""
         query = _NEWEST + filters + " LIMIT %s"
         rows = await self._books.rows(query, [_NEVER, *values, SHUFFLED_OFFERS_MAX + 1])
-        return _encode(rows if len(rows) <= SHUFFLED_OFFERS_MAX else None)
+        if len(rows) <= SHUFFLED_OFFERS_MAX:
+            return _encode(rows)
+        query = _NAMES + filters + _NEWEST_FIRST + ") AS newest"
+        [row] = await self._books.rows(query, [*values, SHUFFLED_NAMES_MAX])
+        return _encode(row.get("names", ""))
 
-    def _shuffled_of(self, source: Kept) -> Listed | None:
-        """The offers of a document of `_to_shuffle`, by name."""
+    def _listed_in(self, source: Kept) -> "_Listed":
+        """The offers of a document of `_to_shuffle`."""
         if source.tag not in self._listed:
-            names, raws = _decode_names(source.body), _decode_raws(source.body)
-            listed = None if names is None or raws is None else [
-                (named.offer, raw) for named, raw in zip(names, raws, strict=True)
-            ]  # fmt: skip
-            add_bounded(self._listed, source.tag, listed, SHUFFLED_LISTS_MAX)
+            add_bounded(self._listed, source.tag, _Listed(source.body), SHUFFLED_LISTS_MAX)
         return self._listed[source.tag]
 
-    async def _sorted(self, page: "Page", visitor: str, filters: str, values: Sequence[str]) -> bytes:
-        """A page of offers that PostgreSQL puts into the order of a visitor."""
-        query = (
-            _RANDOM
-            + filters
-            + (" AND (" + _SPOT + ", offer) > (%s, %s)" if page.last else "")
-            + " ORDER BY spot, offer LIMIT %s"
-        )
-        last = [visitor, *page.last] if page.last else []
-        rows = await self._books.rows(query, [_NEVER, visitor, *values, *last, page.rows + 1])
-        return page.document("offers", rows, ("spot", "offer"), ("spot",))
+    async def _named(self, page: "Page", names: Sequence[str], filters: str, values: Sequence[str]) -> bytes:
+        """A page of offers by their names. One that has come to match no more is left out."""
+        rows = await self._books.rows(_OF_NAMES + filters, [_NEVER, list(names), *values])
+        return page.of_names(names, {row["offer"]: row for row in rows})
 
     async def _offer(self, offer: str) -> bytes:
         rows = await self._books.rows(_ONE_OFFER, [_NEVER, offer])
@@ -428,33 +440,19 @@ class Page:
         self.rows = int(text)
         self.last = _read_cursor(asked["cursor"], kinds) if "cursor" in asked else []
 
-    def document(self, name: str, rows: list[Row], keys: Sequence[str], hidden: Sequence[str] = ()) -> bytes:
+    def document(self, name: str, rows: list[Row], keys: Sequence[str]) -> bytes:
         """The page. `rows` has one more row if there is a next page."""
         document: dict[str, Any] = {name: rows[: self.rows]}
         if len(rows) > self.rows:
             document["next"] = _cursor([rows[self.rows - 1][key] for key in keys])
-        for row in rows:
-            for column in hidden:
-                del row[column]
         return _encode(document)
 
-    def shuffled(self, offers: Listed, visitor: str) -> bytes:
-        """The page of offers in the order of a visitor, which is the order of _SPOT."""
-        spots = sorted((_spot(offer, visitor), offer, raw) for offer, raw in offers)
-        start = bisect_right(spots, tuple(self.last), key=_place_of_spot) if self.last else 0
-        found = spots[start : start + self.rows]
-        document: dict[str, Any] = {"offers": [raw for _, _, raw in found]}
-        if len(spots) > start + self.rows:
-            document["next"] = _cursor(found[-1][:2])
+    def of_names(self, names: Sequence[str], offers: Mapping[str, Any]) -> bytes:
+        """The page of offers with these names. `names` has one more if there is a next page."""
+        document: dict[str, Any] = {"offers": [offers[one] for one in names[: self.rows] if one in offers]}
+        if len(names) > self.rows:
+            document["next"] = _cursor([names[self.rows - 1]])
         return _encode(document)
-
-
-def _spot(offer: str, visitor: str) -> str:
-    return md5(f"{offer}/{visitor}".encode(), usedforsecurity=False).hexdigest()
-
-
-def _place_of_spot(spot: tuple[str, str, msgspec.Raw]) -> tuple[str, str]:
-    return spot[:2]
 
 
 def _but_after(asked: Mapping[str, str]) -> dict[str, str]:
@@ -475,8 +473,12 @@ def _cursor(values: Sequence[Any]) -> str:
     return urlsafe_b64encode(_encode(values)).decode().rstrip("=")
 
 
+def _no_cursor() -> Problem:
+    return invalid("cursor: is not the `next` of a page of this list")
+
+
 def _read_cursor(text: str, kinds: tuple[type, ...]) -> list[Any]:
-    problem = invalid("cursor: is not the `next` of a page of this list")
+    problem = _no_cursor()
     if len(text) > CURSOR_LENGTH_MAX or not text.isascii():
         raise problem
     try:

@@ -76,8 +76,10 @@ CURSOR_LENGTH_MAX: Final = 400
 CACHE_SECONDS: Final = 2.0
 CACHE_BYTES_MAX: Final = 32 * 1024 * 1024
 #: Offers that match a question for a random order: they are read once for all visitors, and the gateway puts
-#: them into the order of each; of more, PostgreSQL sorts them. And such lists that are kept ready for it.
+#: them into the order of each; of more, it has the names of the newest ones, and reads those of a page. And
+#: such lists that are kept ready for it.
 SHUFFLED_OFFERS_MAX: Final = 500
+SHUFFLED_NAMES_MAX: Final = 10_000
 SHUFFLED_LISTS_MAX: Final = 16
 #: Grabs of a waiting list whose positions are told.
 WAITING_POSITIONS_MAX: Final = 10_000

@@ -23,7 +23,7 @@ from grabstream.gateway.bounds import (
 from grabstream.gateway.cache_server import CacheServer
 
 #: Raised whenever the form of values changes: gateways of both releases may run at the same time.
-FORM_VERSION: Final = 1
+FORM_VERSION: Final = 2
 #: How long a gateway that makes an answer keeps the others waiting, if it dies meanwhile.
 MAKING_MS_MAX: Final = 2_000
 POLL_SECONDS: Final = 0.02

@@ -639,10 +639,11 @@ def of_requests() -> list[Row]:
             "asks itself",
         ),
         Row(
-            "offers in a random order that are read once for all visitors; such lists that are kept ready",
-            f"{http.SHUFFLED_OFFERS_MAX:,}; {http.SHUFFLED_LISTS_MAX}",
+            "offers in a random order that are read once for all visitors; names of offers, of more; such "
+            "lists that are kept ready",
+            f"{http.SHUFFLED_OFFERS_MAX:,}; {http.SHUFFLED_NAMES_MAX:,}; {http.SHUFFLED_LISTS_MAX}",
             "the gateway puts them into the order of each visitor",
-            "PostgreSQL sorts them, once for each visitor; the list is read again",
+            "the offers of a page are read for it; the order has the newest; the list is read again",
         ),
         Row(
             "an answer that gateways share",

@@ -157,6 +157,8 @@ CREATE INDEX grabs_1_luckiest ON grabs_1 (offer, (-amount), place)
     WHERE state <> 'waiting' AND (strpos(asset, ':') = 0 OR amount > 1);
 CREATE INDEX grabs_1_waiting ON grabs_1 (offer, place) WHERE state = 'waiting';
 
+-- Pages of offers, the newest first.
+CREATE INDEX offers_1_newest ON offers_1 (opened_at, offer);
 ALTER TABLE offers_1
     ADD CHECK (held >= 0),
     ADD CHECK (waiting >= 0),

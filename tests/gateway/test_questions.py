@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -172,8 +173,8 @@ async def pages_of(questions: Questions, query: str) -> list[Any]:
 async def test_visitors_share_what_is_read_for_a_random_order(
     caller: Caller, offer: str, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One query for all of them, however many pages they turn; and the pages are those that PostgreSQL sorts.
-    A `next` of one is also the cursor of the other, as when offers become too many.
+    """One query for all of them, however many pages they turn. When offers become too many to keep them all,
+    the pages are the same, each of them with a query by keys; a `next` of before goes on.
     """
     shop = f"shop-{offer}"
     for number in range(11):
@@ -190,9 +191,25 @@ async def test_visitors_share_what_is_read_for_a_random_order(
         for visitor, pages in ours.items():
             asked = f"issuer={shop}&order=random&visitor={visitor}&limit=4"
             assert await pages_of(questions, asked) == pages
-            # Cursors of one go on in the other.
             assert await list_of(questions, f"{asked}&cursor={pages[0]['next']}") == pages[1]
-        assert len(queries) == 1 + 3 * len(ours)
+        assert len(queries) == 2 + 3 * len(ours)
+        # One that has closed a moment ago is not shown as open, and the page after it is the same.
+        asked = f"issuer={shop}&order=random&visitor=ann&limit=4&state=open"
+        pages = await pages_of(questions, asked)
+        assert [len(page["offers"]) for page in pages] == [4, 4, 3]
+        gone = await caller.post(f"/v1/offers/{pages[0]['offers'][3]['offer']}/close", {})
+        await ask(caller, f"/v1/offers?{position(gone)}", "offers")
+        questions._cache._kept = OrderedDict(
+            (key, kept) for key, kept in questions._cache._kept.items() if kept.body.startswith(b'"')
+        )
+        again = await pages_of(questions, asked)
+        assert [len(page["offers"]) for page in again] == [3, 4, 3]
+        assert [page.get("next") for page in again] == [page.get("next") for page in pages]
+    monkeypatch.setattr("grabstream.gateway.asking.SHUFFLED_NAMES_MAX", 5)
+    async with counted(door) as (questions, queries):
+        newest = [f"{offer}:{number}" for number in range(6, 11)]
+        [page] = await pages_of(questions, f"issuer={shop}&order=random&visitor=ann&limit=100")
+        assert sorted(row["offer"] for row in page["offers"]) == sorted(newest)
 
 
 async def test_questions_about_events_that_are_booked_share_what_is_read(
@@ -392,6 +409,10 @@ async def test_document_has_a_tag(caller: Caller, offer: str) -> None:
         (
             "cursor",
             ["cursor=x", "cursor=W10", "cursor=WyJhIiwxXQ", "cursor=WzFlMywiYSJd", "cursor=" + "a" * 500],
+        ),
+        (
+            "cursor",
+            [f"order=random&visitor=ann&cursor={text}" for text in ("WyJcdWQ4MDAiXQ", "WyIgIl0", "WzFd")],
         ),
         ("after", ["after=1", "after=99-1", "after=1--1", "after=" + "1" * 50]),
         ("order", ["order=x"]),

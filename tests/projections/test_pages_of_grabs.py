@@ -11,10 +11,12 @@ from typing import Any, Final
 import pytest
 from psycopg import AsyncConnection, AsyncCursor
 from psycopg.rows import dict_row
+from psycopg.sql import Literal
 
 from grabstream.gateway import filming
 from grabstream.gateway.asking import Questions
 from grabstream.gateway.books import PLANNING, Row
+from grabstream.gateway.bounds import SHUFFLED_OFFERS_MAX
 from grabstream.gateway.caching import Cache
 from grabstream.gateway.positions import WAITING_PLACES
 from grabstream.gateway.requests import Request
@@ -53,6 +55,17 @@ _POSITION: Final = 'waiting."position"'
 _names = (f"asked_{number}" for number in count())
 
 
+#: Offers that are newer than the others: too many to keep them all for a random order.
+MANY: Final = SHUFFLED_OFFERS_MAX + 100
+_MANY: Final = f"""
+INSERT INTO offers_1 (offer, shard, kind, issuer, asset, total, units, title, state, opened_at, opens_at,
+        closes_at, units_left, terms, opened_seq)
+    SELECT 'offer-' || lpad(n::text, 4, '0'), 0, 'coupon', 'i', 'coupon:x', 1, 1, '', 'open', 1 + n, 1, 2, 0,
+           '{{}}', 1
+    FROM generate_series(1, {MANY}) AS n;
+"""
+
+
 class Explained:
     """Stands for a connection, and for books, that keep the plans of each query: that for its values, and
     that for any values, which a session makes of a query that it has answered a few times.
@@ -65,7 +78,7 @@ class Explained:
     async def execute(self, query: str, parameters: Sequence[Any] = ()) -> AsyncCursor[Row]:
         name, numbers = next(_names), count(1)
         prepared = re.sub("%s", lambda _: f"${next(numbers)}", query)
-        values = ", ".join(str(one) if isinstance(one, int) else f"'{one}'" for one in parameters)
+        values = ", ".join(Literal(one).as_string(self._connection) for one in parameters)
         cursor = self._connection.cursor(row_factory=dict_row)
         await cursor.execute(f"PREPARE {name} AS {prepared}".encode())
         await cursor.execute(f"EXPLAIN (FORMAT JSON) EXECUTE {name} ({values})".encode())
@@ -108,6 +121,7 @@ async def books(settings: Settings, request: pytest.FixtureRequest) -> AsyncIter
         for offer, (kind, asset, amount) in OFFERS.items():
             rows = _ROWS.format(offer=offer, kind=kind, asset=asset, amount=amount, grabs=GRABS)
             await connection.execute(rows.encode())
+        await connection.execute(_MANY.encode())
         if request.param == "statistics of now":
             await connection.execute("ANALYZE grabs_1, offers_1")
         await connection.execute(PLANNING)
@@ -141,6 +155,29 @@ async def test_pages_are_read_from_indexes_without_a_sort(books: Explained, offe
     lucky = await all_places(books, offer, "order=luckiest&limit=100")
     assert lucky == sorted(by_place, key=lambda one: (-one[0], one[1]))
     assert books.indexes() == {"grabs_1_place", "grabs_1_luckiest"}
+
+
+async def test_pages_of_offers_are_read_from_an_index_without_a_sort(books: Explained) -> None:
+    """Also those in a random order, of which only names are kept."""
+    questions = Questions(books, Cache())  # type: ignore[arg-type]
+    found: dict[str, list[str]] = {}
+    for order in ("order=newest", "order=random&visitor=ann"):
+        cursor, names = "", found.setdefault(order, [])
+        while len(names) < MANY + len(OFFERS):
+            scope = {"query_string": f"{order}&limit=100{cursor}".encode(), "raw_path": b"", "headers": []}
+            page = json.loads((await questions.offers(Request(scope, Any, {}), b"")).body)
+            names += [row["offer"] for row in page["offers"]]
+            cursor = f"&cursor={page.get('next')}"
+        assert "next" not in page
+    newest = found["order=newest"]
+    assert newest[:MANY] == [f"offer-{number:04}" for number in range(MANY, 0, -1)]
+    assert sorted(found["order=random&visitor=ann"]) == sorted(newest)
+    steps = [step for plan in books.plans for step in steps_of(plan["Plan"])]
+    assert not [step for step in steps if "Sort" in step["Node Type"]]
+    of_offers = [step for step in steps if step.get("Relation Name") == "offers_1"]
+    used = {step.get("Index Name", step["Node Type"]) for step in of_offers}
+    # Whether there are too many is asked in any order.
+    assert used == {"offers_1_newest", "offers_1_pkey", "Seq Scan"}
 
 
 async def test_a_film_and_what_is_shown_are_read_from_indexes_without_a_sort(books: Explained) -> None:
