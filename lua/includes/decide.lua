@@ -272,6 +272,6 @@ local function write_refusals(call)
     local oldest = redis.call('LRANGE', KEYS[4], 0, beyond - 1)
     for i = 1, beyond - #oldest do oldest[#oldest + 1] = call.refused_ids[i] end
     write_in_pieces('HDEL', KEYS[3], oldest)
-    write('LPOP', KEYS[4], beyond)
+    write('LTRIM', KEYS[4], beyond, -1)
   end
 end

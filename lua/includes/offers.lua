@@ -250,7 +250,7 @@ do
     write_in_pieces('ZREM', KEYS[8], gone)
     write_in_pieces('RPUSH', KEYS[base + KEY.codes], offer.codes_new)
     if offer.names_new then write_in_pieces('SADD', KEYS[base + KEY.names], offer.names_new) end
-    if offer.codes_taken > 0 then write('LPOP', KEYS[base + KEY.codes], offer.codes_taken) end
+    if offer.codes_taken > 0 then write('LTRIM', KEYS[base + KEY.codes], offer.codes_taken, -1) end
     for name in pairs(offer.queue_gone) do write('ZREM', KEYS[base + KEY.queue], name) end
     for _, name in ipairs(offer.queue_new) do
       if not offer.queue_gone[name] then
