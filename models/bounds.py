@@ -14,6 +14,9 @@ RECORD_BYTES_MAX: Final = 4 * 1024 * 1024
 COMMAND_BYTES_MAX: Final = 128 * 1024
 #: The line of an event in the journal. A line below this bound fits a block. Readers accept longer lines.
 EVENT_LINE_BYTES_MAX: Final = 256 * 1024
+#: What a call of a script reads from Redis at most: as much as its cost allows, and the answers of a basket.
+#: Nothing tests it at run time; it follows from the other bounds.
+CALL_READ_BYTES_MAX: Final = 1_572_864
 #: Codes that one grab may get; its event contains them, sealed. The greatest `max_per_grab` of an offer with
 #: codes.
 CODES_PER_GRAB_MAX: Final = 100

@@ -358,6 +358,12 @@ def of_processes() -> list[Row]:
             "by the next sweep",
         ),
         Row(
+            "what one script call reads from Redis",
+            size(bounds.CALL_READ_BYTES_MAX),
+            "as above",
+            "cannot occur: large records are read one by one",
+        ),
+        Row(
             "queued grabs that are served or removed for one command",
             f"{grabbing.SERVED_AT_ONCE_MAX}",
             "as above",

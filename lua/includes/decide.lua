@@ -26,7 +26,7 @@ local CODE = {
 local BOUNDS = {
   seq = 2 ^ 40 - 1, event_line_bytes = 262144, codes_per_grab = 100, basket_grabs = 10, entry_lines = 1000,
   entry_bytes = 131072, refusals = 100000,
-  basket_answers_bytes = 1048576, large_answer_bytes = 4096, with_codes = 'at most 100 where grabs get codes',
+  basket_answers_bytes = 1048576, large_answer_bytes = 1024, with_codes = 'at most 100 where grabs get codes',
 }
 -- Lua passes at most 8000 values to a function; longer lists are written in pieces of an even number, since
 -- values may be pairs.

@@ -60,12 +60,7 @@ do
     local kept, refused = {}, stored_refusals(call, offer, ids, users, campaign)
     if not call.has_own_ids then
       local has_id = {}
-      if redis.call('HGET', campaign.state_key, 'large') then
-        -- The campaign has large answers, so this only tests whether there is one under each id.
-        for i = 1, #ids do kept[i] = redis.call('HSTRLEN', campaign.answers_key, ids[i]) > 0 end
-      else
-        kept = redis.call('HMGET', campaign.answers_key, unpack(ids))
-      end
+      kept = are_answered(campaign, ids)
       for i = 1, #ids do
         if has_id[ids[i]] then return 0 end
         has_id[ids[i]] = true

@@ -32,8 +32,8 @@ local function campaign_at(name, offers, c)
     past = {}}
 end
 
--- Stores the answer to a command. A campaign with a large answer is marked (see grant_run in
--- includes/envelope.lua).
+-- Stores the answer to a command. A campaign with a large answer is marked (see are_answered in
+-- includes/repeats.lua).
 local function keep_answer(campaign, id, record)
   put(campaign.answers, id, record)
   append(campaign.made, id)

@@ -16,9 +16,9 @@
 -- commands/confirm.lua reads the columns.
 local confirm_run
 do
-  -- So many confirmations of an offer are read at once. Their records and answers may be large, so more could
-  -- take longer than a call may.
-  local AHEAD = 16
+  -- So many confirmations of an offer are read at once, and so many bytes of the records of their grabs,
+  -- which may be large: of a hold that was confirmed unit by unit.
+  local AHEAD, AHEAD_BYTES = 16, 32768
 
   -- The values of a hash under the fields from one index to another, as a list from 1.
   local function read(key, fields, first, last)
@@ -30,9 +30,20 @@ do
     return values
   end
 
-  -- Reads what is stored about the next confirmations of one offer: {offer, first, last; answers, refusals,
-  -- payments, grabs from 1}. The lists are empty where there is no such offer, or none that confirms so, and
-  -- where nothing can be stored.
+  -- The last of some grabs whose records have at most AHEAD_BYTES together; the one before the first, if that
+  -- has more.
+  local function last_in_bytes(key, names, first, last)
+    local bytes = 0
+    for i = first, last do
+      bytes = bytes + redis.call('HSTRLEN', key, names[i])
+      if bytes > AHEAD_BYTES then return i - 1 end
+    end
+    return last
+  end
+
+  -- Reads what is stored about the next confirmations of one offer: {offer, first, last; from 1: answers
+  -- (whether there is one), refusals, payments, grabs}. The lists are empty where there is no such offer, or
+  -- none that confirms so, where nothing can be stored, and where the first grab has a large record.
   local function read_ahead(commands, first)
     local o, columns, last = commands.offer_of[first], commands.columns, first
     while last < first + AHEAD - 1 and commands.offer_of[last + 1] == o do last = last + 1 end
@@ -41,15 +52,19 @@ do
       grabs = {}}
     commands.ahead = ahead
     if not offer or not offer.rules.hold_ms or offer.loads.codes then return ahead end
-    local campaign, fields = offer.campaign, {}
-    ahead.answers = read(campaign.answers_key, ids, first, last)
+    local campaign, fields, grabs_key = offer.campaign, {}, KEYS[offer.base + KEY.grabs]
+    last = last_in_bytes(grabs_key, names, first, last)
+    ahead.last = math.max(first, last)
+    if last < first then return ahead end
+    ahead.answers = are_answered(campaign, {unpack(ids, first, last)})
+    spend(COST.read_ahead * (last - first + 1))
     if commands.has_refusals == nil then commands.has_refusals = redis.call('EXISTS', KEYS[3]) == 1 end
     if commands.has_refusals then
       for i = first, last do fields[i] = refusal_field(campaign.name, ids[i]) end
       ahead.refusals = read(KEYS[3], fields, first, last)
     end
     if columns.payments then ahead.payments = read(campaign.payments_key, columns.payments, first, last) end
-    ahead.grabs = read(KEYS[offer.base + KEY.grabs], names, first, last)
+    ahead.grabs = read(grabs_key, names, first, last)
     return ahead
   end
 

@@ -21,6 +21,17 @@ local function answer_that_counts(call, campaign, record)
   return record and not has_retired(call, offer_of_answer(record, campaign.name)) and record or nil
 end
 
+-- Whether an answer is stored under each of these fields of a campaign, as a list. Answers may have a hundred
+-- codes; so where a campaign has large answers, none is read.
+local function are_answered(campaign, fields)
+  if campaign.is_large == nil then campaign.is_large = redis.call('HGET', campaign.state_key, 'large') end
+  if not campaign.is_large then return redis.call('HMGET', campaign.answers_key, unpack(fields)) end
+  spend(COST.read_ahead * #fields)
+  local answered = {}
+  for i = 1, #fields do answered[i] = redis.call('HSTRLEN', campaign.answers_key, fields[i]) > 0 end
+  return answered
+end
+
 -- The answer that is stored under the id of a grab, or false. `part` is what its user has of an envelope:
 -- from layout 4 on, that is the answer, if the id is that of the grab.
 local function answer_to_grab(call, campaign, offer, name, part, id)

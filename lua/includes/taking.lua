@@ -163,7 +163,7 @@ do
         if has_id[ids[i]] then return 0 end
         has_id[ids[i]], fields[i] = true, answer_field_of_grab(call, offer.name, ids[i])
       end
-      local kept = redis.call('HMGET', campaign.answers_key, unpack(fields))
+      local kept = are_answered(campaign, fields)
       local refused = stored_refusals(call, offer, ids, users, campaign)
       local most = math.min(#ids, offer.units_left)
       for i = 1, most do
@@ -203,12 +203,9 @@ do
   end
 
   -- The refusal, as a row, that each plain grab of an offer gets for which nothing is remembered; or nil.
-  -- `of_all` is the one that all grabs get, whoever sends them. Answers with codes may be large, so they are
-  -- read one by one.
+  -- `of_all` is the one that all grabs get, whoever sends them.
   local function refusal_of_plain(call, offer, of_all)
     if not call.has_own_ids or offer.total < 1 or not counts_by_user(offer) then return nil end
-    -- Codes may also be loaded where the terms do not ask for them.
-    if offer.rules.codes or offer.loads.codes then return nil end
     if of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then return of_all end
     return available(offer) == 0 and {CODE.sold_out, 0, call.now} or nil
   end
@@ -222,7 +219,7 @@ do
     if offer.pieces then
       local answer_fields = {}
       for i = 1, #ids do answer_fields[i] = answer_field_of_grab(call, name, ids[i]) end
-      answers = redis.call('HMGET', campaign.answers_key, unpack(answer_fields))
+      answers = are_answered(campaign, answer_fields)
     else
       answers = redis.call('HMGET', KEYS[offer.base + KEY.users], unpack(users))
     end

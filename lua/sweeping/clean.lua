@@ -35,16 +35,16 @@ local function is_over(record)
   return has_retired(call, name) and redis.call('HEXISTS', KEYS[14], 'retired/' .. name) == 0
 end
 
--- Records are read whole, and their length is not known before. So the number read at once doubles while the
--- records are short.
+-- Records are read whole. So where a campaign has large answers, they are read one by one; else the number
+-- read at once doubles.
+local is_large = of_answers and redis.call('HGET', KEYS[14], 'large')
 local over, seen, at_once = {}, 0, 1
 repeat
   local scanned = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', at_once)
-  cursor, at_once = scanned[1], 2 * at_once
+  cursor, at_once = scanned[1], is_large and 1 or 2 * at_once
   for i = 1, #scanned[2], 2 do
     local record = scanned[2][i + 1]
     spend(COST.scanned + COST.line_byte * #record)
-    if #record > BOUNDS.large_answer_bytes then at_once = 1 end
     if is_over(record) then over[#over + 1] = scanned[2][i] end
   end
   seen = seen + #scanned[2] / 2
