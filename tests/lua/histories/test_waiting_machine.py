@@ -210,7 +210,7 @@ def _run(settings: Settings, count: int, steps: int, derandomize: bool) -> None:
 @pytest.mark.timeout(900)
 def test_fixed_histories_of_waiting_lists(servers: Settings) -> None:
     """The same histories on every run."""
-    _run(servers, 30, 40, derandomize=True)
+    _run(servers, 16, 40, derandomize=True)
 
 
 @pytest.mark.draws_cases

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from grabstream.models.calendar import DAY_MS
+from grabstream.models.calendar import DAY_MS, HOUR_MS
 from grabstream.models.commands import (
     Amend,
     AnyCommand,
@@ -19,13 +19,15 @@ from grabstream.models.commands import (
     Grab,
     Load,
     Open,
+    Pause,
     Redeem,
     Release,
+    Resume,
     Return,
 )
-from grabstream.models.events import AnyEvent, OfferClosed, encode_event
+from grabstream.models.events import AnyEvent, GrabHeld, OfferClosed, encode_event
 from grabstream.models.identifiers import campaign_of
-from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
 from grabstream.models.rules import ShardState, decide, decide_basket, sweep
 from grabstream.models.runs import decode_line, singles
 from grabstream.models.whatif.twins import CannotChange, Differs, TermChange, Twins, decided_basket
@@ -323,6 +325,34 @@ def test_waiting_list() -> None:
     assert numbers(twins, "queued", "paid", "left") == ((1, 0), (5, 5), (0, 1))
     twins = recording.again(waiting_list=False)
     assert outcomes(twins) == [("g2", "waiting", "sold_out"), ("c2", "confirmed", "not_sent")]
+
+
+@pytest.mark.parametrize("late_ms", [0, 40, 3 * HOUR_MS])
+def test_a_waiting_list_that_is_served_at_an_opening_or_a_resume(late_ms: int) -> None:
+    """Also if the sweeper comes late, or only after the hours. Under other hours, users are served then."""
+    opens_at = START // HOUR_MS * HOUR_MS + 25 * HOUR_MS
+    opens, closes = (f"{at // HOUR_MS % 24:02}:00" for at in (opens_at, opens_at + 2 * HOUR_MS))
+    recording = Recording(
+        held(total=1, waiting_list=True, late="refuse", hours=(Hours(from_=opens, until=closes),))
+    )
+    recording.now = opens_at
+    recording.grabs(1, 3, wait=True)
+    recording.now = opens_at + 2 * HOUR_MS
+    recording.send(Release(id="r1", offer="a:x", grab="g1"))
+    recording.now = opens_at + DAY_MS
+    recording.sweep(late_ms)
+    recording.now = opens_at + 2 * DAY_MS
+    recording.sweep(0)
+    served = [event for event in recording.events if isinstance(event, GrabHeld) and event.waited]
+    assert served[0].at == opens_at + DAY_MS + (late_ms if late_ms < HOUR_MS else DAY_MS)
+    recording.send(Pause(id="p", offer="a:x"))
+    recording.sweep(HOUR_MS)
+    recording.send(Resume(id="q", offer="a:x"))
+    assert_as_recorded(recording.again())
+    twins = recording.again(total=2)
+    assert outcomes(twins) == [("g2", "waiting", "held")]
+    twins = recording.again(hours=())
+    assert numbers(twins, "queued") == ((2, 2),)
 
 
 def test_returns_and_validity() -> None:
