@@ -115,17 +115,7 @@ class Receipts:
 
     def _decide(self, receipt: Receipt, command: Confirm, then: Then) -> None:
         def answered(found: Answer | BaseException) -> None:
-            if (
-                isinstance(found, Answer)
-                and command.user is not None
-                and found.code == Outcome.no_such_offer
-                and found.seq is None
-            ):
-                # When an offer has retired, it is not known any more whose grab it was. Without a user, a
-                # known payment gets its recorded outcome. (Nothing can be confirmed any more.)
-                self._decide(receipt, msgspec.structs.replace(command, user=None), then)
-            else:
-                then(_found(receipt, command, found))
+            then(_found(receipt, command, found))
 
         self._gate.decide_soon(command, answered, timeout_ms=self._timeout_ms, of_system=True)
 
@@ -198,8 +188,9 @@ def _refused(receipt: Receipt, command: Confirm, answer: Answer) -> Reply:
         return refusal_reply(answer, command, now_ms)
     if outcome is Outcome.conflict:
         words = (
-            f"Payment {receipt.payment} is recorded with other contents: another grab, user, amount or "
-            "currency. Nothing was changed. Another payment needs another id; this does not change with time."
+            f"Payment {receipt.payment} is recorded with other contents, and all of this money stands in the "
+            "books already. Nothing was changed. Another payment needs another id; this does not change with "
+            "time."
         )
     else:
         words = f"Nothing was booked for payment {receipt.payment}: {answer.message or outcome.name}"

@@ -27,6 +27,7 @@ from grabstream.models.identifiers import (
     ID_LENGTH_MAX,
     PAYMENT_WORDS,
     RESERVED_IDS,
+    SYSTEM_IDS,
     Id,
     PaymentId,
     are_ids,
@@ -410,6 +411,13 @@ def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
             if sum_paid
         )
     )
+
+
+def is_signed(command: Confirm) -> bool:
+    """Whether the payment side has signed what a confirmation says, in a receipt or in an answer from which
+    the system made the command. (A gate refuses receipts that it cannot verify.)
+    """
+    return command.receipt is not None or command.id.startswith(SYSTEM_IDS)
 
 
 _receipt_of = attrgetter("receipt")

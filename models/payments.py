@@ -280,11 +280,13 @@ def _check_ids(claims: msgspec.Struct, names: Sequence[str]) -> None:
 
 def command_of(receipt: Receipt) -> Confirm:
     """The command that follows from the receipt of a payment that was paid; from one that failed, none does.
-    All receipts of a payment have one command id, wherever they come from: so a repeat gets the first answer,
-    and one with other contents is a `conflict`.
+    All receipts with the same contents have one command id, wherever they come from, so a repeat gets the
+    first answer. One with other contents is another command, for which the payment is known.
     """
+    money = (str(receipt.paid), receipt.currency or "", str(receipt.quantity or ""))
     return Confirm(
-        id=_id_of("paid", receipt.payment), offer=receipt.offer, grab=receipt.grab, user=receipt.user,
+        id=_id_of("paid", receipt.offer, receipt.grab, receipt.user, *money, receipt.payment),
+        offer=receipt.offer, grab=receipt.grab, user=receipt.user,
         payment=receipt.payment, paid=receipt.paid, currency=receipt.currency, quantity=receipt.quantity,
     )  # fmt: skip
 
@@ -297,5 +299,5 @@ def command_of_unpaid(hold: AskedHold) -> Release:
 
 def _id_of(what: str, *names: str) -> str:
     """The id of a command of the system. Payments may have longer ids, so they are there as digests."""
-    # No id contains '/', and a payment is the only name.
+    # No id contains '/', and a payment is the last name.
     return f"{SYSTEM_IDS}{what}:{sha256('/'.join(names).encode()).hexdigest()[:_DIGITS]}"

@@ -11,10 +11,11 @@
 -- ARGV[1] shard/shards · ARGV[2] caller time ms · ARGV[3] time to use ms or '' · ARGV[4] clock skew ms ·
 --   ARGV[5] ''
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, offer of each confirmation, sizes,
---         payments, users, paid, currencies, quantities}. sizes: {number of confirmations; the widths of ids,
---         digests, grabs and payments, as in `grab`; that of payments is false if any has none}. payments: if
---         any has none, a list. payments, users, quantities: false if none has one; else a list, in which ''
---         or 0 stands for none. offer, paid and currency ('' for none): a list, or the value that all have
+--         payments, users, paid, currencies, quantities, signed: whether a receipt says it}. sizes: {number
+--         of confirmations; the widths of ids, digests, grabs and payments, as in `grab`; that of payments is
+--         false if any has none}. payments: if any has none, a list. payments, users, quantities: false if
+--         none has one; else a list, in which '' or 0 stands for none. offer, paid, currency ('' for none),
+--         signed: a list, or the value of all
 -- ARGV[7] ids, with '","' between them · ARGV[8] digests · ARGV[9] grabs · ARGV[10] payments, or ''. The id
 --         of a payment is the inside of a JSON text, in its one encoding
 -- Outcomes: 21 fenced (whole call) · 23 conflict · 24 no_such_offer · 20 invalid · 25 no_such_grab ·
@@ -32,13 +33,10 @@
 --- @include "command"
 --- @include "paying"
 
--- The record of a payment: {offer, grab, code, seq, at, quantity, paid, currency or ''}, or nil. It counts
--- while its offer exists, and for a time after.
-local function payment_of(call, campaign, payment)
-  local known = campaign.payments[payment]
-  if type(known) == 'table' then return known end
-  local record = known or redis.call('HGET', campaign.payments_key, payment)
-  known = record and cmsgpack.unpack(record) or nil
+-- The record in a field of the payments of a campaign, or nil. It counts while its offer exists, and for a
+-- time after.
+local function payment_of(call, campaign, field)
+  local known = stored_payment(campaign, field)
   if known and (not has_retired(call, known[1]) or known_past_of(campaign, known[1], call.now)) then
     return known
   end
@@ -59,41 +57,64 @@ local function another_payment_text(known)
     .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. ANOTHER_PAYMENT
 end
 
--- The row for a payment that is recorded, or nil. For the same grab and amount it has the recorded outcome;
--- for another grab or amount, a conflict. Where the command names a user, and the grab is not known to be
--- theirs (`refused_as`), it tells nothing about the payment, apart from that it found no grab before.
-local function repeated_payment(call, campaign, name, body, refused_as)
-  local known = body.payment and payment_of(call, campaign, body.payment)
-  if not known then return nil end
-  local is_here = known[1] == name and known[2] == body.grab
-  local was_unknown = known[3] == CODE.no_such_grab or known[3] == CODE.no_such_offer
-  if refused_as and not (is_here and was_unknown and not is_another(known, body)) then
-    return refused_row(call, refused_as, {message = 'nothing was booked: this payment is recorded, '
-      .. 'but not known to be for a grab of this user'})
-  end
-  if known[1] ~= name or known[2] ~= body.grab then return {CODE.conflict, 0, call.now} end
-  if is_another(known, body) then
-    return {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, {message = another_payment_text(known)}}
-  end
-  return again_row(known[3], known[4], known[5], known[6])
-end
-
--- Refuses a payment that cannot be served; if money was paid, an event says that it is to be paid back, once.
--- The event names the user of the command or, where the command names none, of the grab: several users of an
--- envelope may have grabs of one id.
-local function refuse_payment(call, offer, grab, id, digest, body, campaign, name, details)
-  local code = CODE[name]
-  local row = refused_row(call, code, details or {})
-  if not body.payment or body.paid == 0 then return row end
+-- The row for money that is to be paid back, with an event that says so. The event names the user of the
+-- command or, where the command names none, of the grab: several users of an envelope may have grabs of one
+-- id. `base` are the units that the grab held, or nil.
+local function refund_due_row(call, offer, grab, id, digest, body, campaign, name, amount, base)
   local user = body.user or grab and grab.user
   add_line(call, event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab
     .. (user and '","user":"' .. user or '') .. '","payment":"' .. body.payment
-    .. '","amount":' .. int(body.paid) .. ',"asset":"' .. body.currency
+    .. '","amount":' .. int(amount) .. ',"asset":"' .. body.currency
     .. '","outcome":"' .. name .. '","digest":"' .. digest .. '"}')
-  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, body.currency)
+  local details = keep_refund_due(call, campaign, body.payment, offer.name, body.grab, CODE[name], amount,
+    body.currency, base)
+  local row = refused_row(call, CODE[name], details)
   row[2] = call.seq
-  row[10].message = (row[10].message and row[10].message .. '; ' or '') .. 'the payment is to be paid back'
   return row, true
+end
+
+-- Refuses a payment whose id is recorded for something else; `here` is its record for this grab, or nil. What
+-- a receipt says that came beyond what is recorded for the grab is to be paid back; returns the row, and
+-- whether there is an event. Without a receipt, nothing is booked: the caller may be wrong. `offer` may have
+-- retired; nothing can be booked where it is nil.
+local function refuse_known(call, campaign, offer, name, id, digest, body, here)
+  local details = here and {message = another_payment_text(here)} or nil
+  local plain = {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, details}
+  if body.paid == 0 then return plain end
+  local booked = payment_of(call, campaign, conflict_field(body.payment, name, body.grab, body.currency))
+  local total = (booked and booked[7] or 0) + (here and here[8] == body.currency and here[7] or 0)
+  if booked and body.paid == total then return again_row(CODE.conflict, booked[4], booked[5]) end
+  if not body.signed or not offer or body.paid <= total then return plain end
+  return refund_due_row(call, offer, nil, id, digest, body, campaign, 'conflict', body.paid - total)
+end
+
+-- The row for a payment that is recorded, or nil, and whether there is an event. For the same grab and amount
+-- it has the recorded outcome; for another grab or amount, a conflict. Where the command names a user, and
+-- the grab is not known to be theirs (`refused_as`), it tells nothing about the payment, apart from that it
+-- found no grab before; a receipt that names another user is a conflict.
+local function repeated_payment(call, campaign, offer, name, id, digest, body, refused_as)
+  local known = body.payment and payment_of(call, campaign, body.payment)
+  if not known then return nil end
+  local here = known[1] == name and known[2] == body.grab and known or nil
+  local is_same = here and not is_another(here, body)
+  local was_unknown = here and (here[3] == CODE.no_such_grab or here[3] == CODE.no_such_offer)
+  local is_foreign = refused_as and not (was_unknown and is_same)
+  if is_foreign and not body.signed then
+    return refused_row(call, refused_as, {message = 'nothing was booked: this payment is recorded, '
+      .. 'but not known to be for a grab of this user'})
+  end
+  if is_foreign or not is_same then
+    return refuse_known(call, campaign, offer, name, id, digest, body, here)
+  end
+  return again_row(here[3], here[4], here[5], here[6])
+end
+
+-- Refuses a payment that cannot be served; if money was paid, an event says that it is to be paid back, once.
+-- `details` are those of the answer where nothing was paid.
+local function refuse_payment(call, offer, grab, id, digest, body, campaign, name, details)
+  if not body.payment or body.paid == 0 then return refused_row(call, CODE[name], details or {}) end
+  return refund_due_row(call, offer, grab, id, digest, body, campaign, name, body.paid,
+    details and details.left)
 end
 
 -- Takes the expired units of a grab again for a late payment; returns whether it could.
@@ -135,9 +156,11 @@ end
 -- Confirms where there is no offer: a recorded payment gets its recorded outcome; money for a retired offer
 -- is to be paid back.
 local function confirm_without_offer(call, name, id, digest, body, campaign)
-  local known = repeated_payment(call, campaign, name, body, body.user and CODE.no_such_offer)
-  if known then return known end
   local past = known_past_of(campaign, name, call.now)
+  -- It is not known any more whose grab it was: a receipt vouches for its user.
+  local known = repeated_payment(call, campaign, past, name, id, digest, body,
+    body.user and not body.signed and CODE.no_such_offer)
+  if known then return known end
   if past then return (refuse_payment(call, past, nil, id, digest, body, campaign, 'no_such_offer')) end
   if body.paid == 0 then return nil end
   local message = has_retired(call, name)
@@ -149,9 +172,9 @@ local function confirm_without_offer(call, name, id, digest, body, campaign)
 end
 
 local confirm_for_grab = about_grab(function(call, offer, grab, id, digest, body, campaign)
-  local known = repeated_payment(call, campaign, offer.name, body,
+  local known, has_event = repeated_payment(call, campaign, offer, offer.name, id, digest, body,
     body.user and not grab and CODE.no_such_grab)
-  if known then return known end
+  if known then return known, has_event end
   if not grab then return refuse_payment(call, offer, nil, id, digest, body, campaign, 'no_such_grab') end
   local base = grab.held > 0 and grab.held or grab.lapsed
   if base == 0 then
@@ -190,7 +213,8 @@ do
     return column
   end
 
-  -- The i-th confirmation: {grab, user, payment, paid, currency, quantity}; what it does not have is absent.
+  -- The i-th confirmation: {grab, user, payment, paid, currency, quantity, signed: whether a receipt says
+  -- it}; what it does not have is absent.
   local function body_of(columns, i)
     local function value_in(column, none)
       local value = column and column[i]
@@ -198,7 +222,8 @@ do
     end
     return {grab = columns.grabs[i], user = value_in(columns.users, ''),
       payment = value_in(columns.payments, ''), paid = columns.paid[i],
-      currency = value_in(columns.currencies, ''), quantity = value_in(columns.quantities, 0)}
+      currency = value_in(columns.currencies, ''), quantity = value_in(columns.quantities, 0),
+      signed = value_in(columns.signed, false)}
   end
 
   function read_confirmations()
@@ -210,7 +235,7 @@ do
     columns[7] = function(i) return body_of(columns, i) end
     columns.grabs = values_of(ARGV[9], grabs, confirmations)
     columns.payments = payments and values_of(ARGV[10], payments, confirmations) or sent[6]
-    columns.users, columns.quantities = sent[7], sent[10]
+    columns.users, columns.quantities, columns.signed = sent[7], sent[10], column_of(sent[11], confirmations)
     columns.paid, columns.currencies = column_of(sent[8], confirmations), column_of(sent[9], confirmations)
     return columns
   end

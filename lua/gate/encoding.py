@@ -37,6 +37,7 @@ from grabstream.models.commands import (
     Return,
     Unredeem,
     encode_metadata,
+    is_signed,
     metadata_of,
     user_of,
 )
@@ -308,6 +309,7 @@ def _confirm_arguments(commands: Sequence[Confirm], sealer: Sealer, call_offers:
         _same_or_all(paid),
         _same_or_all([currency or "" for currency in currencies]),
         _given(quantities, 0),
+        _same_or_all(list(map(is_signed, commands))),
     ]
     texts = [ids, digests, grabs, payments if all_pay else ()]
     return [_pack(columns), *['","'.join(text).encode() for text in texts]]

@@ -91,11 +91,46 @@ local function too_many_payments()
     message = 'payment: a grab has at most ' .. PAYMENTS_MAX .. ' payments that were not returned'}
 end
 
+-- The record in a field of the payments of a campaign: {offer, grab, code, seq, at, quantity, paid, currency
+-- or ''}, or nil. The field is the payment, or a `conflict_field`.
+local function stored_payment(campaign, field)
+  local known = campaign.payments[field]
+  if type(known) == 'table' then return known end
+  local record = known or redis.call('HGET', campaign.payments_key, field)
+  return record and cmsgpack.unpack(record) or nil
+end
+
 -- Records the outcome and the amount of a payment.
 local function keep_payment(call, campaign, payment, name, grab, code, quantity, paid, currency)
   campaign.payments[payment] = {name, grab, code, call.seq, call.now, quantity, paid or 0, (paid or 0) > 0
     and currency or ''}
   campaign.payments_changed[payment] = true
+end
+
+-- The field for money of a known payment that came beyond what is recorded: for a grab, in a currency. No
+-- payment has a newline.
+local function conflict_field(payment, name, grab, currency)
+  return payment .. '\n' .. name .. '/' .. grab .. '\n' .. currency
+end
+
+local CONFLICT_BOOKED = 'payment: this id is recorded with other contents; '
+  .. 'what came beyond that is to be paid back'
+
+-- Records a payment, or what came of it beyond what is recorded, that is to be paid back. Returns the
+-- details of its answer; `base` are the units that its grab held, or nil.
+local function keep_refund_due(call, campaign, payment, name, grab, code, amount, currency, base)
+  if code == CODE.conflict then
+    payment = conflict_field(payment, name, grab, currency)
+    local booked = stored_payment(campaign, payment)
+    amount = amount + (booked and booked[7] or 0)
+  end
+  keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency)
+  if code == CODE.conflict then return {message = CONFLICT_BOOKED} end
+  local details = code == CODE.limit_reached and too_many_payments()
+    or {message = code == CODE.invalid and 'paid: not what is due' or nil}
+  if code == CODE.not_enough_left then details.left = base end
+  details.message = (details.message and details.message .. '; ' or '') .. 'the payment is to be paid back'
+  return details
 end
 
 -- Subtracts returned units from the payments that paid for them, the oldest first; returns a list of

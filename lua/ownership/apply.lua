@@ -270,16 +270,9 @@ do
   end
 
   APPLY['payment.refund_due'] = function(offer, event)
-    local code, details = CODE[event.outcome], {message = 'the payment is to be paid back'}
-    local grab = grab_of(offer, event.grab)
-    if code == CODE.invalid then details.message = 'paid: not what is due; ' .. details.message end
-    if code == CODE.limit_reached then
-      details = too_many_payments()
-      details.message = details.message .. '; the payment is to be paid back'
-    end
-    if code == CODE.not_enough_left then details.left = grab.held > 0 and grab.held or grab.lapsed end
-    keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, code, 0, event.amount,
-      event.asset)
+    local code, grab = CODE[event.outcome], grab_of(offer, event.grab)
+    local details = keep_refund_due(call, offer.campaign, event.payment, offer.name, event.grab, code,
+      event.amount, event.asset, grab and (grab.held > 0 and grab.held or grab.lapsed))
     keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, details})
   end
 end
@@ -386,7 +379,7 @@ for i, event in ipairs(events) do
   elseif past then
     -- A payment for an offer that had already retired.
     past.offer_seq, past.changed = event.offer_seq, true
-    keep_payment(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], 0, event.amount,
+    keep_refund_due(call, campaign, event.payment, past.name, event.grab, CODE[event.outcome], event.amount,
       event.asset)
   else
     if offer.was_open and event.at >= offer.closes_at then leave_to_sweeper(offer) end

@@ -95,7 +95,7 @@ def _remember(state: ShardState, command: AnyCommand, now: int, decided: Decided
         state.answers[state.answer_key(command)] = Remembered(
             answer, state.digests.remembered(command), whole_of(command)
         )
-    elif answer.repeated or answer.code not in _NOT_REMEMBERED:
+    elif answer.code != Outcome.conflict and (answer.repeated or answer.code not in _NOT_REMEMBERED):
         # A command whose effect already holds is not a refusal, but made no event: it is remembered like a
         # refusal.
         if not answer.repeated:

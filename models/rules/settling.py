@@ -17,6 +17,7 @@ from grabstream.models.commands import (
     Release,
     Return,
     Unredeem,
+    is_signed,
 )
 from grabstream.models.events import (
     AnyEvent,
@@ -66,6 +67,7 @@ NEVER_OPENED = (
     "no offer was ever opened under this id, so nothing was booked for this payment: pay it back "
     "where it came from"
 )
+CONFLICT_BOOKED = "payment: this id is recorded with other contents; what came beyond that is to be paid back"
 NOT_THEIRS = "nothing was booked: this payment is recorded, but not known to be for a grab of this user"
 #: The outcomes of payments for which there was no grab, whoever asks.
 _UNKNOWN = frozenset({Outcome.no_such_grab, Outcome.no_such_offer})
@@ -164,16 +166,20 @@ def decide_without_offer(state: ShardState, command: AnyCommand, digest: str, no
     a time; another payment in this time is to be paid back.
     """
     if isinstance(command, Confirm):
-        if known := _repeated_payment(
-            state, command, now, Outcome.no_such_offer if command.user is not None else None
-        ):
+        # It is not known any more whose grab it was: a receipt vouches for its user.
+        is_doubtful = command.user is not None and not is_signed(command)
+        refused_as = Outcome.no_such_offer if is_doubtful else None
+        if known := _repeated_payment(state, command, None, digest, now, refused_as):
             return known
-        retired = state.past.get(command.offer)
-        if retired is not None and state.knows_payments_of(command.offer, now):
+        if _is_known_past(state, command.offer, now):
             return _unserved(state, command, None, None, Outcome.no_such_offer, digest, now)
         if command.paid:
             return _refuse(
-                state, command, Outcome.no_such_offer, now, message=TOO_LATE if retired else NEVER_OPENED
+                state,
+                command,
+                Outcome.no_such_offer,
+                now,
+                message=TOO_LATE if command.offer in state.past else NEVER_OPENED,
             )
     return Decided(refused(state, command, Outcome.no_such_offer, now), [], False)
 
@@ -185,7 +191,7 @@ def _confirm(
     state: ShardState, command: Confirm, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     refused_as = Outcome.no_such_grab if command.user is not None and grab is None else None
-    if known := _repeated_payment(state, command, now, refused_as):
+    if known := _repeated_payment(state, command, offer, digest, now, refused_as):
         return known
     if grab is None:
         return _unserved(state, command, offer, None, Outcome.no_such_grab, digest, now)
@@ -221,25 +227,83 @@ def _confirm(
 
 
 def _repeated_payment(
-    state: ShardState, command: Confirm, now: int, refused_as: Outcome | None
+    state: ShardState,
+    command: Confirm,
+    offer: Offer | None,
+    digest: str,
+    now: int,
+    refused_as: Outcome | None,
 ) -> Decided | None:
     """The answer to a payment that is already known, or None: its first result for the same grab and money,
     else a conflict. Where the command names a user, and the grab is not known to be theirs (`refused_as`), it
-    tells nothing about the payment, apart from that it found no grab before.
+    tells nothing about the payment, apart from that it found no grab before; a receipt that names another
+    user is a conflict.
     """
-    known = state.payments.get((campaign_of(command.offer), command.payment)) if command.payment else None
-    if known is None or not state.knows_payments_of(known.offer, now):
+    known = _known_payment(state, command.offer, command.payment, now) if command.payment else None
+    if known is None:
         return None
-    is_here = (known.offer, known.grab) == (command.offer, command.grab)
+    here = known if (known.offer, known.grab) == (command.offer, command.grab) else None
     other_quantity = command.quantity is not None and known.quantity and command.quantity != known.quantity
-    is_another = _money_of(command) != (known.paid, known.currency) or other_quantity
-    if refused_as is not None and not (is_here and known.code in _UNKNOWN and not is_another):
+    is_same = here is not None and _money_of(command) == (here.paid, here.currency) and not other_quantity
+    is_foreign = refused_as is not None and not (is_same and known.code in _UNKNOWN)
+    if refused_as is not None and is_foreign and not is_signed(command):
         return _refuse(state, command, refused_as, now, message=NOT_THEIRS)
-    if not is_here:
-        return _refuse(state, command, Outcome.conflict, now)
-    if is_another:
-        return _refuse(state, command, Outcome.conflict, now, message=_conflict_message(known))
+    if is_foreign or not is_same:
+        return _refuse_known(state, command, offer, here, digest, now)
     return _again(state, command, Outcome(known.code), (known.seq, known.at), quantity=known.quantity or None)
+
+
+def _known_payment(state: ShardState, offer: str, field: str, now: int) -> Payment | None:
+    known = state.payments.get((campaign_of(offer), field))
+    return known if known is not None and state.knows_payments_of(known.offer, now) else None
+
+
+def _refuse_known(
+    state: ShardState, command: Confirm, offer: Offer | None, here: Payment | None, digest: str, now: int
+) -> Decided:
+    """Refuses a payment whose id is recorded for something else; `here` is its record for this grab. What a
+    receipt says that came beyond what is recorded for the grab is to be paid back. Without a receipt, nothing
+    is booked: the caller may be wrong. Nor is it for an offer that is not known (any more).
+    """
+    rest = {} if here is None else {"message": _conflict_message(here)}
+    if not command.paid:
+        return _refuse(state, command, Outcome.conflict, now, **rest)
+    booked = _known_payment(state, command.offer, _conflict_field(command), now)
+    total = recorded_sum(state, command, now)
+    if booked is not None and command.paid == total:
+        return _again(state, command, Outcome.conflict, (booked.seq, booked.at))
+    can_be_booked = offer is not None or _is_known_past(state, command.offer, now)
+    if not is_signed(command) or not can_be_booked or command.paid <= total:
+        return _refuse(state, command, Outcome.conflict, now, **rest)
+    event = _refund_due(state, command, offer, None, Outcome.conflict, command.paid - total, digest, now)
+    state.payments[campaign_of(command.offer), _conflict_field(command)] = Payment(
+        command.offer, command.grab, int(Outcome.conflict), event.seq, now, 0,
+        event.amount + (booked.paid if booked is not None else 0), event.asset,
+    )  # fmt: skip
+    answer = refused(state, command, Outcome.conflict, now, seq=event.seq, message=CONFLICT_BOOKED)
+    return Decided(answer, [event])
+
+
+def recorded_sum(state: ShardState, command: Confirm, now: int) -> int:
+    """What is recorded of a payment for the grab of a command, in its currency (minor units)."""
+    fields = filter(None, (command.payment, _conflict_field(command)))
+    known = [_known_payment(state, command.offer, field, now) for field in fields]
+    return sum(
+        one.paid
+        for one in known
+        if one is not None
+        and (one.offer, one.grab, one.currency) == (command.offer, command.grab, command.currency)
+    )
+
+
+def _conflict_field(command: Confirm) -> str:
+    """The key in `payments` of money of a known payment that came beyond what is recorded."""
+    return f"{command.payment}\n{command.offer}/{command.grab}\n{command.currency}"
+
+
+def _is_known_past(state: ShardState, offer: str, now: int) -> bool:
+    """Whether the offer retired not so long ago that its payments are unknown."""
+    return offer in state.past and state.knows_payments_of(offer, now)
 
 
 def _money_of(command: Confirm) -> tuple[int, str]:
@@ -321,27 +385,42 @@ def _unserved(
     **rest: Any,
 ) -> Decided:
     """Refuses a payment that cannot be served. If money was paid, an event records once that it is to be paid
-    back. The event names the user of the command or, where the command names none, of the grab: several users
-    of an envelope may have grabs of one id.
+    back.
     """
     if command.payment is None or not command.paid:
         return _refuse(state, command, outcome, now, **rest)
-    assert command.currency is not None
-    head = head_of(state, offer, command.id, now) if offer else _head_of_retired(state, command, now)
-    event = PaymentRefundDue(
-        **head,
-        grab=command.grab,
-        user=command.user if command.user is not None or grab is None else grab.user,
-        payment=command.payment,
-        amount=command.paid,
-        asset=command.currency,
-        outcome=outcome.name,
-        digest=digest,
-    )
+    event = _refund_due(state, command, offer, grab, outcome, command.paid, digest, now)
     payment = Payment(command.offer, command.grab, int(outcome), event.seq, now, 0, *_money_of(command))
     state.payments[campaign_of(command.offer), command.payment] = payment
     message = "; ".join(filter(None, (rest.pop("message", None), "the payment is to be paid back")))
     return Decided(refused(state, command, outcome, now, seq=event.seq, message=message, **rest), [event])
+
+
+def _refund_due(
+    state: ShardState,
+    command: Confirm,
+    offer: Offer | None,
+    grab: PieceGrab | None,
+    outcome: Outcome,
+    amount: int,
+    digest: str,
+    now: int,
+) -> PaymentRefundDue:
+    """The event that money is to be paid back. It names the user of the command or, where the command names
+    none, of the grab: several users of an envelope may have grabs of one id.
+    """
+    assert command.payment is not None
+    assert command.currency is not None
+    return PaymentRefundDue(
+        **(head_of(state, offer, command.id, now) if offer else _head_of_retired(state, command, now)),
+        grab=command.grab,
+        user=command.user if command.user is not None or grab is None else grab.user,
+        payment=command.payment,
+        amount=amount,
+        asset=command.currency,
+        outcome=outcome.name,
+        digest=digest,
+    )
 
 
 def _head_of_retired(state: ShardState, command: Confirm, now: int) -> dict[str, Any]:

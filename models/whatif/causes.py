@@ -2,6 +2,8 @@
 
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from grabstream.models.commands import (
     Adjust,
     Amend,
@@ -42,11 +44,14 @@ from grabstream.models.events import (
 )
 from grabstream.models.offers import changes_of, terms_of
 from grabstream.models.outcomes import Outcome
+from grabstream.models.rules.settling import recorded_sum
 from grabstream.models.rules.state import Drawn, PieceGrab, ShardState
 
 SWEEP: Final = "sweep"
 #: A ticket that was accepted had not ended. When it would have ended is not in the journal.
 _NEVER_MS: Final = 10**15
+#: In place of a receipt, which is not in the journal.
+_VERIFIED: Final = "verified"
 
 
 class Lapse(NamedTuple):
@@ -104,7 +109,7 @@ def cause_of(event: AnyEvent, state: ShardState) -> Cause | None:
         case GrabGranted() | GrabHeld() | GrabQueued():
             return None if isinstance(event, GrabHeld) and event.waited else _grab(event)
         case PaymentRefundDue():
-            return _unserved(event, _grab_in(state, event.offer, event.grab))
+            return _unserved(event, _grab_in(state, event.offer, event.grab), state)
     return _about_grab(event)
 
 
@@ -147,10 +152,18 @@ def _grab_in(state: ShardState, offer: str, grab: str) -> PieceGrab | None:
     return None if found is None else found.grabs.get(grab)
 
 
-def _unserved(event: PaymentRefundDue, grab: PieceGrab | None) -> Confirm:
+def _unserved(event: PaymentRefundDue, grab: PieceGrab | None, state: ShardState) -> Confirm:
     """A payment that was not served. Its quantity is not journaled: it is what was paid, divided by the
-    price, or for a wrong sum any quantity that costs something else.
+    price, or for a wrong sum any quantity that costs something else. Of a payment that was known, the event
+    has what came beyond what is recorded, as a receipt said.
     """
+    if event.outcome == Outcome.conflict.name:
+        command = Confirm(
+            id=event.command, offer=event.offer, grab=event.grab, user=event.user, payment=event.payment,
+            currency=event.asset, receipt=_VERIFIED,
+        )  # fmt: skip
+        paid = event.amount + recorded_sum(state, command, event.at)
+        return msgspec.structs.replace(command, paid=paid)
     quantity = None
     if grab is not None and event.outcome == Outcome.invalid.name:
         wrong = (count for count in (None, 1, 2) if (count or grab.held or grab.lapsed) * grab.price

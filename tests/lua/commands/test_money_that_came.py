@@ -1,0 +1,339 @@
+"""Every outcome of a `confirm` with a valid receipt, and where the money then stands in the books: with the
+issuer, to be paid back, or nowhere (docs/http.md, "Where the money stands"). By Lua and by the rules.
+"""
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from grabstream.lua.gate.authority import Authority
+from grabstream.lua.gate.calls import GateLimits
+from grabstream.lua.keys import KeySpace
+from grabstream.models.answers import Answer
+from grabstream.models.commands import Close, Confirm, Extend, Grab, Pause, Release, Return
+from grabstream.models.offers import PAYMENTS_KNOWN_MS
+from grabstream.models.payments import command_of, decode_receipt
+from grabstream.models.runs import decode_line, singles
+from grabstream.models.transfers import transfers_of
+from tests.lua.histories.scene import DAY, HOUR, Scene, coupon, stock
+from tests.support.receipts import AUDIENCE, KEYS, signed
+
+ISSUER, REFUND = "issuer:shop", "refund:p"
+PRICE = 7
+
+
+class Paying(Scene):
+    """A scene whose gate needs receipts: `ann` holds three units for 7 CNY each."""
+
+    async def begin(self, client: Any, keys: KeySpace) -> None:
+        self.offer, self._ids = "c:o", 0
+        authority = Authority("shop", KEYS, audience=AUDIENCE)
+        await self.begin_twins(client, keys, GateLimits(timeout_ms=30_000, authority=authority))
+
+    async def hold(self, **terms: Any) -> str:
+        sale = {"hold_ms": HOUR, "price": PRICE, "currency": "CNY", "max_per_grab": 200}
+        await self.open(stock(300, **sale | terms))
+        return await self.held("ann", 3)
+
+    async def held(self, user: str, quantity: int = 1, **more: Any) -> str:
+        answer = await self.grab(user, quantity, **more)
+        assert (answer.outcome, answer.grab is not None) == ("held", True)
+        return answer.grab or ""
+
+    async def receipt(self, grab: str, paid: int = 3 * PRICE, id: str | None = None, **claims: Any) -> Answer:
+        """Confirms with a receipt of the payment `p`, in CNY by `ann`, unless `claims` say otherwise."""
+        named = {
+            "aud": AUDIENCE, "payment": "p", "offer": self.offer, "grab": grab, "user": "ann",
+            "status": "paid", "at": 1, "paid": paid, "currency": "CNY",
+        } | claims  # fmt: skip
+        command = command_of(decode_receipt(json.dumps(named).encode()))
+        [answer] = await self.decide_both(
+            [msgspec.structs.replace(command, id=id or self.id(), receipt=signed(named))]
+        )
+        return answer
+
+    async def money(self) -> dict[tuple[str, str], int]:
+        """What has moved from `external:p` to each account, by account and currency."""
+        moved: Counter[tuple[str, str]] = Counter()
+        for line in await self.all_lines():
+            for event in singles(decode_line(line)):
+                for asset, debit, credit, amount in transfers_of(event):
+                    if debit == "external:p":
+                        moved[credit, asset] += amount
+        return dict(moved)
+
+
+@pytest.fixture
+async def paying(client: Any, keys: KeySpace) -> AsyncIterator[Paying]:
+    """When the test ends, its state, events and books are compared with the rules and with a recovery."""
+    scene = Paying()
+    await scene.begin(client, keys)
+    yield scene
+    await scene.end_twins()
+
+
+async def in_time(scene: Paying) -> Answer:
+    return await scene.receipt(await scene.hold())
+
+
+async def for_a_part(scene: Paying) -> Answer:
+    return await scene.receipt(await scene.hold(), PRICE, quantity=1)
+
+
+async def at_an_offer_that_is_paused(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    await scene.do(Pause)
+    return await scene.receipt(grab)
+
+
+async def after_the_close(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    await scene.do(Close)
+    return await scene.receipt(grab)
+
+
+async def late(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    scene.now += HOUR
+    return await scene.receipt(grab)
+
+
+async def late_in_the_grace_time(scene: Paying) -> Answer:
+    grab = await scene.hold(late="grace", grace_ms=HOUR)
+    scene.now += HOUR + 1
+    return await scene.receipt(grab)
+
+
+async def late_and_retaken(scene: Paying) -> Answer:
+    grab = await scene.hold(late="retake")
+    scene.now += HOUR
+    return await scene.receipt(grab)
+
+
+async def late_after_the_close(scene: Paying) -> Answer:
+    grab = await scene.hold(late="retake")
+    await scene.do(Close)
+    scene.now += HOUR
+    return await scene.receipt(grab)
+
+
+async def after_a_release(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    await scene.do(Release, grab=grab)
+    return await scene.receipt(grab)
+
+
+async def after_an_extension(scene: Paying) -> Answer:
+    grab = await scene.hold(extensions=1)
+    await scene.do(Extend, grab=grab)
+    scene.now += HOUR
+    return await scene.receipt(grab)
+
+
+async def a_second_time_by_another_payment(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    assert (await scene.receipt(grab, payment="first")).outcome == "confirmed"
+    return await scene.receipt(grab)
+
+
+async def after_a_return(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    assert (await scene.receipt(grab, payment="first")).outcome == "confirmed"
+    assert (await scene.do(Return, grab=grab)).outcome == "returned"
+    return await scene.receipt(grab)
+
+
+async def too_little(scene: Paying) -> Answer:
+    return await scene.receipt(await scene.hold(), 20)
+
+
+async def too_much(scene: Paying) -> Answer:
+    return await scene.receipt(await scene.hold(), 22)
+
+
+async def in_another_currency(scene: Paying) -> Answer:
+    return await scene.receipt(await scene.hold(), currency="EUR")
+
+
+async def for_more_units_than_are_held(scene: Paying) -> Answer:
+    return await scene.receipt(await scene.hold(), 4 * PRICE, quantity=4)
+
+
+async def as_payment_101_of_a_grab(scene: Paying) -> Answer:
+    await scene.hold()
+    grab = await scene.held("ann", 101)
+    for number in range(100):
+        await scene.receipt(grab, PRICE, payment=f"p{number}", quantity=1)
+    return await scene.receipt(grab, PRICE, quantity=1)
+
+
+async def for_a_grab_that_is_not_known(scene: Paying) -> Answer:
+    await scene.hold()
+    return await scene.receipt("none")
+
+
+async def for_a_grab_of_another_user(scene: Paying) -> Answer:
+    return await scene.receipt(await scene.hold(), user="bob")
+
+
+async def for_a_grab_without_a_price(scene: Paying) -> Answer:
+    await scene.open(coupon(9))
+    granted = await scene.grab("ann")
+    return await scene.receipt(granted.grab or "", 5)
+
+
+async def for_a_grab_that_waits(scene: Paying) -> Answer:
+    await scene.hold(waiting_list=True)
+    await scene.held("bob", 200)
+    await scene.held("cat", 97)
+    waiting = await scene.do(Grab, user="ann", wait=True)
+    assert waiting.outcome == "waiting"
+    return await scene.receipt(waiting.grab or "", PRICE)
+
+
+async def after_the_offer_retired(scene: Paying, days: int = 0) -> Answer:
+    grab = await scene.hold(retire_after_ms=1_000)
+    await scene.do(Close)
+    for passed in (HOUR, HOUR, days * DAY):
+        scene.now += passed
+        await scene.sweep_without_cleaning()
+    return await scene.receipt(grab)
+
+
+async def long_after_the_offer_retired(scene: Paying) -> Answer:
+    return await after_the_offer_retired(scene, PAYMENTS_KNOWN_MS // DAY + 1)
+
+
+async def for_an_offer_that_never_was(scene: Paying) -> Answer:
+    await scene.hold()
+    return await scene.receipt("g", offer="c:never")
+
+
+async def known_for_another_grab(scene: Paying) -> Answer:
+    assert (await scene.receipt(await scene.hold())).outcome == "confirmed"
+    return await scene.receipt(await scene.held("bob"), PRICE, user="bob")
+
+
+async def known_and_to_be_paid_back(scene: Paying) -> Answer:
+    await scene.hold()
+    assert (await scene.receipt("none", PRICE)).outcome == "no_such_grab"
+    return await scene.receipt(await scene.held("bob"), PRICE, user="bob")
+
+
+async def known_with_less(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    assert (await scene.receipt(grab)).outcome == "confirmed"
+    return await scene.receipt(grab, 30)
+
+
+async def known_with_more(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    assert (await scene.receipt(grab)).outcome == "confirmed"
+    return await scene.receipt(grab, 20)
+
+
+async def known_in_another_currency(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    assert (await scene.receipt(grab)).outcome == "confirmed"
+    return await scene.receipt(grab, currency="EUR")
+
+
+async def known_for_another_user(scene: Paying) -> Answer:
+    grab = await scene.hold()
+    assert (await scene.receipt(grab)).outcome == "confirmed"
+    return await scene.receipt(grab, user="bob")
+
+
+async def known_for_a_grab_of_an_offer_that_retired(scene: Paying) -> Answer:
+    assert (await after_the_offer_retired(scene)).outcome == "no_such_offer"
+    scene.offer = "c:other"
+    return await scene.receipt(await scene.hold())
+
+
+ALL, THREE = {(ISSUER, "CNY"): 21}, {(REFUND, "CNY"): 21}
+#: What happens, the outcome, and where the money of the payment stands, by account and currency.
+CASES: list[tuple[Callable[[Paying], Awaitable[Answer]], str, dict[tuple[str, str], int]]] = [
+    (in_time, "confirmed", ALL),
+    (for_a_part, "confirmed", {(ISSUER, "CNY"): 7}),
+    (at_an_offer_that_is_paused, "confirmed", ALL),
+    (after_the_close, "confirmed", ALL),
+    (after_an_extension, "confirmed", ALL),
+    (late_in_the_grace_time, "confirmed", ALL),
+    (late_and_retaken, "confirmed", ALL),
+    (late, "expired", THREE),
+    (late_after_the_close, "expired", THREE),
+    (after_a_release, "not_held", THREE),
+    (a_second_time_by_another_payment, "not_held", THREE),
+    (after_a_return, "not_held", THREE),
+    (for_a_grab_without_a_price, "not_held", {(REFUND, "CNY"): 5}),
+    (for_a_grab_that_waits, "not_held", {(REFUND, "CNY"): 7}),
+    (too_little, "invalid", {(REFUND, "CNY"): 20}),
+    (too_much, "invalid", {(REFUND, "CNY"): 22}),
+    (in_another_currency, "invalid", {(REFUND, "EUR"): 21}),
+    (for_more_units_than_are_held, "not_enough_left", {(REFUND, "CNY"): 28}),
+    (as_payment_101_of_a_grab, "limit_reached", {(REFUND, "CNY"): 7}),
+    (for_a_grab_that_is_not_known, "no_such_grab", THREE),
+    (for_a_grab_of_another_user, "no_such_grab", THREE),
+    (after_the_offer_retired, "no_such_offer", THREE),
+    (known_for_another_grab, "conflict", {**ALL, (REFUND, "CNY"): 7}),
+    (known_and_to_be_paid_back, "conflict", {(REFUND, "CNY"): 14}),
+    (known_with_less, "conflict", {**ALL, (REFUND, "CNY"): 9}),
+    (known_in_another_currency, "conflict", {**ALL, (REFUND, "EUR"): 21}),
+    (known_for_a_grab_of_an_offer_that_retired, "conflict", {(REFUND, "CNY"): 42}),
+    # All of it stands in the books already.
+    (known_with_more, "conflict", ALL),
+    (known_for_another_user, "conflict", ALL),
+    # No event can be made where no offer is known: the answer says what to do.
+    (long_after_the_offer_retired, "no_such_offer", {}),
+    (for_an_offer_that_never_was, "no_such_offer", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("happens", "outcome", "stands"), CASES, ids=lambda value: getattr(value, "__name__", "")
+)
+async def test_money_stands_in_the_books_once(
+    paying: Paying,
+    happens: Callable[[Paying], Awaitable[Answer]],
+    outcome: str,
+    stands: dict[tuple[str, str], int],
+) -> None:
+    answer = await happens(paying)
+    assert (answer.outcome, await paying.money()) == (outcome, stands), answer
+    is_booked = any(credit == REFUND for credit, _ in stands)
+    assert ("paid back" in (answer.message or "")) == is_booked
+    assert (answer.seq is not None) == (
+        bool(stands) and happens not in (known_with_more, known_for_another_user)
+    )
+    command = paying.answered[-1][0]
+    assert isinstance(command, Confirm)
+    for id in (command.id, paying.id(), paying.id()):
+        [again] = await paying.decide_both([msgspec.structs.replace(command, id=id)])
+        assert (again.outcome, again.seq) == (outcome, answer.seq), "a repeat, also under another id"
+    assert await paying.money() == stands
+
+
+async def test_receipts_that_contradict_each_other_book_the_most_that_one_says(paying: Paying) -> None:
+    grab = await paying.hold()
+    assert (await paying.receipt(grab)).outcome == "confirmed"
+    for paid, total in ((30, 30), (25, 30), (30, 30), (41, 41), (21, 41), (30, 41)):
+        answer = await paying.receipt(grab, paid)
+        assert (answer.outcome, sum((await paying.money()).values())) == (
+            ("confirmed" if paid == 21 else "conflict"), total,
+        )  # fmt: skip
+
+
+async def test_without_a_receipt_nothing_that_contradicts_is_booked(scene: Scene) -> None:
+    """Where no keys are set, a caller that names the wrong grab or amount moves no money."""
+    await scene.open(stock(9, hold_ms=HOUR, price=PRICE, currency="CNY"))
+    grabs = [(await scene.grab(user)).grab for user in ("ann", "bob")]
+    paid = {"payment": "p", "paid": PRICE, "currency": "CNY"}
+    assert (await scene.do(Confirm, grab=grabs[0], **paid)).outcome == "confirmed"
+    for fields in ({"grab": grabs[1]}, {"grab": grabs[0], "paid": 9}, {"grab": "none"}):
+        answer = await scene.do(Confirm, **paid | fields)
+        assert (answer.outcome, answer.seq) == ("conflict", None)
+    assert await scene.events("payment.refund_due") == []
