@@ -645,7 +645,7 @@ MUTATIONS: Final = (
     Mutation(
         "a decided answer that was taken back",
         "lua/gate/decided.py",
-        "in await self._recorded(shard, command)",
+        "in await self._recorded(shard, command, answer)",
         "in [(answer.seq, answer.at)]",
         _ANOTHER,
     ),

@@ -193,7 +193,7 @@ class DecidedAnswers:
                 await self._journaled.wait(shard, kept[0].history, kept[0].seq)
                 self.kept -= len(kept.popleft().answers)
             except HistoryChanged as changed:
-                history, told = kept[0].history, set[int]()
+                history, told = kept[0].history, set[tuple[str, int]]()
                 # In place, by index: other calls may be added while this one is checked.
                 for index in range(len(kept)):
                     if kept[index].history == history:
@@ -204,11 +204,11 @@ class DecidedAnswers:
                 kept.clear()
                 kept.extend(left)
 
-    async def _check(self, shard: int, kept: _Kept, history: int, told: set[int]) -> _Kept:
+    async def _check(self, shard: int, kept: _Kept, history: int, told: set[tuple[str, int]]) -> _Kept:
         """After a recovery that led to a history: an answer that is no longer stored under its id is lost;
         returns the others, for this history. If there is a further recovery meanwhile, `kept` as it is.
 
-        `told` has the seqs of what was reported: several answers may tell one event.
+        `told` has the command and the seq of what was reported: a command may be answered several times.
         """
         lost, rest = [], []
         for command, answer in zip(kept.commands, kept.answers, strict=True):
@@ -222,9 +222,9 @@ class DecidedAnswers:
             # What is not there now may be there when the shard is rebuilt.
             return kept
         for decision in lost:
-            seq = decision.answer.seq or 0
-            if seq not in told:
-                told.add(seq)
+            answered = decision.command.id, decision.answer.seq or 0
+            if answered not in told:
+                told.add(answered)
                 self._reports.add(decision)
         seq = max((answer.seq for _, answer in rest if answer.seq is not None), default=0)
         return _Kept(history, seq, [command for command, _ in rest], [answer for _, answer in rest])

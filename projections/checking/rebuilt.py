@@ -27,6 +27,7 @@ OF_AN_OFFER: Final = ("grabs_1", "payments_1")
 REBUILT: Final = ("ledger", "balances")
 FACTS_AT_ONCE: Final = 4_000
 
+_function = re.compile(r"^CREATE OR REPLACE FUNCTION (\w+)\(", re.MULTILINE)
 _primary_key = re.compile(r"ALTER TABLE (\w+)\s+ADD PRIMARY KEY \(([^)]+)\)")
 
 
@@ -99,7 +100,7 @@ class RebuiltModels:
         rebuilt = live._replace(schema=self._temporary_schema, definition=definition.number)
         async with self._connection.transaction(force_rollback=True):
             if definition.compared_views:
-                await self._connection.execute(definition.parts["views"].encode())
+                await self._connection.execute(_of_session(definition.parts["views"]).encode())
             tables = await compare(self._connection, definition, live, rebuilt, definition.compared)
         return sum(table.rows_new for table in tables), [
             line for table in tables for line in _in_words(table)
@@ -139,7 +140,7 @@ class RebuiltModels:
             async with self._connection.transaction(force_rollback=True):
                 if name not in self._rebuilt:
                     await self._connection.execute(definition_of(name).parts["tables"].encode())
-                await self._connection.execute(definition_of(name).parts["views"].encode())
+                await self._connection.execute(_of_session(definition_of(name).parts["views"]).encode())
                 expected = await _definitions(self._connection, self._temporary_schema)
             for view, text in expected.items():
                 count += 1
@@ -168,6 +169,15 @@ class RebuiltModels:
             )
             [expected] = (await _definitions(self._connection, self._temporary_schema, "shown")).values()
         return None if expected == in_main else f"does not show {live.schema}.{view} as it is"
+
+
+def _of_session(views: str) -> str:
+    """The text of views and functions for the temporary schema: PostgreSQL does not look for functions there,
+    unless they are called by its name.
+    """
+    for name in set(_function.findall(views)):
+        views = re.sub(rf"\b{name}\(", f"pg_temp.{name}(", views)
+    return views
 
 
 def _complete(name: str) -> Any:
@@ -204,7 +214,7 @@ async def _definitions(connection: AsyncConnection[Any], schema: str, view: str 
             [formatted] = await (
                 await connection.execute("SELECT pg_get_viewdef('pg_temp.formatted'::regclass)")
             ).fetchone() or [""]
-        texts[name] = formatted.replace(f"{schema}.", "")
+        texts[name] = formatted.replace(f"{schema}.", "").replace("pg_temp.", "")
     return texts
 
 

@@ -20,7 +20,7 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from grabstream.lua.ending import end
-from grabstream.lua.trouble import is_trouble
+from grabstream.lua.trouble import is_trouble, suppressed_trouble
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.calendar import utc_text
 from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
@@ -125,8 +125,7 @@ class Publisher(Projector):
         await end(held.values())
         producers = [*self._own_producers.values(), *([self._producer] if self._producer else [])]
         self._producer, self._own_producers = None, {}
-        for producer in producers:
-            await close(producer.stop())
+        await asyncio.gather(*(close(producer.stop()) for producer in producers))
 
     async def _save(self, group: Group) -> Group:
         """Writes the events of each shard; returns the group without the shards that are held now."""
@@ -147,9 +146,11 @@ class Publisher(Projector):
                     self._end_trouble(shard)
                     continue
                 _, after = moves.pop(shard)
-                await connection.execute(
-                    "SELECT pg_try_advisory_lock(hashtext(%s))", (held_lock(self._schema, shard),)
-                )
+                # Publishing needs no PostgreSQL, and must not wait for it here.
+                with suppressed_trouble():
+                    await connection.execute(
+                        "SELECT pg_try_advisory_lock(hashtext(%s))", (held_lock(self._schema, shard),)
+                    )
                 self._held[shard] = asyncio.create_task(self._until_writable(shard, task, after))
                 self._held[shard].add_done_callback(partial(self._wake, shard))
         except BaseException:
@@ -230,9 +231,10 @@ class Publisher(Projector):
             self._released.add(shard)
             if not task.cancelled():
                 self._moved(shard, self._cursors[shard], task.result())
-        connection = await self._connected()
-        for shard in ended:
-            await locks.release(connection, held_lock(self._schema, shard))
+        if (connection := self._connection) is not None:
+            for shard in ended:
+                with suppressed_trouble():
+                    await locks.release(connection, held_lock(self._schema, shard))
         resumed += [CatchUp(shard) for shard in sorted(self._released)]
         self._released.clear()
         return resumed

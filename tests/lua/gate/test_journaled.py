@@ -195,7 +195,7 @@ async def lose(client: Any, shard: Any) -> None:
 
 async def test_a_lost_answer_is_reported_although_it_was_a_repeat(private_redis: Any) -> None:
     """The caller's first answer is a repeat, or tells of the grab of another command, where the connection
-    broke after the decision. Several answers about one event are one report.
+    broke after the decision. Several answers to one command are one report.
     """
     client, keys = private_redis
     shard = keys.shard(0)
