@@ -37,7 +37,7 @@ local function counters_at(key)
   return {key = key, values = {}, changed = {}, wanted = {}, is_wanted = {}, made = {}}
 end
 
-local counted_under, read_wanted, read_counter, write_counters, next_counters
+local counted_under, read_wanted, write_counters, next_counters, count_in, count, give_back
 do
   -- The periods of limits, in the order of their counters in a text.
   local PERIODS = {'day', 'hour', 'offer', 'week'}
@@ -46,11 +46,11 @@ do
   -- The counters of a text by their period.
   local function parse_counters(text, field)
     local by_period, bytes = {}, 0
-    for letter, window, count in string.gmatch(text, '(%l)(%d+):(%d+)') do
+    for letter, window, units in string.gmatch(text, '(%l)(%d+):(%d+)') do
       local period = PERIOD_OF[letter]
       if not period then break end
-      by_period[period] = {tonumber(window), tonumber(count)}
-      bytes = bytes + 2 + #window + #count
+      by_period[period] = {tonumber(window), tonumber(units)}
+      bytes = bytes + 2 + #window + #units
     end
     if bytes ~= #text or bytes == 0 then error('the counters ' .. field .. ' are damaged') end
     return by_period
@@ -90,9 +90,9 @@ do
   local function keep_field(counters, field, text)
     if not text then return end
     if key_layout < 5 then
-      local window, count = string.match(text, '^(%d+):(%d+)$')
-      if not count then error('the counter ' .. field .. ' is damaged') end
-      counters.values[field] = {tonumber(window), tonumber(count)}
+      local window, units = string.match(text, '^(%d+):(%d+)$')
+      if not units then error('the counter ' .. field .. ' is damaged') end
+      counters.values[field] = {tonumber(window), tonumber(units)}
       return
     end
     local by, value = string.match(field, '^([^/]+)/([^/]+)$')
@@ -149,7 +149,7 @@ do
   end
 
   -- The {window, count} that is stored for a counter, and the hash of counters it belongs to.
-  function read_counter(offer, counter)
+  local function read_counter(offer, counter)
     local counters = counters_of(offer, counter)
     local value = counters.values[counter[1]]
     if not value then
@@ -196,40 +196,40 @@ do
       return made
     end})
   end
-end
 
--- The count of a counter in the entry's window.
-local function count_in(offer, counter)
-  local value = read_counter(offer, counter)
-  return value[1] == counter[2] and value[2] or 0
-end
+  -- The count of a counter in the entry's window.
+  function count_in(offer, counter)
+    local value = read_counter(offer, counter)
+    return value[1] == counter[2] and value[2] or 0
+  end
 
-local function set_counter(offer, counter, count)
-  spend(COST.counter)
-  local _, counters = read_counter(offer, counter)
-  put(counters.values, counter[1], {counter[2], count})
-  put(counters.changed, counter[1], true)
-end
+  local function set_counter(offer, counter, units)
+    spend(COST.counter)
+    local _, counters = read_counter(offer, counter)
+    put(counters.values, counter[1], {counter[2], units})
+    put(counters.changed, counter[1], true)
+  end
 
-local function count(offer, counted, quantity)
-  for _, counter in ipairs(counted) do set_counter(offer, counter, count_in(offer, counter) + quantity) end
-end
+  function count(offer, counted, quantity)
+    for _, counter in ipairs(counted) do set_counter(offer, counter, count_in(offer, counter) + quantity) end
+  end
 
--- Subtracts units of a grab from the counters they were counted in, the newest first; counters whose window
--- is over stay unchanged. `grab.counted` is a list of {units, counters}; a late payment that takes units
--- again may add an entry.
-local function give_back(offer, grab, quantity)
-  local counted_units = grab.counted
-  while quantity > 0 and #counted_units > 0 do
-    local newest = counted_units[#counted_units]
-    local returned = math.min(newest[1], quantity)
-    quantity = quantity - returned
-    for _, counter in ipairs(newest[2]) do
-      local value = read_counter(offer, counter)
-      if value[1] == counter[2] then set_counter(offer, counter, value[2] - returned) end
+  -- Subtracts units of a grab from the counters they were counted in, the newest first; counters whose window
+  -- is over stay unchanged. `grab.counted` is a list of {units, counters}; a late payment that takes units
+  -- again may add an entry.
+  function give_back(offer, grab, quantity)
+    local counted_units = grab.counted
+    while quantity > 0 and #counted_units > 0 do
+      local newest = counted_units[#counted_units]
+      local returned = math.min(newest[1], quantity)
+      quantity = quantity - returned
+      for _, counter in ipairs(newest[2]) do
+        local value = read_counter(offer, counter)
+        if value[1] == counter[2] then set_counter(offer, counter, value[2] - returned) end
+      end
+      newest[1] = newest[1] - returned
+      if newest[1] == 0 then table.remove(counted_units) end
     end
-    newest[1] = newest[1] - returned
-    if newest[1] == 0 then table.remove(counted_units) end
   end
 end
 

@@ -11,47 +11,51 @@
 -- single command must be bounded too.
 local SERVED_AT_ONCE_MAX = 25
 
-local function take_from_queue(offer, name)
-  spend(COST.waiter)
-  offer.queue_gone[name] = true
-  offer.queue_length = offer.queue_length - 1
-  offer.least_wanted = nil
-  for i, other in ipairs(offer.line) do
-    if other == name then
-      table.remove(offer.line, i)
-      return
+local end_wait, leave_queue, serve_grab
+do
+  local function take_from_queue(offer, name)
+    spend(COST.waiter)
+    offer.queue_gone[name] = true
+    offer.queue_length = offer.queue_length - 1
+    offer.least_wanted = nil
+    for i, other in ipairs(offer.line) do
+      if other == name then
+        table.remove(offer.line, i)
+        return
+      end
     end
   end
-end
 
--- Removes a grab from the queue; the limits get its units back.
-local function end_wait(offer, name, grab, now)
-  take_from_queue(offer, name)
-  give_back(offer, grab, grab.quantity)
-  grab.status, grab.metadata = RELEASED, nil
-  if offer.closed then offer.due = due_when_closed(offer, now) end
-  touch_grab(offer, name)
-end
+  -- Removes a grab from the queue; the limits get its units back.
+  function end_wait(offer, name, grab, now)
+    take_from_queue(offer, name)
+    give_back(offer, grab, grab.quantity)
+    grab.status, grab.metadata = RELEASED, nil
+    if offer.closed then offer.due = due_when_closed(offer, now) end
+    touch_grab(offer, name)
+  end
 
--- Removes a grab from the queue, with its event.
-local function leave_queue(call, offer, name, grab, command, digest)
-  end_wait(offer, name, grab, call.now)
-  add_line(call, event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
-    .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '')
-    .. '"}')
-  grab.ended_seq, grab.ended_at = call.seq, call.now
-end
+  -- Removes a grab from the queue, with its event.
+  function leave_queue(call, offer, name, grab, command, digest)
+    end_wait(offer, name, grab, call.now)
+    add_line(call, event_head(call, offer, 'grab.released', command) .. grab_text(offer, name, grab, 0, 0)
+      .. ',"reason":"left_queue","to":"' .. returns_to(offer) .. (digest and '","digest":"' .. digest or '')
+      .. '"}')
+    grab.ended_seq, grab.ended_at = call.seq, call.now
+  end
 
--- Gives units to a queued grab, as a hold.
-local function serve_grab(offer, name, grab, quantity, now)
-  take_from_queue(offer, name)
-  give_back(offer, grab, grab.quantity - quantity)
-  offer.places = offer.places + 1
-  grab.place, grab.quantity, grab.price, grab.status = offer.places, quantity, offer.rules.price or 0, ACTIVE
-  grab.metadata = nil
-  move_units(offer, -quantity)
-  begin_hold(offer, grab, quantity, now)
-  touch_grab(offer, name)
+  -- Gives units to a queued grab, as a hold.
+  function serve_grab(offer, name, grab, quantity, now)
+    take_from_queue(offer, name)
+    give_back(offer, grab, grab.quantity - quantity)
+    offer.places = offer.places + 1
+    grab.place, grab.quantity, grab.status = offer.places, quantity, ACTIVE
+    grab.price = offer.rules.price or 0
+    grab.metadata = nil
+    move_units(offer, -quantity)
+    begin_hold(offer, grab, quantity, now)
+    touch_grab(offer, name)
+  end
 end
 
 -- The time (ms) at which the sweeper next handles an open offer with a queue. If units are left for queued

@@ -113,24 +113,27 @@ local function conflict_field(payment, name, grab, currency)
   return payment .. '\n' .. name .. '/' .. grab .. '\n' .. currency
 end
 
-local CONFLICT_BOOKED = 'payment: this id is recorded with other contents; '
-  .. 'what came beyond that is to be paid back'
+local keep_refund_due
+do
+  local CONFLICT_BOOKED = 'payment: this id is recorded with other contents; '
+    .. 'what came beyond that is to be paid back'
 
--- Records a payment, or what came of it beyond what is recorded, that is to be paid back. Returns the
--- details of its answer; `base` are the units that its grab held, or nil.
-local function keep_refund_due(call, campaign, payment, name, grab, code, amount, currency, base)
-  if code == CODE.conflict then
-    payment = conflict_field(payment, name, grab, currency)
-    local booked = stored_payment(campaign, payment)
-    amount = amount + (booked and booked[7] or 0)
+  -- Records a payment, or what came of it beyond what is recorded, that is to be paid back. Returns the
+  -- details of its answer; `base` are the units that its grab held, or nil.
+  function keep_refund_due(call, campaign, payment, name, grab, code, amount, currency, base)
+    if code == CODE.conflict then
+      payment = conflict_field(payment, name, grab, currency)
+      local booked = stored_payment(campaign, payment)
+      amount = amount + (booked and booked[7] or 0)
+    end
+    keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency)
+    if code == CODE.conflict then return {message = CONFLICT_BOOKED} end
+    local details = code == CODE.limit_reached and too_many_payments()
+      or {message = code == CODE.invalid and 'paid: not what is due' or nil}
+    if code == CODE.not_enough_left then details.left = base end
+    details.message = (details.message and details.message .. '; ' or '') .. 'the payment is to be paid back'
+    return details
   end
-  keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency)
-  if code == CODE.conflict then return {message = CONFLICT_BOOKED} end
-  local details = code == CODE.limit_reached and too_many_payments()
-    or {message = code == CODE.invalid and 'paid: not what is due' or nil}
-  if code == CODE.not_enough_left then details.left = base end
-  details.message = (details.message and details.message .. '; ' or '') .. 'the payment is to be paid back'
-  return details
 end
 
 -- Subtracts returned units from the payments that paid for them, the oldest first; returns a list of
@@ -147,30 +150,33 @@ local function refund_units(grab, quantity)
   return refunds
 end
 
--- Voids the codes of units that are returned, the last ones of the grab. Returns them.
-local function void_codes(offer, grab, quantity)
-  local kept = #grab.codes - quantity
-  local codes = {unpack(grab.codes, kept + 1)}
-  for i = #grab.codes, kept + 1, -1 do grab.codes[i] = nil end
-  spend(COST.item * quantity + COST.listed_byte * bytes_of(codes))
-  return codes
-end
-
--- Returns a user's units; `restored`: also to the limits. Units with codes go back without them, since the
--- user has seen them: they are in the offer's account until it closes, but nobody can take them. Returns the
--- details of the answer.
-local function return_units(offer, name, grab, quantity, restored)
-  local details = {}
-  grab.taken = grab.taken - quantity
-  if restored then give_back(offer, grab, quantity) end
-  if #grab.codes == 0 then
-    return_to_offer(offer, quantity)
-  else
-    details.voided_codes = void_codes(offer, grab, quantity)
-    if not offer.closed then offer.amount_left = offer.amount_left + quantity end
+local return_units
+do
+  -- Voids the codes of units that are returned, the last ones of the grab. Returns them.
+  local function void_codes(offer, grab, quantity)
+    local kept = #grab.codes - quantity
+    local codes = {unpack(grab.codes, kept + 1)}
+    for i = #grab.codes, kept + 1, -1 do grab.codes[i] = nil end
+    spend(COST.item * quantity + COST.listed_byte * bytes_of(codes))
+    return codes
   end
-  touch_grab(offer, name)
-  return details
+
+  -- Returns a user's units; `restored`: also to the limits. Units with codes go back without them, since the
+  -- user has seen them: they are in the offer's account until it closes, but nobody can take them. Returns
+  -- the details of the answer.
+  function return_units(offer, name, grab, quantity, restored)
+    local details = {}
+    grab.taken = grab.taken - quantity
+    if restored then give_back(offer, grab, quantity) end
+    if #grab.codes == 0 then
+      return_to_offer(offer, quantity)
+    else
+      details.voided_codes = void_codes(offer, grab, quantity)
+      if not offer.closed then offer.amount_left = offer.amount_left + quantity end
+    end
+    touch_grab(offer, name)
+    return details
+  end
 end
 
 -- The use of a grab for an order: {quantity, seq, at}, or nil.
