@@ -30,7 +30,7 @@ from grabstream.streams.journal import Record
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.projecting.publisher import Publisher, event_source
-from grabstream.streams.projecting.watchdog import until_stalled
+from grabstream.streams.projecting.watchdog import Assignment, until_stalled
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ def build_app(
         app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
     running: list[asyncio.Task[None]] = []
     app.projector_tasks = running
-    app.assigned_at = time.monotonic()
+    app.assignment = Assignment(time.monotonic())
 
     @app.task()  # type: ignore[untyped-decorator]
     async def run_projectors() -> None:
@@ -257,11 +257,15 @@ def build_app(
 
     @app.on_partitions_assigned.connect(weak=False)  # type: ignore[untyped-decorator]
     async def catch_up(app: faust.App, assigned: Any, **_: Any) -> None:
-        app.assigned_at = time.monotonic()
-        for partition in sorted(assigned):
-            if partition.topic == Topics(prefix).journal:
-                for projector in projectors:
-                    await projector.put(CatchUp(partition.partition))
+        shards = sorted(each.partition for each in assigned if each.topic == Topics(prefix).journal)
+        app.assignment = Assignment(time.monotonic(), frozenset(shards))
+        for shard in shards:
+            for projector in projectors:
+                await projector.put(CatchUp(shard))
+
+    @app.on_partitions_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
+    async def forget(app: faust.App, revoked: Any, **_: Any) -> None:
+        app.assignment = app.assignment._replace(shards=frozenset())
 
     @app.on_before_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
     async def stop_projectors(app: faust.App, **_: Any) -> None:
@@ -311,7 +315,7 @@ async def run_projections(
                 postgres,
                 schema,
                 projectors,
-                partial(getattr, app, "assigned_at"),
+                partial(getattr, app, "assignment"),
             )
         )
         stopping = asyncio.create_task(stop.wait())

@@ -2,15 +2,15 @@
 
 After some restarts of a broker, Faust stops without an error: its assignor may meet a broker that does not
 know the topic yet, assign nothing, and wait for ever. Restarting Faust costs the group a rebalance, so the
-watchdog ignores lag that Faust does not cause: a projector that waits for PostgreSQL, or partitions that were
-assigned just now.
+watchdog ignores lag that Faust does not cause: a projector that waits for PostgreSQL, partitions that were
+assigned just now, and, for a time, those that the group has yet to assign.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from psycopg import AsyncConnection
 from psycopg.errors import UndefinedTable
@@ -39,14 +39,25 @@ log = logging.getLogger(__name__)
 POLL_SECONDS: Final = 2.0
 #: How often the cursors are read although the journal has not grown, and no projector lags or writes.
 CURSORS_SECONDS: Final = 10.0
-#: Longer than the group waits for a member that has ended.
 STALLED_SECONDS: Final = 15.0
+#: Longer than the group waits for a member that has ended, and then needs to assign its partitions, also on a
+#: busy machine: until then, a restart would only begin that again.
+UNASSIGNED_SECONDS: Final = 45.0
 #: A projector that has tried to write one group for this long waits for PostgreSQL …
 WAITS_SECONDS: Final = 2.0
 #: … and after this long it is stalled.
 LOST_SECONDS: Final = 90.0
 #: The longest pause after unknown errors.
 FAILED_SECONDS_MAX: Final = 30.0
+
+
+class Assignment(NamedTuple):
+    """The shards that Faust has assigned to this process. `since`: when it has last assigned any, or began
+    (monotonic, s); earlier time is not a stall of this assignment.
+    """
+
+    since: float
+    shards: frozenset[int] = frozenset()
 
 
 async def until_stalled(
@@ -56,13 +67,11 @@ async def until_stalled(
     postgres: str,
     schema: str,
     projectors: Sequence[Projector],
-    assigned_at: Callable[[], float],
+    assignment: Callable[[], Assignment],
 ) -> str:
-    """Waits until a projector has not moved in a shard for STALLED_SECONDS although the journal has more for
-    it; returns which one, in words. Raises nothing: after any error it tries again.
-
-    `assigned_at` returns when partitions were last assigned, on the monotonic clock; earlier time does not
-    count.
+    """Waits until a projector has not moved in a shard for STALLED_SECONDS, or in one that Faust has not
+    assigned to this process for UNASSIGNED_SECONDS, although the journal has more for it; returns which one,
+    in words. Raises nothing: after any error it tries again.
     """
     # Publishers are watched apart: other programs may write to their topic, and delete its records, and
     # trouble with that must not hide another projector that is stalled.
@@ -70,7 +79,7 @@ async def until_stalled(
     others = [projector for projector in projectors if not isinstance(projector, Publisher)]
     async with running(
         *(
-            _watch(kafka, topics, shards, postgres, schema, watched, assigned_at)
+            _watch(kafka, topics, shards, postgres, schema, watched, assignment)
             for watched in (others, publishers)
             if watched
         )
@@ -86,7 +95,7 @@ async def _watch(
     postgres: str,
     schema: str,
     projectors: Sequence[Projector],
-    assigned_at: Callable[[], float],
+    assignment: Callable[[], Assignment],
 ) -> str:
     lagging: dict[tuple[str, int], tuple[int, float]] = {}
     pause_seconds = POLL_SECONDS
@@ -107,7 +116,7 @@ async def _watch(
                     is_old = time.monotonic() > compared_at + CURSORS_SECONDS
                     if lagging or is_writing or ends != compared or is_old:
                         reason = await _find_stalled(
-                            ends, published, connection, schema, projectors, lagging, assigned_at()
+                            ends, published, connection, schema, projectors, lagging, assignment()
                         )
                         if reason is not None:
                             return reason
@@ -137,7 +146,7 @@ async def _find_stalled(
     schema: str,
     projectors: Sequence[Projector],
     lagging: dict[tuple[str, int], tuple[int, float]],
-    assigned_at: float,
+    assignment: Assignment,
 ) -> str | None:
     now = time.monotonic()
     try:
@@ -163,10 +172,10 @@ async def _find_stalled(
                 lagging.pop((name, shard), None)
                 continue
             before, since = lagging.setdefault((name, shard), (offset, now))
-            seconds = now - max(since, assigned_at)
+            seconds = now - max(since, assignment.since)
             if offset != before:
                 lagging[name, shard] = (offset, now)
-            elif seconds > STALLED_SECONDS:
+            elif seconds > (STALLED_SECONDS if shard in assignment.shards else UNASSIGNED_SECONDS):
                 if await _is_held(connection, projector, schema, shard):
                     continue
                 return (

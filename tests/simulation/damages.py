@@ -8,7 +8,9 @@ from typing import Final
 from tests.simulation.bugs import BUGS, Bug
 from tests.simulation.guards import GUARDS, Guard
 
-_WATCHED: Final = "            elif seconds > STALLED_SECONDS:\n"
+_WATCHED: Final = (
+    "            elif seconds > (STALLED_SECONDS if shard in assignment.shards else UNASSIGNED_SECONDS):\n"
+)
 _SETS_ASIDE: Final = "            decided.append(_Decided(of_records, answers[start:end], aside))\n"
 
 #: What callers are told.

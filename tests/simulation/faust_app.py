@@ -65,6 +65,7 @@ class App:
         del options
         self.crash_reason: BaseException | None = None
         self.on_partitions_assigned = Signal()
+        self.on_partitions_revoked = Signal()
         self.on_before_shutdown = Signal()
         self._group = group
         self._session_seconds = broker_session_timeout
@@ -128,8 +129,9 @@ class App:
         self._stopped.set()
         await end(self._running)
 
-    async def on_partitions_revoked(self, revoked: Any) -> None:
+    async def _revoked(self, revoked: Any) -> None:
         """Records that agents have not taken yet may come again, or not."""
+        await self.on_partitions_revoked.send(self, revoked)
         for _, queue in self._agents:
             if self.broker.draw.random() < 0.5:
                 while not queue.empty():
@@ -139,9 +141,7 @@ class App:
         await self.on_partitions_assigned.send(self, assigned)
 
     async def _read(self) -> None:
-        listener = SimpleNamespace(
-            on_partitions_revoked=self.on_partitions_revoked, on_partitions_assigned=self._assigned
-        )
+        listener = SimpleNamespace(on_partitions_revoked=self._revoked, on_partitions_assigned=self._assigned)
         consumer = type("Member", (Consumer,), {"broker": self.broker})(
             group_id=self._group, session_timeout_ms=int(self._session_seconds * 1_000)
         )

@@ -245,7 +245,9 @@ async def test_a_watchdog_reads_the_positions_of_all_read_models_in_three_statem
         counted(monkeypatch, connection, "cursor", counts)
         ends = dict.fromkeys(range(system.shards), 1)
         lagging: dict[tuple[str, int], tuple[int, float]] = {}
-        found = await watchdog._find_stalled(ends, None, connection, system.schema_, projectors, lagging, 0.0)  # type: ignore[arg-type]
+        found = await watchdog._find_stalled(
+            ends, None, connection, system.schema_, projectors, lagging, watchdog.Assignment(0.0)
+        )  # type: ignore[arg-type]
     assert (found, len(lagging)) == (None, len(PROJECTIONS) * system.shards)
     assert counts["cursor"] == 3
 

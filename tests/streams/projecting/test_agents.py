@@ -45,11 +45,11 @@ async def test_the_agents_deliver_records(system: Settings, journal: JournalWrit
     running = asyncio.create_task(agents._run(app))
     try:
         await until_at_seq(system, 10)
-        assigned_at = app.assigned_at
+        assignment = app.assignment
         for last in (11, 20, 30):
             await journal.block(LINES, {11: 11, 20: 12, 30: 21}[last], last)
             await until_at_seq(system, last)
-        assert app.assigned_at == assigned_at, "partitions were assigned again, so this test proves nothing"
+        assert app.assignment == assignment, "partitions were assigned again, so this test proves nothing"
     finally:
         await agents._stop(app)
         running.cancel()
@@ -178,13 +178,12 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
         return threading.active_count() <= raised[0][0] and len(asyncio.all_tasks()) <= raised[0][1]
 
     async def failing(*arguments: Any) -> str:
-        assigned_at = arguments[-1]
+        assignment = arguments[-1]
         if raised:
             # What the app before and earlier tests have left behind may take a moment to end.
             await until(no_more_than_at_first, what="the end of threads and tasks of apps that were stopped")
         raised.append((threading.active_count(), len(asyncio.all_tasks())))
-        built_at = assigned_at()
-        await until(lambda: assigned_at() > built_at)  # the app has started by then
+        await until(lambda: assignment().shards)  # the app has started by then
         if len(raised) == 3:
             stop.set()
         raise ValueError("of the watchdog")
@@ -224,7 +223,7 @@ async def test_trouble_with_the_topic_of_events_hides_no_stalled_projector(
     async with asyncio.timeout(90):
         stalled = await watchdog.until_stalled(
             system.kafka, Topics(system.prefix), system.shards, system.postgres, system.schema_, projectors,
-            lambda: 0.0,
+            lambda: watchdog.Assignment(0.0, frozenset([SHARD])),
         )  # fmt: skip
     assert stalled.startswith(f"ledger has been at offset 0 of shard {SHARD} for ")
     assert calls
