@@ -6,6 +6,7 @@ keys inside of a token, or at an address that it names, are ignored.
 
 import re
 import time
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -14,8 +15,8 @@ import jwt
 from grabstream.gateway.bounds import TOKEN_BYTES_MAX, TOKEN_LEEWAY_SECONDS, TOKENS_REMEMBERED_MAX
 from grabstream.gateway.callers import Caller
 from grabstream.gateway.key_sets import KEY_ID_LENGTH_MAX, KeySet, VerifyingKey
-from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.models.offers import TIME_MS_MAX
+from grabstream.models.pseudonyms import user_of
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -23,13 +24,10 @@ V = TypeVar("V")
 is_token = re.compile(rb"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+").fullmatch
 #: Headers that change how a signature is made; the gateway knows none of them.
 _CRITICAL: Final = ("crit", "b64")
-#: Names that no path can have (requests.py).
-_NO_USERS: Final = frozenset({".", ".."})
 #: What is wrong with claims of a token whose signature is right.
 _WRONG: Final[dict[type[jwt.PyJWTError], str]] = {
     jwt.InvalidAudienceError: "The token is for another audience (aud).",
     jwt.InvalidIssuerError: "The token is of another issuer (iss).",
-    jwt.exceptions.InvalidSubjectError: f"The claim sub of the token is no user: it must match {ID_PATTERN}.",
 }
 
 
@@ -53,13 +51,33 @@ class _Verified(NamedTuple):
     key: VerifyingKey
 
 
+class UserNames(NamedTuple):
+    """Which claim names the user, and the key that makes an id of a name that is none; without it, such a
+    name is refused.
+    """
+
+    claim: str = "sub"
+    key: bytes | None = None
+
+    def user_of(self, claims: Mapping[str, Any]) -> str:
+        """The user of a token; raises UnusableToken for a claim that names none."""
+        name = claims[self.claim]
+        try:
+            if not isinstance(name, str):
+                raise ValueError("must be a text")
+            return user_of(name, self.key)
+        except ValueError as error:
+            raise UnusableToken(f"The claim {self.claim} of the token is no user: it {error}.") from None
+
+
 class Tokens:
     """Verifies tokens of one issuer for one audience."""
 
-    def __init__(self, issuer: str, audience: str, keys: KeySet) -> None:
+    def __init__(self, issuer: str, audience: str, keys: KeySet, names: UserNames | None = None) -> None:
         self._issuer = issuer
         self._audience = audience
         self._keys = keys
+        self._names = names or UserNames()
         # A signature costs 30 to 150 µs, and a user sends the same token many times. Only good ones are
         # remembered, so forged ones cannot push them out.
         self._verified: dict[bytes, _Verified] = {}
@@ -103,7 +121,7 @@ class Tokens:
                 issuer=self._issuer,
                 audience=self._audience,
                 leeway=TOKEN_LEEWAY_SECONDS,
-                options={"require": ["exp", "iss", "aud", "sub"]},
+                options={"require": ["exp", "iss", "aud", self._names.claim], "verify_sub": False},
             )
         # The signature is verified before any claim is looked at.
         except jwt.ExpiredSignatureError:
@@ -112,17 +130,11 @@ class Tokens:
             raise UnusableToken("The token is not valid yet.") from None
         except jwt.MissingRequiredClaimError as error:
             raise UnusableToken(f"The token has no claim {error.claim}.") from None
-        except (
-            jwt.InvalidAudienceError,
-            jwt.InvalidIssuerError,
-            jwt.exceptions.InvalidSubjectError,
-        ) as error:
+        except (jwt.InvalidAudienceError, jwt.InvalidIssuerError) as error:
             raise UnusableToken(_WRONG[type(error)]) from None
         except (jwt.PyJWTError, ValueError, OverflowError, RecursionError):
             raise _invalid() from None
-        user, until = claims["sub"], _seconds(claims["exp"])
-        if not is_id(user) or user in _NO_USERS:
-            raise UnusableToken(_WRONG[jwt.exceptions.InvalidSubjectError])
+        user, until = self._names.user_of(claims), _seconds(claims["exp"])
         if until is None:
             raise _invalid()
         begins = [claims[name] for name in ("nbf", "iat") if name in claims]

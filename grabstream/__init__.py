@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from grabstream.client.following import ServedEvent, StreamReset, WaitingPosition
     from grabstream.client.over_http import AsyncClient, Client
     from grabstream.client.over_kafka import KafkaClient
-    from grabstream.client.pseudonyms import pseudonym
     from grabstream.lua.gate.gate import Gate
     from grabstream.models.answers import Answer, LimitState, decode_answer
     from grabstream.models.commands import (
@@ -82,6 +81,7 @@ if TYPE_CHECKING:
     from grabstream.models.money import Invalid
     from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
     from grabstream.models.outcomes import Outcome, OutcomeUnknown
+    from grabstream.models.pseudonyms import pseudonym
     from grabstream.models.runs import AnyLine, GrantedRun, HeldRun, decode_line, singles
     from grabstream.models.transfers import Transfer
     from grabstream.models.upcasting import NewerEvent
@@ -206,7 +206,6 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "client.following": ("ServedEvent", "StreamReset", "WaitingPosition"),
     "client.over_http": ("AsyncClient", "Client"),
     "client.over_kafka": ("KafkaClient",),
-    "client.pseudonyms": ("pseudonym",),
     "lua.gate.gate": ("Gate",),
     "models.answers": ("Answer", "LimitState", "decode_answer"),
     "models.commands": (
@@ -228,6 +227,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "Changes", "CouponTerms", "EnvelopeTerms", "Hours", "Limit", "StockTerms", "Terms",
     ),
     "models.outcomes": ("Outcome", "OutcomeUnknown"),
+    "models.pseudonyms": ("pseudonym",),
     "models.runs": ("AnyLine", "GrantedRun", "HeldRun", "decode_line", "singles"),
     "models.transfers": ("Transfer",),
     "models.upcasting": ("NewerEvent",),

@@ -55,6 +55,7 @@ PAYMENTS_PORT = 18090
 #: Fields whose values are never shown. An empty value counts as not set.
 SECRETS = (
     "seal_keys", "ticket_keys", "payment_keys", "journal_keys", "kafka_password", "s3_secret_key",
+    "jwt_user_key",
 )  # fmt: skip
 #: Fields whose values may hold a password.
 ADDRESSES = (
@@ -72,6 +73,10 @@ FILES: Final = (
     *(f"{server}_{what}" for server in ("kafka", "redis", "cache") for what in ("ca", "certificate", "key")),
     "s3_ca",
 )
+
+#: Claims of tokens that do not name a user (RFC 7519, 4.1).
+_NO_NAMES: Final = ("iss", "aud", "exp", "nbf", "iat", "jti")
+_is_hex_key = re.compile(r"(?:[0-9a-fA-F]{2}){32,}").fullmatch
 
 #: Names that `up` and tests read; they are no settings.
 NO_SETTINGS: Final = ("GRAB_SERVICES", "GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
@@ -503,6 +508,16 @@ class Settings(BaseSettings):
         str, _setting("Issuer of the tokens of end users (`iss`); absent: no tokens are accepted.")
     ] = ""
     jwt_audience: Annotated[str, _setting("Audience that the tokens of end users must name (`aud`).")] = ""
+    jwt_user_claim: Annotated[
+        str, _setting("Claim of the tokens of end users that names the user.", min_length=1, max_length=255)
+    ] = "sub"
+    jwt_user_key: Annotated[
+        SecretStr,
+        _setting(
+            "Key that makes an id of a user's name in tokens that is none, at least 64 hex digits (`openssl "
+            "rand -hex 32`). Another key gives these users other ids; absent: their tokens are refused."
+        ),
+    ] = SecretStr("")
     jwt_jwks: Annotated[
         str,
         _setting(
@@ -738,6 +753,20 @@ class Settings(BaseSettings):
                 raise ValueError(f"must be a file that can be read: {error.strerror}") from None
         return value
 
+    @field_validator("jwt_user_claim")
+    @classmethod
+    def _names_a_user(cls, value: str) -> str:
+        if value in _NO_NAMES:
+            raise ValueError(f"must be a claim that names the user; {value} has another meaning")
+        return value
+
+    @field_validator("jwt_user_key")
+    @classmethod
+    def _is_long_enough(cls, value: SecretStr) -> SecretStr:
+        if value.get_secret_value() and not _is_hex_key(value.get_secret_value()):
+            raise ValueError("must have at least 64 hex digits, an even number of them")
+        return value
+
     @field_validator("jwt_jwks", "kafka_token_url")
     @classmethod
     def _is_file_or_url(cls, value: str, info: ValidationInfo) -> str:
@@ -915,6 +944,11 @@ class Settings(BaseSettings):
                     "TLS, which begins with rediss:// or rediss-cluster://"
                 )
         return self
+
+    @property
+    def user_key(self) -> bytes | None:
+        """The key of GRAB_JWT_USER_KEY; None without it."""
+        return bytes.fromhex(self.jwt_user_key.get_secret_value()) or None
 
     @property
     def brokers(self) -> "Brokers":

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 from grabstream.gateway import bounds as http
 from grabstream.lua import loader
 from grabstream.lua.gate import decided, gate, personal, queue, refusals, sizes, staging, tickets
-from grabstream.models import bounds, calendar, commands, identifiers, money, offers, payments
+from grabstream.models import bounds, calendar, commands, identifiers, money, offers, payments, pseudonyms
 from grabstream.models.rules import grabbing, settling, state
 from grabstream.ops.formats import offer_files
 from grabstream.ops.rehearsal import payment_provider
@@ -771,6 +771,12 @@ def of_requests() -> list[Row]:
             "a token of an end user",
             size(http.TOKEN_BYTES_MAX),
             "it is checked before it is decoded",
+            "401 `unauthenticated`",
+        ),
+        Row(
+            "the name of an end user in a token",
+            f"{pseudonyms.USER_NAME_BYTES_MAX} bytes of UTF-8",
+            "identity providers promise no more; one that is no id gives one, of 36 characters",
             "401 `unauthenticated`",
         ),
         Row(

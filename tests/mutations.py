@@ -728,6 +728,13 @@ MUTATIONS: Final = (
         "if False:",
         _in(CALLERS, "test_end_user_grabs_as_themselves_only"),
     ),
+    Mutation(
+        "callers: no name in a token is the id of another user",
+        "models/pseudonyms.py",
+        " and not name.startswith(NAMED_USERS):",
+        ":",
+        _in("tests/models/test_pseudonyms.py", "test_nobody_gets_the_id_of_another_one_by_its_name"),
+    ),
 )
 
 

@@ -18,6 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import QUESTIONS_USER_MAX, REVOCATION_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
+from grabstream.models.pseudonyms import user_of
 from grabstream.ops.connections.opening import checked_books, key_space, open_redis
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
@@ -312,6 +313,38 @@ async def test_revoked_rotated_and_expired_keys(anyone: Caller, guarded: Guarded
         answers.append((got.raw if "." not in secret else b"", sorted(got.headers.keys()), got.status))
     assert len(set(map(str, answers[:5]))) == 1
     assert answers[5][2] == 401
+
+
+@pytest.mark.long
+async def test_user_whose_name_is_no_id_acts_under_the_id_that_it_gives(
+    anyone: Caller, guarded: Guarded, offer: str, tmp_path: Path
+) -> None:
+    """And whoever takes that id as a name is somebody else."""
+    await service(anyone, guarded).open(offer, total=9)
+    name, key = f"auth0|{offer}", "0f" * 32
+    own = user_of(name, bytes.fromhex(key))
+    with GatewayProcess(
+        guarded.settings, tmp_path / "log", gateway_authentication="required", gate_timeout_ms="20000",
+        jwt_issuer=ISSUER, jwt_audience=AUDIENCE, jwt_user_key=key,
+        jwt_jwks=str(guarded.gateway.log.parent / "keys.json"),
+    ) as gateway:  # fmt: skip
+        async with calling(gateway.port) as naming:
+            named, forger, ann = (naming.having(token(one, "ed")) for one in (name, own, "ann"))
+            got = await named.post(f"/v1/offers/{offer}/grabs", {})
+            assert (got.status, got.body["user"]) == (201, own)
+            after = f"after={got.body['shard']}-{got.body['seq']}"
+            found = await named.send("GET", f"/v1/users/{own}/grabs?{after}")
+            assert [row["grab"] for row in found.body["grabs"]] == [got.body["grab"]]
+            for other in (forger, ann):
+                refused = await other.send("GET", f"/v1/users/{own}/grabs")
+                assert is_refused(refused, "other_user", 403, "user")
+            # The refusal tells users their id.
+            told = await named.send("GET", "/v1/users/ann/grabs")
+            assert is_refused(told, "other_user", 403, "user")
+            assert f"must be {own}" in told.body["detail"]
+            assert (await forger.post(f"/v1/offers/{offer}/grabs", {})).body["user"] not in (own, name)
+    # Without the key, nobody comes in under it.
+    assert (await user(anyone, name).post(f"/v1/offers/{offer}/grabs", {})).status == 401
 
 
 @pytest.mark.long

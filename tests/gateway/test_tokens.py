@@ -23,9 +23,12 @@ from grabstream.gateway import key_sets
 from grabstream.gateway.bounds import KEY_SET_BYTES_MAX, TOKEN_BYTES_MAX, TOKENS_REMEMBERED_MAX
 from grabstream.gateway.key_sets import BadKeySet, KeySet, keys_of, reader_of
 from grabstream.gateway.problems import Problem
-from grabstream.gateway.tokens import BadToken, Tokens, UnusableToken
+from grabstream.gateway.tokens import BadToken, Tokens, UnusableToken, UserNames
 from grabstream.models.identifiers import ID_PATTERN
+from grabstream.models.pseudonyms import user_of
 from tests.support.issuer import AUDIENCE, ISSUER, KEYS, KeyServer, key_set, public, serving_keys, token
+
+USER_KEY: Final = bytes(range(32))
 
 
 def encoded(value: Any) -> str:
@@ -101,6 +104,9 @@ FORGED: dict[str, Callable[[], str]] = {
     "user with full-width letters": lambda: token("ａnn"),
     "user is a path": lambda: token(".."),
     "user is too long": lambda: token("a" * 65),
+    "user is far too long": lambda: token("a" * 256),
+    "user is the id of another one": lambda: token(user_of("auth0|ann", USER_KEY)),
+    "user is half of a character": lambda: token("\ud800"),
     "none": lambda: unsigned("none"),
     "None": lambda: unsigned("None"),
     "no algorithm": lambda: with_header(alg=""),
@@ -129,6 +135,13 @@ FORGED: dict[str, Callable[[], str]] = {
 }  # fmt: skip
 
 
+NO_USER: Final = (
+    "must be a text",
+    "must be a text of 1 to 255 bytes of UTF-8",
+    "has half of a surrogate pair, which is no character",
+    f"must match {ID_PATTERN}, and be neither . nor .. nor begin with sub:; with GRAB_JWT_USER_KEY, any text "
+    "gives an id",
+)
 CLAIMS: Final = ("exp", "iss", "aud", "sub")
 TOO_LARGE: Final = f"The token has more than {TOKEN_BYTES_MAX} bytes."
 #: Those that their issuer signed: what is wrong is said.
@@ -140,15 +153,9 @@ SIGNED: Final = [
 
 
 @pytest.fixture
-async def tokens() -> Tokens:
+async def tokens(key_ring: KeySet) -> Tokens:
     """Tokens of the issuer, whose keys are known."""
-
-    async def read() -> bytes:
-        return key_set()
-
-    keys = KeySet(read)
-    await keys.refresh()
-    return Tokens(ISSUER, AUDIENCE, keys)
+    return Tokens(ISSUER, AUDIENCE, key_ring)
 
 
 @pytest.mark.parametrize("key_id", KEYS)
@@ -157,6 +164,52 @@ async def test_good_token_names_its_user(tokens: Tokens, key_id: str) -> None:
     for _ in range(2):
         caller = await tokens.caller_of(text)
         assert (caller.user, caller.scopes) == ("ann", frozenset())
+
+
+@pytest.fixture
+async def key_ring() -> KeySet:
+    """The keys of the issuer, which are known."""
+
+    async def read() -> bytes:
+        return key_set()
+
+    keys = KeySet(read)
+    await keys.refresh()
+    return keys
+
+
+@pytest.mark.parametrize("name", ["auth0|5f7c8ec7", "ann@example.org", "\u0430nn", "..", "a" * 255, "sub:x"])
+async def test_a_name_that_is_no_id_gives_one_under_a_key(key_ring: KeySet, name: str) -> None:
+    tokens = Tokens(ISSUER, AUDIENCE, key_ring, UserNames(key=USER_KEY))
+    for _ in range(2):
+        caller = await tokens.caller_of(token(name).encode())
+        assert caller.user == caller.name == user_of(name, USER_KEY)
+    assert (await tokens.caller_of(token("ann").encode())).user == "ann"
+    # Who takes the id of another one as a name is somebody else.
+    other = (await tokens.caller_of(token(caller.name).encode())).user
+    assert other not in (None, caller.user)
+    with pytest.raises(UnusableToken, match="no user: it must be a text of 1 to 255 bytes"):
+        await tokens.caller_of(token("ä" * 128).encode())
+
+
+async def test_another_claim_names_the_user(key_ring: KeySet) -> None:
+    """Whatever `sub` is, or if there is none."""
+    tokens = Tokens(ISSUER, AUDIENCE, key_ring, UserNames("https://login.example.com/user", USER_KEY))
+
+    async def user_of_claim(sub: Any, claim: Any) -> str | None:
+        text = token(sub, **{"https://login.example.com/user": claim})
+        return (await tokens.caller_of(text.encode())).user
+
+    for sub in ("bob", None, 7, "auth0|x"):
+        assert await user_of_claim(sub, "ann") == "ann"
+        assert await user_of_claim(sub, "ann@example.org") == user_of("ann@example.org", USER_KEY)
+        for wrong in ("", 7, ["ann"], {"id": "ann"}, True):
+            with pytest.raises(
+                UnusableToken, match="The claim https://login.example.com/user of the token is"
+            ):
+                await user_of_claim(sub, wrong)
+        with pytest.raises(UnusableToken, match="The token has no claim https://login.example.com/user"):
+            await user_of_claim(sub, None)
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -169,7 +222,7 @@ async def test_forged_token_is_refused(tokens: Tokens, name: str) -> None:
             "The token is not valid.", "The token has expired.", "The token is not valid yet.",
             TOO_LARGE, "The token is for another audience (aud).",
             "The token is of another issuer (iss).", *(f"The token has no claim {one}." for one in CLAIMS),
-            f"The claim sub of the token is no user: it must match {ID_PATTERN}.",
+            *(f"The claim sub of the token is no user: it {why}." for why in NO_USER),
         }  # fmt: skip
         is_signed = name in SIGNED
         assert isinstance(refused.value, UnusableToken) == is_signed

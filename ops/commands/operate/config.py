@@ -6,6 +6,7 @@ import click
 
 from grabstream.lua.gate.sealing import SEALING
 from grabstream.models.identifiers import is_id
+from grabstream.models.pseudonyms import user_of
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.settings import (
     ADDRESSES,
@@ -37,11 +38,29 @@ from grabstream.streams.journal_keys import new_key_pair
     is_flag=True,
     help="Print the sealing parts of GRAB_SEAL_KEYS, for processes that only seal, and nothing else.",
 )
+@click.option(
+    "--user-of",
+    "name",
+    metavar="NAME",
+    help="Print the id of the user whom tokens call NAME (GRAB_JWT_USER_CLAIM), and nothing else.",
+)
 @json_option
-def config(wants_key: bool, journal_key: str | None, wants_sealing: bool, as_json: bool) -> None:
+def config(
+    wants_key: bool, journal_key: str | None, wants_sealing: bool, name: str | None, as_json: bool
+) -> None:
     """Print the settings in force, with meaning, unit and origin (default, .env, environment); secrets are
     masked.
     """
+    if name is not None:
+        try:
+            user = user_of(name, load_settings().user_key)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--user-of") from None
+        if as_json:
+            print_json({"user": user})
+        else:
+            click.echo(user)
+        return
     if wants_sealing:
         settings = load_settings()
         settings.require_seal_keys()

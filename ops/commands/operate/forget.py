@@ -9,6 +9,7 @@ from grabstream.models.identifiers import is_id
 from grabstream.ops.connections.opening import check_system, checked_books, sealer
 from grabstream.ops.connections.seal_keys import require_seal_keys
 from grabstream.ops.console.output import console, counted, json_option, print_json
+from grabstream.ops.formats.named_users import user_named
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.records import user_keys
 
@@ -28,15 +29,16 @@ def forget(user: str, by_name: str, dry_run: bool, as_json: bool) -> None:
     metadata are unreadable from then on, in the journal and in everything that was made of it; sums, hashes
     and proofs stay as they are. It cannot be undone.
 
-    The id itself stays in the events: use pseudonyms as ids, and delete your own mapping too
-    (docs/privacy.md). A copy of PostgreSQL from before still has the key.
+    USER is an id, or the name in tokens of which GRAB_JWT_USER_KEY makes the id. The id itself stays in the
+    events: use pseudonyms as ids, and delete your own mapping too (docs/privacy.md). A copy of PostgreSQL
+    from before still has the key.
     """
-    for value, where in ((user, "USER"), (by_name, "--by")):
-        if not is_id(value):
-            raise click.BadParameter(
-                f"must match [A-Za-z0-9._:-]{{1,64}}, got {value[:80]!r}", param_hint=where
-            )
+    if not is_id(by_name):
+        raise click.BadParameter(
+            f"must match [A-Za-z0-9._:-]{{1,64}}, got {by_name[:80]!r}", param_hint="--by"
+        )
     settings = load_settings()
+    user = user_named(settings, user)
     settings.require_seal_keys()
     done = asyncio.run(_forget(settings, user, by_name, dry_run))
     if as_json:

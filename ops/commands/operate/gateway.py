@@ -37,7 +37,7 @@ from grabstream.gateway.reaching import Reached
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
 from grabstream.gateway.shared_answers import SharedAnswers
-from grabstream.gateway.tokens import Tokens
+from grabstream.gateway.tokens import Tokens, UserNames
 from grabstream.gateway.watching import Watching
 from grabstream.lua.ending import running
 from grabstream.ops.commands.operate.examiners import open_examiners
@@ -171,7 +171,8 @@ async def _open_admission(settings: Settings, counters: Counters) -> AsyncIterat
             if key_set.problem and "://" not in settings.jwt_jwks:
                 raise BadSettings(f"GRAB_JWT_JWKS: {key_set.problem}")
             refreshing.append(key_set.keep_fresh())
-            tokens = Tokens(settings.jwt_issuer, settings.jwt_audience, key_set)
+            names = UserNames(settings.jwt_user_claim, settings.user_key)
+            tokens = Tokens(settings.jwt_issuer, settings.jwt_audience, key_set, names)
         await stack.enter_async_context(running(*refreshing))
         yield Admission(
             keys,

@@ -24,6 +24,7 @@ from grabstream.ops.diagnosis.counters import Counted
 from grabstream.ops.diagnosis.evidence import Evidence, is_about, read_books, read_redis
 from grabstream.ops.diagnosis.story import Moment, tell
 from grabstream.ops.formats.moments import show_time
+from grabstream.ops.formats.named_users import user_named
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import cursors
 from grabstream.projections.records import set_aside
@@ -39,13 +40,13 @@ def why(user: str, offer: str, as_json: bool) -> None:
     to the opening. Money is in major units, as in 99.00 CNY; where ISO 4217 does not know a currency, and
     with --json, in minor units.
 
-    Only refusals that are kept are shown (GRAB_REFUSALS_…). Exit code 1: the read models do not have the
-    offer.
+    USER is an id, or the name in tokens of which GRAB_JWT_USER_KEY makes the id. Only refusals that are kept
+    are shown (GRAB_REFUSALS_…). Exit code 1: the read models do not have the offer.
     """
-    for field, value in (("USER", user), ("OFFER", offer)):
-        if not is_id(value):
-            raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
-    evidence, unbooked, redis = asyncio.run(gather(load_settings(), user, offer))
+    if not is_id(offer):
+        raise click.UsageError(f"OFFER: must match [A-Za-z0-9._:-]{{1,64}}, got {offer!r}")
+    settings = load_settings()
+    evidence, unbooked, redis = asyncio.run(gather(settings, user_named(settings, user), offer))
     if evidence is None:
         complain_of_unknown_offer(offer)
         sys.exit(1)

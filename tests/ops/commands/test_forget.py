@@ -16,6 +16,7 @@ from grabstream.client.over_kafka import KafkaClient
 from grabstream.models import vocabulary
 from grabstream.models.commands import Grab, Open, Release
 from grabstream.models.offers import StockTerms
+from grabstream.models.pseudonyms import user_of
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.history import read_lines
 from grabstream.ops.settings import Settings
@@ -28,6 +29,7 @@ from tests.support.projecting import rows
 RELAY: Final = new_key_pair()
 KEYS: Final = {"journal_keys": f"k1:{RELAY[0]}", "journal_public_keys": f"k1:{RELAY[1]}"}
 SEALS: Final = {"seal_metadata": "true", **KEYS}
+USER_KEY: Final = "0f" * 32
 SECRET: Final = {"form": "f-1", "mail": "anna@example.org"}
 ASKED: Final = {"patience_ms": 30_000, "timeout_ms": 30_000}
 
@@ -60,7 +62,7 @@ async def test_a_user_is_forgotten(system: Settings, worker: Callable[..., Any],
 
 async def _forget(settings: Settings, folder: Path) -> None:
     def run(*words: str, code: int = 0) -> Any:
-        done = grabstream(*words, **env_of(settings), **SEALS)
+        done = grabstream(*words, **env_of(settings), **SEALS, jwt_user_key=USER_KEY)
         assert done.returncode == code, (words, done)
         return json.loads(done.stdout) if "--json" in words else done.stdout
 
@@ -144,8 +146,20 @@ async def _forget(settings: Settings, folder: Path) -> None:
         [back] = await gate.decide([taking("g7", "anna", wait=True)], **ASKED)
         assert (back.outcome, back.metadata) == ("waiting", SECRET)
     assert run("forget", "anna", "--by", "eve", "--json")["key"] not in (None, done["key"])
-    for words in (("forget", "a/b", "--by", "eve"), ("forget", "anna", "--by", "e e"), ("forget", "anna")):
+    for words in (
+        ("forget", "a" * 256, "--by", "eve"),
+        ("forget", "anna", "--by", "e e"),
+        ("forget", "anna"),
+    ):
         run(*words, code=2)
+    # By the name in tokens, of which the same key makes the id.
+    user = user_of("auth0|anna", bytes.fromhex(USER_KEY))
+    async with open_gate(settings) as gate:
+        [named] = await gate.decide([taking("g8", user, wait=True)], **ASKED)
+        assert named.outcome == "waiting"
+    forgotten = run("forget", "auth0|anna", "--by", "eve", "--json")
+    assert (forgotten["user"], forgotten["key"] is None) == (user, False)
+    assert run("why", "auth0|anna", "sale", "--json")["user"] == user
 
 
 @pytest.mark.long
