@@ -14,6 +14,7 @@ from psycopg.errors import (
     InsufficientPrivilege,
     LockNotAvailable,
     QueryCanceled,
+    UndefinedColumn,
     UndefinedFunction,
     UndefinedTable,
 )
@@ -210,11 +211,11 @@ async def _answered(asking: Coroutine[Any, Any, T], seconds: float, ms_max: int)
         raise retry_soon("busy", "Too many questions wait for PostgreSQL.") from None
     except QueryCanceled:
         raise _unavailable(f"PostgreSQL did not answer within {ms_max} ms; ask for less, or later.") from None
-    except (UndefinedTable, UndefinedFunction) as error:
-        log.error("a view is missing: %s", str(error).strip())
+    except (UndefinedTable, UndefinedColumn, UndefinedFunction) as error:
+        log.error("a view is missing, or one of another release: %s", str(error).strip())
         raise _unavailable(
-            "A view is missing in PostgreSQL: `grabstream init` and `grabstream rebuild` create them. "
-            "Commands work without it."
+            "A view is missing in PostgreSQL, or it is one of another release: `grabstream init` and "
+            "`grabstream rebuild` create them. Commands work without it."
         ) from None
     except InsufficientPrivilege as error:
         log.error("`grabstream grants` prints the rights of a gateway: %s", str(error).strip())

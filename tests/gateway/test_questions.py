@@ -558,6 +558,22 @@ async def test_commands_go_on_without_postgresql(
         assert "secret" not in gateway.text()
 
 
+async def test_a_view_of_an_older_release_is_named_in_the_log_only(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until `grabstream init` has replaced it."""
+    async with counted(door) as (questions, _):
+        for query in (
+            "SELECT FROM no_view",
+            "SELECT no_column FROM offers",
+            "SELECT no_function(offer) FROM offers",
+        ):
+            with pytest.raises(Problem, match="`grabstream init`") as raised:
+                await questions._books.rows(query)
+            assert (raised.value.name, "no_" in raised.value.detail) == ("unavailable", False)
+            assert "no_" in caplog.messages[-1]
+
+
 @pytest.mark.long
 async def test_a_missing_right_is_named_in_the_log_only(
     system: Settings, caplog: pytest.LogCaptureFixture
