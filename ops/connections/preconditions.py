@@ -50,7 +50,7 @@ class ConditionNotMet(BadSettings):
     """A server is not what this program needs."""
 
     def __init__(self, unmet: Sequence[Unmet]) -> None:
-        super().__init__(" · ".join(f"{one.what}: {one.means}. Mend it: {one.mend}" for one in unmet))
+        super().__init__("\n".join(f"{one.what}: {one.means}. Mend it: {one.mend}" for one in unmet))
         self.unmet = unmet
 
 
