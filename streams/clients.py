@@ -136,10 +136,13 @@ OUTAGES: Final = Outages()
 
 
 class PresentTrouble(NamedTuple):
-    """Where this process has trouble, for how many seconds, and the text of the last error."""
+    """Where this process has trouble; how many seconds lie between the first and the last attempt that
+    failed, and between the first one and now; and the text of the last error.
+    """
 
     where: str
     seconds: float
+    began_seconds_ago: float
     words: str
 
 
@@ -155,8 +158,8 @@ class Troubles:
 
     def present(self) -> list[PresentTrouble]:
         """What is not over, the longest first."""
-        found = [PresentTrouble(one.where, one.seconds, one.last_words) for one in self._all]
-        return sorted((one for one in found if one.seconds), key=lambda one: (-one.seconds, one.where))
+        found = [trouble for one in self._all if (trouble := one.present()) is not None]
+        return sorted(found, key=lambda one: (-one.seconds, one.where))
 
 
 #: One per process, like its log.
@@ -185,21 +188,22 @@ class Trouble:
         """Whether the last attempt failed."""
         return bool(self._words)
 
-    @property
-    def seconds(self) -> float:
-        """For how long there has been trouble; 0 when it is over. A success ends it when nothing fails for
-        STEADY_SECONDS afterwards.
+    def present(self) -> PresentTrouble | None:
+        """The trouble there is; None when it is over. A success ends it when nothing fails for STEADY_SECONDS
+        afterwards.
         """
         now = time.monotonic()
         has_ended = not self._words and now - self._over_at >= STEADY_SECONDS
-        return 0.0 if has_ended or now - self._noted_at >= FORGOTTEN_SECONDS else now - self._since
+        if has_ended or now - self._noted_at >= FORGOTTEN_SECONDS:
+            return None
+        return PresentTrouble(self.where, self._noted_at - self._since, now - self._since, self.last_words)
 
     def note(self, words: str) -> None:
         """Records a failed attempt that somebody else logs."""
         now = time.monotonic()
         if not self._words and now - self._over_at < STEADY_SECONDS:
             self._returns += 1
-        elif not self.seconds:
+        elif self.present() is None:
             self._since, self._returns, self._lasting_logged_at = now, 0, -math.inf
         self._words = self.last_words = words
         self._noted_at = now

@@ -31,10 +31,13 @@ WORDS_MAX: Final = 500
 
 
 class ReportedTrouble(msgspec.Struct, frozen=True):
-    """Where a worker has trouble, since when (ms since 1970 UTC), and the text of the last error."""
+    """Where a worker has trouble, since when (ms since 1970 UTC), how many seconds lie between the first and
+    the last attempt that failed, and the text of the last error.
+    """
 
     where: str
     since: int
+    seconds: float
     words: str
 
 
@@ -51,7 +54,9 @@ class WorkerReport(msgspec.Struct, frozen=True):
 def report_of(roles: Sequence[str], now_ms: int) -> WorkerReport:
     """What this process says of itself."""
     troubles = [
-        ReportedTrouble(one.where, now_ms - round(one.seconds * 1000), one.words[:WORDS_MAX])
+        ReportedTrouble(
+            one.where, now_ms - round(one.began_seconds_ago * 1000), one.seconds, one.words[:WORDS_MAX]
+        )
         for one in TROUBLES.present()[:TROUBLES_MAX]
     ]
     return WorkerReport(now_ms, sorted(roles), troubles)

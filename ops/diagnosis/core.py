@@ -188,7 +188,7 @@ def in_trouble(readings: CoreReadings, settings: Settings) -> list[Finding]:
     alike: dict[tuple[str, str], list[ReportedTrouble]] = {}
     for worker, report in readings.workers.items():
         for trouble in report.troubles:
-            if report.at - trouble.since >= LASTING_SECONDS * 1000:
+            if trouble.seconds >= LASTING_SECONDS:
                 alike.setdefault((worker, trouble.words), []).append(trouble)
     return [
         Finding(

@@ -198,8 +198,9 @@ METRICS: Final = (
     Metric(
         "grabstream_trouble_seconds",
         "gauge",
-        "For how long this worker has had the trouble that lasts longest; 0: none. What succeeds beside it "
-        "does not end it. The log and `grabstream doctor` say what it is.",
+        "For how long attempts of this worker have failed, of the trouble that lasts longest; 0: none, or "
+        "one failure. What succeeds beside it does not end it. The log and `grabstream doctor` say what it "
+        "is.",
     ),
     Metric("grabstream_role_restarts_total", "counter", "Restarts of roles that failed.", ("role",)),
     Metric(

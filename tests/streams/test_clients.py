@@ -213,14 +213,16 @@ def test_the_same_trouble_for_a_minute_is_a_warning_at_a_bounded_rate(
     ]
     [present] = time.troubles.present()
     assert (present.where, present.words) == ("deciding", "TopicAuthorizationFailedError: results")
-    assert present.seconds == 1_200.0
+    assert (present.seconds, present.began_seconds_ago) == (1_195.0, 1_200.0)
     trouble.over()
     time.now += clients.STEADY_SECONDS
     assert time.troubles.present() == []
     trouble.say("another one")
     time.now += 1.0
-    assert [one.seconds for one in time.troubles.present()] == [1.0], "a new trouble begins anew"
-    time.now += clients.FORGOTTEN_SECONDS
+    assert [one.began_seconds_ago for one in time.troubles.present()] == [1.0], "a new trouble begins anew"
+    time.now += clients.FORGOTTEN_SECONDS - 2.0
+    assert [one.seconds for one in time.troubles.present()] == [0.0], "one failure lasts for no time"
+    time.now += 1.0
     assert time.troubles.present() == [], "nobody has tried for so long"
 
 

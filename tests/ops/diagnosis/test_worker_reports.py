@@ -5,6 +5,7 @@ is told to start what runs.
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from grabstream.ops.diagnosis.examination import Examination, examine
 from grabstream.ops.diagnosis.findings import Finding
 from grabstream.ops.settings import Settings
 from grabstream.streams import clients
-from tests.conftest import until
+from tests.conftest import Worker, until
 
 CHECK = "workers get on"
 REFUSED = "TopicAuthorizationFailedError: grab.results"
@@ -40,7 +41,10 @@ def findings_of(examination: Examination, check: str) -> list[Finding]:
 async def report(redis_client: Any, settings: Settings, name: str, roles: str, *troubles: Any) -> None:
     """What a worker says; troubles are (where, for how many seconds, words)."""
     now = now_ms()
-    reported = [ReportedTrouble(where, now - seconds * 1000, words) for where, seconds, words in troubles]
+    reported = [
+        ReportedTrouble(where, now - (seconds + 5) * 1000, seconds, words)
+        for where, seconds, words in troubles
+    ]
     text = msgspec.json.encode(WorkerReport(now, roles.split(","), reported))
     await redis_client.hset(key_space(settings).workers, name, text)
 
@@ -113,3 +117,20 @@ async def test_nobody_is_told_to_start_a_role_that_runs(system: Settings, redis_
     assert relay == "grabstream worker --roles relay,sweep", "nobody plays both"
     await report(redis_client, system, "w3", "relay,sweep")
     assert "start none: w3 plays relay,sweep; it reports no error: read its log" in await commands()
+
+
+@pytest.mark.long
+async def test_a_worker_process_reports_itself_while_it_runs(
+    system: Settings, worker: Callable[..., Worker]
+) -> None:
+    running = worker(system, "decide")
+
+    async def roles() -> list[list[str]]:
+        return [report["roles"] for report in (await read(system))["workers"].values()]
+
+    async def reported() -> bool:
+        return await roles() == [["decide"]]
+
+    await until(reported, 60, "the report")
+    assert running.stop() == 0
+    assert await roles() == []
