@@ -312,7 +312,7 @@ OF_GATE: Final = (
         (
             (
                 "lua/gate/decided.py",
-                "in await self._recorded(shard, command)",
+                "in await self._recorded(shard, command, answer)",
                 "in [(answer.seq, answer.at)]",
             ),
         ),
