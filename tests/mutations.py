@@ -465,10 +465,9 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "money that comes too late is known",
-        "lua/commands/confirm.lua",
-        "  keep_payment(call, campaign, body.payment, offer.name, body.grab, code, 0, body.paid, "
-        "body.currency)\n",
-        "",
+        "lua/includes/settling.lua",
+        "keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency",
+        "keep_payment(call, campaign, 'x' .. payment, name, grab, code, 0, amount, currency",
         _in(
             "tests/lua/sweeping/test_retirement.py",
             "test_a_payment_after_retirement_is_due_for_refund_once",

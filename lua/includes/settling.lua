@@ -113,27 +113,24 @@ local function conflict_field(payment, name, grab, currency)
   return payment .. '\n' .. name .. '/' .. grab .. '\n' .. currency
 end
 
-local keep_refund_due
-do
-  local CONFLICT_BOOKED = 'payment: this id is recorded with other contents; '
-    .. 'what came beyond that is to be paid back'
-
-  -- Records a payment, or what came of it beyond what is recorded, that is to be paid back. Returns the
-  -- details of its answer; `base` are the units that its grab held, or nil.
-  function keep_refund_due(call, campaign, payment, name, grab, code, amount, currency, base)
-    if code == CODE.conflict then
-      payment = conflict_field(payment, name, grab, currency)
-      local booked = stored_payment(campaign, payment)
-      amount = amount + (booked and booked[7] or 0)
-    end
-    keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency)
-    if code == CODE.conflict then return {message = CONFLICT_BOOKED} end
-    local details = code == CODE.limit_reached and too_many_payments()
-      or {message = code == CODE.invalid and 'paid: not what is due' or nil}
-    if code == CODE.not_enough_left then details.left = base end
-    details.message = (details.message and details.message .. '; ' or '') .. 'the payment is to be paid back'
-    return details
+-- Records a payment, or what came of it beyond what is recorded, that is to be paid back. Returns the
+-- details of its answer; `base` are the units that its grab held, or nil.
+local function keep_refund_due(call, campaign, payment, name, grab, code, amount, currency, base)
+  if code == CODE.conflict then
+    payment = conflict_field(payment, name, grab, currency)
+    local booked = stored_payment(campaign, payment)
+    amount = amount + (booked and booked[7] or 0)
   end
+  keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency)
+  if code == CODE.conflict then
+    return {message = 'payment: this id is recorded with other contents; '
+      .. 'what came beyond that is to be paid back'}
+  end
+  local details = code == CODE.limit_reached and too_many_payments()
+    or {message = code == CODE.invalid and 'paid: not what is due' or nil}
+  if code == CODE.not_enough_left then details.left = base end
+  details.message = (details.message and details.message .. '; ' or '') .. 'the payment is to be paid back'
+  return details
 end
 
 -- Subtracts returned units from the payments that paid for them, the oldest first; returns a list of

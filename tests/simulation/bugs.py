@@ -71,7 +71,7 @@ OF_SCRIPTS: Final = (
     Bug(
         "a payment of another amount is a repeat",
         "a payment that came again with another amount was answered as before",
-        (("lua/commands/confirm.lua", "if is_another(known, body) then", "if false then"),),
+        (("lua/commands/confirm.lua", "here and not is_another(here, body)", "here"),),
     ),
     Bug(
         "a sum that is no exact integer",
@@ -252,8 +252,8 @@ OF_SCRIPTS: Final = (
         "a payment that could not be served was not told that it is paid back",
         (
             (
-                "lua/commands/confirm.lua",
-                "row[10].message = (row[10].message and row[10].message .. '; ' or '') .. "
+                "lua/includes/settling.lua",
+                "details.message = (details.message and details.message .. '; ' or '') .. "
                 "'the payment is to be paid back'",
                 "",
             ),
