@@ -17,8 +17,8 @@ GRAB_FIELDS: Final = (
     "price", "status", "ended_seq",
     "ended_at", "confirmed_seq", "confirmed_at", "under", "counted", "payments", "codes",
 )  # fmt: skip
-#: A field that a grab has only while it waits, if it was sent with metadata: these as JSON text.
-METADATA_FIELD: Final = "metadata"
+#: Fields that few grabs have: metadata as JSON text (or false), only while it waits; its basket.
+RARE_FIELDS: Final = ("metadata", "basket")
 _NUMBERS: Final = ("place", "quantity", "held", "taken", "redeemed", "lapsed", "status")
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 
@@ -76,7 +76,7 @@ def read_grab(record: bytes) -> dict[str, Any]:
     fields = _unpack(record)
     if not _are_fields_of_grab(fields):
         raise Damaged(f"not a list of the {len(GRAB_FIELDS)} fields of a grab")
-    grab = dict(zip((*GRAB_FIELDS, METADATA_FIELD), fields, strict=False))
+    grab = dict(zip((*GRAB_FIELDS, *RARE_FIELDS), fields, strict=False))
     del grab["codes"]
     for name in _NUMBERS:
         if type(grab[name]) is not int:
@@ -87,7 +87,7 @@ def read_grab(record: bytes) -> dict[str, Any]:
 
 
 def _are_fields_of_grab(value: Any) -> bool:
-    return isinstance(value, list) and len(value) - len(GRAB_FIELDS) in (0, 1)
+    return isinstance(value, list) and 0 <= len(value) - len(GRAB_FIELDS) <= len(RARE_FIELDS)
 
 
 def unpacked(record: bytes) -> Any:
@@ -143,5 +143,5 @@ def in_fields(one: bytes, other: bytes) -> list[tuple[str, Any, Any]]:
     a, b = unpacked(one), unpacked(other)
     if not (_are_fields_of_grab(a) and _are_fields_of_grab(b)):
         return []
-    pairs = zip_longest((*GRAB_FIELDS, METADATA_FIELD), a, b)
+    pairs = zip_longest((*GRAB_FIELDS, *RARE_FIELDS), a, b)
     return [(name, left, right) for name, left, right in pairs if left != right]

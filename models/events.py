@@ -237,14 +237,15 @@ class GrabExtended(_GrabEvent[V1], tag="grab.extended", frozen=True, kw_only=Tru
 
 class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=True):
     """Held units are the user's for good; `held` units stay held. `paid` minor units of `currency` went to
-    `issuer` by `payment`. With `retaken`, the hold was over and the units were taken again. `codes` are
-    sealed.
+    `issuer` by `payment`, which may settle each grab of one `basket`. With `retaken`, the hold was over and
+    the units were taken again. `codes` are sealed.
     """
 
     held: Sum
     payment: PaymentId | None = None
     paid: Sum = 0
     currency: Currency | None = None
+    basket: Id | None = None
     issuer: Id
     retaken: bool = False
     codes: tuple[str, ...] = ()
@@ -293,8 +294,8 @@ class GrabUnredeemed(_GrabEvent[V1], tag="grab.unredeemed", frozen=True, kw_only
 
 class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only=True):
     """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once for
-    each payment. `user` is the user whom the confirmation named, else the user of the grab; absent where
-    neither is known, and in events of older programs.
+    each payment and grab; `basket` is that of the grab. `user` is the user whom the confirmation named, else
+    the user of the grab; absent where neither is known, and in events of older programs.
     """
 
     grab: Id
@@ -302,6 +303,7 @@ class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only
     payment: PaymentId
     amount: Quantity
     asset: Currency
+    basket: Id | None = None
     outcome: OutcomeName
     digest: str
 

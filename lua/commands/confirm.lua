@@ -57,17 +57,22 @@ local function another_payment_text(known)
     .. (known[6] > 0 and ' for ' .. int(known[6]) .. ' units' or '') .. ANOTHER_PAYMENT
 end
 
+-- The basket of a grab, or '', as a field of an event; the field before it ends as a text.
+local function basket_text(grab)
+  return grab and grab.basket and '","basket":"' .. grab.basket or ''
+end
+
 -- The row for money that is to be paid back, with an event that says so. The event names the user of the
 -- command or, where the command names none, of the grab: several users of an envelope may have grabs of one
--- id. `base` are the units that the grab held, or nil.
-local function refund_due_row(call, offer, grab, id, digest, body, campaign, name, amount, base)
+-- id.
+local function refund_due_row(call, offer, grab, id, digest, body, campaign, name, amount)
   local user = body.user or grab and grab.user
   add_line(call, event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab
     .. (user and '","user":"' .. user or '') .. '","payment":"' .. body.payment
-    .. '","amount":' .. int(amount) .. ',"asset":"' .. body.currency
+    .. '","amount":' .. int(amount) .. ',"asset":"' .. body.currency .. basket_text(grab)
     .. '","outcome":"' .. name .. '","digest":"' .. digest .. '"}')
   local details = keep_refund_due(call, campaign, body.payment, offer.name, body.grab, CODE[name], amount,
-    body.currency, base)
+    body.currency, grab)
   local row = refused_row(call, CODE[name], details)
   row[2] = call.seq
   return row, true
@@ -81,7 +86,7 @@ local function refuse_known(call, campaign, offer, name, id, digest, body, here)
   local details = here and {message = another_payment_text(here)} or nil
   local plain = {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, details}
   if body.paid == 0 then return plain end
-  local booked = payment_of(call, campaign, conflict_field(body.payment, name, body.grab, body.currency))
+  local booked = payment_of(call, campaign, payment_field(body.payment, name, body.grab, body.currency))
   local total = (booked and booked[7] or 0) + (here and here[8] == body.currency and here[7] or 0)
   if booked and body.paid == total then return again_row(CODE.conflict, booked[4], booked[5]) end
   if not body.signed or not offer or body.paid <= total then return plain end
@@ -91,11 +96,14 @@ end
 -- The row for a payment that is recorded, or nil, and whether there is an event. For the same grab and amount
 -- it has the recorded outcome; for another grab or amount, a conflict. Where the command names a user, and
 -- the grab is not known to be theirs (`refused_as`), it tells nothing about the payment, apart from that it
--- found no grab before; a receipt that names another user is a conflict.
-local function repeated_payment(call, campaign, offer, name, id, digest, body, refused_as)
-  local known = body.payment and payment_of(call, campaign, body.payment)
-  if not known then return nil end
-  local here = known[1] == name and known[2] == body.grab and known or nil
+-- found no grab before; a receipt that names another user is a conflict. Other grabs of the basket that the
+-- payment settles are not recorded yet: `basket` is that of the grab, or nil.
+local function repeated_payment(call, campaign, offer, name, id, digest, body, refused_as, basket)
+  if not body.payment then return nil end
+  local known = payment_of(call, campaign, body.payment)
+  local here = known and known[1] == name and known[2] == body.grab and known
+    or (known or basket) and payment_of(call, campaign, payment_field(body.payment, name, body.grab)) or nil
+  if not here and (not known or known[9] and known[9] == basket) then return nil end
   local is_same = here and not is_another(here, body)
   local was_unknown = here and (here[3] == CODE.no_such_grab or here[3] == CODE.no_such_offer)
   local is_foreign = refused_as and not (was_unknown and is_same)
@@ -113,8 +121,7 @@ end
 -- `details` are those of the answer where nothing was paid.
 local function refuse_payment(call, offer, grab, id, digest, body, campaign, name, details)
   if not body.payment or body.paid == 0 then return refused_row(call, CODE[name], details or {}) end
-  return refund_due_row(call, offer, grab, id, digest, body, campaign, name, body.paid,
-    details and details.left)
+  return refund_due_row(call, offer, grab, id, digest, body, campaign, name, body.paid)
 end
 
 -- Takes the expired units of a grab again for a late payment; returns whether it could.
@@ -136,6 +143,7 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
   local codes = hand_out(offer, grab, quantity)
   local payment = (body.payment and ',"payment":"' .. body.payment .. '"' or '')
     .. (body.paid > 0 and string.format(',"paid":%d,"currency":"%s"', int(body.paid), body.currency) or '')
+    .. (grab.basket and ',"basket":"' .. grab.basket .. '"' or '')
   add_line(call, event_head(call, offer, 'grab.confirmed', id)
     .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. string.format(',"held":%d', int(grab.held)) .. payment .. ',"issuer":"' .. offer.issuer
@@ -145,7 +153,7 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
   if body.payment then
     grab.payments[#grab.payments + 1] = {body.payment, quantity}
     keep_payment(call, campaign, body.payment, offer.name, body.grab, CODE.confirmed, quantity, body.paid,
-      body.currency)
+      body.currency, grab.basket)
   end
   touch_grab(offer, body.grab)
   local details = coupon_row(offer, grab, codes, {})
@@ -173,7 +181,7 @@ end
 
 local confirm_for_grab = about_grab(function(call, offer, grab, id, digest, body, campaign)
   local known, has_event = repeated_payment(call, campaign, offer, offer.name, id, digest, body,
-    body.user and not grab and CODE.no_such_grab)
+    body.user and not grab and CODE.no_such_grab, grab and grab.basket)
   if known then return known, has_event end
   if not grab then return refuse_payment(call, offer, nil, id, digest, body, campaign, 'no_such_grab') end
   local base = grab.held > 0 and grab.held or grab.lapsed

@@ -289,6 +289,7 @@ do
     count(offer, under, quantity)
     local ticket = ticket_text(offer, extra)
     local grab = new_grab(users[i], quantity, under)
+    grab.basket = extra and extra.basket or nil
     put(offer.grabs, id, grab)
     local row = {CODE.granted, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
     local details = row[10]

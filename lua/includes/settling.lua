@@ -92,7 +92,7 @@ local function too_many_payments()
 end
 
 -- The record in a field of the payments of a campaign: {offer, grab, code, seq, at, quantity, paid, currency
--- or ''}, or nil. The field is the payment, or a `conflict_field`.
+-- or '', basket or nil}, or nil. The field is the payment, or a `payment_field`.
 local function stored_payment(campaign, field)
   local known = campaign.payments[field]
   if type(known) == 'table' then return known end
@@ -100,35 +100,43 @@ local function stored_payment(campaign, field)
   return record and cmsgpack.unpack(record) or nil
 end
 
--- Records the outcome and the amount of a payment.
-local function keep_payment(call, campaign, payment, name, grab, code, quantity, paid, currency)
-  campaign.payments[payment] = {name, grab, code, call.seq, call.now, quantity, paid or 0, (paid or 0) > 0
-    and currency or ''}
-  campaign.payments_changed[payment] = true
+-- The field of a payment for one grab of a basket; with a currency, that for money of a known payment that
+-- came for a grab beyond what is recorded. No payment has a newline.
+local function payment_field(payment, name, grab, currency)
+  return payment .. '\n' .. name .. '/' .. grab .. (currency and '\n' .. currency or '')
 end
 
--- The field for money of a known payment that came beyond what is recorded: for a grab, in a currency. No
--- payment has a newline.
-local function conflict_field(payment, name, grab, currency)
-  return payment .. '\n' .. name .. '/' .. grab .. '\n' .. currency
+-- Records the outcome and the amount of a payment; of a grab of a basket (nil: none) also as that of the
+-- grab, since others may follow.
+local function keep_payment(call, campaign, payment, name, grab, code, quantity, paid, currency, basket)
+  local known = {name, grab, code, call.seq, call.now, quantity, paid or 0, (paid or 0) > 0
+    and currency or '', basket}
+  campaign.payments[payment], campaign.payments_changed[payment] = known, true
+  if basket then
+    local field = payment_field(payment, name, grab)
+    campaign.payments[field], campaign.payments_changed[field] = known, true
+  end
 end
 
 -- Records a payment, or what came of it beyond what is recorded, that is to be paid back. Returns the
--- details of its answer; `base` are the units that its grab held, or nil.
-local function keep_refund_due(call, campaign, payment, name, grab, code, amount, currency, base)
+-- details of its answer; `known_grab` is the grab, if it was found.
+local function keep_refund_due(call, campaign, payment, name, grab, code, amount, currency, known_grab)
   if code == CODE.conflict then
-    payment = conflict_field(payment, name, grab, currency)
+    payment = payment_field(payment, name, grab, currency)
     local booked = stored_payment(campaign, payment)
     amount = amount + (booked and booked[7] or 0)
   end
-  keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency)
+  keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency,
+    code ~= CODE.conflict and known_grab and known_grab.basket or nil)
   if code == CODE.conflict then
     return {message = 'payment: this id is recorded with other contents; '
       .. 'what came beyond that is to be paid back'}
   end
   local details = code == CODE.limit_reached and too_many_payments()
     or {message = code == CODE.invalid and 'paid: not what is due' or nil}
-  if code == CODE.not_enough_left then details.left = base end
+  if code == CODE.not_enough_left then
+    details.left = known_grab.held > 0 and known_grab.held or known_grab.lapsed
+  end
   details.message = (details.message and details.message .. '; ' or '') .. 'the payment is to be paid back'
   return details
 end

@@ -158,7 +158,7 @@ do
     local under = event.under or counted_under(offer, event.user, event.attributes, event.at)
     count(offer, under, event.quantity)
     local grab = new_grab(event.user, event.quantity, under)
-    grab.place = event.place
+    grab.place, grab.basket = event.place, event.basket
     offer.grabs[event.grab] = grab
     reuse_ticket(offer, event)
     touch_grab(offer, event.grab)
@@ -229,7 +229,7 @@ do
     if event.payment then
       grab.payments[#grab.payments + 1] = {event.payment, quantity}
       keep_payment(call, offer.campaign, event.payment, offer.name, event.grab, CODE.confirmed, quantity,
-        event.paid, event.currency)
+        event.paid, event.currency, grab.basket)
     end
     touch_grab(offer, event.grab)
     keep_grab_row(offer, event, grab, CODE.confirmed, coupon_row(offer, grab, codes, {}))
@@ -272,7 +272,7 @@ do
   APPLY['payment.refund_due'] = function(offer, event)
     local code, grab = CODE[event.outcome], grab_of(offer, event.grab)
     local details = keep_refund_due(call, offer.campaign, event.payment, offer.name, event.grab, code,
-      event.amount, event.asset, grab and (grab.held > 0 and grab.held or grab.lapsed))
+      event.amount, event.asset, code ~= CODE.no_such_grab and grab or nil)
     keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, details})
   end
 end

@@ -5,10 +5,11 @@
 -- KEYS[1] shard hash · KEYS[2] past zset · then two for each campaign: payments hash, state hash
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch
 -- ARGV[4] msgpack: {offers as {campaign (from 1), offer, last offer_seq, time it retired ms}, payments as
---         {campaign (from 1), payment, offer, grab, code, seq, at, quantity, paid, currency or ''}, in the
---         order of their events}
+--         {campaign (from 1), payment, offer, grab, code, seq, at, quantity, paid, currency or '', basket or
+--         ''}, in the order of their events}
 -- Returns the number of offers and payments; or the error LOST when the shard has another owner.
 --- @include "shard"
+--- @include "settling"
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
@@ -23,8 +24,16 @@ for _, past in ipairs(offers) do
   redis.call('HSET', KEYS[2 + 2 * c], 'retired/' .. name, string.format('%d:%d', offer_seq, at))
 end
 for _, entry in ipairs(payments) do
-  local c, payment, offer, grab, code, seq, at, quantity, paid, currency = unpack(entry)
-  redis.call('HSET', KEYS[1 + 2 * c], payment, cmsgpack.pack({offer, grab, code, seq, at, quantity, paid,
-    currency}))
+  local c, payment, offer, grab, code, seq, at, quantity, paid, currency, basket = unpack(entry)
+  local key, fields = KEYS[1 + 2 * c], {payment}
+  if basket ~= '' then fields[2] = payment_field(payment, offer, grab) end
+  if code == CODE.conflict then
+    fields[1] = payment_field(payment, offer, grab, currency)
+    local booked = redis.call('HGET', key, fields[1])
+    paid = paid + (booked and cmsgpack.unpack(booked)[7] or 0)
+  end
+  local record = cmsgpack.pack({offer, grab, code, seq, at, quantity, paid, currency, basket ~= '' and basket
+    or nil})
+  for _, field in ipairs(fields) do redis.call('HSET', key, field, record) end
 end
 return #offers + #payments

@@ -282,8 +282,9 @@ def take_pieces(
     limits.count(state, offer, counters, quantity)
     ticket = use_ticket(state, offer, now, drawn)
     grab = PieceGrab(
-        command.user, 0, quantity, under=counters, counted=[CountedUnits(quantity, tuple(counters))]
-    )
+        command.user, 0, quantity, under=counters, counted=[CountedUnits(quantity, tuple(counters))],
+        basket=command.basket,
+    )  # fmt: skip
     offer.grabs[command.id] = grab
     if waits:
         return _queue(state, command, offer, grab, digest, now, ticket)

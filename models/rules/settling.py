@@ -169,7 +169,7 @@ def decide_without_offer(state: ShardState, command: AnyCommand, digest: str, no
         # It is not known any more whose grab it was: a receipt vouches for its user.
         is_doubtful = command.user is not None and not is_signed(command)
         refused_as = Outcome.no_such_offer if is_doubtful else None
-        if known := _repeated_payment(state, command, None, digest, now, refused_as):
+        if known := _repeated_payment(state, command, None, None, digest, now, refused_as):
             return known
         if _is_known_past(state, command.offer, now):
             return _unserved(state, command, None, None, Outcome.no_such_offer, digest, now)
@@ -191,7 +191,7 @@ def _confirm(
     state: ShardState, command: Confirm, offer: Offer, grab: PieceGrab | None, digest: str, now: int
 ) -> Decided:
     refused_as = Outcome.no_such_grab if command.user is not None and grab is None else None
-    if known := _repeated_payment(state, command, offer, digest, now, refused_as):
+    if known := _repeated_payment(state, command, offer, grab, digest, now, refused_as):
         return known
     if grab is None:
         return _unserved(state, command, offer, None, Outcome.no_such_grab, digest, now)
@@ -230,27 +230,38 @@ def _repeated_payment(
     state: ShardState,
     command: Confirm,
     offer: Offer | None,
+    grab: PieceGrab | None,
     digest: str,
     now: int,
     refused_as: Outcome | None,
 ) -> Decided | None:
     """The answer to a payment that is already known, or None: its first result for the same grab and money,
-    else a conflict. Where the command names a user, and the grab is not known to be theirs (`refused_as`), it
-    tells nothing about the payment, apart from that it found no grab before; a receipt that names another
-    user is a conflict.
+    else a conflict. It is not known for other grabs of the basket that it settles. Where the command names a
+    user, and the grab is not known to be theirs (`refused_as`), it tells nothing about the payment, apart
+    from that it found no grab before; a receipt that names another user is a conflict.
     """
-    known = _known_payment(state, command.offer, command.payment, now) if command.payment else None
-    if known is None:
+    if command.payment is None:
         return None
-    here = known if (known.offer, known.grab) == (command.offer, command.grab) else None
-    other_quantity = command.quantity is not None and known.quantity and command.quantity != known.quantity
-    is_same = here is not None and _money_of(command) == (here.paid, here.currency) and not other_quantity
-    is_foreign = refused_as is not None and not (is_same and known.code in _UNKNOWN)
+    known, basket = _known_payment(state, command.offer, command.payment, now), grab and grab.basket
+    if known is not None and (known.offer, known.grab) == (command.offer, command.grab):
+        here: Payment | None = known
+    else:
+        is_looked_up = known is not None or basket is not None
+        here = _known_payment(state, command.offer, _part_field(command), now) if is_looked_up else None
+    if here is None and (known is None or (known.basket and known.basket == basket)):
+        return None
+    is_same = here is not None and _is_same(command, here)
+    is_foreign = refused_as is not None and not (is_same and here is not None and here.code in _UNKNOWN)
     if refused_as is not None and is_foreign and not is_signed(command):
         return _refuse(state, command, refused_as, now, message=NOT_THEIRS)
-    if is_foreign or not is_same:
+    if here is None or is_foreign or not is_same:
         return _refuse_known(state, command, offer, here, digest, now)
-    return _again(state, command, Outcome(known.code), (known.seq, known.at), quantity=known.quantity or None)
+    return _again(state, command, Outcome(here.code), (here.seq, here.at), quantity=here.quantity or None)
+
+
+def _is_same(command: Confirm, known: Payment) -> bool:
+    other_quantity = command.quantity is not None and known.quantity and command.quantity != known.quantity
+    return _money_of(command) == (known.paid, known.currency) and not other_quantity
 
 
 def _known_payment(state: ShardState, offer: str, field: str, now: int) -> Payment | None:
@@ -286,8 +297,9 @@ def _refuse_known(
 
 def recorded_sum(state: ShardState, command: Confirm, now: int) -> int:
     """What is recorded of a payment for the grab of a command, in its currency (minor units)."""
-    fields = filter(None, (command.payment, _conflict_field(command)))
-    known = [_known_payment(state, command.offer, field, now) for field in fields]
+    fields = (command.payment or "", _part_field(command), _conflict_field(command))
+    known = {_known_payment(state, command.offer, field, now) for field in fields}
+    # The newest part of a basket is there twice.
     return sum(
         one.paid
         for one in known
@@ -296,9 +308,22 @@ def recorded_sum(state: ShardState, command: Confirm, now: int) -> int:
     )
 
 
+def _keep_payment(state: ShardState, command: Confirm, payment: Payment) -> None:
+    """Records a payment; of a grab of a basket also as that of the grab, since others may follow."""
+    campaign = campaign_of(command.offer)
+    state.payments[campaign, command.payment or ""] = payment
+    if payment.basket:
+        state.payments[campaign, _part_field(command)] = payment
+
+
+def _part_field(command: Confirm) -> str:
+    """The key in `payments` of a payment for one grab of a basket. No payment has a newline."""
+    return f"{command.payment}\n{command.offer}/{command.grab}"
+
+
 def _conflict_field(command: Confirm) -> str:
     """The key in `payments` of money of a known payment that came beyond what is recorded."""
-    return f"{command.payment}\n{command.offer}/{command.grab}\n{command.currency}"
+    return f"{_part_field(command)}\n{command.currency}"
 
 
 def _is_known_past(state: ShardState, offer: str, now: int) -> bool:
@@ -360,16 +385,17 @@ def _confirmed(
         **head_of(state, offer, command.id, now), **about(offer, command.grab, grab, quantity),
         held=grab.held,
         payment=command.payment, paid=command.paid, currency=command.currency if command.paid else None,
-        issuer=offer.terms.issuer,
+        basket=grab.basket, issuer=offer.terms.issuer,
         retaken=retaken, codes=codes, digest=digest,
     )  # fmt: skip
     grab.confirmed = (event.seq, now)
     if command.payment is not None:
         grab.payments.append((command.payment, quantity))
         payment = Payment(
-            offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity, *_money_of(command)
-        )
-        state.payments[offer.campaign, command.payment] = payment
+            offer.name, command.grab, int(Outcome.confirmed), event.seq, now, quantity, *_money_of(command),
+            grab.basket or "",
+        )  # fmt: skip
+        _keep_payment(state, command, payment)
     details = _details(command, offer, grab, quantity) | coupon_fields(offer, grab, codes)
     return Decided(answered(state, command, Outcome.confirmed, now, **details), [event])
 
@@ -390,8 +416,10 @@ def _unserved(
     if command.payment is None or not command.paid:
         return _refuse(state, command, outcome, now, **rest)
     event = _refund_due(state, command, offer, grab, outcome, command.paid, digest, now)
-    payment = Payment(command.offer, command.grab, int(outcome), event.seq, now, 0, *_money_of(command))
-    state.payments[campaign_of(command.offer), command.payment] = payment
+    payment = Payment(
+        command.offer, command.grab, int(outcome), event.seq, now, 0, *_money_of(command), event.basket or ""
+    )
+    _keep_payment(state, command, payment)
     message = "; ".join(filter(None, (rest.pop("message", None), "the payment is to be paid back")))
     return Decided(refused(state, command, outcome, now, seq=event.seq, message=message, **rest), [event])
 
@@ -418,6 +446,7 @@ def _refund_due(
         payment=command.payment,
         amount=amount,
         asset=command.currency,
+        basket=None if grab is None else grab.basket,
         outcome=outcome.name,
         digest=digest,
     )

@@ -71,7 +71,7 @@ class CountedUnits(NamedTuple):
 class Payment(NamedTuple):
     """The result of a payment: the outcome's code for its grab, the event that records it, and the money.
 
-    `quantity` is 0 if the payment was not served.
+    `quantity` is 0 if the payment was not served. `basket` is that of the grab, or ''.
     """
 
     offer: str
@@ -82,6 +82,7 @@ class Payment(NamedTuple):
     quantity: int
     paid: int
     currency: str
+    basket: str = ""
 
 
 class OrderUse(NamedTuple):
@@ -116,7 +117,8 @@ class PieceGrab:
     `under` are the counters under which it was first counted, `counted` the units that are counted now, and
     under which counters. `grace` is the time (ms) after the deadline in which a payment is still served;
     `lapsed` units expired. `ended` and `confirmed` are (seq, at) of the last event of their kind. A queued
-    grab has its `metadata` until it is served or leaves the queue.
+    grab has its `metadata` until it is served or leaves the queue. A payment may settle each grab of one
+    `basket`.
     """
 
     user: str
@@ -138,6 +140,7 @@ class PieceGrab:
     payments: list[tuple[str, int]] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)
     metadata: dict[str, str] | None = None
+    basket: str | None = None
 
     @property
     def lapses_at(self) -> int:

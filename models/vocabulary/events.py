@@ -252,8 +252,8 @@ class GrabExtended(GrabEvent, Wired[wire.GrabExtended], frozen=True):
 
 class GrabConfirmed(GrabEvent, Wired[wire.GrabConfirmed], frozen=True):
     """Held units are the user's for good; `held` units stay held. `paid` minor units of `currency` went to
-    `issuer` by `payment`. With `retaken`, the hold was over and the units were taken again. `codes` are
-    sealed.
+    `issuer` by `payment`, which may settle each grab of one `basket`. With `retaken`, the hold was over and
+    the units were taken again. `codes` are sealed.
     """
 
     type: Literal["grab.confirmed"] = "grab.confirmed"
@@ -262,6 +262,7 @@ class GrabConfirmed(GrabEvent, Wired[wire.GrabConfirmed], frozen=True):
     payment: Text | None = omitted(None)
     paid: Whole = omitted(0)
     currency: Text | None = omitted(None)
+    basket: Text | None = omitted(None)
     issuer: Text
     retaken: Flag = omitted(False)
     codes: tuple[Text, ...] = omitted(())
@@ -318,8 +319,8 @@ class GrabUnredeemed(GrabEvent, Wired[wire.GrabUnredeemed], frozen=True):
 
 class PaymentRefundDue(Event, Wired[wire.PaymentRefundDue], frozen=True):
     """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once for
-    each payment. `user` is the user whom the confirmation named, else the user of the grab; absent where
-    neither is known, and in events of older programs.
+    each payment and grab; `basket` is that of the grab. `user` is the user whom the confirmation named, else
+    the user of the grab; absent where neither is known, and in events of older programs.
     """
 
     type: Literal["payment.refund_due"] = "payment.refund_due"
@@ -329,6 +330,7 @@ class PaymentRefundDue(Event, Wired[wire.PaymentRefundDue], frozen=True):
     payment: Text
     amount: Whole
     asset: Text
+    basket: Text | None = omitted(None)
     outcome: Text
     digest: Text
 

@@ -347,12 +347,14 @@ class Twins:
                     f"event {event.shard}:{event.seq}: the rules refuse the grab ({decided.answer.outcome})"
                 )
             self._compare(event, decided.events[0])
+            _name_basket(self._recorded, cause, decided, event.basket)
             self.commands += 1
             commands.append(cause)
             facts.append(_facts(cause, decided))
         answers = decided_basket(
-            self._changed, commands, [drawn_for(event, self._recorded) for event in events], at
-        )
+            self._changed, commands, [drawn_for(event, self._recorded) for event in events], at,
+            events[0].basket,
+        )  # fmt: skip
         for event, command, before, after in zip(events, commands, facts, answers, strict=True):
             self._note_changed(after.events)
             self._differs(event, command, before, _facts(command, after))
@@ -529,9 +531,9 @@ def _text(event: AnyEvent) -> str:
 
 
 def decided_basket(
-    state: ShardState, commands: Sequence[Grab], drawn: Sequence[Drawn], at: int
+    state: ShardState, commands: Sequence[Grab], drawn: Sequence[Drawn], at: int, basket: str
 ) -> list[Decided]:
-    """`rules.decide_basket` for commands without their basket. It takes time for these grabs only: that one
+    """`rules.decide_basket` for commands without their `basket`. It takes time for these grabs only: that one
     copies the whole state, which here may have a million grabs.
     """
     if (message := grabbing.unfit_basket(state.offers, commands)) is not None:
@@ -546,7 +548,16 @@ def decided_basket(
             undo.undo()
             outcome = Outcome(answer.code)
             return [Decided(refused(state, one, outcome, at, message=answer.message), []) for one in commands]
+    for command, one in zip(commands, decided, strict=True):
+        _name_basket(state, command, one, basket)
     return decided
+
+
+def _name_basket(state: ShardState, command: Grab, decided: Decided, basket: str) -> None:
+    """Gives a grab of pieces that was decided without its basket the name of it: payments are for baskets."""
+    offer = state.offers.get(command.offer)
+    if decided.answer.positive and offer is not None and not offer.is_envelope:
+        offer.grabs[command.id].basket = basket
 
 
 class _Undo:

@@ -31,7 +31,7 @@ class RetiredOffer(NamedTuple):
 
 
 class KnownPayment(NamedTuple):
-    """The result and the money of a payment, as Redis keeps them."""
+    """The result and the money of a payment, as Redis keeps them; `basket` is that of the grab, or ''."""
 
     payment: str
     offer: str
@@ -42,6 +42,7 @@ class KnownPayment(NamedTuple):
     quantity: int
     paid: int
     currency: str
+    basket: str
 
 
 class Trail(NamedTuple):
@@ -153,10 +154,11 @@ def _known_payment(event: AnyLine) -> KnownPayment | None:
     if isinstance(event, PaymentRefundDue):
         code = int(Outcome[event.outcome])
         return KnownPayment(
-            event.payment, event.offer, event.grab, code, event.seq, event.at, 0, event.amount, event.asset
-        )
+            event.payment, event.offer, event.grab, code, event.seq, event.at, 0, event.amount, event.asset,
+            event.basket or "",
+        )  # fmt: skip
     if isinstance(event, GrabConfirmed) and event.payment is not None:
-        money = (event.paid, event.currency or "")
+        money = (event.paid, event.currency or "", event.basket or "")
         return KnownPayment(
             event.payment,
             event.offer,

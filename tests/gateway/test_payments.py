@@ -109,6 +109,41 @@ async def test_an_id_of_a_payment_is_any_text_up_to_255_bytes(
     assert await until(refunded, 30, "the refund") == [(payment,)]
 
 
+async def test_one_payment_settles_a_basket_and_a_return_pays_back_its_share(
+    caller: Caller, offer: str, door: Door
+) -> None:
+    prices = {f"{offer}:tea": 100, f"{offer}:cup": 250}
+    for name, price in prices.items():
+        await caller.open(name, **SALE | {"price": price})
+    got = await caller.post("/v1/baskets", {"grabs": [{"offer": name, "user": "ann"} for name in prices]})
+    tea, cup = got.body["answers"]
+    for held in (tea, cup, tea):
+        assert await result_of(caller, receipt_for(held, "p 1")) == ("confirmed", "confirmed")
+    outside = await held_by(caller, f"{offer}:tea")
+    assert await result_of(caller, receipt_for(outside, "p 1")) == REFUND_DUE
+    path = f"/v1/offers/{cup['offer']}/grabs/{cup['grab']}/return"
+    assert (await caller.post(path, {"user": "ann"})).body["outcome"] == "returned"
+    payments = (
+        "SELECT offer, grab, amount, state, refunded FROM payments "
+        f"WHERE payment = 'p 1' AND starts_with(offer, '{offer}:')"
+    )
+    money = (
+        "SELECT debit, credit, sum(amount)::bigint FROM transfers "
+        f"WHERE starts_with(offer, '{offer}:') AND asset = 'CNY' GROUP BY 1, 2"
+    )
+
+    async def are_booked() -> bool:
+        return sorted(await rows(door.settings, payments)) == sorted([
+            (tea["offer"], tea["grab"], 100, "served", 0), (cup["offer"], cup["grab"], 250, "served", 250),
+            (tea["offer"], outside["grab"], 100, "refund_due", 0),
+        ]) and sorted(await rows(door.settings, money)) == sorted([
+            ("external:p 1", "issuer:shop", 350), ("external:p 1", "refund:p 1", 100),
+            ("issuer:shop", "refund:p 1", 250),
+        ])  # fmt: skip
+
+    await until(are_booked, 30, "the books")
+
+
 # -- receipts of other systems -------------------------------------------------------------------------------
 
 

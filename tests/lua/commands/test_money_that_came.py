@@ -19,6 +19,10 @@ from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.models.payments import command_of, decode_receipt
 from grabstream.models.runs import decode_line, singles
 from grabstream.models.transfers import transfers_of
+from grabstream.projections.checking.snapshots import RetiredOffer, _known_payment
+from grabstream.streams.relaying.ownership import OwnedShard
+from grabstream.streams.relaying.recovery import Recovery
+from tests.lua.conftest import SEALER
 from tests.lua.histories.scene import DAY, HOUR, Scene, coupon, stock
 from tests.support.receipts import AUDIENCE, KEYS, signed
 
@@ -337,3 +341,138 @@ async def test_without_a_receipt_nothing_that_contradicts_is_booked(scene: Scene
         answer = await scene.do(Confirm, **paid | fields)
         assert (answer.outcome, answer.seq) == ("conflict", None)
     assert await scene.events("payment.refund_due") == []
+
+
+# -- baskets -------------------------------------------------------------------------------------------------
+
+BASKET = ("c:tea", "c:cup", "c:pot")
+
+
+async def basket_of(scene: Paying, name: str = "b", **terms: Any) -> list[str]:
+    """The grabs of a basket of ann: one unit each of three offers."""
+    sale = {"hold_ms": HOUR, "price": PRICE, "currency": "CNY", "late": "retake"}
+    for offer in BASKET:
+        if offer not in scene.states[scene.keys.shard_of_offer(offer)].offers:
+            await scene.open(stock(9, **sale | terms), offer)
+    grabs = [f"{name}.{number}" for number in range(3)]
+    answers = await scene.decide_both(
+        [Grab(id=id, offer=offer, user="ann", basket=name) for id, offer in zip(grabs, BASKET, strict=True)]
+    )
+    assert {answer.outcome for answer in answers} == {"held"}
+    return grabs
+
+
+async def test_one_payment_settles_each_grab_of_a_basket_once(paying: Paying) -> None:
+    grabs = await basket_of(paying)
+    for is_repeated in (False, True):
+        for grab, offer in zip(grabs, BASKET, strict=True):
+            answer = await paying.receipt(grab, PRICE, offer=offer)
+            assert (answer.outcome, answer.offer, answer.repeated) == ("confirmed", offer, is_repeated)
+    assert await paying.money() == {(ISSUER, "CNY"): 3 * PRICE}
+    # Each part is refunded by itself.
+    for number, (grab, offer) in enumerate(zip(grabs, BASKET, strict=True), 1):
+        assert (await paying.do(Return, offer=offer, grab=grab)).outcome == "returned"
+        back = await paying.events("grab.returned")
+        assert [event.refunds for event in back] == [(("p", PRICE),)] * number
+    # A repeat still gets its first answer, and a part that is over is paid back by itself.
+    assert (await paying.receipt(grabs[0], PRICE, offer=BASKET[0])).repeated
+
+
+async def test_parts_of_a_basket_stand_by_themselves(paying: Paying) -> None:
+    """One is late, one has another sum, one is in time; then the parts contradict what is recorded."""
+    first, second, third = await basket_of(paying, late="refuse")
+    assert (await paying.receipt(second, 9, offer=BASKET[1])).outcome == "invalid"
+    assert (await paying.receipt(first, PRICE, offer=BASKET[0])).outcome == "confirmed"
+    paying.now += HOUR
+    assert (await paying.receipt(third, PRICE, offer=BASKET[2])).outcome == "expired"
+    due = {(ISSUER, "CNY"): PRICE, (REFUND, "CNY"): 9 + PRICE}
+    assert await paying.money() == due
+    for grab, offer, paid, outcome in (
+        (first, BASKET[0], PRICE, "confirmed"), (second, BASKET[1], 9, "invalid"),
+        (third, BASKET[2], PRICE, "expired"), (second, BASKET[1], 8, "conflict"),
+    ):  # fmt: skip
+        answer = await paying.receipt(grab, paid, offer=offer)
+        assert (answer.outcome, await paying.money()) == (outcome, due)
+    assert (await paying.receipt(first, 10, offer=BASKET[0])).outcome == "conflict"
+    assert await paying.money() == {**due, (REFUND, "CNY"): 9 + PRICE + 3}
+
+
+async def test_a_grab_outside_of_the_basket_is_a_conflict_and_paid_back(paying: Paying) -> None:
+    grabs, others = await basket_of(paying), await basket_of(paying, "other")
+    alone = (await paying.do(Grab, offer=BASKET[0], user="ann")).grab or ""
+    assert (await paying.receipt(grabs[0], PRICE, offer=BASKET[0])).outcome == "confirmed"
+    for number, grab in enumerate((others[0], alone, "none"), 1):
+        for _ in range(2):
+            assert (await paying.receipt(grab, PRICE, offer=BASKET[0])).outcome == "conflict"
+            assert await paying.money() == {(ISSUER, "CNY"): PRICE, (REFUND, "CNY"): number * PRICE}
+    # The rest of the basket, and another payment for the others, are settled all the same.
+    assert (await paying.receipt(grabs[1], PRICE, offer=BASKET[1])).outcome == "confirmed"
+    assert (await paying.receipt(others[0], PRICE, offer=BASKET[0], payment="q")).outcome == "confirmed"
+    # By a payment that is known for a grab alone, no grab of a basket is settled.
+    assert (await paying.receipt(alone, PRICE, offer=BASKET[0], payment="r")).outcome == "confirmed"
+    assert (await paying.receipt(grabs[2], PRICE, offer=BASKET[2], payment="r")).outcome == "conflict"
+
+
+async def test_a_part_is_known_after_its_offer_retired(paying: Paying) -> None:
+    grabs = await basket_of(paying, retire_after_ms=1_000, hold_ms=5 * HOUR)
+    for grab, offer in list(zip(grabs, BASKET, strict=True))[:2]:
+        assert (await paying.receipt(grab, PRICE, offer=offer)).outcome == "confirmed"
+        await paying.do(Close, offer=offer)
+    for _ in range(2):
+        paying.now += HOUR
+        await paying.sweep_without_cleaning()
+    assert BASKET[0] not in paying.states[paying.keys.shard_of_offer("c:o")].offers
+    for grab, offer in list(zip(grabs, BASKET, strict=True))[:2]:
+        assert (await paying.receipt(grab, PRICE, offer=offer)).outcome == "confirmed"
+    assert (await paying.receipt(grabs[2], PRICE, offer=BASKET[2])).outcome == "confirmed"
+    assert await paying.money() == {(ISSUER, "CNY"): 3 * PRICE}
+
+
+async def test_a_payment_settles_a_basket_without_a_receipt_too(scene: Scene) -> None:
+    for offer in BASKET:
+        await scene.open(stock(9, hold_ms=HOUR, price=PRICE, currency="CNY"), offer)
+    await scene.decide_both([Grab(id=f"g{offer}", offer=offer, user="ann", basket="b") for offer in BASKET])
+    pays: list[Any] = [
+        Confirm(id=f"c{offer}", offer=offer, grab=f"g{offer}", payment="p", paid=PRICE, currency="CNY")
+        for offer in BASKET
+    ]
+    assert [answer.outcome for answer in await scene.decide_both(pays)] == ["confirmed"] * 3
+    assert [answer.repeated for answer in await scene.decide_both(pays)] == [True] * 3
+    for pay in pays:
+        again = await scene.do(
+            Confirm, offer=pay.offer, grab=pay.grab, payment="p", paid=PRICE, currency="CNY"
+        )
+        assert (again.outcome, again.repeated) == ("confirmed", True)
+
+
+async def test_payments_of_retired_offers_are_restored_as_they_were(paying: Paying) -> None:
+    """From their events, as a recovery from a snapshot has them: newest parts, all parts, conflicts."""
+    grabs = await basket_of(paying, retire_after_ms=1_000)
+    alone = (await paying.do(Grab, offer=BASKET[0], user="ann")).grab or ""
+    for grab, offer, paid, payment in (
+        (grabs[0], BASKET[0], PRICE, "p"), (grabs[1], BASKET[1], 9, "p"), (grabs[2], BASKET[2], PRICE, "p"),
+        (grabs[0], BASKET[0], 10, "p"), (grabs[0], BASKET[0], 15, "p"), (alone, BASKET[0], 3, "p"),
+        (alone, BASKET[0], PRICE, 'q "\\'), ("none", BASKET[1], PRICE, "r"),
+    ):  # fmt: skip
+        await paying.receipt(grab, paid, offer=offer, payment=payment)
+    for offer in BASKET:
+        await paying.do(Close, offer=offer)
+    for _ in range(3):
+        paying.now += HOUR
+        await paying.sweep_without_cleaning()
+    number = paying.keys.shard_of_offer("c:tea")
+    past = [RetiredOffer(name, *known) for name, known in paying.states[number].past.items()]
+    events = [event for line in paying.lines[number] for event in singles(decode_line(line))]
+    payments = [known for known in map(_known_payment, events) if known is not None]
+    restored = KeySpace(f"{paying.keys.prefix}x", paying.keys.shards).shard(number)
+    shard = OwnedShard(paying.client, restored)
+    ownership = (await shard.raise_term(0)).ownership
+    await Recovery(shard, SEALER)._apply_past(ownership, past, payments)
+    of_both = [
+        {field: msgspec.msgpack.decode(record) for field, record in found.items()}
+        for keys in (paying.keys.shard(number), restored)
+        if (found := await paying.client.hgetall(keys.of_campaign("c")[1]))
+    ]
+    assert len(past) == 3
+    assert len(of_both[0]) == 8
+    assert of_both[0] == of_both[1]

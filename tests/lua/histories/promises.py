@@ -127,11 +127,13 @@ def _check_ids_and_tickets(events: Sequence[Any]) -> None:
 
 
 def _check_payments(events: Sequence[Any]) -> None:
-    """Checks that each payment is served or refunded once, that refunds never exceed what it paid, and that a
-    refund due for a grab that the command found names nobody but its user (nobody: by an older release).
+    """Checks that each payment is served or refunded once (for each grab of one basket), that refunds never
+    exceed what it paid, and that a refund due for a grab that the command found names nobody but its user
+    (nobody: by an older release).
     """
     known: dict[tuple[str, str], Any] = {}
-    paid: Counter[tuple[str, str]] = Counter()
+    paid: Counter[tuple[str, ...]] = Counter()
+    settled: dict[tuple[str, ...], Any] = {}
     users: dict[tuple[str, str], str] = {}
     for event in events:
         campaign = campaign_of(event["offer"])
@@ -142,15 +144,19 @@ def _check_payments(events: Sequence[Any]) -> None:
             assert event.get("user", user) == user, f"a refund due to another user than {user}: {event}"
         if "payment" in event:
             key = campaign, event["payment"]
+            of_grab = (*key, event["offer"], event["grab"])
             first = known.get(key)
+            if first is not None and "basket" in event and event["basket"] == first.get("basket"):
+                first = settled.get(of_grab)
             assert first is None or event["at"] > first["at"] + PAYMENTS_KNOWN_MS, (
                 f"a payment was used twice, by {first} and by {event}"
             )
-            known[key] = event
-            paid[key] = event.get("paid", 0)
+            known[key] = settled[of_grab] = event
+            paid[of_grab] = event.get("paid", 0)
         for payment, amount in event.get("refunds", ()):
-            paid[campaign, payment] -= amount
-            assert paid[campaign, payment] >= 0, f"the refunds exceed the payment: {event}"
+            of_grab = campaign, payment, event["offer"], event["grab"]
+            paid[of_grab] -= amount
+            assert paid[of_grab] >= 0, f"the refunds exceed the payment: {event}"
 
 
 def _check_campaign_limits(events: Sequence[Any]) -> None:

@@ -338,7 +338,7 @@ class Twins:
                 for name, payment in payments.items()
                 if state.knows_payments_of(payment[0], self.now)
             } == {
-                encoded_payment(name): tuple(payment)
+                encoded_payment(name): tuple(payment) if payment.basket else tuple(payment)[:-1]
                 for (of, name), payment in state.payments.items()
                 if of == campaign and state.knows_payments_of(payment.offer, self.now)
             }
@@ -499,6 +499,7 @@ def _record(grab: Any) -> list[Any]:
         [[units, _counters(under)] for units, under in grab.counted],
         [[encoded_payment(payment), units] for payment, units in grab.payments], grab.codes,
         *([encode_metadata(grab.metadata).decode()] if grab.metadata else []),
+        *([False, grab.basket] if grab.basket else []),
     ]  # fmt: skip
 
 

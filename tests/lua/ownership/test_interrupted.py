@@ -183,7 +183,7 @@ async def test_owner_scripts_interrupted_before_their_first_write_have_changed_n
             client, "wipe", [of_shard.state, *of_shard.of_offer("e")], [*ownership.arguments, "why", 4, 2]
         )
         _, payments, _, state, _ = of_shard.of_campaign("m")
-        past = msgspec.msgpack.encode([[(1, "m:a", 9, NOW)], [(1, "p", "m:a", "g", 2, 5, NOW, 1)]])
+        past = msgspec.msgpack.encode([[(1, "m:a", 9, NOW)], [(1, "p", "m:a", "g", 2, 5, NOW, 1, 0, "", "")]])
         await run_script(
             client,
             "apply_past",

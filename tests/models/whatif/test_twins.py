@@ -452,7 +452,7 @@ def test_baskets_are_decided_as_the_rules_decide_them(limit: int) -> None:
         ]
         expected = decide_basket(rules.state, grabs, START + 100, [{} for _ in grabs])
         bare = [msgspec.structs.replace(grab, basket=None) for grab in grabs]
-        decided = decided_basket(ours.state, bare, [{} for _ in grabs], START + 100)
+        decided = decided_basket(ours.state, bare, [{} for _ in grabs], START + 100, f"b{number}")
         assert [one.answer.outcome for one in decided] == [one.answer.outcome for one in expected]
         for state in (ours.state, rules.state):
             state.answers, state.refusals = {}, type(state.refusals)()
