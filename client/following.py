@@ -60,16 +60,11 @@ class StreamReset(Exception):
 
 class Following(Exchange[None]):
     """One stream over all of its connections. `after_reply`, `after_error` and `after_end` return the seconds
-    to wait before the next connection. `positions` is told positions on waiting lists.
+    to wait before the next connection.
     """
 
-    def __init__(
-        self, path: str, after: str | int | Answer | None, positions: Positions | None = None
-    ) -> None:
+    def __init__(self, path: str, after: str | int | Answer | None) -> None:
         super().__init__(Request("GET", path))
-        self._positions = positions
-        #: The error of `positions`. It is the caller's, and says nothing about the connection.
-        self.raised: Exception | None = None
         if isinstance(after, Answer):
             after = f"{after.shard}-{after.seq}"
         self._after = None if after is None else str(after)
@@ -97,9 +92,9 @@ class Following(Exchange[None]):
         self._rest = b""
         return status == 200 and headers.get("content-type", "").startswith(_EVENT_STREAM)
 
-    def events(self, piece: bytes) -> Iterator[ServedEvent]:
-        """The events that a piece of a stream completes. Raises StreamReset, and NewerEvent for an event of a
-        release that this one cannot read.
+    def messages(self, piece: bytes) -> Iterator[ServedEvent | WaitingPosition]:
+        """The events and positions that a piece of a stream completes. Raises StreamReset, and NewerEvent for
+        an event of a release that this one cannot read.
         """
         *messages, self._rest = (self._rest + piece).split(b"\n\n")
         if len(self._rest) > MESSAGE_BYTES_MAX:
@@ -109,8 +104,8 @@ class Following(Exchange[None]):
             if fields.get("retry", "").isdecimal():
                 self._retry_seconds = min(_RETRY_SECONDS_MAX, int(fields["retry"][:9]) / 1000)
             if "id" not in fields:
-                if fields.get("event") == "position" and self._positions is not None:
-                    self._tell(self._positions, fields.get("data", ""))
+                if fields.get("event") == "position":
+                    yield self._position_of(fields.get("data", ""))
                 continue
             self._attempts = 0
             self._place = fields["id"]
@@ -122,14 +117,6 @@ class Following(Exchange[None]):
             if event.seq > self._seqs.get(event.shard, 0):
                 self._seqs[event.shard] = event.seq
                 yield ServedEvent(fields["id"], event)
-
-    def _tell(self, positions: Positions, data: str) -> None:
-        position = self._position_of(data)
-        try:
-            positions(position)
-        except Exception as error:
-            self.raised = error
-            raise
 
     def _position_of(self, data: str) -> WaitingPosition:
         try:

@@ -5,9 +5,9 @@ an error.
 """
 
 import asyncio
+import os
 import ssl
 import threading
-import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -19,13 +19,14 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
-from urllib.parse import urlencode, urlsplit
+from typing import Any, Final, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
+from urllib.parse import urlencode
 
 import aiohttp
-import urllib3
 from yarl import URL
 
 from grabstream.client.commands import Commands, given
@@ -46,6 +47,7 @@ from grabstream.client.following import (
     Following,
     Positions,
     ServedEvent,
+    WaitingPosition,
 )
 from grabstream.models.vocabulary.answers import Answer
 from grabstream.models.vocabulary.commands import AnyCommand, Grab
@@ -64,25 +66,17 @@ TIMEOUT_SECONDS: Final = 30.0
 CONNECTIONS_MAX: Final = 100
 #: The part of an attempt's time in which it must have a connection; what takes longer is not sent.
 _CONNECT_SHARE: Final = 0.25
-#: The bytes of a reply that a thread reads at once, at most.
-_PIECE_BYTES_MAX: Final = 64 * 1024
-
 #: Errors of an attempt that has no reply, and those of them that say that it was not sent.
 _ERRORS: Final = (aiohttp.ClientError, OSError)
 _NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_THREAD_ERRORS: Final = (urllib3.exceptions.HTTPError, OSError)
-_THREAD_NOT_SENT: Final = (
-    urllib3.exceptions.ConnectTimeoutError,
-    urllib3.exceptions.EmptyPoolError,
-    urllib3.exceptions.NewConnectionError,
-)
 
 #: Of a stream: each piece, also the heartbeat, comes within this time.
 _STREAM_TIMEOUT: Final = aiohttp.ClientTimeout(
     total=None, connect=CONNECT_SECONDS_MAX, sock_read=SILENT_SECONDS_MAX
 )
-_THREAD_STREAM_TIMEOUT: Final = urllib3.Timeout(connect=CONNECT_SECONDS_MAX, read=SILENT_SECONDS_MAX)
 
+#: A message of a stream.
+Message = ServedEvent | WaitingPosition
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
 P = TypeVar("P", bound=Page)
@@ -157,16 +151,13 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         connections_max: int = CONNECTIONS_MAX,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._base = urlsplit(url).path.rstrip("/")
-        self._headers = _headers(key)
-        options: dict[str, Any] = {}
-        if isinstance(verify, ssl.SSLContext):
-            options["ssl_context"] = verify
-        elif url.startswith("https:"):
-            options["cert_reqs"] = "CERT_REQUIRED" if verify else "CERT_NONE"
-        self._http = urllib3.connection_from_url(url, maxsize=connections_max, block=True, **options)
-        self._ended = threading.Event()
-        self._timeout_seconds = timeout_seconds
+        self._make = partial(
+            AsyncClient, url, key=key, timeout_seconds=timeout_seconds, connections_max=connections_max,
+            verify=verify,
+        )  # fmt: skip
+        self._beginning = threading.Lock()
+        self._running: _Running | None = None
+        self._is_ended = False
 
     def __enter__(self) -> Self:
         return self
@@ -177,41 +168,46 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         self.end()
 
     def end(self) -> None:
-        """Closes the connections. A stream of events ends with what comes next, at the latest after 45 s."""
-        self._ended.set()
-        self._http.close()
+        """Closes the connections, and ends the streams of events. Calls of other threads end at once, too."""
+        with self._beginning:
+            is_first, self._is_ended = not self._is_ended, True
+        running = self._running
+        if is_first and running is not None and running.process == os.getpid():
+            asyncio.run_coroutine_threadsafe(_end(running.client), running.loop).result()
+            running.loop.call_soon_threadsafe(running.loop.stop)
+            running.thread.join()
 
     def decide(self, command: AnyCommand) -> ServedAnswer:
         """Sends a command, and returns its answer, when that is journaled."""
-        return self._run(Deciding(command))
+        return self._wait(self._client().decide(command))
 
     def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[ServedAnswer, ...]:
         """Sends the grabs of a basket. The gateway gives them the ids `<id>.1`, `<id>.2` …"""
-        return self._run(TakingBasket(grabs, given(id)))
+        return self._wait(self._client().take_basket(grabs, id))
 
     def offers(self, **asked: Unpack[OffersAsked]) -> OfferPage:
         """A page of offers."""
-        return self._run(Asking(path_of("offers"), OfferPage, asked))
+        return self._wait(self._client().offers(**asked))
 
     def offer(self, offer: str, **asked: Unpack[AfterAsked]) -> OfferDetail:
         """An offer with its terms."""
-        return self._run(Asking(path_of("offers", offer), OfferDetail, asked))
+        return self._wait(self._client().offer(offer, **asked))
 
     def offer_grabs(self, offer: str, **asked: Unpack[TakenAsked]) -> TakenPage:
         """Who got what."""
-        return self._run(Asking(path_of("offers", offer, "grabs"), TakenPage, asked))
+        return self._wait(self._client().offer_grabs(offer, **asked))
 
     def user_balances(self, user: str, **asked: Unpack[PageAsked]) -> BalancePage:
         """What a user has."""
-        return self._run(Asking(path_of("users", user, "balances"), BalancePage, asked))
+        return self._wait(self._client().user_balances(user, **asked))
 
     def user_grabs(self, user: str, **asked: Unpack[UserGrabsAsked]) -> UserGrabPage:
         """The grabs of a user, the newest first."""
-        return self._run(Asking(path_of("users", user, "grabs"), UserGrabPage, asked))
+        return self._wait(self._client().user_grabs(user, **asked))
 
     def user_transfers(self, user: str, **asked: Unpack[PageAsked]) -> TransferPage:
         """The transfers of a user, the newest first."""
-        return self._run(Asking(path_of("users", user, "transfers"), TransferPage, asked))
+        return self._wait(self._client().user_transfers(user, **asked))
 
     def offer_events(
         self, offer: str, after: str | int | Answer | None = None
@@ -220,7 +216,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         or 0 for all of them. It resumes by itself, with every event once and in order, until it is closed or
         the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
         """
-        return self._follow(Following(path_of("offers", offer, "events"), after))
+        return self._follow(Following(path_of("offers", offer, "events"), after), None)
 
     def user_events(
         self, user: str, after: str | None = None, positions: Positions | None = None
@@ -228,44 +224,20 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         """The events that name a user, of all offers, as `offer_events` yields them. `positions` is called
         with where the grabs of the user stand on waiting lists, whenever that has changed.
         """
-        return self._follow(Following(path_of("users", user, "events"), after, positions))
+        return self._follow(Following(path_of("users", user, "events"), after), positions)
 
-    def _follow(self, following: Following) -> Generator[ServedEvent, None, None]:
-        while not self._ended.is_set():
-            try:
-                with self._replying(
-                    following.next_request(), following.headers(), _THREAD_STREAM_TIMEOUT, CONNECT_SECONDS_MAX
-                ) as reply:
-                    if following.begins(reply.status, reply.headers):
-                        while piece := reply.read1(_PIECE_BYTES_MAX):
-                            yield from following.events(piece)
-                            if self._ended.is_set():
-                                return
-                        pause = following.after_end()
-                    else:
-                        pause = following.after_reply(reply.status, reply.headers, reply.read()) or 0.0
-            except _THREAD_ERRORS as error:
-                if error is following.raised:
-                    raise
-                pause = following.after_error(error, False)
-            self._ended.wait(pause)
-
-    @contextmanager
-    def _replying(
-        self, request: Request, headers: Mapping[str, str], timeout: urllib3.Timeout, wait_seconds: float
-    ) -> Iterator[urllib3.BaseHTTPResponse]:
-        """Sends a request, for a reply whose body is not read yet, when a connection of the pool is free."""
-        reply = self._http.urlopen(
-            request.method, self._base + _target(request), request.body, {**self._headers, **headers},
-            retries=False, redirect=False, timeout=timeout, preload_content=False,
-            pool_timeout=wait_seconds,  # type: ignore[arg-type]  # it takes a float, as a queue does
-        )  # fmt: skip
+    def _follow(
+        self, following: Following, positions: Positions | None
+    ) -> Generator[ServedEvent, None, None]:
+        messages = self._client()._messages(following)
         try:
-            yield reply
+            while (waiting := self._begin(_next_of(messages))) is not None:
+                if (found := _result_of(waiting)) is None:
+                    return
+                yield from _events_of(found, positions)
         finally:
-            # A reply that was read whole has given its connection back already; others close it.
-            reply.close()
-            reply.release_conn()
+            # Nobody waits for it: this may be the end of the process, which has stopped the other thread.
+            self._begin(_closed(messages))
 
     def pages(self, ask: Callable[..., P], *words: str, **asked: Any) -> Iterator[P]:
         """All pages of a question: `client.pages(client.offers, state="open")`."""
@@ -275,36 +247,86 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
             page = ask(*words, **{**asked, "cursor": page.next})
         yield page
 
-    def _run(self, exchange: Exchange[T]) -> T:
-        until = time.monotonic() + self._timeout_seconds
-        while True:
-            pause = self._attempt(exchange, until - time.monotonic())
-            if pause is None:
-                return exchange.result
-            if time.monotonic() + pause + ATTEMPT_SECONDS_MIN > until:
-                raise exchange.given_up(self._timeout_seconds)
-            time.sleep(pause)
+    def _client(self) -> "AsyncClient":
+        with self._beginning:
+            return self._begun().client
 
-    def _attempt(self, exchange: Exchange[T], seconds: float) -> float | None:
-        request = exchange.request
-        seconds = max(seconds, ATTEMPT_SECONDS_MIN)
-        until = time.monotonic() + seconds
-        # The time-out of urllib3 begins when a connection of the pool is free, and then again for each piece.
-        wait_seconds = _CONNECT_SHARE * seconds
-        timeout = urllib3.Timeout(connect=wait_seconds, total=seconds - wait_seconds)
-        body = bytearray()
-        try:
-            with self._replying(request, request.headers(), timeout, wait_seconds) as reply:
-                while piece := reply.read1(_PIECE_BYTES_MAX):
-                    body += piece
-                    if (left_seconds := until - time.monotonic()) <= 0:
-                        raise TimeoutError("the reply is too slow")
-                    # A connection that ends after its reply has handed over its socket: there is none.
-                    if (socket := getattr(reply.connection, "sock", None)) is not None:
-                        socket.settimeout(left_seconds)
-        except _THREAD_ERRORS as error:
-            return exchange.after_error(error, not isinstance(error, _THREAD_NOT_SENT))
-        return exchange.after_reply(reply.status, reply.headers, bytes(body))
+    def _begun(self) -> "_Running":
+        """The event loop of this process: a process that was forked has none of the threads of its parent."""
+        if self._is_ended:
+            raise RuntimeError("the client has ended")
+        if self._running is None or self._running.process != os.getpid():
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=_run_loop, args=(loop,), name="grabstream client", daemon=True)
+            thread.start()
+            self._running = _Running(os.getpid(), loop, thread, self._make())
+        return self._running
+
+    def _begin(self, call: Coroutine[Any, Any, T]) -> "Future[T] | None":
+        """Begins a coroutine in the event loop; None if the client has ended."""
+        # What begins before the end is known to `end`.
+        with self._beginning:
+            if self._is_ended:
+                call.close()
+                return None
+            return asyncio.run_coroutine_threadsafe(call, self._begun().loop)
+
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        waiting = self._begin(call)
+        if waiting is None:
+            raise RuntimeError("the client has ended")
+        return _result_of(waiting)
+
+
+def _result_of(waiting: "Future[T]") -> T:
+    """Waits for what was begun. It is cancelled when this thread is interrupted."""
+    try:
+        return waiting.result()
+    except BaseException:
+        waiting.cancel()
+        raise
+
+
+class _Running(NamedTuple):
+    """The event loop of a `Client` in a thread of its own, with the client that works there."""
+
+    process: int
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+    client: "AsyncClient"
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+async def _end(client: "AsyncClient") -> None:
+    """Ends a client, and waits for the calls that it ends."""
+    calls = asyncio.all_tasks() - {asyncio.current_task()}
+    await client.end()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _next_of(messages: AsyncGenerator[T, None]) -> T | None:
+    return await anext(messages, None)
+
+
+async def _closed(messages: AsyncGenerator[Any, None]) -> None:
+    await messages.aclose()
+
+
+def _events_of(messages: Sequence[Message], positions: Positions | None) -> Iterator[ServedEvent]:
+    """The events among the messages of a stream; positions are told in their order."""
+    for message in messages:
+        if not isinstance(message, WaitingPosition):
+            yield message
+        elif positions is not None:
+            positions(message)
 
 
 class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any, tuple[ServedAnswer, ...]]]):
@@ -386,7 +408,7 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         or 0 for all of them. It resumes by itself, with every event once and in order, until it is closed or
         the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
         """
-        return self._follow(Following(path_of("offers", offer, "events"), after))
+        return self._events(Following(path_of("offers", offer, "events"), after), None)
 
     def user_events(
         self, user: str, after: str | None = None, positions: Positions | None = None
@@ -394,9 +416,18 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         """The events that name a user, of all offers, as `offer_events` yields them. `positions` is called
         with where the grabs of the user stand on waiting lists, whenever that has changed.
         """
-        return self._follow(Following(path_of("users", user, "events"), after, positions))
+        return self._events(Following(path_of("users", user, "events"), after), positions)
 
-    async def _follow(self, following: Following) -> AsyncGenerator[ServedEvent, None]:
+    async def _events(
+        self, following: Following, positions: Positions | None
+    ) -> AsyncGenerator[ServedEvent, None]:
+        async with aclosing(self._messages(following)) as messages:
+            async for found in messages:
+                for event in _events_of(found, positions):
+                    yield event
+
+    async def _messages(self, following: Following) -> AsyncGenerator[list[Message], None]:
+        """The messages of a stream, as they come."""
         while not self._ended.is_set():
             try:
                 async with self._replying(
@@ -404,8 +435,8 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
                 ) as reply:
                     if following.begins(reply.status, reply.headers):
                         async for piece in reply.content.iter_any():
-                            for event in following.events(piece):
-                                yield event
+                            if found := list(following.messages(piece)):
+                                yield found
                             if self._ended.is_set():
                                 return
                         pause = following.after_end()
@@ -413,14 +444,8 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
                         body = await reply.read()
                         pause = following.after_reply(reply.status, reply.headers, body) or 0.0
             except _ERRORS as error:
-                if error is following.raised:
-                    raise
                 pause = following.after_error(error, False)
-            try:
-                async with asyncio.timeout(pause):
-                    await self._ended.wait()
-            except TimeoutError:
-                pass
+            await self._rest(pause)
 
     async def pages(self, ask: Callable[..., Awaitable[P]], *words: str, **asked: Any) -> AsyncIterator[P]:
         """All pages of a question: `async for page in client.pages(client.offers, state="open")`."""
@@ -437,9 +462,17 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
             pause = await self._attempt(exchange, until - loop.time())
             if pause is None:
                 return exchange.result
-            if loop.time() + pause + ATTEMPT_SECONDS_MIN > until:
+            if loop.time() + pause + ATTEMPT_SECONDS_MIN > until or self._ended.is_set():
                 raise exchange.given_up(self._timeout_seconds)
-            await asyncio.sleep(pause)
+            await self._rest(pause)
+
+    async def _rest(self, seconds: float) -> None:
+        """Waits, or until this client ends."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            pass
 
     async def _attempt(self, exchange: Exchange[T], seconds: float) -> float | None:
         request = exchange.request

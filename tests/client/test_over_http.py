@@ -5,6 +5,8 @@ replies are lost.
 import asyncio
 import inspect
 import json
+import multiprocessing
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final, get_args
@@ -27,6 +29,7 @@ from grabstream.models.vocabulary import (
 )
 from grabstream.ops.services import free_ports
 from tests.client.scripted import DROP, HANG, dripping, losing_replies, reply, scripted
+from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.support.receipts import receipt_for, signed
 
@@ -326,6 +329,38 @@ async def test_replies(kind: type[Client | AsyncClient], steps: list[bytes | str
     assert len(requests) < 20  # it waits between attempts
 
 
+async def test_calls_end_with_their_client(kind: type[Client | AsyncClient]) -> None:
+    """What was sent may be decided, so it is unknown; the time-out has not ended."""
+    async with scripted([HANG]) as (url, requests):
+        both = Both(kind(url, timeout_seconds=3_600))
+        calls = [asyncio.create_task(both.grab("o", "u", id=f"g{number}")) for number in range(3)]
+
+        async def are_sent() -> bool:
+            return len(requests) == len(calls)
+
+        await until(are_sent, 20, "the requests")
+        await both.end()
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(each) for each in found] == [OutcomeUnknown] * 3
+    with pytest.raises(RuntimeError):
+        await both.offers()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+async def test_a_client_works_in_a_forked_process_too() -> None:
+    """The thread of the parent does not exist there."""
+    async with scripted([GRANTED]) as (url, _):
+        client = Client(url)
+        await asyncio.to_thread(client.grab, "o", "u", id="g")
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=client.grab, args=("o", "u"), kwargs={"id": "g"}, daemon=True)
+        process.start()
+        await asyncio.to_thread(process.join, 60)
+        assert process.exitcode == 0
+        client.end()
+
+
 async def test_a_slow_reply_ends_with_the_time_out(kind: type[Client | AsyncClient]) -> None:
     async with scripted([HANG]) as (url, requests):
         both = Both(kind(url, timeout_seconds=0.5))
@@ -355,9 +390,15 @@ async def test_key_is_sent_as_bearer_token(kind: type[Client | AsyncClient]) -> 
     assert requests[0].startswith(b"POST /v1/offers/o/grabs HTTP/1.1\r\n")
 
 
-async def test_a_reply_that_drips_ends_with_the_time_out(kind: type[Client | AsyncClient]) -> None:
+@pytest.mark.parametrize(
+    "head",
+    [b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: "],
+    ids=["body", "head"],
+)
+async def test_a_reply_that_drips_ends_with_the_time_out(
+    kind: type[Client | AsyncClient], head: bytes
+) -> None:
     """Each piece comes in time; the whole never does."""
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
     async with dripping(head, 0.1) as url:
         both = Both(kind(url, timeout_seconds=0.6))
         began = time.monotonic()
