@@ -2,26 +2,35 @@
 issuer, to be paid back, or nowhere (docs/http.md, "Where the money stands"). By Lua and by the rules.
 """
 
+import asyncio
 import json
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
+import redis.asyncio
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from grabstream.lua.gate.authority import Authority
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Close, Confirm, Extend, Grab, Pause, Release, Return
+from grabstream.models.events import GrabConfirmed, PaymentRefundDue
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.models.payments import command_of, decode_receipt
 from grabstream.models.runs import decode_line, singles
 from grabstream.models.transfers import transfers_of
+from grabstream.ops.settings import Settings
 from grabstream.projections.checking.snapshots import RetiredOffer, _known_payment
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
+from tests.conftest import examples
 from tests.lua.conftest import SEALER
 from tests.lua.histories.scene import DAY, HOUR, Scene, coupon, stock
 from tests.support.receipts import AUDIENCE, KEYS, signed
@@ -476,3 +485,65 @@ async def test_payments_of_retired_offers_are_restored_as_they_were(paying: Payi
     assert len(past) == 3
     assert len(of_both[0]) == 8
     assert of_both[0] == of_both[1]
+
+
+# -- in any order --------------------------------------------------------------------------------------------
+
+#: The parts of a basket of ann, a grab of two units and one of bob, and one that there is not.
+GRABS = (*((f"b.{number}", offer) for number, offer in enumerate(BASKET)), ("two", BASKET[0]),
+         ("of-bob", BASKET[1]), ("none", BASKET[2]))  # fmt: skip
+receipts = st.tuples(
+    st.sampled_from(GRABS), st.sampled_from(("p", "p", 'q/"')), st.sampled_from((7, 7, 7, 14, 9, 5)),
+    st.sampled_from(("CNY", "CNY", "CNY", "EUR")), st.sampled_from(("ann", "ann", "bob")),
+)  # fmt: skip
+others = st.sampled_from((Return, Release, Close, HOUR // 2))
+
+
+@given(
+    steps=st.lists(receipts | st.tuples(others, st.sampled_from(GRABS)), max_size=24),
+    late=st.sampled_from(("refuse", "retake")),
+)
+@hypothesis_settings(max_examples=examples(12), deadline=None)
+def test_in_any_order_the_books_have_the_most_that_a_receipt_says(
+    servers: Settings, steps: list[Any], late: str
+) -> None:
+    async def run() -> None:
+        client = redis.asyncio.Redis.from_url(servers.redis_url)
+        scene = Paying()
+        await scene.begin(client, KeySpace(f"came{secrets.token_hex(5)}", 2))
+        try:
+            said = await play(scene)
+            booked: Counter[tuple[str, ...]] = Counter()
+            for line in await scene.all_lines():
+                for event in singles(decode_line(line)):
+                    if isinstance(event, GrabConfirmed) and event.payment:
+                        booked[event.payment, event.grab, event.currency or ""] += event.paid
+                    if isinstance(event, PaymentRefundDue):
+                        booked[event.payment, event.grab, event.asset] += event.amount
+            assert booked == said
+        finally:
+            await scene.end_twins()
+            await client.aclose()
+
+    async def play(scene: Paying) -> dict[tuple[str, ...], int]:
+        """Returns the most that a receipt said, by payment, grab and currency."""
+        await basket_of(scene, late=late, max_per_grab=2, retire_after_ms=HOUR)
+        await scene.do(Grab, id="two", offer=BASKET[0], user="ann", quantity=2)
+        await scene.do(Grab, id="of-bob", offer=BASKET[1], user="bob")
+        said: Counter[tuple[str, ...]] = Counter()
+        for what, *rest in steps:
+            if what is Return or what is Release:
+                await scene.do(what, offer=rest[0][1], grab=rest[0][0])
+            elif what is Close:
+                await scene.do(Close, offer=rest[0][1])
+            elif isinstance(what, int):
+                scene.now += what
+                await scene.sweep_both()
+            else:
+                payment, paid, currency, user = rest
+                about = {"payment": payment, "currency": currency, "user": user}
+                await scene.receipt(what[0], paid, offer=what[1], **about)
+                said[payment, what[0], currency] = max(said[payment, what[0], currency], paid)
+        return said
+
+    asyncio.run(run())

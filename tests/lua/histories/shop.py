@@ -150,7 +150,7 @@ class Shop:
                 (Amend, {"changes": Changes(title='new \\ "title"', price=9)}),
                 (Amend, {"changes": Changes(limits=self.random.choice((LIMITS, *OTHER_LIMITS)))}),
                 (Adjust, {"transfers": (Entry("CNY", "issuer:shop", "wallet:u1", 5),
-                Entry("CNY", 'external:p "\\', "issuer:shop", 1)), "reason": "too late",
+                Entry("CNY", "receivable:u1", 'external:p "\\', 1)), "reason": "too late",
                 "approved_by": "boss"}),
             ]
         )  # fmt: skip
