@@ -18,9 +18,11 @@ import pytest
 import redis.asyncio
 from aiohttp import web
 
+from grabstream import KafkaClient
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.signing import Purpose
 from grabstream.lua.keys import KeySpace
+from grabstream.models import vocabulary
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Confirm, Extend, Grab, Open, Release
 from grabstream.models.offers import StockTerms
@@ -43,7 +45,7 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import Worker, until
 from tests.lua.conftest import SEALER, private_server, take_over
 from tests.support.providers import ProviderProcess, silent
-from tests.support.receipts import AUDIENCE, FOREIGN_KEYS, KEYS, KEYS_TEXT, signed
+from tests.support.receipts import AUDIENCE, FOREIGN_KEYS, KEYS, KEYS_TEXT, receipt_for, signed
 from tests.support.receipts import OLD_KEYS as OTHER_KNOWN_KEYS
 from tests.support.web_servers import serving
 
@@ -473,6 +475,30 @@ async def test_worker_confirms_what_was_paid_and_releases_what_nobody_will_pay(
             async with session.post(url, json={"token": given_up}) as response:
                 assert (response.status, "gave up" in await response.text()) == (409, True)
         assert running.stop() == 0
+
+
+@pytest.mark.long
+async def test_a_confirmation_of_money_over_kafka_needs_a_receipt_for_this_system(
+    system: Settings, worker: Callable[..., Worker]
+) -> None:
+    """Otherwise whoever may send commands could take the id of a payment that is to come."""
+    worker(system, "decide,relay", payment_keys=KEYS_TEXT)
+    redis_ = open_redis(system)
+    aud = await find_audience(redis_, key_space(system).system, system)
+    await redis_.aclose()
+    paid: dict[str, Any] = {"payment": "a/b #1", "paid": 100, "currency": "CNY"}
+    due = {"offer": "x", "grab": "g", "user": "ann", "due": 100, "currency": "CNY"}
+    terms = vocabulary.StockTerms(issuer="shop", total=9, price=100, currency="CNY", hold_ms=600_000)
+    async with KafkaClient(system.kafka, system.prefix) as client:
+        assert (await client.open(terms, "x")).outcome == "opened"
+        assert (await client.grab("x", "ann", id="g")).outcome == "held"
+        refused = await client.confirm("x", "g", "ann", **paid)
+        assert (refused.outcome, "receipt: is required" in (refused.message or "")) == ("invalid", True)
+        elsewhere = signed(receipt_for(due, paid["payment"], aud="shop@elsewhere"))
+        refused = await client.confirm("x", "g", "ann", **paid, receipt=elsewhere)
+        assert (refused.outcome, f"aud: must be {aud}" in (refused.message or "")) == ("invalid", True)
+        receipt = signed(receipt_for(due, paid["payment"], aud=aud))
+        assert (await client.confirm("x", "g", "ann", **paid, receipt=receipt)).outcome == "confirmed"
 
 
 def test_client_of_the_payment_side_is_imported_only_if_it_is_asked() -> None:
