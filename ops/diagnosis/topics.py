@@ -104,7 +104,10 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
     names = list(retention_ms(topics, settings.refusals_topic))
     at = brokers.at(settings.brokers, timeout_ms_max=TIMEOUT_MS)
     # Deciders read what transactions have committed, so their partitions end where an open one begins.
-    committed = AIOKafkaConsumer(**at, isolation_level="read_committed", enable_auto_commit=False)
+    committed = AIOKafkaConsumer(
+        **brokers.at(settings.brokers, timeout_ms_max=TIMEOUT_MS), isolation_level="read_committed",
+        enable_auto_commit=False,
+    )  # fmt: skip
     async with started(AIOKafkaAdminClient(**at)) as client, started(committed):
         described = await client.describe_topics(names)
         partitions = {

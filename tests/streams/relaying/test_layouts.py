@@ -158,7 +158,7 @@ async def test_comparisons_survive_a_raise(system: Settings, worker: Callable[..
 
     try:
         for shard in range(system.shards):
-            await redis.hset(keys.shard(shard).state, "layout", LAYOUT - 1)
+            await redis.hset(keys.shard(shard).state, "layout", LAYOUT_MIN)
         worker(system)
         async with (
             open_gate(system) as gate,
