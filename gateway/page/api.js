@@ -51,7 +51,7 @@ document.addEventListener("key-changed", () => {
 
 async function ask(path, options) {
   while (!isKnown && trial && !isLocked) await trial;
-  if (isLocked) throw new Refused(401, { detail: LOCKED });
+  if (isLocked) throw new Refused(401, { type: "/problems/unauthenticated", detail: LOCKED });
   if (isKnown) return answerOf(path, options);
   let end;
   const mine = (trial = new Promise((resolve) => (end = resolve)));
@@ -79,7 +79,7 @@ async function answerOf(path, options) {
   }
   let body = {};
   try {
-    body = parsedExactly(text);
+    body = Object(parsedExactly(text));
   } catch {
     if (answer.ok) throw new Unreachable("The answer is not one of the gateway.");
   }
@@ -96,10 +96,11 @@ async function answerOf(path, options) {
 
 export const get = (path, signal) => ask(path, { signal });
 
-/** Sends a command. The same key again gets the first answer. */
-export const send = (method, path, body, idempotencyKey) =>
+/** Sends a command, unless the signal aborts before. The same key again gets the first answer. */
+export const send = (method, path, body, idempotencyKey, signal) =>
   ask(path, {
     method,
+    signal,
     body: JSON.stringify(body),
     headers: { "Content-Type": "application/json", "Idempotency-Key": idempotencyKey },
   });

@@ -1,7 +1,7 @@
 // The public page of one offer: what there is, how much is left, grabbing, and what the visitor has of it.
 
 import { Refused, Unreachable, get, key, newKey, now, part, poll } from "./api.js";
-import { command, unanswered } from "./asking.js";
+import { Left, command, unanswered } from "./asking.js";
 import { bar } from "./charts.js";
 import { h, keyed, put, say, show } from "./dom.js";
 import { envelope } from "./envelope.js";
@@ -204,7 +204,7 @@ function submit(event) {
   grab(body);
 }
 
-/** After the page was loaded again: a command that has no answer is sent again. */
+/** After the page was loaded again, or the visitor is back: a command that has no answer is sent again. */
 function resume() {
   const user = visitor.user;
   if (!asking && offer && user !== null && unanswered(user, `${path}/grabs`)) grab({ user });
@@ -224,19 +224,21 @@ async function grab(body) {
         retry();
         render();
       };
-      tell(error instanceof Refused && error.status !== 504
+      tell(!unanswered(user, `${path}/grabs`)?.isUnknown
         ? `There is a crowd, and no room right now. The page asks again in ${Math.ceil(ms / 1000)} s, by itself.`
         : "The answer was lost. Asking again by itself: it is the same grab, so you get nothing twice.", "warn");
       render();
     });
     taken(answer, user);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    refused(error);
+    if (error instanceof Left) tell("");
+    else if (error instanceof Refused) refused(error, user);
+    else throw error;
   } finally {
     asking = "";
     askNow = null;
     render();
+    if (user !== visitor.user) resume();
   }
 }
 
@@ -265,11 +267,13 @@ function taken(answer, user) {
   readAfter(answer);
 }
 
-function refused(error) {
+function refused(error, user) {
   const { outcome, retry_at: at, limit } = error.problem;
   if (at && outcome === "not_open_yet") notBefore = at;
   else if (outcome === "limit_reached" && limit?.resets_at && !limit.left) notBefore = limit.resets_at;
-  tell(inWords(error, offer), outcome === "already_taken" ? "" : "warn");
+  const isOpen = error.status !== 401 && unanswered(user, `${path}/grabs`);
+  const open = " It is not known what became of your try: press again to ask. It is the same grab, so you get nothing twice.";
+  tell(inWords(error, offer) + (isOpen ? open : ""), outcome === "already_taken" ? "" : "warn");
   readOffer();
   if (outcome === "already_taken") {
     isMineBehind = true;
@@ -477,7 +481,7 @@ async function doing(one, run) {
     say(one.problem, error instanceof Refused ? inWords(error, offer) : error.message);
     show(one.problem, true);
     if (error instanceof Refused) readMine();
-    else if (!(error instanceof PaymentProblem)) throw error;
+    else if (!(error instanceof PaymentProblem || error instanceof Left)) throw error;
   } finally {
     one.isBusy = false;
     render();
@@ -528,6 +532,7 @@ class PaymentProblem extends Error {}
 /** A payment has one id for each hold, so it is made once however often it is asked for. */
 function pay(one) {
   const { grab, payment_token: token } = one.row;
+  const { user } = visitor;
   doing(one, async () => {
     let answer;
     let body;
@@ -540,6 +545,7 @@ function pay(one) {
     }
     const isKnown = answer.status === 409 && String(body.reason).startsWith("payment:");
     if (!answer.ok && !isKnown) throw new PaymentProblem(`The payment provider refuses: ${body.reason}`);
+    if (user !== visitor.user) return;
     paying.add(grab);
     tell("Paid. Waiting for the receipt…");
     setTimeout(readMine, 500);

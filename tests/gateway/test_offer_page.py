@@ -3,6 +3,7 @@ twice, and a hold is paid at the fake provider.
 """
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -159,6 +160,46 @@ async def test_lost_answer_takes_nothing_twice(
         await page.get_by_role("button", name="Grab").click()
         await expect(page.locator("#said")).to_have_text("You got it: 1 coupon.")
         assert len(set(keys)) == 2
+
+
+@pytest.mark.long
+async def test_grab_without_an_answer_waits_for_its_visitor(
+    browser: Browser, caller: Caller, door: Door, offer: str
+) -> None:
+    await opened(caller, offer, kind="coupon", total=5)
+    keys: dict[str, set[str]] = {"ann": set(), "bob": set()}
+
+    async def watch(route: Route) -> None:
+        user = json.loads(route.request.post_data or "")["user"]
+        keys[user].add(route.request.headers["idempotency-key"])
+        if (user, is_lost) == ("ann", True):
+            await route.fetch()
+            await route.abort()
+        else:
+            await route.continue_()
+
+    async def become(page: Page, user: str) -> None:
+        await page.get_by_role("button", name="Change").click()
+        await page.get_by_label("Your name").fill(user)
+        await page.get_by_role("button", name="Continue").click()
+
+    async with visited(browser, door.gateway.port, offer, "ann", "net::ERR_FAILED") as page:
+        is_lost = True
+        await page.route(f"**/v1/offers/{offer}/grabs", watch)
+        await page.get_by_role("button", name="Grab").click()
+        await expect(page.locator("#said")).to_contain_text("you get nothing twice")
+        await become(page, "bob")
+        # Neither is ann's grab sent for bob, nor does bob wait for it.
+        await expect(page.locator("#said")).to_have_text("")
+        await page.get_by_role("button", name="Grab").click()
+        await expect(page.locator("#said")).to_have_text("You got it: 1 coupon.")
+        is_lost = False
+        await become(page, "ann")
+        # By itself.
+        await expect(page.locator("#said")).to_have_text("You got it: 1 coupon.")
+    assert [len(keys["ann"]), len(keys["bob"])] == [1, 1]
+    query = "SELECT user_id, quantity FROM grabs WHERE offer = %s ORDER BY user_id"
+    assert await sql(door, query, offer) == [("ann", 1), ("bob", 1)]
 
 
 @pytest.mark.long
