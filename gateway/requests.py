@@ -33,6 +33,7 @@ from grabstream.models.commands import (
     AnyCommand,
     Grab,
     GrabCommand,
+    OfferCommand,
     Undecodable,
     decode_command,
     named_in_basket,
@@ -357,7 +358,7 @@ def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
 
 
 class _Operating(msgspec.Struct):
-    operator: Any = msgspec.UNSET
+    operator: Any = None
     approved_by: Any = msgspec.UNSET
 
 
@@ -367,34 +368,46 @@ _decode_operating = msgspec.json.Decoder(_Operating).decode
 def operating_of(request: Request, type_: str, body: bytes) -> AnyCommand:
     """The command of an operator about the offer of the path."""
     given = {"id": required_key_of(request), "offer": request.path["offer"]}
-    return command_of(type_, _with_operator(request, type_, given, body), body)
+    return _operated(request, type_, given, body)
 
 
-def _with_operator(request: Request, type_: str, given: Mapping[str, str], body: bytes) -> Mapping[str, str]:
-    """The fields that are given; where callers say who they are, with the API key as operator, unless the
-    body names one. A list and a correction are always those of the key, which has approved it, too: the event
-    says who did it. Raises Problem when the body names another one.
+def _operated(request: Request, type_: str, given: Mapping[str, str], body: bytes) -> AnyCommand:
+    """The command of an operator. Where callers say who they are, the operator is the API key, unless the
+    body names one: the event says who did it.
+    """
+    command = command_of(type_, _with_approval(request, type_, given, body), body)
+    if request.service is not None and isinstance(command, OfferCommand) and command.operator is None:
+        return msgspec.structs.replace(command, operator=request.service)
+    return command
+
+
+def _with_approval(request: Request, type_: str, given: Mapping[str, str], body: bytes) -> Mapping[str, str]:
+    """The fields that are given, and who has approved a correction. A list and a correction are always those
+    of the API key, which has approved it, too. Raises Problem when the body names another one.
     """
     try:
         named = _decode_operating(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return given  # the body is refused as a whole, in words
+    is_approved = type_ == "adjust" and named.approved_by is not msgspec.UNSET
     if request.service is None:
-        if type_ == "adjust" and named.approved_by is msgspec.UNSET:
+        if type_ == "adjust" and not is_approved:
             raise invalid("approved_by: is required; no API key says who approved the correction")
         return given
-    added = {}
-    for field in ("operator", "approved_by") if type_ == "adjust" else ("operator",):
-        value = getattr(named, field)
-        if value is msgspec.UNSET:
-            added[field] = request.service
-        elif type_ in _OF_THE_KEY and value != request.service:
-            raise invalid(
-                f"{field}: must be {request.service}, the name of the API key, or absent, got "
-                f"{quoted(str(value))}",
-                field,
-            )
-    return {**given, **added}
+    if type_ in _OF_THE_KEY:
+        if named.operator is not None:
+            _check_of_the_key("operator", named.operator, request.service)
+        if is_approved:
+            _check_of_the_key("approved_by", named.approved_by, request.service)
+    if type_ == "adjust" and not is_approved:
+        return {**given, "approved_by": request.service}
+    return given
+
+
+def _check_of_the_key(field: str, value: Any, service: str) -> None:
+    if value != service:
+        got = "null" if value is None else quoted(str(value))
+        raise invalid(f"{field}: must be {service}, the name of the API key, or absent, got {got}", field)
 
 
 # -- end users -----------------------------------------------------------------------------------------------
@@ -449,7 +462,7 @@ def _own_id(user: str, key: str) -> str:
 
 
 class _Addressed(msgspec.Struct):
-    offer: Any = None
+    offer: Any = msgspec.UNSET
 
 
 _decode_addressed = msgspec.json.Decoder(_Addressed).decode
@@ -466,8 +479,8 @@ def opening_of(request: Request, body: bytes) -> AnyCommand:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(str(error)) from None
     key = key_of(request) or (offer if isinstance(offer, str) and is_id(offer) else new_id())
-    given = {"id": key} if offer is not None else {"id": key, "offer": key}
-    command = command_of("open", _with_operator(request, "open", given, body), body)
+    given = {"id": key} if offer is not msgspec.UNSET else {"id": key, "offer": key}
+    command = _operated(request, "open", given, body)
     _check_in_paths(command.offer, "offer")
     return command
 

@@ -759,6 +759,17 @@ def test_wrong_settings_are_named(door: Door, given: dict[str, str], words: str)
     assert re.search(words, done.stderr), done.stderr
 
 
+async def test_user_that_is_null_is_refused_also_where_it_may_be_absent(anyone: Caller, offer: str) -> None:
+    ann = anyone.having(token("ann"))
+    grabs = f"/v1/offers/{offer}/grabs"
+    for path, body, field in (
+        (grabs, {"user": None}, "user"), (f"{grabs}/g/release", {"user": None}, "user"),
+        (f"{grabs}/g/extend", {"user": None}, "user"),
+        ("/v1/baskets", {"grabs": [{"offer": offer, "user": None}]}, "grabs[0].user"),
+    ):  # fmt: skip
+        assert is_refused(await ann.post(path, body), "invalid", 400, field)
+
+
 async def test_events_of_operators_say_which_key_did_it(anyone: Caller, guarded: Guarded, offer: str) -> None:
     """Where the body names an operator, it is that one, but not for lists and corrections."""
     shop = service(anyone, guarded)
@@ -769,22 +780,31 @@ async def test_events_of_operators_say_which_key_did_it(anyone: Caller, guarded:
         "audience": "list",
         "opens_at": 1_999_999_999_000,
     }
-    await shop.post("/v1/offers", {"offer": offer, "terms": terms})
+    # A field that is null counts as absent.
+    await shop.post("/v1/offers", {"offer": offer, "terms": terms, "operator": None})
     load = {"what": "audience", "chunk": 1, "chunks": 1, "items": ["ann"]}
     entry = {"asset": "CNY", "debit": "external:bank", "credit": "wallet:ann", "amount": 1}
     fix = {"transfers": [entry], "reason": "a complaint"}
     for route, body, name in (("loads", load, "operator"), ("adjustments", fix, "operator"),
                               ("adjustments", fix, "approved_by")):  # fmt: skip
-        for other in ("olga", "read", "", None, 7, ["all"]):
+        for other in ("olga", "read", "", 7, ["all"]):
             got = await shop.post(f"/v1/offers/{offer}/{route}", {**body, name: other})
             assert is_refused(got, "invalid", 400, name)
-    assert (await shop.post(f"/v1/offers/{offer}/loads", load)).body["outcome"] == "loaded"
-    assert (await shop.post(f"/v1/offers/{offer}/adjustments", fix)).body["outcome"] == "adjusted"
+    # The document says that this one is never null.
+    got = await shop.post(f"/v1/offers/{offer}/adjustments", {**fix, "approved_by": None})
+    assert is_refused(got, "invalid", 400, "approved_by")
+    assert got.body["detail"].endswith(", or absent, got null")
+    load_of_nobody = {**load, "operator": None}
+    assert (await shop.post(f"/v1/offers/{offer}/loads", load_of_nobody)).body["outcome"] == "loaded"
+    fix_of_nobody = {**fix, "operator": None}
+    got = await shop.post(f"/v1/offers/{offer}/adjustments", fix_of_nobody)
+    assert got.body["outcome"] == "adjusted"
     named = {**fix, "operator": "all", "approved_by": "all"}
     assert (await shop.post(f"/v1/offers/{offer}/adjustments", named)).body["outcome"] == "adjusted"
     operate = service(anyone, guarded, "operate")
     await operate.post(f"/v1/offers/{offer}/pause")
     await operate.post(f"/v1/offers/{offer}/resume", {"operator": "olga"})
+    await operate.post(f"/v1/offers/{offer}/pause", b'{"op\\u0065rator": null}')
     last = await operate.post(f"/v1/offers/{offer}/close", b'{"op\\u0065rator": "otto"}')
     assert last.body["outcome"] == "closed"
 
@@ -794,10 +814,10 @@ async def test_events_of_operators_say_which_key_did_it(anyone: Caller, guarded:
             "SELECT type, operator, body::jsonb->>'approved_by' FROM operations "
             f"WHERE offer = '{offer}' ORDER BY seq",
         )
-        return found if len(found) == 7 else None
+        return found if len(found) == 8 else None
 
     assert await until(are_there, 30) == [
         ("offer.opened", "all", None), ("offer.loaded", "all", None), ("ledger.adjusted", "all", "all"),
         ("ledger.adjusted", "all", "all"), ("offer.paused", "operate", None),
-        ("offer.resumed", "olga", None), ("offer.closed", "otto", None),
+        ("offer.resumed", "olga", None), ("offer.paused", "operate", None), ("offer.closed", "otto", None),
     ]  # fmt: skip

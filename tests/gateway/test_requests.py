@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grabstream.gateway.problems import Problem
-from grabstream.gateway.requests import Request, command_of, new_id, prefers_async, query_of, segments_of
+from grabstream.gateway.requests import (
+    Request,
+    command_of,
+    new_id,
+    opening_of,
+    prefers_async,
+    query_of,
+    segments_of,
+)
 from grabstream.models.commands import Undecodable, decode_command
 from grabstream.models.identifiers import ID_PATTERN
 
@@ -40,6 +48,12 @@ def test_body_joined_with_path_is_the_command_of_a_topic(key: str, offer: str, b
     if body.keys() & {"id", "offer", "type"}:
         expected = None
     assert found == expected
+
+
+def test_offer_to_be_opened_is_not_null() -> None:
+    with pytest.raises(Problem, match="Expected `str`, got `null`") as raised:
+        opening_of(request(**{"idempotency-key": b"k"}), b'{"offer": null, "terms": {}}')
+    assert raised.value.field == "offer"
 
 
 @given(st.binary(max_size=60))
