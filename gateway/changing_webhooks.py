@@ -11,7 +11,7 @@ from psycopg import AsyncConnection
 
 from grabstream.gateway.books import Books
 from grabstream.gateway.problems import JSON, NOT_KEPT, SECURE_HEADERS, Problem, Reply, field_of, invalid
-from grabstream.gateway.requests import Request, query_of
+from grabstream.gateway.requests import Request, check_body_names, query_of
 from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.projections.records import webhooks as records
@@ -102,6 +102,8 @@ def no_such_webhook(webhook: str) -> Problem:
 
 def _decoded(decode: Any, body: bytes) -> Any:
     try:
-        return decode(body)
+        decoded = decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(str(error), field_of(str(error)) or "body") from None
+    check_body_names(body)
+    return decoded

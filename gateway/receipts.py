@@ -27,7 +27,7 @@ from grabstream.gateway.problems import (
     refusal_reply,
     retry_soon,
 )
-from grabstream.gateway.requests import Request, Then, awaited, query_of
+from grabstream.gateway.requests import Request, Then, awaited, check_body_names, query_of
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.models.answers import Answer, encode_answer
@@ -124,6 +124,7 @@ class Receipts:
             text = _decode_body(body).receipt
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise invalid(str(error), "receipt") from None
+        check_body_names(body)
         if len(text) > TOKEN_LENGTH_MAX:
             raise invalid(f"receipt: has at most {TOKEN_LENGTH_MAX} characters, got {len(text)}")
         try:

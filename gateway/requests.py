@@ -5,7 +5,6 @@ JSON of the command, undecoded, and checked by the same functions as a command f
 """
 
 import asyncio
-import json
 import re
 import secrets
 import time
@@ -39,6 +38,8 @@ from grabstream.models.commands import (
     named_in_basket,
 )
 from grabstream.models.identifiers import ID_PATTERN, is_id
+from grabstream.models.money import Invalid
+from grabstream.models.unique_names import check_outer_names_once
 
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 _JSON_SPACE: Final = b" \t\r\n"
@@ -244,6 +245,15 @@ def check_body_headers(request: Request, bytes_max: int) -> None:
         raise Problem("unsupported_media_type", "Send the body without Content-Encoding.", "Content-Encoding")
 
 
+def check_body_names(body: bytes) -> None:
+    """Raises Problem when a body names a field twice."""
+    try:
+        check_outer_names_once(body)
+    except Invalid as error:
+        twice = _named_twice(str(error))
+        raise invalid(str(error), twice[1] if twice else "body") from None
+
+
 def too_large(bytes_max: int) -> Problem:
     """The problem of a body above its bound."""
     return Problem("content_too_large", f"A body has at most {bytes_max} bytes on this path.")
@@ -325,8 +335,6 @@ def command_of(type_: str, given: Mapping[str, str], body: bytes) -> AnyCommand:
         if twice and twice[1] in {"type", *given}:
             raise invalid(f"{twice[1]}: must not be in the body, {_GIVEN[twice[1]]}") from None
         raise invalid(error.reason) from None
-    except ValueError as error:  # a number of thousands of digits in an object that is read a second time
-        raise invalid(f"body: cannot be read: {error}", "body") from None
 
 
 def grab_of(request: Request, body: bytes) -> Grab:
@@ -503,12 +511,12 @@ def basket_of(request: Request, body: bytes) -> list[Grab]:
         )
     try:
         raws = _decode_basket(body).grabs
-        if body.count(b'"grabs"') > 1 or b"\\" in body:
-            _check_names(body)
     except RecursionError:
         raise invalid("body: nested too deep") from None
     except (msgspec.DecodeError, ValueError) as error:
         raise invalid(str(error)) from None
+    if body.count(b'"grabs"') > 1 or b"\\" in body:
+        check_body_names(body)
     if not 1 <= len(raws) <= BASKET_GRABS_MAX:
         raise invalid(f"grabs: a basket has 1 to {BASKET_GRABS_MAX} grabs, got {len(raws)}")
     grabs: list[Grab] = []
@@ -527,10 +535,3 @@ def basket_of(request: Request, body: bytes) -> list[Grab]:
             ) from None
         grabs.append(grab)
     return named_in_basket(grabs, key)
-
-
-def _check_names(body: bytes) -> None:
-    """Raises Problem when the object of a basket names `grabs` twice."""
-    names = [name for name, _ in json.loads(body, object_pairs_hook=list)]
-    if len(set(names)) < len(names):
-        raise invalid("grabs: is named twice; keep one")

@@ -15,8 +15,10 @@ import jwt
 from grabstream.gateway.bounds import TOKEN_BYTES_MAX, TOKEN_LEEWAY_SECONDS, TOKENS_REMEMBERED_MAX
 from grabstream.gateway.callers import Caller
 from grabstream.gateway.key_sets import KEY_ID_LENGTH_MAX, KeySet, VerifyingKey
+from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.models.pseudonyms import user_of
+from grabstream.models.unique_names import check_claims, check_header
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -102,6 +104,7 @@ class Tokens:
     async def _verify(self, token: str) -> _Verified:
         try:
             header = jwt.get_unverified_header(token)
+            check_header(token)
         except (jwt.PyJWTError, ValueError, RecursionError):
             raise _invalid() from None
         key_id = header.get("kid")
@@ -134,6 +137,10 @@ class Tokens:
             raise UnusableToken(_WRONG[type(error)]) from None
         except (jwt.PyJWTError, ValueError, OverflowError, RecursionError):
             raise _invalid() from None
+        try:
+            check_claims(token)
+        except Invalid:
+            raise UnusableToken("The token names a claim twice.") from None
         user, until = self._names.user_of(claims), _seconds(claims["exp"])
         if until is None:
             raise _invalid()

@@ -17,6 +17,7 @@ from grabstream.models.commands import Command, OfferCommand
 from grabstream.models.digests import body_of
 from grabstream.models.identifiers import Count, Id, in_schema
 from grabstream.models.money import Invalid
+from grabstream.models.unique_names import check_names_once
 
 
 class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +54,7 @@ def check_approval(payload: bytes, command: OfferCommand, system: str) -> None:
     """
     try:
         approval = _decode(payload)
+        check_names_once(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(str(error)) from None
     expected = approval_of(command, system, approval.expires_at)

@@ -51,6 +51,7 @@ from grabstream.models.offers import (
     check_line,
     check_terms,
 )
+from grabstream.models.unique_names import check_names_once
 
 ATTRIBUTES_MAX: Final = 8
 METADATA_PAIRS_MAX: Final = 16
@@ -684,23 +685,9 @@ def decode_command(raw: bytes) -> AnyCommand:
 def _check_names_once(command: AnyCommand, raw: bytes) -> None:
     """Raises Invalid when an object of the JSON names a field twice. The decoder would silently use the last
     value.
-
-    A text without escapes that has as many quotes as the canonical text has no additional names. So most
-    commands are not parsed a second time.
     """
-    quotes = raw.count(b'"')
-    if quotes == PLAIN_GRAB_QUOTES and type(command) is Grab:
-        return
-    if quotes != _encode(command).count(b'"') or b"\\" in raw:
-        json.loads(raw, object_pairs_hook=_object_of_pairs)
-
-
-def _object_of_pairs(pairs: list[tuple[str, object]]) -> None:
-    seen: set[str] = set()
-    for name, _ in pairs:
-        if name in seen:
-            raise Invalid(f"{quoted(name)}: is named twice; keep one")
-        seen.add(name)
+    if type(command) is not Grab or raw.count(b'"') != PLAIN_GRAB_QUOTES:
+        check_names_once(raw, _encode(command))
 
 
 def _undecodable(reason: str, raw: bytes) -> Undecodable:

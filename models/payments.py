@@ -27,6 +27,7 @@ from grabstream.models.identifiers import (
 )
 from grabstream.models.money import Currency, Invalid, Sum, check_amount
 from grabstream.models.offers import TIME_MS_MAX
+from grabstream.models.unique_names import check_names_once, check_outer_names_once
 
 #: The longest address that a payment token names, and the longest signed token and receipt.
 CALLBACK_LENGTH_MAX: Final = 500
@@ -168,6 +169,7 @@ def decode_token(payload: bytes) -> PaymentToken:
     """The claims of a payment token; raises Invalid that names the claim."""
     try:
         token = _decode_token(payload)
+        check_names_once(payload, encode_claims(token))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(str(error)) from None
     _check_ids(token, ("offer", "grab", "user"))
@@ -181,6 +183,7 @@ def decode_receipt(payload: bytes) -> Receipt:
     """The claims of a receipt; raises Invalid that names the claim."""
     try:
         receipt = _decode_receipt(payload)
+        check_names_once(payload, encode_claims(receipt))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(str(error)) from None
     check_receipt(receipt)
@@ -210,6 +213,7 @@ def decode_query(payload: bytes) -> PaymentQuery:
     """The claims of a query; raises Invalid that names the claim."""
     try:
         query = _decode_query(payload)
+        check_names_once(payload, encode_claims(query))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(str(error)) from None
     _check_ids(query, ("id",))
@@ -225,6 +229,7 @@ def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentStat
     """
     try:
         answer = _decode_answer(payload)
+        check_outer_names_once(payload, encode_claims(answer))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(str(error)) from None
     check_audience(answer.aud, query.aud)
@@ -250,6 +255,7 @@ def _state_of(raw: msgspec.Raw, asked: Container[tuple[str, str]]) -> PaymentSta
     """A state; raises Invalid that names the claim."""
     try:
         state = _decode_state(raw)
+        check_names_once(bytes(raw), encode_claims(state))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(str(error)) from None
     if (state.offer, state.grab) not in asked:

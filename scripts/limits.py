@@ -93,7 +93,10 @@ def of_records() -> list[Row]:
         ),
         Row("nesting of a record", "Python's recursion limit (1,000)", "the stack of the process", REJECTED),
         Row(
-            "occurrences of a name in a JSON object", "1", "two readers could read two commands", "`invalid`"
+            "occurrences of a name in a JSON object, also in signed claims and their headers",
+            "1",
+            "two readers could read two commands",
+            "`invalid`; a token, ticket or signed text is not valid",
         ),
         Row(
             "the reason or message of a refusal",

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from grabstream.models.approvals import key_id_of
 from grabstream.models.identifiers import is_id
+from grabstream.models.unique_names import check_header
 
 SECRET_BYTES_MIN: Final = 32
 PUBLIC_KEY_BYTES: Final = 32
@@ -154,6 +155,7 @@ def _read(
         raise NotSigned
     try:
         header = _jws.get_unverified_header(text)
+        check_header(text)
         key_id = key_id_of(text)
         key = keys.get(key_id)
         if key is None or header.get("typ") != purpose.value:

@@ -13,7 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from grabstream.lua.gate.signing import SECRET_BYTES_MIN, algorithm_of, has_another_purpose, read_keys
 from grabstream.models.identifiers import campaign_of, is_id
+from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
+from grabstream.models.unique_names import check_claims, check_header
 
 #: How far the signer's clock may be ahead of this machine's, for tickets with a time from which they are
 #: valid (`nbf`).
@@ -107,6 +109,11 @@ class TicketKeys:
             or not 1 <= expires_at <= TIME_MS_MAX / 1000
         ):
             raise jwt.InvalidTokenError("exp must be in seconds since 1970, until 2100")
+        try:
+            check_header(token)
+            check_claims(token)
+        except Invalid as error:
+            raise jwt.InvalidTokenError(str(error)) from None
         once_id = claims.get("jti", "")
         if "jti" in claims and not is_id(once_id):
             raise jwt.InvalidTokenError("jti must be an id")

@@ -27,6 +27,7 @@ from grabstream.models.payments import (
     decode_answer,
     encode_claims,
 )
+from grabstream.models.unique_names import check_names_once
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, hold_ms_min, lead_ms
 
@@ -118,6 +119,7 @@ class Questions:
             raise NoAnswer(in_words(error)) from None
         try:
             text = _decode_body(body).answer
+            check_names_once(body)
             payload = self._side.keys.read(Purpose.payment_answer, text, ANSWER_LENGTH_MAX)
             states, wrong = decode_answer(payload, query)
         except NotSigned:

@@ -491,6 +491,8 @@ async def test_receipt_that_cannot_be_read_is_refused(caller: Caller) -> None:
         ({"receipt": signed({"payment": "p"})}, "required field"),
         ({"receipt": signed({**receipt_for(HELD, "p"), "paid": -1})}, "paid: must be"),
         ({"receipt": KEYS.sign(Purpose.receipt, b"no JSON")}, "malformed"),
+        (b'{"receipt": "x", "receipt": "%b"}' % signed(receipt_for(HELD, "p")).encode(), "named twice"),
+        (b'{"receipt": "x", "r\\u0065ceipt": "x"}', "named twice"),
     ):
         got = await caller.send("POST", PATH, body)
         assert (got.status, got.body["type"]) == (400, "/problems/invalid"), got

@@ -79,6 +79,17 @@ def now(seconds: int) -> int:
     return int(time.time()) + seconds
 
 
+CLAIMING: Final = b'{"sub":"ann","iss":"%b","aud":"%b","exp":%d}'
+
+
+def claiming(claims: bytes, header: bytes = b'{"alg":"RS256","kid":"rsa"}') -> str:
+    """A signed token, as it is written."""
+    filled = claims % (ISSUER.encode(), AUDIENCE.encode(), now(60))
+    text = f"{encoded(header)}.{encoded(filled)}"
+    algorithm: Any = jwt.get_algorithm_by_name("RS256")
+    return f"{text}.{encoded(algorithm.sign(text.encode(), KEYS['rsa'][1]))}"
+
+
 FORGED: dict[str, Callable[[], str]] = {
     "expired": lambda: token("ann", exp=now(-60)),
     "without an end": lambda: token("ann", exp=None),
@@ -103,6 +114,8 @@ FORGED: dict[str, Callable[[], str]] = {
     "user with a zero": lambda: token("ann\x00"),
     "user with full-width letters": lambda: token("ａnn"),
     "user is a path": lambda: token(".."),
+    "user is there twice": lambda: claiming(b'{"sub":"bob","iss":"%b","aud":"%b","exp":%d,"sub":"ann"}'),
+    "key is there twice": lambda: claiming(CLAIMING, b'{"alg":"RS256","kid":"p256","kid":"rsa"}'),
     "user is too long": lambda: token("a" * 65),
     "user is far too long": lambda: token("a" * 256),
     "user is the id of another one": lambda: token(user_of("auth0|ann", USER_KEY)),
@@ -156,6 +169,10 @@ SIGNED: Final = [
 async def tokens(key_ring: KeySet) -> Tokens:
     """Tokens of the issuer, whose keys are known."""
     return Tokens(ISSUER, AUDIENCE, key_ring)
+
+
+async def test_token_is_read_as_it_is_written(tokens: Tokens) -> None:
+    assert (await tokens.caller_of(claiming(CLAIMING).encode())).user == "ann"
 
 
 @pytest.mark.parametrize("key_id", KEYS)
@@ -220,7 +237,7 @@ async def test_forged_token_is_refused(tokens: Tokens, name: str) -> None:
             await tokens.caller_of(text)
         assert str(refused.value) in {
             "The token is not valid.", "The token has expired.", "The token is not valid yet.",
-            TOO_LARGE, "The token is for another audience (aud).",
+            TOO_LARGE, "The token names a claim twice.", "The token is for another audience (aud).",
             "The token is of another issuer (iss).", *(f"The token has no claim {one}." for one in CLAIMS),
             *(f"The claim sub of the token is no user: it {why}." for why in NO_USER),
         }  # fmt: skip

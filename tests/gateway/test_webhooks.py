@@ -129,6 +129,9 @@ async def test_wrong_changes_are_refused_and_change_nothing(caller: Caller, door
         ("POST", "/discard", {"event": "1-1 "}, "event"), ("POST", "/discard", {"event": 1}, "event"),
         ("POST", "/discard", {"event": "١-1"}, "event"),
         ("POST", "/discard", {"event": f"1-{10**15}"}, "event"),
+        ("PATCH", "", b'{"state": "paused", "state": "active"}', "state"),
+        ("POST", "/resend", b'{"offer": null, "\\u006fffer": "o"}', "offer"),
+        ("POST", "/discard", b'{"event": "1-1", "event": "1-2"}', "event"),
     ):  # fmt: skip
         got = await caller.send(method, f"/v1/webhooks/{webhook}{path}", body)
         assert (got.status, got.body["type"]) == (400, "/problems/invalid"), (body, got)

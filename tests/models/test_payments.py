@@ -1,6 +1,7 @@
 """The claims of receipts, queries and answers, and the commands that follow from them."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from grabstream.models.payments import (
     decode_answer,
     decode_query,
     decode_receipt,
+    decode_token,
     encode_claims,
 )
 from grabstream.ops.schemas.documents import payment_documents
@@ -127,6 +129,48 @@ def test_no_reserved_id_is_overlooked_in_a_list() -> None:
     assert not any(map(is_reserved, ["grab", "stream:x"]))
 
 
+def twice(claims: dict[str, Any], name: str) -> bytes:
+    """Claims that name one twice, with an escape in the second name."""
+    other = json.dumps({name: claims[name]})[1:-1].replace(name[0], f"\\u{ord(name[0]):04x}", 1)
+    return json.dumps(claims).encode()[:-1] + f", {other}}}".encode()
+
+
+TOKEN: dict[str, Any] = {
+    "aud": "s@c", "offer": "o", "grab": "g", "user": "u", "due": 1, "currency": "CNY", "deadline_at": 1,
+    "issued_at": 1,
+}  # fmt: skip
+ASKING: dict[str, Any] = {
+    "aud": "s@c", "id": "q", "at": 1, "holds": [{"offer": "o", "grab": "a", "ends_at": 1}],
+}  # fmt: skip
+ANSWER: dict[str, Any] = {
+    "aud": "s@c", "query": "q", "payments": [{"offer": "o", "grab": "b", "status": "unpaid"}],
+}  # fmt: skip
+
+
+def decode_own_answer(payload: bytes) -> Any:
+    return decode_answer(payload, QUERY)
+
+
+@pytest.mark.parametrize(
+    ("decode", "claims", "name"),
+    [
+        (decode_receipt, PAID, "paid"), (decode_receipt, PAID, "user"), (decode_token, TOKEN, "due"),
+        (decode_query, ASKING, "id"), (decode_query, ASKING, "holds"), (decode_own_answer, ANSWER, "query"),
+        (decode_own_answer, ANSWER, "payments"),
+    ],
+)  # fmt: skip
+def test_claims_that_name_one_twice_are_refused(
+    decode: Callable[[bytes], Any], claims: dict[str, Any], name: str
+) -> None:
+    decode(json.dumps(claims).encode())
+    # Claims of other programs may have more names, and escapes.
+    decode(json.dumps(claims).replace('"o"', '"\\u006f"', 1).encode())
+    plain = json.dumps(claims).encode()[:-1] + f', "{name}": {json.dumps(claims[name])}}}'.encode()
+    for payload in (plain, twice(claims, name)):
+        with pytest.raises(Invalid, match=f"'{name}': is named twice"):
+            decode(payload)
+
+
 # -- queries -------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +211,16 @@ def test_state_that_is_wrong_counts_as_left_out(wrong: Any, reason: str) -> None
         [said] = reasons
         assert said.startswith(f"payments: number {payments.index(wrong) + 1}: ")
         assert reason in said
+
+
+def test_state_that_names_a_claim_twice_counts_as_left_out() -> None:
+    wrong = b'{"offer": "o", "grab": "a", "status": "unpaid", "final": false, "fin\\u0061l": true}'
+    right = json.dumps(state("b")).encode()
+    known, reasons = decode_answer(
+        b'{"aud": "s@c", "query": "q", "payments": [' + wrong + b"," + right + b"]}", QUERY
+    )
+    assert [one.grab for one in known] == ["b"]
+    assert reasons == ["payments: number 1: 'final': is named twice; keep one"]
 
 
 def test_states_that_contradict_each_other_do_not_count() -> None:

@@ -191,6 +191,7 @@ def test_a_command_without_the_right_signatures_is_refused(command: AnyCommand, 
         b'\xef\xbb\xbf{"alg":"EdDSA","kid":"ann","typ":"grab-approval+jwt"}',
         b'{"alg":"EdDSA","kid":"ann","typ":"grab-approval+jwt","x":NaN}',
         '{"alg":"EdDSA","kid":"ann","typ":"grab-approval+jwt"}'.encode("utf-16"),
+        b'{"alg":"EdDSA","kid":"bob","typ":"grab-approval+jwt","kid":"ann"}',
     ],
 )
 def test_a_header_that_the_event_s_reader_cannot_read_is_not_one_of_a_key(header: bytes) -> None:
@@ -199,6 +200,13 @@ def test_a_header_that_the_event_s_reader_cannot_read_is_not_one_of_a_key(header
     signed_part = b".".join(urlsafe_b64encode(part).rstrip(b"=") for part in (header, payload))
     text = (signed_part + b"." + urlsafe_b64encode(ANN.sign(signed_part)).rstrip(b"=")).decode()
     assert "number 1 is not an approval" in (why_refused(replace(CLOSE, approvals=(text,))) or "")
+
+
+def test_an_approval_that_names_a_claim_twice_is_refused() -> None:
+    payload = encode_approval(approval_of(CLOSE, SYSTEM, NOW))
+    twice = payload[:-1] + b',"id":"x","id":"%b"}' % CLOSE.id.encode()
+    text = sign_with("ann", ANN, Purpose.approval, twice)
+    assert "'id': is named twice" in (why_refused(replace(CLOSE, approvals=(text,))) or "")
 
 
 def test_a_command_with_the_right_signatures_is_taken() -> None:

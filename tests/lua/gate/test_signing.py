@@ -70,6 +70,8 @@ def test_first_key_signs_and_all_verify() -> None:
         hand_made({**GOOD, "crit": ["exp"]}), hand_made({**GOOD, "b64": False, "crit": ["b64"]}),
         hand_made(b"[" * 600), hand_made(b"[]"), hand_made(b"\xff"), hand_made(b'{"kid":' + b"9" * 400),
         hand_made({**GOOD, "alg": "none"}).rpartition(".")[0] + ".",
+        hand_made(b'{"alg":"HS256","kid":"old","typ":"grab-receipt+jwt","kid":"new"}'),
+        hand_made(b'{"alg":"HS256","kid":"new","typ":"JWT","t\\u0079p":"grab-receipt+jwt"}'),
         KEYS.sign(Purpose.receipt, PAYLOAD) + "=", " " + KEYS.sign(Purpose.receipt, PAYLOAD),
         KEYS.sign(Purpose.receipt, b"x" * 1_000),
     ],

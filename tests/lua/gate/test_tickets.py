@@ -123,6 +123,24 @@ def test_wrong_claims_are_refused(claims: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("header", "claims"),
+    [
+        (b'{"alg":"HS256","kid":"h"}', b'{"sub":"carol","aud":"sale:1","exp":%d,"sub":"bob"}'),
+        (b'{"alg":"HS256","kid":"h"}', b'{"sub":"bob","aud":"sale:1","exp":%d,"x":{"a":1,"\\u0061":2}}'),
+        (b'{"alg":"HS256","kid":"e","kid":"h"}', b'{"sub":"bob","aud":"sale:1","exp":%d}'),
+    ],
+)
+def test_a_ticket_that_names_something_twice_is_refused(header: bytes, claims: bytes) -> None:
+    def signed(header: bytes, claims: bytes) -> str:
+        text = f"{segment(header)}.{segment(claims % EXPIRES_AT)}"
+        return f"{text}.{segment(hmac.digest(SECRET, text.encode(), hashlib.sha256))}"
+
+    once = signed(b'{"alg":"HS256","kid":"h"}', b'{"sub":"bob","aud":"sale:1","exp":%d}')
+    assert KEYS.read(once, USER, OFFER) == GOOD
+    assert KEYS.read(signed(header, claims), USER, OFFER) is None
+
+
+@pytest.mark.parametrize(
     "claims",
     [
         but(iss="eligibility", iat=EXPIRES_AT, other=[1]), but(nbf=1), but(exp=EXPIRES_AT + 0.0),

@@ -1,0 +1,63 @@
+"""JSON in which an object names a field twice: readers disagree about which value counts, so what one has
+checked is not what another one does. Whatever decides something refuses it.
+"""
+
+import json
+from base64 import urlsafe_b64decode
+from collections.abc import Callable
+
+from grabstream.models.bounds import quoted
+from grabstream.models.money import Invalid
+
+
+def check_names_once(raw: bytes, written: bytes | None = None) -> None:
+    """Raises Invalid when an object of a JSON text names a field twice, or the text cannot be read.
+
+    `written` is the text as this program writes what it has decoded from `raw`. A text without escapes that
+    has as many quotes has no additional names. So most texts are not parsed a second time.
+    """
+    if written is None or raw.count(b'"') != written.count(b'"') or b"\\" in raw:
+        _parsed(raw, _check)
+
+
+def check_outer_names_once(raw: bytes, written: bytes | None = None) -> None:
+    """The same, of the outermost object alone: what is in it is judged apart, and stands in `written` as in
+    `raw`.
+    """
+    if written is None or any(raw.count(sign) != written.count(sign) for sign in (b'"', b"\\")):
+        pairs = _parsed(raw, list)
+        if isinstance(pairs, list):
+            _check(pairs)
+
+
+def check_header(text: str) -> None:
+    """The same, of the header of a compact JWS, of which RFC 7515 (section 4) wants it, too."""
+    check_names_once(_segment(text, 0))
+
+
+def check_claims(text: str) -> None:
+    """The same, of the claims of a compact JWS."""
+    check_names_once(_segment(text, 1))
+
+
+def _segment(text: str, index: int) -> bytes:
+    segment = text.split(".")[index]
+    return urlsafe_b64decode(segment + "=" * (-len(segment) % 4))
+
+
+def _parsed(raw: bytes, hook: Callable[[list[tuple[str, object]]], object]) -> object:
+    try:
+        # Numbers stay texts: one of thousands of digits would be an error.
+        return json.loads(raw, object_pairs_hook=hook, parse_int=str)
+    except Invalid:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Invalid(f"cannot be read: {error}") from None
+
+
+def _check(pairs: list[tuple[str, object]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise Invalid(f"{quoted(name)}: is named twice; keep one")
+        seen.add(name)
