@@ -34,6 +34,8 @@ def words_of(answer: Answer, command: AnyCommand, id_name: str = "id") -> str:
             f"The basket {command.basket} was refused before, as {answer.outcome}: no grab of it was carried "
             f"out. Only its first answer said with which grab. Another basket needs another {id_name}."
         )
+    if answer.repeated and answer.code in _WORDS_BEFORE:
+        return shortened(_before(answer, command, id_name))
     return shortened(_WORDS[Outcome(answer.code)](answer, command, id_name))
 
 
@@ -64,6 +66,16 @@ def refusal_of_basket(answers: Sequence[Answer], commands: Sequence[AnyCommand])
 def _again(answer: Answer, id_name: str) -> str:
     at = f" after {utc_text(answer.retry_at)}" if answer.retry_at else ""
     return f"This request decided nothing: send the same again{at}, with the same {id_name}."
+
+
+def _before(answer: Answer, command: AnyCommand, id_name: str) -> str:
+    """The words of a repeated refusal. Outcome and time are remembered, reasons and numbers are not."""
+    at = f" at {utc_text(answer.at)}" if answer.at else ""
+    words = _WORDS_BEFORE[Outcome(answer.code)](answer, command, id_name)
+    return (
+        f"This is the answer that {id_name} {command.id} got before{at}: {words}. The same {id_name} always "
+        f"gets it, whatever has changed since; a new attempt needs a new {id_name}."
+    )
 
 
 def _because(answer: Answer) -> str:
@@ -119,8 +131,8 @@ def _not_open_yet(answer: Answer, command: AnyCommand, id_name: str) -> str:
         from_then = utc_text(answer.retry_at)
         return f"Offer {command.offer} takes no grabs now; it takes grabs from {from_then} on."
     return (
-        f"Offer {command.offer} takes no grabs yet: a list that it needs (codes, audience) is not loaded "
-        "completely. It is not known when it will be."
+        f"Offer {command.offer} takes no grabs yet: what it needs (codes, audience, randomness) is not "
+        "loaded completely. It is not known when it will be."
     )
 
 
@@ -231,4 +243,39 @@ _WORDS: Final[Mapping[Outcome, _Words]] = {
     Outcome.expired: _expired,
     Outcome.not_held: _not_held,
     Outcome.not_redeemable: _not_redeemable,
+}
+
+
+#: What every refusal said when it was first given, of those that are remembered. The words of
+#: `already_taken` hold for ever.
+_WORDS_BEFORE: Final[Mapping[Outcome, _Words]] = {
+    Outcome.no_such_offer: lambda _, command, __: f"there was no offer {command.offer}",
+    Outcome.no_such_grab: lambda _, command, __: (
+        f"offer {command.offer} had no grab {_grab_of(command)} that could be settled"
+    ),
+    Outcome.not_open_yet: lambda _, command, __: f"offer {command.offer} took no grabs then",
+    Outcome.on_hold: lambda _, command, __: f"offer {command.offer} was paused",
+    Outcome.over: lambda _, command, __: f"offer {command.offer} was closed",
+    Outcome.not_eligible: lambda _, command, __: f"{_user_of(command)} could not grab offer {command.offer}",
+    Outcome.limit_reached: lambda _, command, __: f"a limit of offer {command.offer} was reached",
+    Outcome.sold_out: lambda _, command, __: f"nothing was left of offer {command.offer}",
+    Outcome.not_enough_left: lambda _, command, __: (
+        f"offer {command.offer} had fewer units left"
+        if isinstance(command, Grab)
+        else f"grab {_grab_of(command)} had fewer units"
+    ),
+    Outcome.expired: lambda _, command, __: (
+        "the offer's valid_until was over"
+        if isinstance(command, Redeem)
+        else f"the hold of grab {_grab_of(command)} had ended"
+    ),
+    Outcome.not_held: lambda _, command, __: (
+        f"grab {_grab_of(command)} had no units that could be "
+        f"{'returned' if isinstance(command, Return) else 'settled'}"
+    ),
+    Outcome.not_redeemable: lambda _, command, __: (
+        f"order {command.order} had used nothing of grab {command.grab}, or that was undone"
+        if isinstance(command, Unredeem)
+        else f"grab {_grab_of(command)} could not be used"
+    ),
 }

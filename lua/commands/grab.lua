@@ -478,7 +478,7 @@ do
         call.seq, call.run = seq, nil
         for n = #lines, count_lines + 1, -1 do lines[n], call.joined[n], call.seqs[n] = nil, nil, nil end
         for _, j in ipairs(members) do
-          rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, 0,
+          rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, row[9] or 0,
             {message = 'basket: refused at offer ' .. names[offer_of[i]] .. ', with grab ' .. ids[i]}})
         end
         return

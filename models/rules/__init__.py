@@ -182,7 +182,7 @@ def _is_same(state: ShardState, command: AnyCommand, known: Remembered) -> bool:
 
 def _refused_with(state: ShardState, command: Grab, refusal: Answer, first: Grab, now: int) -> Decided:
     message = f"basket: refused at offer {first.offer}, with grab {first.id}"
-    answer = refused(state, command, Outcome(refusal.code), now, message=message)
+    answer = refused(state, command, Outcome(refusal.code), now, retry_at=refusal.retry_at, message=message)
     return _remember(state, command, now, Decided(answer, [], False))
 
 

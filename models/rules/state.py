@@ -330,9 +330,7 @@ def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **
 
 
 def as_remembered(answer: Answer) -> Answer:
-    """What is remembered of a refusal without an event: outcome and time. A repeat looks up a part or an
-    opening time again.
-    """
+    """What is remembered of a refusal without an event: outcome and time. A repeat looks up a part again."""
     return Answer(
         answer.id, answer.outcome, answer.code, answer.offer, answer.user, shard=answer.shard, at=answer.at
     )

@@ -324,9 +324,14 @@ async def test_every_refusal_says_what_and_until_when(caller: Caller, offer: str
     day_ms = 86_400_000
     opens_at = time.time_ns() // 1_000_000 + day_ms
     await caller.open(f"{offer}:later", opens_at=opens_at)
-    got = await caller.post(f"/v1/offers/{offer}:later/grabs", {"user": "ann"})
+    got = await caller.post(f"/v1/offers/{offer}:later/grabs", {"user": "ann"}, "early")
     assert re.search(r"from \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z on", refused(got, Outcome.not_open_yet))
     assert 86_000 < int(got.headers["retry-after"]) <= 86_400
+    again = await caller.post(f"/v1/offers/{offer}:later/grabs", {"user": "ann"}, "early")
+    assert "a new attempt needs a new Idempotency-Key" in refused(again, Outcome.not_open_yet)
+    of_basket = await caller.post("/v1/baskets", {"grabs": [{"offer": f"{offer}:later", "user": "ann"}]}, "b")
+    assert re.search(r"it takes grabs from \d{4}-", refused(of_basket, Outcome.not_open_yet)), of_basket
+    assert "retry-after" in of_basket.headers
     await caller.open(f"{offer}:codes", codes=True)
     got = await caller.post(f"/v1/offers/{offer}:codes/grabs", {"user": "ann"})
     assert "not loaded" in refused(got, Outcome.not_open_yet)

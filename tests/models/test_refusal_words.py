@@ -3,7 +3,7 @@
 import pytest
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab
+from grabstream.models.commands import AnyCommand, Grab, Redeem, Return, Unredeem
 from grabstream.models.outcomes import Outcome
 from grabstream.models.refusal_words import WHOLE_BASKET, refusal_of_basket, refused_with, words_of
 
@@ -37,3 +37,32 @@ def test_id_of_a_command_has_the_name_that_its_sender_knows() -> None:
     grab, answer = GRABS[0], Answer("b.1", "busy", Outcome.busy, "july:1")
     assert words_of(answer, grab).endswith("with the same id.")
     assert words_of(answer, grab, "Idempotency-Key").endswith("with the same Idempotency-Key.")
+
+
+def test_repeated_refusal_speaks_of_the_past_and_claims_no_reason() -> None:
+    """Only outcome and time are remembered, and the offer may have changed since."""
+    grab = Grab(id="sn-1", offer="soon", user="ann")
+    for outcome in ("not_open_yet", "on_hold", "no_such_offer", "sold_out", "limit_reached"):
+        answer = Answer("sn-1", outcome, Outcome[outcome], "soon", repeated=True, at=1_700_000_000_000)  # type: ignore[arg-type]
+        words = words_of(answer, grab, "Idempotency-Key")
+        assert words.startswith("This is the answer that Idempotency-Key sn-1 got before at 2023-11-14"), (
+            words
+        )
+        assert words.endswith("a new attempt needs a new Idempotency-Key.")
+        assert "a list" not in words
+        assert " is " not in words[20:], words
+
+
+def test_every_refusal_that_is_remembered_has_words_for_its_repeat() -> None:
+    never = {"invalid", "fenced", "busy", "conflict", "already_taken"}
+    commands: list[AnyCommand] = [
+        Grab(id="g", offer="o", user="ann"),
+        Return(id="r", offer="o", grab="g", user="ann"),
+        Redeem(id="u", offer="o", grab="g", user="ann", order="n"),
+        Unredeem(id="v", offer="o", grab="g", user="ann", order="n"),
+    ]
+    for outcome in Outcome:
+        if not outcome.positive and outcome.name not in never:
+            for command in commands:
+                answer = Answer(command.id, outcome.name, outcome, "o", repeated=True)  # type: ignore[arg-type]
+                assert "needs a new id" in words_of(answer, command), outcome

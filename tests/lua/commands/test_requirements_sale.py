@@ -867,6 +867,8 @@ async def test_an_offer_is_amended_before_it_opens_and_closes_at_its_times(scene
     await scene.open(stock(2, **PRICED, opens_at=opens_at, closes_at=closes_at, timezone="Asia/Shanghai"))
     early = await scene.grab("ann")
     assert (early.outcome, early.retry_at) == ("not_open_yet", opens_at)
+    [in_basket] = await scene.decide_both([Grab(id="b.1", offer=scene.offer, user="bob", basket="b")])
+    assert (in_basket.outcome, in_basket.retry_at) == ("not_open_yet", opens_at)
     scene.now = opens_at - HOUR
     assert (await scene.amend(price=199, total=1)).outcome == "amended"
     assert (await scene.amend(opens_at=opens_at + HOUR)).outcome == "amended"
