@@ -42,6 +42,7 @@ from grabstream.ops.commands.offers.through_a_gate import (
     ready_settings,
 )
 from grabstream.ops.connections.opening import open_gate, sealer
+from grabstream.ops.console.arguments import require_id_alone
 from grabstream.ops.console.output import json_option, print_json
 from grabstream.ops.formats.offer_files import BadOfferFile, read_changes
 from grabstream.ops.settings import Settings
@@ -403,7 +404,8 @@ def ticket(
     """Sign a ticket that allows USER to grab OFFER (or any offer of a campaign). For tests: in production,
     the eligibility service signs tickets.
     """
-    for field, value in (("offer", offer), ("user", user), ("--key-id", key_id), ("--once", once_id or "x")):
+    require_id_alone(key_id, "--key-id")
+    for field, value in (("offer", offer), ("user", user), ("--once", once_id or "x")):
         if not is_id(value):
             raise click.UsageError(f"{field}: must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
     expires_at_ms = expiry(expires)

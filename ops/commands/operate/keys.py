@@ -4,12 +4,13 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any, Final
 
 import click
 from psycopg import AsyncConnection
 
-from grabstream.gateway.api_keys import digest_of, new_secret
+from grabstream.gateway.api_keys import PREFIX, digest_of, new_secret
 from grabstream.gateway.bounds import REVOCATION_SECONDS_MAX
 from grabstream.gateway.callers import SCOPES
 from grabstream.lua.gate.calls import now_ms
@@ -43,6 +44,25 @@ _expires = click.option(
 )
 
 
+class _Scopes(click.Choice[str]):
+    """Scopes, separated by commas."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return [super(_Scopes, self).convert(one.strip(), param, ctx) for one in str(value).split(",")]
+
+
+def _name_alone(ctx: click.Context, param: click.Parameter, name: str) -> str:
+    """The name of a key. A secret is not repeated in a message."""
+    if name.startswith(PREFIX):
+        raise click.BadParameter(
+            "this is the secret of a key; give its name, as `grabstream keys list` has it"
+        )
+    return name
+
+
+_name = click.argument("name", callback=_name_alone)
+
+
 @click.group()
 def keys() -> None:
     """API keys of the services that call a gateway (docs/http.md). A key is a name with scopes and a secret;
@@ -51,15 +71,18 @@ def keys() -> None:
 
 
 @keys.command()
-@click.argument("name")
+@_name
 @click.option(
-    "--scope", "scopes", multiple=True, required=True, type=click.Choice(list(SCOPES)),
-    help=f"What the key allows; repeatable. {'; '.join(f'{name}: {what}' for name, what in SCOPES.items())}.",
+    "--scope", "scopes", multiple=True, required=True, type=_Scopes(list(SCOPES)),
+    help="What the key allows; repeatable, or with commas. "
+    f"{'; '.join(f'{name}: {what}' for name, what in SCOPES.items())}.",
 )  # fmt: skip
 @_expires
 @_dry_run
 @json_option
-def create(name: str, scopes: Sequence[str], expires: str | None, dry_run: bool, as_json: bool) -> None:
+def create(
+    name: str, scopes: Sequence[Sequence[str]], expires: str | None, dry_run: bool, as_json: bool
+) -> None:
     """Create the key NAME, and print its secret. A name is never used twice."""
     if not is_id(name):
         raise click.BadParameter(f"must match [A-Za-z0-9._:-]{{1,64}}, got {name!r}", param_hint="NAME")
@@ -67,14 +90,14 @@ def create(name: str, scopes: Sequence[str], expires: str | None, dry_run: bool,
 
     async def make(connection: AsyncConnection[Any]) -> ApiKey:
         return await api_keys.create(
-            connection, name, sorted(set(scopes)), digest_of(secret.encode()), expires_at
+            connection, name, sorted(set(chain(*scopes))), digest_of(secret.encode()), expires_at
         )
 
     _show_change(_changed(make, dry_run), "created", secret, dry_run, as_json)
 
 
 @keys.command()
-@click.argument("name")
+@_name
 @click.option(
     "--grace", default="24h", show_default=True,
     help="How long the secret until now stays valid beside the new one; 0 ends it at once.",
@@ -101,7 +124,7 @@ def rotate(name: str, grace: str, expires: str | None, dry_run: bool, as_json: b
 
 
 @keys.command()
-@click.argument("name")
+@_name
 @_dry_run
 @json_option
 def revoke(name: str, dry_run: bool, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.ops.connections.opening import check_system, checked_books, sealer
 from grabstream.ops.connections.seal_keys import require_seal_keys
 from grabstream.ops.connections.user_keys import SEALED_FOR as USER_KEYS_SEALED_FOR
+from grabstream.ops.console.arguments import require_id_alone
 from grabstream.ops.console.output import console, json_option, print_json, table
 from grabstream.ops.diagnosis.books import read_last_seqs
 from grabstream.ops.diagnosis.seal_keys import in_words
@@ -56,6 +57,8 @@ def reseal(retire: str | None, dry_run: bool, as_json: bool) -> None:
     (docs/operating.md, A new seal key). Whether a process still seals with the key to retire is not known
     here: give every process the new settings first. Exit code 1: the key to retire is needed.
     """
+    if retire is not None:
+        require_id_alone(retire, "--retire")
     settings = load_settings()
     settings.require_opening_keys("`reseal`")
     try:

@@ -8,7 +8,9 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
+from click import BadParameter
 
+from grabstream.ops.commands.operate.keys import create
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
 from tests.support.command_line import env_of, grabstream
@@ -28,6 +30,16 @@ async def table_of(settings: Settings) -> list[Any]:
     return await rows(settings, f"SELECT {COLUMNS} FROM api_keys ORDER BY name")
 
 
+def test_scopes_are_given_one_by_one_or_with_commas() -> None:
+    def scopes(*words: str) -> list[str]:
+        found = create.make_context("create", ["shop", *words]).params["scopes"]
+        return [scope for several in found for scope in several]
+
+    assert scopes("--scope", "grab,read", "--scope", "settle") == ["grab", "read", "settle"]
+    with pytest.raises(BadParameter, match="'reed' is not one of"):
+        scopes("--scope", "grab,reed")
+
+
 @pytest.mark.long
 async def test_life_of_a_key(system: Settings) -> None:
     assert "no keys" in keys(system, "list")
@@ -41,7 +53,7 @@ async def test_life_of_a_key(system: Settings) -> None:
     )
     assert await table_of(system) == []
 
-    said = keys(system, "create", "shop", "--scope", "read", "--scope", "grab", "--scope", "read")
+    said = keys(system, "create", "shop", "--scope", "read,grab", "--scope", "read")
     [secret] = re.findall(r"^(grabkey_[0-9a-f]{64})$", said, re.MULTILINE)
     [row] = await table_of(system)
     assert row[:3] == ("shop", ["grab", "read"], sha256(secret.encode()).digest())

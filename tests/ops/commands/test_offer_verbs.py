@@ -134,6 +134,19 @@ def test_exit_code_is_2_for_wrong_usage(words: str, said: str) -> None:
     assert (done.exit_code, said in done.stderr) == (2, True), done.output
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ticket o u --key-file /dev/null --key-id k:HS256:PEPPER", "reseal --retire k:PEPPER",
+        "keys create grabkey_PEPPER --scope read", "keys rotate grabkey_PEPPER", "keys revoke grabkey_PEPPER",
+        "config --new-journal-key k:PEPPER",
+    ],
+)  # fmt: skip
+def test_secret_in_place_of_an_id_or_a_name_is_not_printed(words: str) -> None:
+    done = CliRunner().invoke(cli.grabstream, words.split())
+    assert (done.exit_code, "PEPPER" in done.output) == (2, False), done.output
+
+
 @pytest.mark.long
 def test_wrong_lines_are_reported_before_anything_is_sent(nobody: Operator, tmp_path: Path) -> None:
     file = written(tmp_path / "users.txt", ["anna", "", "two words", "  bob  ", *["é"] * 30])
