@@ -259,7 +259,7 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
             )
             await connection.execute(statement)
     await connection.execute(reports.reports()[reports.OF_READ_MODELS].encode())
-    functions = files("grabstream.projections.migrations") / "0013_user_transfers.sql"
+    functions = files("grabstream.projections.migrations") / "0027_user_transfers.sql"
     await connection.execute(functions.read_text().encode())
 
 

@@ -265,9 +265,9 @@ VIEWS: Final[Mapping[str, View]] = {
             value=("text", "The user, or the value of the attribute."),
             max="Units that the limit allows.",
             counted="Units that count now.",
-            left="Units that the limit leaves.",
+            left="Units that the limit leaves. A word of SQL: write `\"left\"`, in quotes.",
             resets_at=f"When the window ends, by the local clock (UTC where this PostgreSQL does not know "
-                      f"the zone), {_MS}; empty for the window `offer`.",
+                      f"the zone), {_MS}. NULL for the window `offer`.",
         ),
     ),
     "waiting": View(
@@ -323,7 +323,7 @@ VIEWS: Final[Mapping[str, View]] = {
     "transfers": View(
         "ledger",
         "Movements of an amount from one account to another: the ledger. The function "
-        "`user_transfers('ann')` gives those of one user.",
+        "`user_transfers('ann')` gives those of one user, without `line_seq`.",
         ("shard", "seq", "leg"),
         _columns(
             f"{_TRANSFER} line_seq at_time",
@@ -476,8 +476,12 @@ VIEWS: Final[Mapping[str, View]] = {
         _columns(
             "offer campaign kind attempts refused accepted waiting granted held confirmed retaken released "
             "returned refusals",
-            attempts="Grabs that were decided: `refused` + `accepted`. Repeats of a grab count once.",
-            refused="Grabs that were refused; with them, extensions beyond their limit.",
+            attempts="`refused` + `accepted`: grabs that were decided, and the other commands in `refused`. "
+                     "Repeats of a command count once.",
+            refused="Refusals whose outcome a grab may have. `demand` does not tell commands apart, so "
+                    "those of other commands are in it: `limit_reached` and `not_enough_left` when grabs are "
+                    "extended, paid or returned, `over` and `not_enough_left` when offers are amended or "
+                    "loaded.",
             accepted="Grabs that were granted, held or queued.",
             granted=("numeric", "Units that were granted without a hold."),
             held=("numeric", "Units that were held."),

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from grabstream.models.events import LedgerAdjusted, encode_event
 from grabstream.models.runs import AnyRun, HeldRun
 from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import Fact
+from grabstream.projections.database.migrate import migrate, use_schema
 from grabstream.projections.read_models import READ_MODELS
 from tests.conftest import examples
 from tests.projections.test_columns import MODELS, books, facts, groups, in_groups, mixtures
@@ -25,7 +27,7 @@ from tests.support.runs import as_runs
 
 __all__ = ["books"]
 
-_COLUMNS = "shard, seq, leg, offer, asset, debit, credit, amount, at"
+_COLUMNS = "shard, seq, leg, offer, asset, debit, credit, amount, at, at_time"
 #: Users who have an account or a grab, and one who has none.
 _USERS = """
 SELECT user_id FROM grabs UNION SELECT 'nobody'
@@ -113,3 +115,21 @@ async def test_users_with_grabs_of_the_same_id_have_their_own_transfers(books: S
     assert len(runs) == 2
     by_user = await found(books, facts(runs), [2])
     assert Counter(map(len, by_user.values())) == {1: 7, 0: 1}
+
+
+@pytest.mark.long
+async def test_function_of_an_earlier_migration_is_replaced(system: Settings) -> None:
+    """A database of before has a function without `at_time`, which has other columns to return."""
+    async with (
+        await AsyncConnection.connect(system.postgres, autocommit=True) as connection,
+        connection.transaction(force_rollback=True),
+    ):
+        await use_schema(connection, system.schema_)
+        await connection.execute("DROP FUNCTION user_transfers(text)")
+        await connection.execute(
+            'CREATE FUNCTION user_transfers("user" text) RETURNS TABLE (at bigint) LANGUAGE sql '
+            "AS 'SELECT 1::bigint'"
+        )
+        await connection.execute("DELETE FROM migrations WHERE name LIKE '0027%'")
+        assert await migrate(connection, system.schema_, system.shards) == ["0027_user_transfers.sql"]
+        await connection.execute("SELECT at_time FROM user_transfers('ann')")

@@ -1,19 +1,22 @@
 -- The transfers of a user, from the views of the read models `ledger` (from its definition 4 on) and
 -- `balances`. Their views are found by name when the function is called, so that it depends on none of them.
+-- A database of before has this function without `at_time`, of a migration 0013 that is no more.
+DROP FUNCTION IF EXISTS user_transfers(text);
 SET LOCAL check_function_bodies = off;
 DO $migration$
 BEGIN
     EXECUTE format($function$
 CREATE FUNCTION %1$I.user_transfers("user" text) RETURNS TABLE (
     shard integer, seq bigint, leg smallint, offer text, asset text, debit text, credit text, amount bigint,
-    at bigint
+    at bigint, at_time timestamptz
 ) LANGUAGE sql STABLE PARALLEL SAFE AS $body$
-    SELECT shard, seq, leg, offer, asset, debit, credit, amount, at
+    SELECT shard, seq, leg, offer, asset, debit, credit, amount, at, at_time
     FROM %1$I.transfers_by_user WHERE user_id = $1
     UNION ALL
     -- A run has at most 1,000 grabs. Each is granted or held for the user in the seq of its first event.
     SELECT run.shard, grabbed.seq, 0::smallint, run.offer, run.asset, run.debit,
-           run.credit_kind || grabbed.user_id, run.amounts[grabbed.seq - run.seq + 1], run.at
+           run.credit_kind || grabbed.user_id, run.amounts[grabbed.seq - run.seq + 1], run.at,
+           run.at_time
     FROM %1$I.grabs AS grabbed, LATERAL (
         SELECT * FROM %1$I.transfer_runs AS runs
         WHERE runs.shard = grabbed.shard AND runs.seq BETWEEN grabbed.seq - 999 AND grabbed.seq
