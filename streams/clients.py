@@ -174,7 +174,9 @@ class Trouble:
     def __init__(self, log: logging.Logger, where: str) -> None:
         self._log, self.where = log, where
         self._words = self.last_words = ""
-        self._since = self._noted_at = self._lasting_logged_at = -math.inf
+        #: When it began, and when its last uninterrupted row of failures began.
+        self._since = self._row_since = -math.inf
+        self._noted_at = self._lasting_logged_at = -math.inf
         TROUBLES.add(self)
         #: When it was over the last time, how often it has come back soon, and when it was last logged as a
         #: warning.
@@ -205,6 +207,8 @@ class Trouble:
             self._returns += 1
         elif self.present() is None:
             self._since, self._returns, self._lasting_logged_at = now, 0, -math.inf
+        if not self._words:
+            self._row_since = now
         self._words = self.last_words = words
         self._noted_at = now
 
@@ -212,7 +216,9 @@ class Trouble:
         """Records a failed attempt; it will be repeated."""
         self.note(words)
         now = self._noted_at
-        if OUTAGES.may_explain(self._since):
+        # What has come back may be an outage this time; what comes back all the time is none.
+        since = self._since if self._returns > RETURNS_LOGGED_MAX else self._row_since
+        if OUTAGES.may_explain(since):
             if words != self._logged:
                 self._log.info("%s: %s; trying again", self.where, words)
         elif now - self._since >= LASTING_SECONDS and now - self._lasting_logged_at >= LASTING_LOGGED_SECONDS:

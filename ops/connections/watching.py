@@ -1,5 +1,5 @@
-"""Watches Redis, Kafka and PostgreSQL for a worker: logs one line when a server stops answering, and one line
-when it answers again.
+"""Watches Redis, Kafka and PostgreSQL for a worker, Redis and PostgreSQL for a gateway: logs one line when a
+server stops answering, and one line when it answers again.
 """
 
 import asyncio
@@ -31,8 +31,12 @@ ANSWER_SECONDS_MAX: Final = 5.0
 Ask = Callable[[], Awaitable[Any]]
 
 
-async def watch_servers(settings: Settings, redis: Any, stop: asyncio.Event) -> None:
-    """Pings every server until `stop`, independently of the others, and logs changes."""
+async def watch_servers(
+    settings: Settings, redis: Any, stop: asyncio.Event, has_kafka: bool = True, log: logging.Logger = log
+) -> None:
+    """Pings every server until `stop`, independently of the others, and logs changes. A gateway has no Kafka,
+    and a log of its own.
+    """
 
     @asynccontextmanager
     async def open_redis_servers() -> AsyncIterator[Ask]:
@@ -59,20 +63,23 @@ async def watch_servers(settings: Settings, redis: Any, stop: asyncio.Event) -> 
 
             yield ask
 
-    servers = (
+    servers = [
         ("Redis", settings.redis_url, open_redis_servers),
-        ("Kafka", settings.kafka, open_kafka),
         ("PostgreSQL", settings.postgres, open_postgres),
-    )
+    ]
+    if has_kafka:
+        servers.append(("Kafka", settings.kafka, open_kafka))
     OUTAGES.is_watched = True
     async with running(
-        *(_watch(f"{name} ({without_password(address)})", opened) for name, address, opened in servers),
+        *(_watch(f"{name} ({without_password(address)})", opened, log) for name, address, opened in servers),
         stop.wait(),
     ) as tasks:
         await first_to_end(tasks)
 
 
-async def _watch(server: str, opened: Callable[[], AbstractAsyncContextManager[Ask]]) -> None:
+async def _watch(
+    server: str, opened: Callable[[], AbstractAsyncContextManager[Ask]], log: logging.Logger = log
+) -> None:
     away_since: float | None = None
     ask: Ask | None = None
     was_answered = True

@@ -271,7 +271,9 @@ class Leases:
             # The taker returned the lease or let it expire, and another one has taken it.
             held.pass_to(lease.holder, self._now())
         elif held is not None:
-            log.warning("shard %d: %s holds the lease now", shard, lease.holder)
+            # Somebody at a keyboard has taken it on purpose, as `rebuild redis` does.
+            level = logging.INFO if by_hand(lease.holder) else logging.WARNING
+            log.log(level, "shard %d: %s holds the lease now", shard, lease.holder)
             await self._drop(shard)
 
     def _start(self, shard: int) -> None:

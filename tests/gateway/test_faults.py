@@ -3,6 +3,7 @@ repeated with the same key, and is decided once.
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,20 @@ async def test_what_is_answered_is_in_the_books_when_a_server_is_killed(
         assert gateway.stop() == 0
         assert "Traceback" not in gateway.text()
     running.stop()
+
+
+@pytest.mark.long
+async def test_a_gateway_logs_each_outage_of_a_server_once(
+    private: Settings, private_services: LocalServices, tmp_path: Path
+) -> None:
+    with GatewayProcess(private, tmp_path / "log") as gateway:
+        for number, (name, server) in enumerate(
+            (("Redis", private_services.redis), ("PostgreSQL", private_services.postgres)), 1
+        ):
+            await asyncio.to_thread(server.kill)
+            await until(lambda: gateway.text().count("does not answer") == number, 60, name)  # noqa: B023
+            await asyncio.to_thread(server.start)
+            await until(lambda: gateway.text().count("answers again") == number, 60, name)  # noqa: B023
+            assert len(re.findall(rf" {name} \(.*\) (does not answer|answers again)", gateway.text())) == 2
+        assert gateway.stop() == 0
+        assert "Traceback" not in gateway.text()

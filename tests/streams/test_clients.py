@@ -257,6 +257,30 @@ def test_trouble_that_an_outage_explained_has_ended_with_it(
     assert caplog.messages == []
 
 
+def test_an_outage_soon_after_other_trouble_is_an_outage(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A renewal that came too late a while ago does not make the next outage a row of warnings: the watch
+    notices an outage only after seconds.
+    """
+    time = VirtualTime(monkeypatch)
+    outages = clients.Outages()
+    outages.is_watched = True
+    monkeypatch.setattr(clients, "OUTAGES", outages)
+    trouble = clients.Trouble(logging.getLogger("test"), "lease of shard 3")
+    trouble.say("TimeoutError")
+    trouble.over()
+    time.now += 20.0
+    trouble.say("refused")
+    time.now += 4.0
+    outages.began("Redis")
+    trouble.say("refused")
+    time.now += 30.0
+    outages.ended("Redis")
+    trouble.over()
+    assert caplog.messages == []
+
+
 async def test_a_reader_fetches_nothing_while_nobody_reads(system: Settings) -> None:
     """Its consumer would ask for what comes next, a hundred times a second, also after a read that was broken
     off.

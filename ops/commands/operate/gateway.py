@@ -53,6 +53,7 @@ from grabstream.ops.connections.opening import (
     user_keys,
 )
 from grabstream.ops.connections.preconditions import require_postgres
+from grabstream.ops.connections.watching import watch_servers
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
@@ -329,6 +330,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             streams.positions.keep_telling(),
             streams.end_after(stop),
             key_files.keep_fresh(stop),
+            watch_servers(settings, redis, stop, has_kafka=False, log=log),
         ):
             by_address = ConnectionsByAddress(settings.gateway_address_connections_max, _proxies(settings))
             await serve(application, bound, connections_max, by_address, stop, ready, application.measures)
