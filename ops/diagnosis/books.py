@@ -491,14 +491,19 @@ def differs(readings: BookReadings, settings: Settings) -> list[Finding]:
     ]  # fmt: skip
 
 
+def _rebuilt(projection: str) -> str:
+    """What mends a read model. A rebuild stops at rows that differ, which here are what is wrong."""
+    rebuild = f"grabstream rebuild {projection}"
+    return f"`{rebuild}` shows the rows that differ, `{rebuild} --accept` then mends it"
+
+
 _DIFFERENCES = {
-    "heads": "read models followed another history than the audit trail: `grabstream rebuild all` mends it",
+    "heads": f"read models followed another history than the audit trail: {_rebuilt('all')}",
     "chain": "the audit trail differs from what was decided: restore the row from the journal",
-    "ledger": "the ledger differs from what was decided: `grabstream rebuild ledger` mends it",
-    "accounts": "an account shows a sum that does not follow from its events: `grabstream rebuild ledger` "
-    "mends it",
-    "balances": "users or offers are shown sums that do not follow from their events: `grabstream rebuild "
-    "balances` mends it",
+    "ledger": f"the ledger differs from what was decided: {_rebuilt('ledger')}",
+    "accounts": f"an account shows a sum that does not follow from its events: {_rebuilt('ledger')}",
+    "balances": "users or offers are shown sums that do not follow from their events: "
+    f"{_rebuilt('balances')}",
     "redis": "Redis decides with numbers that do not follow from the events: `grabstream rebuild redis` "
     "mends it",
 }

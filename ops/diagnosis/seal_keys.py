@@ -76,12 +76,17 @@ def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
         elif uses := readings.uses.get(key.key_id):
             what += f"is still needed for {in_words(uses)}"
             means = "every process must have the key until these have ended"
-            if (uses.webhooks or uses.user_keys) and not uses.envelopes and not uses.code_lists:
+            if uses.envelopes or uses.code_lists:
+                # Retiring it would be refused.
+                reseals = "grabstream reseal" if uses.webhooks or uses.user_keys else "nothing to do now"
+                retire = f"{reseals}   # retire the key when these offers have ended;"
+            else:
                 retire = f"grabstream reseal && {retire}"
         else:
             what += "is not needed any more"
             means = "every process must have the key until it is retired"
-        findings.append(Finding("note", what, means, f"{retire}   # docs/operating.md, A new seal key"))
+        comment = " " if "#" in retire else "   # "
+        findings.append(Finding("note", what, means, f"{retire}{comment}docs/operating.md, A new seal key"))
     return findings
 
 

@@ -56,7 +56,8 @@ class NoResult(Exception):
 @click.option(
     "--week",
     metavar="WEEK",
-    help="ISO week in which the offers open, such as 2026-W47.  [default: the newest with an open offer]",
+    help="ISO week in which the offers open, such as 2026-W47.  [default: the newest that has begun: the "
+    "last offer that has opened is of it]",
 )
 @click.option("--campaign", metavar="ID", help="Only the offers of this campaign.")
 @click.option(
