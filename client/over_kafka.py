@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 TIMEOUT_SECONDS: Final = 30.0
 #: After this time without an answer, a command is sent again.
 REPEAT_SECONDS: Final = 8.0
+#: How often brokers are asked for the topic of answers, which may just have been made, and the pause before
+#: the second time.
+TOPIC_ATTEMPTS: Final = 3
+TOPIC_PAUSE_SECONDS: Final = 0.3
 #: How long a client of aiokafka may take to stop.
 STOP_SECONDS_MAX: Final = 5.0
 
@@ -58,8 +62,8 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
 
     `kafka` are the brokers to connect to first; `options` are those of aiokafka's clients, such as
     `security_protocol`. Each call ends within `timeout_seconds`: it raises OutcomeUnknown when a command may
-    be decided or not, and RequestProblem when it cannot be decided now. Coupon codes are not in answers that
-    come by Kafka.
+    be decided or not, and RequestProblem when it cannot be decided now. So does the `async with` when there
+    is no topic of answers. Coupon codes are not in answers that come by Kafka.
     """
 
     def __init__(
@@ -86,14 +90,35 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
 
     async def __aenter__(self) -> Self:
         try:
-            await self._consumer.start()
             await self._producer.start()
+            await self._require_results()
+            await self._consumer.start()
             await self._fix_positions()
         except BaseException:
             await self._stop()
             raise
         self._reading = asyncio.create_task(self._read())
         return self
+
+    async def _require_results(self) -> None:
+        """Raises RequestProblem when the brokers have no topic of answers. A consumer would wait for it, for
+        a long time and with a line in the log at each attempt.
+        """
+        client = self._producer.client
+        client.add_topic(self._results)
+        for attempt in range(TOPIC_ATTEMPTS):
+            await asyncio.sleep(attempt * TOPIC_PAUSE_SECONDS)
+            await client.force_metadata_update()
+            if client.cluster.partitions_for_topic(self._results) is not None:
+                return
+            if self._results in client.cluster.unauthorized_topics:
+                return  # the consumer says so
+        raise RequestProblem(
+            0,
+            "no_topic",
+            f"no topic {self._results} at {self._options['bootstrap_servers']}: run `grabstream init`, or "
+            "set GRAB_KAFKA and GRAB_PREFIX to those of a system",
+        )
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -233,6 +258,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
     async def _restart(self) -> None:
         """Begins to read where the last consumer was, or at the end if that is unknown or gone."""
         await _stopped(self._consumer)
+        await self._require_results()
         self._consumer = self._new_consumer()
         await self._consumer.start()
         for partition, offset in self._positions.items():

@@ -1,6 +1,7 @@
 """`KafkaClient`: commands by Kafka and their answers, beside other services on the same topics."""
 
 import asyncio
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,17 @@ def system(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Itera
     finally:
         worker.stop()
         asyncio.run(take_down(settings))
+
+
+async def test_a_system_that_does_not_exist_is_reported_at_once(
+    servers: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = rf"no topic nosuch\.results at {re.escape(servers.kafka)}: run `grabstream init`"
+    async with asyncio.timeout(10):
+        with pytest.raises(RequestProblem, match=words):
+            async with KafkaClient(servers.kafka, "nosuch"):
+                pass
+    assert len(caplog.messages) <= 5
 
 
 async def test_commands_have_their_answers(system: Settings) -> None:
