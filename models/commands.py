@@ -22,6 +22,7 @@ from grabstream.models.bounds import (
     quoted,
     shortened,
 )
+from grabstream.models.decoding_words import with_what_may_be
 from grabstream.models.entries import Entry, check_adjustment
 from grabstream.models.identifiers import (
     ID_LENGTH_MAX,
@@ -675,7 +676,9 @@ def decode_command(raw: bytes) -> AnyCommand:
         command: AnyCommand = _decode(raw)
         _check_rules(command)
         _check_names_once(command, raw)
-    except (msgspec.DecodeError, Invalid, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
+        raise _undecodable(with_what_may_be(str(error), raw, AnyCommand), raw) from None
+    except (Invalid, UnicodeDecodeError) as error:
         raise _undecodable(str(error), raw) from None
     except RecursionError:
         raise _undecodable("nested too deep to be a command", raw) from None

@@ -188,6 +188,13 @@ def _not_enough_left(answer: Answer, command: AnyCommand, id_name: str) -> str:
     if isinstance(command, Grab):
         left = "fewer" if answer.left is None else f"only {answer.left}"
         return f"{asked} units of offer {command.offer} were asked for, {left} are left; ask for fewer."
+    if isinstance(command, Return) and answer.left is not None:
+        if not answer.left:
+            return f"No unit of grab {command.grab} can be returned: its units are redeemed; unredeem first."
+        return (
+            f"{asked} units were named, {answer.left} of grab {command.grab} can be returned; name fewer, or "
+            "unredeem first those that were redeemed."
+        )
     return (
         f"{asked} units were named, which is more than grab {_grab_of(command)} has{_because(answer)}; name "
         "fewer."

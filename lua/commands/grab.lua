@@ -145,7 +145,9 @@ local function unfit(i, offer)
     if extra and extra.basket then return 'basket: an envelope cannot be in a basket' end
     return quantities[i] ~= 1 and 'quantity: an envelope has one part a user' or nil
   end
-  if quantities[i] > offer.rules.max_per_grab then return 'quantity: above max_per_grab' end
+  if quantities[i] > offer.rules.max_per_grab then
+    return 'quantity: above max_per_grab, which is ' .. string.format('%d', offer.rules.max_per_grab)
+  end
   if quantities[i] > BOUNDS.codes_per_grab and offer.loads.codes then
     return 'quantity: ' .. BOUNDS.with_codes
   end

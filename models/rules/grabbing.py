@@ -48,7 +48,7 @@ def unfit(offer: Offer, command: Grab) -> str | None:
             return "basket: an envelope cannot be in a basket"
         return None if command.quantity == 1 else "quantity: an envelope has one part a user"
     if command.quantity > offer.terms.max_per_grab:
-        return "quantity: above max_per_grab"
+        return f"quantity: above max_per_grab, which is {offer.terms.max_per_grab}"
     if command.quantity > CODES_PER_GRAB_MAX and "codes" in offer.chunks:
         return f"quantity: {WITH_CODES}"
     if offer.terms.take == "all" and command.quantity > offer.terms.total:

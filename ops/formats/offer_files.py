@@ -20,6 +20,7 @@ import msgspec
 
 from grabstream.models.bounds import quoted, shortened
 from grabstream.models.commands import Open, Undecodable, decode_commands
+from grabstream.models.decoding_words import without_what_may_be
 from grabstream.models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, Hours, Limit, Terms, check_changes
@@ -183,7 +184,7 @@ def _explain(reason: str, given: Any) -> str:
     located = _is_located(reason)
     if located is None:
         return reason
-    problem, path = located.groups()
+    problem, path = without_what_may_be(located[1]), located[2]
     name = re.sub(r"\[[^][]*\]\Z", "", path).rpartition(".")[2]
     if missing := _is_missing(problem):
         field = _TERMS.get(missing[1]) if path == "terms" else None
@@ -271,10 +272,26 @@ def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
             except Invalid as error:
                 reasons.append(f"{where}.{name}: {error}")
         elif isinstance(value, list) and name in _PARTS:
-            for index, part in enumerate(value):
-                if isinstance(part, dict):
-                    reasons += _unknown(f"{where}.{name}[{index}].", part, tuple(_PARTS[name]))
+            terms[name], wrong = _parts_of(f"{where}.{name}", name, value)
+            reasons += wrong
     return terms, reasons
+
+
+def _parts_of(where: str, name: str, written: list[Any]) -> tuple[list[Any], list[str]]:
+    """Limits or hours from a list of texts and objects, and the reasons why some are wrong."""
+    parts: list[Any] = []
+    reasons: list[str] = []
+    for index, part in enumerate(written):
+        if isinstance(part, str):
+            try:
+                parts += _WRITTEN[name](part)
+            except Invalid as error:
+                reasons.append(f"{where}[{index}]: {error}")
+            continue
+        if isinstance(part, dict):
+            reasons += _unknown(f"{where}[{index}].", part, tuple(_PARTS[name]))
+        parts.append(part)
+    return parts, reasons
 
 
 def _is_large(value: Any) -> bool:

@@ -66,3 +66,14 @@ def test_every_refusal_that_is_remembered_has_words_for_its_repeat() -> None:
             for command in commands:
                 answer = Answer(command.id, outcome.name, outcome, "o", repeated=True)  # type: ignore[arg-type]
                 assert "needs a new id" in words_of(answer, command), outcome
+
+
+def test_return_of_redeemed_units_names_the_way_out() -> None:
+    command = Return(id="r", offer="o", grab="g", user="ann")
+    none, few = (
+        Answer("r", "not_enough_left", Outcome.not_enough_left, "o", left=left) for left in (0, 1)
+    )  # fmt: skip
+    assert "its units are redeemed; unredeem first" in words_of(none, command)
+    # of grab g can be returned: its units are redeemed; unredeem first."
+    three = Return(id="r", offer="o", grab="g", user="ann", quantity=3)
+    assert words_of(few, three).startswith("3 units were named, 1 of grab g can be returned")

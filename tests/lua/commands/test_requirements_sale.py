@@ -1329,3 +1329,9 @@ async def test_an_envelope_and_a_coupon_retire_too(scene: Scene) -> None:
         for name in await scene.names()
         if ":offer:" in name or (":campaign:" in name and not name.endswith("/state"))
     ] == []
+
+
+async def test_a_grab_above_max_per_grab_is_told_the_bound(scene: Scene) -> None:
+    await scene.open(stock(9, max_per_grab=2))
+    [answer] = await scene.decide_both([Grab(id="g", offer=scene.offer, user="ann", quantity=3)])
+    assert (answer.outcome, answer.message) == ("invalid", "quantity: above max_per_grab, which is 2")

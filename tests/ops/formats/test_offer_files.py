@@ -222,6 +222,18 @@ def test_wrong_limits_in_a_cell_are_refused(cell: str, words: tuple[str, ...]) -
     refused(f"{HEADER},limits\na,coupon,shop,5,{cell}", "csv", ("line 2", *words))
 
 
+def test_limits_and_hours_may_be_lists_of_texts() -> None:
+    limits = ["user/day/2", "device/offer/3/campaign", {"by": "user", "per": "week", "max": 4}]
+    [command] = read_offers(one(limits=limits, hours=["fri 10:00-12:00", "sat 09:00-18:00"]), "json")
+    assert isinstance(command.terms, CouponTerms)
+    assert command.terms.limits == (
+        Limit(by="user", per="day", max=2), Limit(by="device", per="offer", max=3, scope="campaign"),
+        Limit(by="user", per="week", max=4),
+    )  # fmt: skip
+    assert [hours.weekdays for hours in command.terms.hours] == [("fri",), ("sat",)]
+    refused(one(limits=["user/day/2", "user-day"]), "json", ("entry 1", "terms.limits[1]", "by/per/max"))
+
+
 @pytest.mark.parametrize(
     ("cell", "wanted"),
     [
