@@ -33,6 +33,7 @@ from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_com
 from grabstream.models.identifiers import is_id
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.models.refusal_words import words_of
 from grabstream.ops.commands.offers.approving import approval_option, sign_option, with_approvals
 from grabstream.ops.connections.identity import IdentityNotRecorded
 from grabstream.ops.connections.opening import checked_books, open_gate
@@ -161,7 +162,7 @@ def carry_out(command: AnyCommand, as_json: bool) -> None:
     except OutcomeUnknown as error:
         complain(f"{error} (--id {command.id})")
         sys.exit(3)
-    print_answers(answers, as_json)
+    print_answers(answers, as_json, [command])
     sys.exit(exit_code(answers))
 
 
@@ -182,19 +183,28 @@ def _shown(name: str, value: Any) -> str:
     return str(value)
 
 
-def print_answers(answers: Sequence[Answer], as_json: bool) -> None:
-    """Prints the answers, one in each line, or as JSON."""
+def print_answers(
+    answers: Sequence[Answer], as_json: bool, commands: Sequence[AnyCommand] | None = None
+) -> None:
+    """Prints the answers, one in each line, or as JSON. With their commands, a line says in words why a
+    command was refused, as HTTP does in `detail`.
+    """
     if as_json:
         print_json([msgspec.json.decode(encode_answer(answer)) for answer in answers])
         return
-    for answer in answers:
+    about: Sequence[AnyCommand | None] = commands or [None] * len(answers)
+    for answer, command in zip(answers, about, strict=True):
         fields = msgspec.json.decode(encode_answer(answer))
+        why = ""
+        if command is not None and not answer.positive:
+            fields.pop("message", None)
+            why = f": {words_of(answer, command)}"
         rest = "  ".join(
             f"{name}={_shown(name, value)}"
             for name, value in fields.items()
             if name not in ("outcome", "code")
         )
-        words = Text.assemble((answer.outcome, "green" if answer.positive else "red"), "  ", rest)
+        words = Text.assemble((answer.outcome, "green" if answer.positive else "red"), why, "  ", rest)
         # Not wrapped at the terminal's width, so that grep finds whole lines.
         plain_console.print(words, soft_wrap=True)
 
@@ -289,9 +299,12 @@ def _open_all(opens: Sequence[Open], as_json: bool) -> None:
     except KeyboardInterrupt:
         trouble = "stopped"
     many = len(opens) > OPENED_AT_ONCE_MAX
-    print_answers(
-        [answer for answer in answers if not answer.positive] if many and not as_json else answers, as_json
-    )
+    shown = [
+        (answer, command)
+        for answer, command in zip(answers, opens, strict=False)
+        if not (many and answer.positive) or as_json
+    ]
+    print_answers([answer for answer, _ in shown], as_json, [command for _, command in shown])
     if many and not as_json:
         counted = Counter(answer.outcome for answer in answers)
         plain_console.print(", ".join(f"{number:,} {outcome}" for outcome, number in counted.most_common()))
