@@ -53,6 +53,12 @@ T = TypeVar("T")
 D = TypeVar("D", bound=Document)
 
 
+def error_in_words(error: BaseException) -> str:
+    """The type and text of an error; the type alone where there is no text, as in a TimeoutError."""
+    kind, text = type(error).__name__, str(error).strip()
+    return f"{kind}: {text}" if text else kind
+
+
 class RequestProblem(Exception):
     """The gateway refused a request, or did not serve it within the time-out; no command was decided.
 
@@ -132,7 +138,7 @@ class Exchange(Generic[T]):
     def after_error(self, error: Exception, was_sent: bool) -> float:
         """After an attempt without a reply; `was_sent`: the gateway may have got the request."""
         self._is_unknown = self._is_unknown or was_sent
-        self._last = RequestProblem(0, "no_reply", f"{type(error).__name__}: {error}")
+        self._last = RequestProblem(0, "no_reply", error_in_words(error))
         return self._pause_seconds(0.0)
 
     def given_up(self, seconds: float) -> Exception:

@@ -25,7 +25,12 @@ from aiokafka.errors import KafkaError
 from pydantic import ValidationError
 
 from grabstream.client.commands import Commands, given
-from grabstream.client.exchange import PAUSE_SECONDS_FIRST, PAUSE_SECONDS_MAX, RequestProblem
+from grabstream.client.exchange import (
+    PAUSE_SECONDS_FIRST,
+    PAUSE_SECONDS_MAX,
+    RequestProblem,
+    error_in_words,
+)
 from grabstream.models import commands as sent
 from grabstream.models.commands import encode_command, named_in_basket
 from grabstream.models.outcomes import OutcomeUnknown
@@ -191,7 +196,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
                 is_unknown |= is_sent
             except KafkaError as error:
                 is_unknown |= is_sent
-                last = f"{type(error).__name__}: {error}"
+                last = error_in_words(error)
             finally:
                 for command, one in zip(commands, waiting, strict=True):
                     self._forget(command.id, one)

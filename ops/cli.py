@@ -144,6 +144,8 @@ def grabstream(verbose: bool) -> None:
         )
         quiet_libraries()
     logging.getLogger("aiokafka").setLevel(logging.INFO if verbose else logging.CRITICAL)
+    # What it says of a rollback without a server is a consequence of the error that is reported.
+    logging.getLogger("psycopg").setLevel(logging.INFO if verbose else logging.ERROR)
 
 
 def main() -> None:

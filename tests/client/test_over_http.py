@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from grabstream import AsyncClient, Client, OutcomeUnknown, RequestProblem
 from grabstream.client.commands import Commands
+from grabstream.client.exchange import error_in_words
 from grabstream.models.vocabulary import (
     Adjust,
     AnyCommand,
@@ -370,6 +371,11 @@ async def test_a_slow_reply_ends_with_the_time_out(kind: type[Client | AsyncClie
         assert time.monotonic() - began < 15
         await both.end()
     assert 1 <= len(requests) <= 3
+
+
+def test_an_error_without_text_is_named_by_its_type() -> None:
+    assert error_in_words(TimeoutError()) == "TimeoutError"
+    assert error_in_words(OSError("refused")) == "OSError: refused"
 
 
 async def test_nothing_was_decided_when_nothing_listens(kind: type[Client | AsyncClient]) -> None:

@@ -130,10 +130,20 @@ def rotate(name: str, grace: str, expires: str | None, dry_run: bool, as_json: b
 def revoke(name: str, dry_run: bool, as_json: bool) -> None:
     """End the key NAME for ever, with all of its secrets. Gateways refuse it within seconds."""
 
+    was_revoked = False
+
     async def make(connection: AsyncConnection[Any]) -> ApiKey:
+        nonlocal was_revoked
+        known = await api_keys.load(connection)
+        was_revoked = any(key.name == name and key.revoked_at is not None for key in known)
         return await api_keys.revoke(connection, name)
 
-    _show_change(_changed(make, dry_run), "revoked", None, dry_run, as_json)
+    revoked = _changed(make, dry_run)
+    if was_revoked and not as_json:
+        at = _cell(_described(revoked)["revoked_at"])
+        console.print(f"Was revoked before, at {at}: key {name}.", highlight=False)
+        return
+    _show_change(revoked, "revoked", None, dry_run, as_json)
     if not dry_run and not as_json:
         console.print(f"Running gateways refuse it within {REVOCATION_SECONDS_MAX:.0f} s.")
 

@@ -79,6 +79,7 @@ async def test_life_of_a_key(system: Settings) -> None:
     assert "within 5 s" in keys(system, "revoke", "old")
     first = keys(system, "revoke", "old", "--json")["revoked_at"]
     assert keys(system, "revoke", "old", "--json")["revoked_at"] == first
+    assert "Was revoked before, at 20" in keys(system, "revoke", "old")
     assert {key["name"]: key["state"] for key in keys(system, "list", "--json")} == {
         "shop": "valid", "old": "revoked",
     }  # fmt: skip

@@ -200,6 +200,8 @@ async def test_why_shows_part_place_and_rest_of_an_envelope(
     [of_gus] = [moment for moment in (await why(system, "gus", "e"))["story"] if moment["refused"]]
     assert (of_gus["what"], of_gus["late_ms"]) == ("sold_out", gus.at - last.at)
     shown = grabstream("why", "eve", "e", **env_of(system)).stdout
+    swapped = grabstream("why", "e", "eve", **env_of(system))
+    assert (swapped.returncode, "e is an offer: `grabstream why eve e`" in swapped.stderr) == (1, True)
     assert "place 1, 1 part left after it" in shown
     assert f": 0.{eve.amount:02} CNY  offer:e → wallet:eve" in shown
     assert f"granted 0.{eve.amount:02} CNY" in shown
