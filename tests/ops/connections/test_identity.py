@@ -48,8 +48,8 @@ from tests.support.projecting import (
 
 #: The arguments of every verb that touches a system. FILE and MODULE:PROJECTION are replaced.
 CALLS = {
-    "status": (), "worker": (), "gateway": ("--port", "0"), "open": ("FILE",), "pause": ("x",), "resume": ("x",),
-    "close": ("x",),
+    "status": (), "worker": (), "gateway": ("--port", "0"), "open": ("FILE",), "pause": ("x",),
+    "resume": ("x",), "close": ("x",),
     "amend": ("x", "--set", "total=9"),
     "load": ("x", "--audience", "FILE"), "grab": ("x", "u"), "confirm": ("x", "g"), "release": ("x", "g"),
     "extend": ("x", "g"),
