@@ -165,6 +165,10 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                         "recoveries: {{kind}}",
                     ),
                     (f"sum(increase(grabstream_lost_decisions_total[{RANGE}]))", "lost decisions"),
+                    (
+                        f"sum by (state) (increase(grabstream_lost_answers_total[{RANGE}]))",
+                        "lost answers: {{state}}",
+                    ),
                 ),
             ),
         ),
