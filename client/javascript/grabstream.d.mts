@@ -194,7 +194,7 @@ export interface UserGrab extends Omit<Taken, 'user'> {
   seq: number
 }
 
-/** Sums of any number of amounts: a bigint where a number would round it, beyond 2^53. */
+/** Sums of any number of amounts: a bigint where a number would round it, from 2^53 on. */
 export interface Balance {
   asset: string
   available: number | bigint

@@ -5,8 +5,8 @@
 //   const answer = await client.grab('dinner', 'bob')
 //
 // A refusal is an answer, not an error. A request that got no answer is sent again, under the same id, until
-// `timeoutMs` is over. Amounts are at most 10^13, and exact; a sum of many that is beyond 2^53, as a balance may
-// be, is a BigInt.
+// `timeoutMs` is over. Amounts are at most 10^13, and exact; an integer that a number would round (from 2^53 on),
+// as a sum of many amounts may be, is a BigInt.
 
 const PAUSE_MS_FIRST = 100
 const PAUSE_MS_MAX = 5_000
@@ -16,6 +16,8 @@ const PASSING = new Set([408, 425, 429])
 const UNDECIDED = new Set([408, 425, 429, 503])
 // A stream of events says every 15 s that it lives.
 const SILENT_MS_MAX = 45_000
+// A message of a stream: an event has at most 256 KiB.
+const MESSAGE_BYTES_MAX = 1024 * 1024
 
 // The gateway refused a request, or did not serve it in time; no command was decided.
 export class RequestProblem extends Error {
@@ -168,7 +170,7 @@ export class Client {
         if (place !== undefined) headers['Last-Event-ID'] = String(place)
         const reply = await fetch(this.#url + where, { headers, redirect: 'manual', signal: control.signal })
         if (reply.ok && reply.body !== null) {
-          for await (const { id, event, data } of messagesOf(reply.body)) {
+          for await (const { id, event, data } of messagesOf(reply.body, where)) {
             clearTimeout(silent)
             silent = setTimeout(abort, SILENT_MS_MAX)
             attempt = 0
@@ -297,16 +299,22 @@ function pause(askedMs, attempt) {
 }
 
 // The messages of a stream of Server-Sent Events that have an id, or are positions, as a gateway writes them.
-async function* messagesOf(body) {
+// Throws RequestProblem when one does not end.
+async function* messagesOf(body, where) {
   const reader = body.getReader()
   const decoder = new TextDecoder()
   let text = ''
+  let bytes = 0
   try {
     for (;;) {
       const { done, value } = await reader.read()
       if (done) return
       const parts = (text + decoder.decode(value, { stream: true })).split('\n\n')
       text = parts.pop()
+      bytes = parts.length ? new TextEncoder().encode(text).length : bytes + value.length
+      if (bytes > MESSAGE_BYTES_MAX) {
+        throw problemOf(200, 'GET', where, undefined, `a message has over ${MESSAGE_BYTES_MAX} bytes`)
+      }
       for (const part of parts) {
         const fields = Object.fromEntries(part.split('\n').map((line) => line.split(/: (.*)/s, 2)))
         if (fields.id !== undefined || fields.event === 'position') yield fields

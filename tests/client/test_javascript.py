@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from grabstream import CouponTerms, Grab, Open, open_gate
+from grabstream.client.following import MESSAGE_BYTES_MAX
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import PROJECT
 from tests.client.scripted import DROP, HANG, losing_replies, reply, scripted
@@ -158,6 +159,33 @@ async def test_error_of_a_callback_ends_a_stream() -> None:
     async with scripted([HEAD + message(2), HEAD + position + message(3)], closes=True) as (url, requests):
         assert await run("told_position.mjs", url) == "offer.paused | Error position 3"
     assert len(requests) == 2
+
+
+FOLLOWING: Final = """
+import { Client } from '%s'
+try {
+  for await (const { event } of new Client(process.argv[1]).offerEvents('o', { after: 0 })) {
+    console.log(event.title.length)
+  }
+} catch (error) {
+  console.log(error.name, error.type, error.detail)
+}
+"""
+
+
+async def test_message_that_does_not_end_is_refused() -> None:
+    """A stream is bound as that of the Python clients: in bytes, and only a message at a time."""
+    code = FOLLOWING % (FOLDER / "grabstream.mjs").as_uri()
+    whole = [b'id: 1-%d\nevent: a\ndata: {"title":"%b"}\n\n' % (n, b"x" * 700_000) for n in (1, 2, 3)]
+    # Fewer characters than bytes.
+    endless = b'id: 1-4\nevent: a\ndata: {"title":"' + "é".encode() * (MESSAGE_BYTES_MAX // 2)
+    async with scripted([HEAD + b"".join(whole) + endless]) as (url, requests):
+        assert (await run("--input-type=module", "-e", code, url)).splitlines() == [
+            "700000", "700000", "700000",
+            "RequestProblem unexpected_reply GET /v1/offers/o/events got 200, not from a gateway: "
+            f"a message has over {MESSAGE_BYTES_MAX} bytes",
+        ]  # fmt: skip
+    assert len(requests) == 1
 
 
 @pytest.mark.long
