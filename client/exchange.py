@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
+from grabstream.models.identifiers import id_of_end_user
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.retry_after import retry_after_seconds
 from grabstream.models.vocabulary.answers import Answer
@@ -203,7 +204,10 @@ class Deciding(Exchange[ServedAnswer]):
 
     def _own(self, answer: ServedAnswer) -> ServedAnswer:
         """The answer, if it is to this command; raises ValueError otherwise."""
-        if answer.id != self._command.id:
+        command = self._command
+        # Of an end user, the gateway makes the id of a command about a grab.
+        user = command.user if isinstance(command, GrabCommand) else None
+        if answer.id != command.id and (user is None or answer.id != id_of_end_user(user, command.id)):
             raise ValueError(f"the answer is to the command {answer.id}, not to {self._command.id}")
         return answer
 

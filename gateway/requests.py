@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from hashlib import sha256
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -37,7 +36,7 @@ from grabstream.models.commands import (
     decode_command,
     named_in_basket,
 )
-from grabstream.models.identifiers import ID_PATTERN, is_id
+from grabstream.models.identifiers import ID_PATTERN, id_of_end_user, is_id
 from grabstream.models.money import Invalid
 from grabstream.models.unique_names import check_outer_names_once
 
@@ -355,7 +354,7 @@ def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
     """
     key = required_key_of(request)
     if request.user is not None:
-        key = _own_id(request.user, key)
+        key = id_of_end_user(request.user, key)
     given = {"id": key, "offer": request.path["offer"], "grab": request.path["grab"]}
     command = command_of(type_, _with_user(request, given, body), body)
     if isinstance(command, GrabCommand):
@@ -460,13 +459,6 @@ def _check_own(request: Request, grab: Grab) -> None:
             "attributes: limits count by them, so only a service may state them, with the scope grab",
             "attributes",
         )
-
-
-def _own_id(user: str, key: str) -> str:
-    """The id of a command about a grab that an end user sends. The key alone would be one of the whole
-    campaign: a user who guesses the key of a service's command could send another command with it before.
-    """
-    return f"user:{sha256(f'{user}/{key}'.encode()).hexdigest()[:40]}"
 
 
 class _Addressed(msgspec.Struct):

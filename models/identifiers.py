@@ -5,6 +5,7 @@ An id needs no escaping in JSON, Lua, COPY, Redis keys or hash tags, because its
 
 import re
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import Annotated, Any, Final
 from zlib import crc32
 
@@ -114,6 +115,13 @@ def encoded_payment(payment: str) -> str:
     it into events, and compare payments by its bytes.
     """
     return payment.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def id_of_end_user(user: str, key: str) -> str:
+    """The id of a command about a grab that an end user sends. The key alone would be one of the whole
+    campaign: a user who guesses the key of a service's command could send another command with it before.
+    """
+    return f"user:{sha256(f'{user}/{key}'.encode()).hexdigest()[:40]}"
 
 
 def campaign_of(offer: str) -> str:

@@ -344,7 +344,8 @@ function isAnswerTo(id, document) {
 function isOfOther(id, document) {
   const answers = document?.answers
   if (Array.isArray(answers)) return answers.some((one) => String(one?.id).replace(/\.[^.]*$/, '') !== id)
-  return document?.id !== undefined && document.id !== id
+  // Of an end user, the gateway makes the id of a command about a grab.
+  return document?.id !== undefined && document.id !== id && !/^user:[0-9a-f]{40}$/.test(document.id)
 }
 
 // What a server asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 if that cannot be read.

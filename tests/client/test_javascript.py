@@ -11,6 +11,7 @@ import pytest
 
 from grabstream import CouponTerms, Grab, Open, open_gate
 from grabstream.client.following import MESSAGE_BYTES_MAX
+from grabstream.models.identifiers import id_of_end_user
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import PROJECT
 from tests.client.scripted import DROP, HANG, losing_replies, reply, scripted
@@ -159,6 +160,31 @@ async def test_error_of_a_callback_ends_a_stream() -> None:
     async with scripted([HEAD + message(2), HEAD + position + message(3)], closes=True) as (url, requests):
         assert await run("told_position.mjs", url) == "offer.paused | Error position 3"
     assert len(requests) == 2
+
+
+RELEASE: Final = """
+import { Client } from '%s'
+const client = new Client(process.argv[1], { timeoutMs: 30_000 })
+for (let n = 0; n < 3; n++) {
+  await client.release('o', 'g', 'ann', { id: 'k' })
+    .then((answer) => console.log(answer.id, answer.outcome))
+    .catch((error) => console.log(error.name))
+}
+"""
+
+
+async def test_answer_to_an_end_user_has_an_id_of_user_and_key() -> None:
+    code = RELEASE % (FOLDER / "grabstream.mjs").as_uri()
+    own, other = id_of_end_user("ann", "k"), id_of_end_user("bob", "k")[:-1]
+    released = '{"id":"%s","outcome":"released","code":3,"offer":"o"}'
+    not_held = (
+        '{"type":"/problems/not_held","status":409,"detail":"d","id":"%s","outcome":"not_held","code":35}'
+    )
+    steps = [reply(200, released % own), reply(409, not_held % own), reply(200, released % other)]
+    async with scripted(steps) as (url, _):
+        assert (await run("--input-type=module", "-e", code, url)).splitlines() == [
+            f"{own} released", f"{own} not_held", "OutcomeUnknown",
+        ]  # fmt: skip
 
 
 FOLLOWING: Final = """

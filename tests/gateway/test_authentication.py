@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from grabstream import AsyncClient
 from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import QUESTIONS_USER_MAX, REVOCATION_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.models.pseudonyms import user_of
+from grabstream.models.vocabulary.offers import StockTerms
 from grabstream.ops.connections.opening import checked_books, key_space, open_redis
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
@@ -757,6 +759,25 @@ def test_wrong_settings_are_named(door: Door, given: dict[str, str], words: str)
     done = grabstream("gateway", "--port", "0", **environment)
     assert done.returncode == 2, done.stderr
     assert re.search(words, done.stderr), done.stderr
+
+
+async def test_clients_of_an_end_user_know_the_answers_to_their_commands(
+    anyone: Caller, guarded: Guarded, offer: str
+) -> None:
+    """Their ids are made of user and key."""
+    terms = StockTerms(issuer="shop", total=2, price=1, currency="CNY", hold_ms=600_000, extensions=1)
+    url = f"http://127.0.0.1:{guarded.gateway.port}"
+    async with (
+        AsyncClient(url, key=guarded.secrets["all"]) as shop, AsyncClient(url, key=token("ann")) as ann
+    ):  # fmt: skip
+        await shop.open(terms, offer)
+        held = await ann.grab(offer, "ann", id="held")
+        assert (held.outcome, held.id) == ("held", "held")
+        extended = await ann.extend(offer, "held", "ann", id="longer")
+        assert (extended.outcome, extended.id[:5]) == ("extended", "user:")
+        again = await ann.extend(offer, "held", "ann", id="longest")
+        assert (again.outcome, again.id[:5]) == ("limit_reached", "user:")
+        assert (await ann.release(offer, "held", "ann")).outcome == "released"
 
 
 async def test_user_that_is_null_is_refused_also_where_it_may_be_absent(anyone: Caller, offer: str) -> None:
