@@ -28,6 +28,7 @@ from grabstream.gateway.bounds import (
     KEYS_STALE_SECONDS_MAX,
 )
 from grabstream.gateway.problems import retry_soon
+from grabstream.lua.bounded_http import HEAD_BYTES_MAX, bounded_session
 from grabstream.models.bounds import shortened
 
 log = logging.getLogger(__name__)
@@ -165,14 +166,13 @@ async def _fetch(url: str) -> bytes:
     """
     try:
         async with (
-            aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(KEY_SET_SECONDS_MAX), auto_decompress=False
-            ) as session,
+            bounded_session(KEY_SET_BYTES_MAX + HEAD_BYTES_MAX, KEY_SET_SECONDS_MAX) as session,
             session.get(
-                url, allow_redirects=False,
-                headers={"Accept": "application/jwk-set+json, application/json", "Accept-Encoding":
-            "identity"}, ) as answer,
-        ):  # fmt: skip
+                url,
+                allow_redirects=False,
+                headers={"Accept": "application/jwk-set+json, application/json"},
+            ) as answer,
+        ):
             if answer.status != 200:
                 raise OSError(f"the status is {answer.status}, not 200")
             if answer.headers.get("Content-Encoding", "identity").lower() != "identity":

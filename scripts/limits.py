@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 from annotated_types import Ge, Gt, Le
 
 from grabstream.gateway import bounds as http
-from grabstream.lua import loader
+from grabstream.lua import bounded_http, loader
 from grabstream.lua.gate import decided, gate, personal, queue, refusals, sizes, staging, tickets
 from grabstream.models import bounds, calendar, commands, identifiers, money, offers, payments, pseudonyms
 from grabstream.models.rules import grabbing, settling, state
@@ -796,6 +796,13 @@ def of_requests() -> list[Row]:
             "the last known keys are valid",
         ),
         Row(
+            "what a server of keys or tokens, or the payment side, sends besides the body of an answer: "
+            "interim responses, head, framing",
+            size(bounded_http.HEAD_BYTES_MAX),
+            "the client would take it without end",
+            "the connection is closed; there is no answer",
+        ),
+        Row(
             "the time between two readings of these keys for an unknown key",
             f"at least {http.KEY_SET_UNKNOWN_SECONDS_MIN:.0f} s",
             "forged tokens must not send requests to the issuer",
@@ -861,10 +868,10 @@ def of_webhooks() -> list[Row]:
             "it is sent again then",
         ),
         Row(
-            "the part of a receiver's answer that is read",
+            "the part of a receiver's answer that is read: interim responses, head, framing, body",
             size(sending.ANSWER_BYTES_MAX),
             "it is not used",
-            "the connection is closed; the status counts",
+            "the connection is closed; the status counts if it came",
         ),
     ]
 

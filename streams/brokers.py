@@ -116,13 +116,15 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         # Imported when a token is asked for: it takes longer than all other imports of this module together.
         import aiohttp
 
+        from grabstream.lua.bounded_http import HEAD_BYTES_MAX, AnswerTooLong, bounded_session
+
         login = self._login
         form = {"grant_type": "client_credentials"}
         if login.token_scope:
             form["scope"] = login.token_scope
         try:
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TOKEN_SECONDS_MAX)) as session,
+                bounded_session(TOKEN_BYTES_MAX + HEAD_BYTES_MAX, TOKEN_SECONDS_MAX) as session,
                 session.post(
                     login.token_url,
                     data=form,
@@ -141,6 +143,8 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
                     refused = 400 <= answer.status < 500 and answer.status not in COME_AGAIN
                     kind = TokenRefused if refused else NoToken
                     raise kind(f"the issuer of tokens answered {answer.status}")
+        except AnswerTooLong as error:
+            raise TokenRefused(f"the issuer of tokens: {error}") from None
         except (aiohttp.ClientError, TimeoutError) as error:
             words = str(error) or type(error).__name__
             # Which authority the issuer's certificate is of, the settings have to say.

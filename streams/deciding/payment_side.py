@@ -13,6 +13,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from grabstream.lua.bounded_http import HEAD_BYTES_MAX, bounded_session
 from grabstream.lua.gate.calls import GateLimits, now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
@@ -150,6 +151,11 @@ async def _body_of(response: aiohttp.ClientResponse) -> bytes:
     return body
 
 
+def open_session(side: PaymentSide) -> aiohttp.ClientSession:
+    """The client for questions: it bounds the time and the bytes of each answer."""
+    return bounded_session(BODY_BYTES_MAX + HEAD_BYTES_MAX, side.timeout_seconds)
+
+
 @contextlib.asynccontextmanager
 async def open_queries(
     side: PaymentSide, redis: Any, keys: KeySpace, sealer: Sealer, limits: GateLimits
@@ -157,9 +163,7 @@ async def open_queries(
     """What asks about the holds of a shard, for each shard of a process."""
     # Nobody waits for these decisions: as those of the sweeper, they count when they are decided.
     gate = Gate(redis, keys, sealer, limits)
-    session = aiohttp.ClientSession(
-        cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=side.timeout_seconds)
-    )
+    session = open_session(side)
     questions = Questions(side, session)
     try:
         yield lambda shard: HoldQueries(redis, shard, gate, questions.ask, lead_ms(side), hold_ms_min(side))

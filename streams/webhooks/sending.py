@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 from psycopg_pool import AsyncConnectionPool
 
+from grabstream.lua.bounded_http import AnswerTooLong, bounded_session
 from grabstream.lua.ending import end
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.trouble import is_trouble
@@ -47,7 +48,8 @@ AGAIN_SECONDS_MIN: Final = 2.0
 AGAIN_SECONDS_MAX: Final = 6 * 3600.0
 #: The longest pause that a receiver may ask for (Retry-After).
 RETRY_AFTER_SECONDS_MAX: Final = 24 * 3600.0
-#: The part of an answer that is read, so that the connection can be used again. What it says is not used.
+#: The part of an answer that is read, with its head, so that the connection can be used again. What it says
+#: is not used.
 ANSWER_BYTES_MAX: Final = 64 * 1024
 PROBLEM_BYTES_MAX: Final = 300
 POLL_SECONDS: Final = 0.5
@@ -187,16 +189,11 @@ class Sender:
 
     async def run(self) -> None:
         """Sends until cancelled; waits while PostgreSQL is away."""
-        connector = aiohttp.TCPConnector(
-            limit=0, socket_factory=None if self._limits.private else checked_socket
-        )
-        session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=self._limits.timeout_seconds),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            # An answer is not used, so a compressed one is not unpacked.
-            auto_decompress=False,
-            headers={"user-agent": f"grabstream/{metadata.version('grabstream')}"},
+        session = bounded_session(
+            ANSWER_BYTES_MAX,
+            self._limits.timeout_seconds,
+            {"user-agent": f"grabstream/{metadata.version('grabstream')}"},
+            None if self._limits.private else checked_socket,
         )
         try:
             async with session:
@@ -298,7 +295,9 @@ class Sender:
             async with session.post(
                 webhook.url, data=body.encode(), headers=headers, allow_redirects=False
             ) as answer:
-                await _read_some(answer)
+                # The status of a longer answer counts.
+                with suppress(AnswerTooLong):
+                    await answer.read()
                 return _outcome_of(answer.status, answer.headers.get("retry-after", ""))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             refused = next((one for one in _causes(error) if isinstance(one, RefusedAddress)), error)
@@ -313,16 +312,6 @@ def secrets_now(webhook: Webhook, now: datetime) -> list[str]:
     if before is None or webhook.previous_until is None or webhook.previous_until <= now:
         return [webhook.sealed_secret]
     return [webhook.sealed_secret, before]
-
-
-async def _read_some(answer: aiohttp.ClientResponse) -> None:
-    """Reads the answer up to a bound; the connection of a longer one is closed."""
-    read = 0
-    async for piece in answer.content.iter_any():
-        read += len(piece)
-        if read > ANSWER_BYTES_MAX:
-            answer.close()
-            return
 
 
 def _outcome_of(status: int, retry_after: str) -> Outcome:

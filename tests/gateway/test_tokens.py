@@ -26,6 +26,7 @@ from grabstream.gateway.problems import Problem
 from grabstream.gateway.tokens import BadToken, Tokens, UnusableToken, UserNames
 from grabstream.models.identifiers import ID_PATTERN
 from grabstream.models.pseudonyms import user_of
+from tests.support.flooding import flooding
 from tests.support.issuer import AUDIENCE, ISSUER, KEYS, KeyServer, key_set, public, serving_keys, token
 
 USER_KEY: Final = bytes(range(32))
@@ -475,6 +476,16 @@ async def test_server_that_fails_leaves_the_known_keys(
     server.answer = server.good
     await keys.refresh()
     assert keys.problem == ""
+
+
+@pytest.mark.parametrize("kind", ["interim", "extensions"])
+async def test_server_of_keys_that_never_ends_its_answer_is_cut(kind: str) -> None:
+    """A token of an unknown key suffices to ask it, and nothing else is decided while bytes are parsed."""
+    async with flooding(kind) as flood:
+        read = reader_of(f"http://127.0.0.1:{flood.port}/keys")
+        with pytest.raises(OSError, match="the answer has more than"):
+            await read()
+        assert flood.sent < 32 * 1024 * 1024
 
 
 async def test_known_keys_end_when_they_are_too_old() -> None:

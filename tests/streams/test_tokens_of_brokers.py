@@ -7,6 +7,7 @@ from aiohttp import web
 
 from grabstream.lua.trouble import is_trouble
 from grabstream.streams.brokers import Login, NoToken, TokenRefused, Tokens
+from tests.support.flooding import flooding
 from tests.support.web_servers import serving
 
 
@@ -43,3 +44,10 @@ async def test_an_issuer_that_is_away_is_asked_again_and_one_that_refuses_is_not
         await Tokens(login).token()
     assert not isinstance(away.value, TokenRefused)
     assert is_trouble(away.value)
+
+
+async def test_an_issuer_that_never_ends_its_answer_is_refused() -> None:
+    async with flooding("interim") as flood:
+        login = Login("SASL_SSL", "OAUTHBEARER", "id", "s", token_url=f"http://127.0.0.1:{flood.port}/token")
+        with pytest.raises(TokenRefused, match="the answer has more than"):
+            await Tokens(login).token()

@@ -39,11 +39,18 @@ from grabstream.ops.connections.identity import find_audience
 from grabstream.ops.connections.opening import cancellable, key_space, open_gate, open_redis
 from grabstream.ops.settings import Settings
 from grabstream.streams.deciding import payments
-from grabstream.streams.deciding.payment_side import FAILURES_MAX, OPEN_SECONDS, Breaker, Questions
+from grabstream.streams.deciding.payment_side import (
+    FAILURES_MAX,
+    OPEN_SECONDS,
+    Breaker,
+    Questions,
+    open_session,
+)
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, lead_ms
 from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import Worker, until
 from tests.lua.conftest import SEALER, private_server, take_over
+from tests.support.flooding import flooding
 from tests.support.providers import ProviderProcess, silent
 from tests.support.receipts import AUDIENCE, FOREIGN_KEYS, KEYS, KEYS_TEXT, receipt_for, signed
 from tests.support.receipts import OLD_KEYS as OTHER_KNOWN_KEYS
@@ -244,13 +251,10 @@ async def asking(handler: Handler, timeout_seconds: float = 2.0) -> AsyncIterato
     application = web.Application()
     application.router.add_post("/query", handler)
     # A handler ends when its client has gone.
-    async with (
-        serving(application, handler_cancellation=True) as port,
-        aiohttp.ClientSession() as session,
-    ):
-        yield Questions(
-            PaymentSide(f"http://127.0.0.1:{port}/query", KEYS, timeout_seconds, AUDIENCE), session
-        )
+    async with serving(application, handler_cancellation=True) as port:
+        side = PaymentSide(f"http://127.0.0.1:{port}/query", KEYS, timeout_seconds, AUDIENCE)
+        async with open_session(side) as session:
+            yield Questions(side, session)
 
 
 async def query_of(request: web.Request) -> PaymentQuery:
@@ -314,6 +318,16 @@ async def test_answer_that_does_not_count_is_none(wrong: str, caplog: pytest.Log
         assert await questions.ask(HOLDS) == []
     [said] = [record for record in caplog.records if "asking the payment side" in record.getMessage()]
     assert "trying again" in said.getMessage()
+
+
+@pytest.mark.parametrize("kind", ["interim", "chunks"])
+async def test_answer_without_end_is_none(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with flooding(kind) as flood:
+        side = PaymentSide(f"http://127.0.0.1:{flood.port}/query", KEYS, 60.0, AUDIENCE)
+        async with open_session(side) as session:
+            assert await Questions(side, session).ask(HOLDS) == []
+    [said] = [record.getMessage() for record in caplog.records if "payment side" in record.getMessage()]
+    assert "the answer has more than" in said
 
 
 async def test_state_that_is_wrong_voids_no_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from grabstream.streams.webhooks.sending import Limits, Outcome
 from tests.conftest import until
 from tests.streams.webhooks.receiver import Got, Receiver, never, ok, receiving
 from tests.support.command_line import env_of, grabstream
+from tests.support.flooding import flooding
 from tests.support.losses import delete_topics
 from tests.support.projecting import (
     SHARD,
@@ -383,6 +384,29 @@ async def test_an_answer_without_an_end_is_not_read(
         await until(hooks.is_idle, 10, "it is delivered")
     assert len(receiver.requests) == 1
     assert sent < 50_000_000
+
+
+async def test_interim_responses_without_an_end_are_a_failure_and_delay_no_other(
+    hooks: Hooks,
+    journal: JournalWriter,
+    receiver: Receiver,
+) -> None:
+    """The client would queue them in memory for as long as they come."""
+    await journal.marker(1, "a")
+    await journal.block(lines_of("a", "a", "a"), 1, 3)
+    async with flooding("interim") as flood:
+        await hooks.add("one", f"http://127.0.0.1:{flood.port}/")
+        await hooks.add("two", receiver.url)
+        async with hooks.delivering(LIMITS._replace(timeout_seconds=60.0)):
+            await got(receiver, 3)
+
+            async def is_parked() -> bool:
+                return await hooks.left("one", "parked") != []
+
+            await until(is_parked, 20, "it is parked")
+    assert seqs(receiver) == [1, 2, 3]
+    [first, *_] = await hooks.ask(records.undelivered, "one", "parked", 10)
+    assert first.problem == "AnswerTooLong: the answer has more than 65536 bytes"
 
 
 async def test_a_receiver_that_is_gone_for_good_is_paused(
