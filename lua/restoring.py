@@ -2,13 +2,13 @@
 deciding the events had made.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from grabstream.lua.gate.encoding import CallOffers, changes_row, envelope_row, parts_packed, terms_row
+from grabstream.lua.gate.encoding import CallOffers, changes_row, drawing_parts, envelope_row, terms_row
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.keys import ShardKeys
@@ -26,6 +26,7 @@ from grabstream.models.events import (
 from grabstream.models.identifiers import encoded_payment
 from grabstream.models.offers import EnvelopeTerms, changes_of, terms_of
 from grabstream.models.runs import AnyLine, GrantedRun, singles
+from grabstream.models.splitting import at_once
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
@@ -108,8 +109,16 @@ def build(
     keys: ShardKeys, events: Sequence[Applicable], sealer: Sealer, retired: Sequence[str] = (),
     seeds: Mapping[str, str] = {}
 ) -> ScriptCall:  # fmt: skip
-    """Returns keys (after the keys of the shard) and packed arguments. `seeds` has, by offer, the seeds that
-    were revealed when envelopes closed.
+    """Returns keys (after the keys of the shard) and packed arguments, see `building`."""
+    return at_once(building(keys, events, sealer, retired, seeds))
+
+
+def building(
+    keys: ShardKeys, events: Sequence[Applicable], sealer: Sealer, retired: Sequence[str] = (),
+    seeds: Mapping[str, str] = {}
+) -> Generator[None, None, ScriptCall]:  # fmt: skip
+    """Makes keys (after the keys of the shard) and packed arguments, in steps. `seeds` has, by offer, the
+    seeds that were revealed when envelopes closed.
 
     Raises CannotOpen when a seed was sealed with a key that is missing, and `seeds` lacks it; ValueError when
     terms or changes cannot be decoded. The caller writes what is `staged` to its keys before, by the script
@@ -121,7 +130,7 @@ def build(
     staged: list[Staged] = []
     for event in events:
         if isinstance(event, OfferOpened):
-            row, drawn = _opened(keys.shard, event, sealer, seeds)
+            row, drawn = yield from _opened(keys.shard, event, sealer, seeds)
             if len(drawn) > INLINE_BYTES_MAX:
                 staged.append(Staged(len(parts), keys.parts(event.offer), drawn))
                 drawn = b""
@@ -152,7 +161,7 @@ def build(
 
 def _opened(
     shard: int, event: OfferOpened, sealer: Sealer, seeds: Mapping[str, str]
-) -> tuple[dict[str, Any], bytes]:
+) -> Generator[None, None, tuple[dict[str, Any], bytes]]:
     terms = terms_of(event.terms)
     row, parts = terms_row(event.offer, terms, event.offsets), b""
     if event.campaign_zone is not None:
@@ -160,7 +169,7 @@ def _opened(
     if isinstance(terms, EnvelopeTerms):
         seed = _seed(shard, event, sealer, seeds)
         row |= envelope_row(terms, seed)
-        parts = parts_packed(terms, seed)
+        parts = yield from drawing_parts(terms, seed)
     return _head(event) | {"opens_at": event.opens_at, "closes_at": event.closes_at, "row": row}, parts
 
 

@@ -14,9 +14,10 @@ down) with draws n+1 …, so the spread is the same for every place too. `lua/in
 same arithmetic; golden vectors check that both agree.
 """
 
+from collections.abc import Generator
 from hashlib import sha1
 from struct import pack
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from grabstream.models.bounds import quoted
 from grabstream.models.money import AMOUNT_MAX, PARTS_MAX, Invalid
@@ -25,6 +26,10 @@ Law = Literal["double_mean", "bounded", "equal"]
 LAWS: Final[tuple[Law, ...]] = ("double_mean", "bounded", "equal")
 DRAW_RANGE: Final = 16**13
 PART_BYTES: Final = 6
+#: Draws of one step, which takes some tenths of a millisecond.
+SLICE_PARTS: Final = 256
+
+_T = TypeVar("_T")
 
 
 def draw(seed: str, k: int, range_size: int) -> int:
@@ -67,17 +72,38 @@ def next_part(law: Law, left: int, parts: int, least: int, most: int, seed: str,
 
 def split_ahead(law: Law, total: int, parts: int, least: int, most: int, seed: str) -> list[int]:
     """All parts of a legal envelope in the order of places, shuffled (see the module's docstring)."""
+    return at_once(splitting_ahead(law, total, parts, least, most, seed))
+
+
+def at_once(steps: Generator[None, None, _T]) -> _T:
+    """What the steps of a generator return."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            result: _T = ended.value
+            return result
+
+
+def splitting_ahead(
+    law: Law, total: int, parts: int, least: int, most: int, seed: str
+) -> Generator[None, None, list[int]]:
+    """What `split_ahead` does, in steps of SLICE_PARTS draws: a caller can do other work in between."""
     amounts = []
     left = total
     for place in range(1, parts + 1):
         amount = next_part(law, left, parts - place + 1, least, most, seed, place)
         amounts.append(amount)
         left -= amount
+        if place % SLICE_PARTS == 0:
+            yield
     k = parts
     for last in range(parts, 1, -1):
         k += 1
         other = draw(seed, k, last)
         amounts[last - 1], amounts[other] = amounts[other], amounts[last - 1]
+        if k % SLICE_PARTS == 0:
+            yield
     return amounts
 
 
@@ -85,7 +111,17 @@ def pack_parts(amounts: list[int]) -> bytes:
     """Parts as one string, 6 bytes each, big-endian. A script reads one part by its place, without a list of
     all of them.
     """
-    return b"".join(pack(">Q", amount)[2:] for amount in amounts)
+    return at_once(packing_parts(amounts))
+
+
+def packing_parts(amounts: list[int]) -> Generator[None, None, bytes]:
+    """What `pack_parts` does, in steps."""
+    packed = bytearray()
+    size = SLICE_PARTS * 8
+    for start in range(0, len(amounts), size):
+        packed += b"".join(pack(">Q", amount)[2:] for amount in amounts[start : start + size])
+        yield
+    return bytes(packed)
 
 
 def check_split(law: Law, total: int, parts: int, least: int, most: int | None) -> int:

@@ -15,12 +15,12 @@ from redis.exceptions import ClusterError, NoScriptError, OutOfMemoryError, Read
 from grabstream.lua import loader
 from grabstream.lua.gate import encoding
 from grabstream.lua.gate.authority import NO_KEYS, Authority
+from grabstream.lua.gate.drawing import NotWanted, in_slices
 from grabstream.lua.gate.staging import ScriptCall, discard, stage
 from grabstream.lua.keys import KeySpace, ShardKeys, state_key_beside
 from grabstream.lua.library import LibraryMissing, is_missing, library, why_unusable
 from grabstream.lua.measures import FUNCTION_SECONDS
 from grabstream.models.commands import AnyCommand, Open
-from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import Outcome
 
 BUSY_RETRY_MS: Final = 200
@@ -149,15 +149,19 @@ class Calls:
         history: int,
         journaled_seq: int,
         plain: str | None = None,
+        built: ScriptCall | None = None,
     ) -> encoding.Reply:
         """Returns the reply that has the rows of the commands and the history of the shard. The call must be
         decided in a history (0: any), by a server that has events up to `journaled_seq`. `plain` is the offer
-        of the commands, if all are plain grabs of it.
+        of the commands, if all are plain grabs of it; `built` is what `draw` has made of them.
 
         Raises CallRefused, AnotherHistory, Undecidable, BrokenOff, and errors of a client that cannot reach
         its server.
         """
-        call = await self._built(keys, script, commands, plain)
+        if script == "open":
+            call = built or await self.draw(keys, commands)  # type: ignore[arg-type]
+        else:
+            call = self._built(keys, script, commands, plain)
         try:
             packed = await stage(partial(run_script, self._redis), call) if call.staged else call.arguments
             raw = await run_script(
@@ -193,7 +197,20 @@ class Calls:
             raise CallRefused(Outcome(reply.code), str(reply.rows_or_message), reply.history_or_retry_at)
         return reply
 
-    async def _built(
+    async def draw(
+        self, keys: ShardKeys, commands: Sequence[Open], is_wanted: Callable[[], bool] = lambda: True
+    ) -> ScriptCall:
+        """Makes the call that opens offers; draws parts in slices. Raises Undecidable, NotWanted."""
+        try:
+            return await in_slices(
+                encoding.building_open(keys, commands, self._secrets, self.now()), is_wanted
+            )
+        except NotWanted:
+            raise
+        except Exception as error:
+            raise Undecidable(f"{type(error).__name__}: {error}") from error
+
+    def _built(
         self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], plain: str | None
     ) -> ScriptCall:
         try:
@@ -201,11 +218,7 @@ class Calls:
                 call := encoding.build_plain(keys, commands, plain)  # type: ignore[arg-type]
             ):
                 return call
-            if script == "open" and sum(map(_parts_of, commands)) > 2_000:
-                return await asyncio.to_thread(
-                    encoding.build, keys, script, commands, self._secrets, self.now()
-                )
-            return encoding.build(keys, script, commands, self._secrets, self.now())
+            return encoding.build(keys, script, commands, self._secrets)
         except Exception as error:
             raise Undecidable(f"{type(error).__name__}: {error}") from error
 
@@ -222,12 +235,6 @@ class Calls:
             self._limits.clock_skew_ms_max,
             outbox_max,
         )
-
-
-def _parts_of(command: AnyCommand) -> int:
-    return (
-        command.terms.parts if isinstance(command, Open) and isinstance(command.terms, EnvelopeTerms) else 0
-    )
 
 
 async def run_script(redis: Any, name: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:

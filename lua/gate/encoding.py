@@ -6,7 +6,7 @@ deciding the commands.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import count, repeat
@@ -58,7 +58,7 @@ from grabstream.models.offers import (
     week_minutes,
 )
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
-from grabstream.models.splitting import check_split, pack_parts, split_ahead
+from grabstream.models.splitting import check_split, packing_parts, splitting_ahead
 
 #: In place of coupon codes, of a gate that has the sealing part of their key alone.
 CODES_ELSEWHERE = (
@@ -170,11 +170,9 @@ class CallOffers:
         return names + [key for campaign in self.campaigns for key in keys.of_campaign(campaign)]
 
 
-def build(
-    keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets, now_ms: int
-) -> ScriptCall:
+def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets) -> ScriptCall:
     """Returns keys (after those of the shard) and packed arguments for a script that decides commands of its
-    name.
+    name, but for `open` (`building_open`).
     """
     call_offers = CallOffers([command.offer for command in commands])
     if len(call_offers.offers) == 1:
@@ -185,20 +183,32 @@ def build(
         return ScriptCall(names, _confirm_arguments(commands, gate.sealer, call_offers))  # type: ignore[arg-type]
     if script == "grab":
         return ScriptCall(names, _grab_arguments(commands, gate, call_offers))  # type: ignore[arg-type]
-    columns: list[Any] = [
+    columns = _first_columns(call_offers, commands, gate)
+    columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
+    return ScriptCall(names, [_pack(columns)])
+
+
+def building_open(
+    keys: ShardKeys, commands: Sequence[Open], gate: Secrets, now_ms: int
+) -> Generator[None, None, ScriptCall]:
+    """What `build` does for `open`, in steps: drawing many parts takes long."""
+    call_offers = CallOffers([command.offer for command in commands])
+    columns = _first_columns(call_offers, commands, gate)
+    terms, parts, staged = yield from _open_columns(keys, commands, gate.sealer, now_ms)
+    columns.append(terms)
+    names = [*call_offers.keys(keys), *(entry.key for entry in staged)]
+    return ScriptCall(names, [_pack(columns), *parts], staged)
+
+
+def _first_columns(call_offers: CallOffers, commands: Sequence[AnyCommand], gate: Secrets) -> list[Any]:
+    return [
         call_offers.offers,
         call_offers.campaign_of,
         call_offers.campaigns,
         [c.id for c in commands],
         call_offers.offer_of,
+        list(map(gate.sealer.digests.of, commands)),
     ]
-    columns.append(list(map(gate.sealer.digests.of, commands)))
-    if script == "open":
-        terms, parts, staged = _open_columns(keys, commands, gate.sealer, now_ms)  # type: ignore[arg-type]
-        columns.append(terms)
-        return ScriptCall([*names, *(entry.key for entry in staged)], [_pack(columns), *parts], staged)
-    columns.append([_body(keys.shard, command, gate.sealer) for command in commands])
-    return ScriptCall(names, [_pack(columns)])
 
 
 # -- grab ----------------------------------------------------------------------------------------------------
@@ -332,9 +342,9 @@ def _given(values: Sequence[Any], none: Any) -> Any:
 
 def _open_columns(
     keys: ShardKeys, commands: Sequence[Open], sealer: Sealer, now_ms: int
-) -> tuple[list[Any], list[bytes], list[Staged]]:  # fmt: skip
+) -> Generator[None, None, tuple[list[Any], list[bytes], list[Staged]]]:  # fmt: skip
     """Returns the terms of each offer, its parts drawn ahead (drawing takes about 2 µs per part), and the
-    parts that are to be staged.
+    parts that are to be staged; in steps.
     """
     rows: list[Any] = []
     parts: list[bytes] = []
@@ -353,7 +363,7 @@ def _open_columns(
                 "seed_sha256": sha256(bytes.fromhex(seed)).hexdigest(),
                 "sealed_seed": sealer.seal(keys.shard, c.offer, "seed", seed),
             }
-            drawn = parts_packed(c.terms, seed)
+            drawn = yield from drawing_parts(c.terms, seed)
             if len(drawn) > INLINE_BYTES_MAX:
                 staged.append(Staged(len(rows), keys.staged(secrets.token_hex(16)), drawn))
                 row["staged"], drawn = len(staged), b""
@@ -363,12 +373,13 @@ def _open_columns(
     return rows, parts, staged
 
 
-def parts_packed(terms: EnvelopeTerms, seed: str) -> bytes:
-    """Returns the parts drawn ahead, 6 bytes each; b"" when parts are drawn at the grab."""
+def drawing_parts(terms: EnvelopeTerms, seed: str) -> Generator[None, None, bytes]:
+    """Makes the parts drawn ahead, 6 bytes each, in steps; b"" when parts are drawn at the grab."""
     if terms.draw == "at_grab":
         return b""
     most = check_split(terms.law, terms.total, terms.parts, terms.min, terms.max)
-    return pack_parts(split_ahead(terms.law, terms.total, terms.parts, terms.min, most, seed))
+    amounts = yield from splitting_ahead(terms.law, terms.total, terms.parts, terms.min, most, seed)
+    return (yield from packing_parts(amounts))
 
 
 def terms_row(offer: str, terms: Terms, offsets: Offsets) -> dict[str, Any]:

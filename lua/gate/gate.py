@@ -44,6 +44,7 @@ from grabstream.lua.gate.calls import (
     now_ms,
 )
 from grabstream.lua.gate.decided import DecidedAnswers, ReportLost
+from grabstream.lua.gate.drawing import NotWanted, turn
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled, settle
 from grabstream.lua.gate.personal import KeysUnavailable, UserKeys
 from grabstream.lua.gate.queue import (
@@ -60,6 +61,7 @@ from grabstream.lua.gate.refusals import RefusalLog
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.single import Promise, SingleCommand, Then, not_journaled
 from grabstream.lua.gate.sizes import CALL_BYTES_MAX, PLAIN_GRABS_MAX, fitting
+from grabstream.lua.gate.staging import ScriptCall
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.measures import GateMeasures
@@ -564,7 +566,10 @@ class Gate:
             entries, history, journaled_seq = self._next_call(shard)
             if not entries:
                 return
-            shard.in_flight.append(entries)
+            if entries[0].draws:
+                shard.drawing = entries
+            else:
+                shard.in_flight.append(entries)
             if not shard.watch:
                 shard.watch = asyncio.get_running_loop().call_later(WATCH_EVERY_SECONDS, self._watch, shard)
             task = asyncio.create_task(self._send(shard, entries, history, journaled_seq))
@@ -586,7 +591,8 @@ class Gate:
         entries: list[QueueEntry] = []
         offers: set[str] = set()
         left: list[QueueEntry] = []
-        lanes_left: set[Lane] = set()
+        # What is being drawn holds the order of its callers, and no other.
+        lanes_left = {entry.lane for entry in shard.drawing}
         count = history = size_bytes = 0
         queue = shard.queue
         most = self._limits.batch_commands_max
@@ -600,13 +606,17 @@ class Gate:
             if entry.done.done():  # refused with an entry before it, or its caller no longer waits
                 shard.queued -= len(queue.popleft().commands)
                 continue
+            if (
+                lane in lanes_left
+                or (entry.draws and (entries or shard.drawing))
+                or (entries and entry.script != entries[0].script)
+            ):
+                if len(left) == LEFT_OUT_MAX:
+                    break
+                left.append(queue.popleft())
+                lanes_left.add(lane)
+                continue
             if entries:
-                if entry.script != entries[0].script or lane in lanes_left:
-                    if len(left) == LEFT_OUT_MAX:
-                        break
-                    left.append(queue.popleft())
-                    lanes_left.add(lane)
-                    continue
                 if count + len(entry.commands) > self._most_at_once(entry.script, most):
                     break
                 if size_bytes + entry.bytes > CALL_BYTES_MAX:
@@ -646,12 +656,15 @@ class Gate:
         again: list[QueueEntry] = []
         pause = True
         not_decided = self.measures.not_decided
-        began = time.monotonic()
+        built = None
         try:
+            if entries is shard.drawing:
+                built = await self._drawn(shard, entries)
+            began = time.monotonic()
             plains = {entry.plain for entry in entries}
             reply = await self._calls.call(
                 shard.keys, entries[0].script, commands, history, journaled_seq,
-                plains.pop() if len(plains) == 1 else None,
+                plains.pop() if len(plains) == 1 else None, built,
             )  # fmt: skip
             seconds = time.monotonic() - began
             shard.is_fast = seconds < FAST_SECONDS
@@ -662,6 +675,8 @@ class Gate:
         except CallRefused as error:
             not_decided["refused"] += 1
             again = self._on_refused(shard, entries, error)
+        except NotWanted:
+            pause = False
         except AnotherHistory as error:
             not_decided["history"] += 1
             for entry in entries:
@@ -693,6 +708,20 @@ class Gate:
             if again and pause:
                 self._pause(shard)
             self._wake(shard)
+
+    async def _drawn(self, shard: ShardQueue, entries: list[QueueEntry]) -> ScriptCall:
+        """Draws the parts of an entry that waits for a call of its own. Raises NotWanted when its caller has
+        an answer, or has gone, and Undecidable.
+        """
+        [entry] = entries
+        try:
+            async with turn():
+                return await self._calls.draw(
+                    shard.keys, entry.commands, lambda: not entry.done.done()  # type: ignore[arg-type]
+                )  # fmt: skip
+        finally:
+            shard.drawing = []
+            shard.in_flight.append(entries)
 
     def _answer(
         self,
@@ -837,9 +866,16 @@ class Gate:
                 if entry.deadline <= now:
                     entry.unsure = True
                     entry.refuse(Outcome.busy, "Redis did not answer within the time-out", 0)
+        for entry in shard.drawing:
+            if entry.deadline <= now:
+                entry.refuse(
+                    Outcome.busy,
+                    "the parts were not drawn within the time-out; large envelopes are drawn one by one",
+                    self._calls.now() + BUSY_RETRY_MS,
+                )
         self._refuse_late(shard, now)
         shard.watch = None
-        if shard.in_flight or shard.queue:
+        if shard.in_flight or shard.queue or shard.drawing:
             shard.watch = asyncio.get_running_loop().call_later(WATCH_EVERY_SECONDS, self._watch, shard)
 
     def _refuse_late(self, shard: ShardQueue, now: float) -> None:
@@ -852,7 +888,7 @@ class Gate:
         for entry in late:
             entry.refuse(
                 Outcome.busy,
-                "Redis did not take the command within the time-out",
+                "the command waited for others of its shard until its time-out",
                 self._calls.now() + BUSY_RETRY_MS,
             )
 

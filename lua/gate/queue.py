@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from grabstream.lua.gate.drawing import DRAWN_IN_CALL_MAX, parts_drawn
 from grabstream.lua.gate.sizes import PLAIN_BYTES, size_of_all
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.answers import Answer, refusal
@@ -96,6 +97,8 @@ class QueueEntry(msgspec.Struct, eq=False):
     answers: list[Answer] = []
     history: int = 0
     bytes: int = 0
+    #: Whether so many parts must be drawn before that others of the shard are decided meanwhile.
+    draws: bool = False
     #: Two callers may use the same basket name, so entries with baskets never share a call.
     has_baskets: bool = False
     done: asyncio.Future[None] = msgspec.field(
@@ -107,6 +110,8 @@ class QueueEntry(msgspec.Struct, eq=False):
             self.bytes = PLAIN_BYTES * len(self.commands)
             return
         self.bytes = size_of_all(self.commands)
+        if self.script == "open" and parts_drawn(self.commands) > DRAWN_IN_CALL_MAX:
+            self.draws, self.entries_max = True, 1
         self.has_baskets = self.script == "grab" and any(map(basket_of, self.commands))
 
     @property
@@ -224,6 +229,8 @@ class ShardQueue:
         self.queue: deque[QueueEntry] = deque()
         self.queued = 0
         self.in_flight: list[list[QueueEntry]] = []
+        #: The entries of the next call whose parts are being drawn.
+        self.drawing: list[QueueEntry] = []
         self.is_paused = False
         self.is_fast = False
         self.refuses = ""

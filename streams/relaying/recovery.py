@@ -7,19 +7,18 @@ after the trail's cursor. A shard that is being rebuilt is marked `partial` unti
 that finds the mark starts again.
 """
 
-import asyncio
 import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from functools import partial
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 from redis.exceptions import ResponseError
 
 from grabstream.lua import restoring
+from grabstream.lua.gate.drawing import in_slices
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import pieces
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
@@ -395,11 +394,9 @@ class Recovery:
     ) -> int:
         """Applies events in one call; returns the number that the call had room for."""
         keys = self._shard.keys
-        build = partial(restoring.build, keys, events, self._sealer, retired, self._seeds)
         try:
-            # Drawing the parts of a large envelope takes a while.
-            draws = any(isinstance(event, OfferOpened) for event in events)
-            call = await asyncio.to_thread(build) if draws else build()
+            # Drawing the parts of a large envelope takes a while: other shards are served meanwhile.
+            call = await in_slices(restoring.building(keys, events, self._sealer, retired, self._seeds))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Impossible(f"an event from seq {events[0].seq} on cannot be applied: {error}") from error
         try:

@@ -3,7 +3,7 @@ offer. No offer has half of its parts, and no staged parts remain.
 """
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ import redis
 from grabstream.lua import restoring
 from grabstream.lua.gate import calls
 from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.gate.encoding import parts_packed
+from grabstream.lua.gate.encoding import drawing_parts
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
 from grabstream.lua.keys import LAYOUT, KeySpace
@@ -22,6 +22,7 @@ from grabstream.models.commands import Close, Grab, Open
 from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import EnvelopeTerms
+from grabstream.models.splitting import at_once
 from grabstream.streams.relaying.ownership import OwnedShard, SteppedDown
 from grabstream.streams.relaying.recovery import Position, Recovery
 from tests.lua.conftest import SEALER, event_lines, opening, take_over
@@ -47,12 +48,17 @@ def parts_of(command: Open) -> bytes:
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the parts of each envelope once only: drawing takes longer than these tests."""
     for module in ("gate.encoding", "restoring"):
-        monkeypatch.setattr(f"grabstream.lua.{module}.parts_packed", _drawn)
+        monkeypatch.setattr(f"grabstream.lua.{module}.drawing_parts", _drawing)
+
+
+def _drawing(terms: EnvelopeTerms, seed: str) -> Generator[None, None, bytes]:
+    yield
+    return _drawn(terms, seed)
 
 
 @cache
 def _drawn(terms: EnvelopeTerms, seed: str) -> bytes:
-    return parts_packed(terms, seed)
+    return at_once(drawing_parts(terms, seed))
 
 
 async def staged(client: Any, keys: KeySpace) -> list[bytes]:
@@ -281,12 +287,13 @@ async def test_a_million_parts_take_no_long_call(
     """Opens, recovers and closes such an envelope. The shortest of several repetitions counts, since other
     processes use this machine.
     """
-    monkeypatch.setattr(
-        "grabstream.lua.gate.encoding.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
-    )
-    monkeypatch.setattr(
-        "grabstream.lua.restoring.parts_packed", lambda terms, seed: (1).to_bytes(6, "big") * terms.parts
-    )
+
+    def ones(terms: EnvelopeTerms, seed: str) -> Generator[None, None, bytes]:
+        yield
+        return (1).to_bytes(6, "big") * terms.parts
+
+    monkeypatch.setattr("grabstream.lua.gate.encoding.drawing_parts", ones)
+    monkeypatch.setattr("grabstream.lua.restoring.drawing_parts", ones)
     system = MeasuredShard(private_server[1])
     await system.begin()
     terms = EnvelopeTerms(

@@ -1,0 +1,53 @@
+"""Draws the parts of large envelopes in slices, so that the process does other work in between.
+
+A million parts take seconds. In a thread they would hold the interpreter's lock for most of that time, and
+one thread for each shard would leave next to nothing to the event loop. So they are drawn in the event loop:
+after each slice, all that is ready runs. A gate draws one large envelope at a time in the whole process, and
+the others of its shards are decided meanwhile (`gate.py`).
+"""
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from typing import Final, TypeVar
+from weakref import WeakKeyDictionary
+
+from grabstream.models.commands import AnyCommand, Open
+from grabstream.models.offers import EnvelopeTerms
+
+#: So many parts are drawn within a call, in some ms; more are drawn before it.
+DRAWN_IN_CALL_MAX: Final = 2_000
+
+_T = TypeVar("_T")
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+
+class NotWanted(Exception):
+    """Nobody waits for the parts any more."""
+
+
+def parts_drawn(commands: Sequence[AnyCommand]) -> int:
+    """How many parts must be drawn before these commands can be decided."""
+    return sum(
+        command.terms.parts
+        for command in commands
+        if isinstance(command, Open)
+        and isinstance(command.terms, EnvelopeTerms)
+        and command.terms.draw == "ahead"
+    )
+
+
+def turn() -> asyncio.Lock:
+    """Held by whoever draws large envelopes in this event loop: the next one waits."""
+    return _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+
+async def in_slices(steps: Generator[None, None, _T], is_wanted: Callable[[], bool] = lambda: True) -> _T:
+    """What the steps return. After each step all that is ready runs. Raises NotWanted."""
+    while is_wanted():
+        try:
+            next(steps)
+        except StopIteration as ended:
+            result: _T = ended.value
+            return result
+        await asyncio.sleep(0)
+    raise NotWanted
