@@ -191,7 +191,7 @@ class Commands:
         key = key_of(request) or command.id
         return retry_soon(
             "outcome_unknown",
-            f"The command may be carried out or not: {error}. Send the same request again with "
+            f"The command may be carried out or not: {error.cause}. Send the same request again with "
             f"{IDEMPOTENCY_KEY}: {key} (offer {command.offer}), until it has an answer.",
             None,
             (IDEMPOTENCY_KEY.lower().encode(), key.encode()),

@@ -63,7 +63,16 @@ OutcomeName = Annotated[str, in_schema(enum=list(OUTCOME_NAMES.values()))]
 NOT_DECIDED: Final = frozenset({Outcome.fenced, Outcome.busy})
 
 
+#: What a caller does about an unknown outcome. Doors that name the id themselves leave it out.
+SEND_AGAIN: Final = ": send the commands again under their ids"
+
+
 class OutcomeUnknown(Exception):
     """The time ran out after the commands were sent: they may be decided or not. Send them again under the
     same ids.
     """
+
+    @property
+    def cause(self) -> str:
+        """The text without what to do."""
+        return str(self).removesuffix(SEND_AGAIN)

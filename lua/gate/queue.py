@@ -14,7 +14,7 @@ from grabstream.lua.gate.sizes import PLAIN_BYTES, size_of_all
 from grabstream.lua.keys import ShardKeys
 from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import AnyCommand, basket_of, user_of
-from grabstream.models.outcomes import Outcome, OutcomeUnknown
+from grabstream.models.outcomes import SEND_AGAIN, Outcome, OutcomeUnknown
 
 #: Entries in one call, until one of them causes an error: in effect no bound apart from that on commands.
 ENTRIES_IN_CALL_MAX: Final = 1_000_000
@@ -151,10 +151,7 @@ class QueueEntry(msgspec.Struct, eq=False):
         entry: QueueEntry | None = self
         while entry is not None:
             if entry.unsure:
-                reason = (
-                    f"the commands may be decided or not ({message}): send the commands again under their ids"
-                )
-                entry.fail(OutcomeUnknown(reason))
+                entry.fail(OutcomeUnknown(f"the commands may be decided or not ({message}){SEND_AGAIN}"))
             else:
                 entry.answer(
                     [refusal(c.id, outcome, c.offer, message, retry_at, user_of(c)) for c in entry.commands]

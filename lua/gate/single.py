@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.gate.queue import QueueEntry
 from grabstream.models.answers import Answer
-from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.models.outcomes import SEND_AGAIN, OutcomeUnknown
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,6 @@ class SingleCommand:
 def not_journaled(shard: int, seq: int) -> OutcomeUnknown:
     """The reason why a decided command has no answer."""
     return OutcomeUnknown(
-        f"decided, but not journaled within the time-out (shard {shard}, seq {seq}; is a relay running?): "
-        "send the commands again under their ids"
+        f"decided, but not journaled within the time-out (shard {shard}, seq {seq}; is a relay running?)"
+        f"{SEND_AGAIN}"
     )
