@@ -269,8 +269,8 @@ OF_GATE: Final = (
         (
             (
                 "lua/gate/queue.py",
-                "            if entry.unsure:\n                reason",
-                "            if False:\n                reason",
+                "            if entry.unsure:\n                entry.fail",
+                "            if False:\n                entry.fail",
             ),
         ),
     ),
