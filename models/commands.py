@@ -256,21 +256,28 @@ _decode_list = msgspec.json.Decoder(list[AnyCommand]).decode
 
 
 class _Addressed(msgspec.Struct):
-    """The fields of an undecodable command that an answer needs."""
+    """The fields of an undecodable command that an answer needs, each undecoded."""
 
-    id: str
-    offer: str | None = None
-    user: Any = None
+    id: msgspec.Raw = msgspec.Raw(b"null")
+    offer: msgspec.Raw = msgspec.Raw(b"null")
+    user: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Basketed(msgspec.Struct):
-    """The field of an undecodable command that names its basket, whose other grabs are refused too."""
+class _Pairs(list[tuple[str, object]]):
+    """The names and values of a JSON object, in order; a name may occur twice."""
 
-    basket: Any = None
+
+def _not_json(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
 
 
 _decode_addressed = msgspec.json.Decoder(_Addressed).decode
-_decode_basketed = msgspec.json.Decoder(_Basketed).decode
+_LOOKS_LIKE_A_BASKET: Final = re.compile(rb'"basket"\s*:\s*"([^"\\]{1,64})"')
+_decode_text = msgspec.json.Decoder(str).decode
+#: No number is read: some would be refused, or take long.
+_decode_pairs = json.JSONDecoder(
+    object_pairs_hook=_Pairs, parse_int=lambda _: 0, parse_float=lambda _: 0.0, parse_constant=_not_json
+).decode
 
 
 class Undecodable(Exception):
@@ -694,15 +701,46 @@ def _check_names_once(command: AnyCommand, raw: bytes) -> None:
 
 
 def _undecodable(reason: str, raw: bytes) -> Undecodable:
+    fields = _addressed(raw)
+    return Undecodable(reason, raw, *fields) if fields[0] is not None else Undecodable(reason, raw)
+
+
+def _addressed(raw: bytes) -> list[str | None]:
+    """The id, offer and user of an undecodable command, each None unless it can be read. The last value of a
+    name counts.
+    """
+    if (pairs := _pairs_of(raw)) is not None:
+        fields: dict[str, object] = dict(pairs)
+    else:
+        try:
+            addressed = _decode_addressed(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return [None, None, None]
+        fields = {name: _text_of(getattr(addressed, name)) for name in ("id", "offer", "user")}
+    return [
+        value if isinstance(value := fields.get(name), str) and is_id(value) else None
+        for name in ("id", "offer", "user")
+    ]
+
+
+def _text_of(raw: msgspec.Raw) -> str | None:
     try:
-        addressed = _decode_addressed(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Undecodable(reason, raw)
-    if not is_id(addressed.id):
-        return Undecodable(reason, raw)
-    offer = addressed.offer if addressed.offer is not None and is_id(addressed.offer) else None
-    user = addressed.user if isinstance(addressed.user, str) and is_id(addressed.user) else None
-    return Undecodable(reason, raw, addressed.id, offer, user)
+        return _decode_text(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _pairs_of(raw: bytes) -> _Pairs | None:
+    """The fields of an undecodable command, where wrong values and bytes that are not UTF-8 spoil no other.
+    Empty for what is not an object; None where they cannot be read, or are longer than a command may be.
+    """
+    if len(raw) > COMMAND_BYTES_MAX:
+        return None
+    try:
+        found = _decode_pairs(raw.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, _Pairs) else _Pairs()
 
 
 def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
@@ -837,18 +875,18 @@ def basket_of(command: AnyCommand) -> str | None:
     return command.basket if isinstance(command, Grab) else None
 
 
-def _basket_named(command: AnyCommand | Undecodable) -> str | None:
-    """The basket that a command names, even if the command is undecodable."""
+def _baskets_named(command: AnyCommand | Undecodable) -> set[str]:
+    """The baskets that a command names. An undecodable one may name several: each of them is refused."""
     if not isinstance(command, Undecodable):
-        basket: object = basket_of(command)
-        return basket if isinstance(basket, str) else None
-    if b"basket" not in command.raw and b"\\" not in command.raw:
-        return None
-    try:
-        basket = _decode_basketed(command.raw).basket
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return basket if isinstance(basket, str) else None
+        basket = basket_of(command)
+        return {basket} if isinstance(basket, str) else set()
+    raw = command.raw
+    if b"basket" not in raw and b"\\" not in raw:
+        return set()
+    if (pairs := _pairs_of(raw)) is not None:
+        return {value for name, value in pairs if name == "basket" and isinstance(value, str)}
+    # Too long, or nested too deep: whatever looks like a basket at any depth counts.
+    return {found.decode(errors="replace") for found in _LOOKS_LIKE_A_BASKET.findall(raw)}
 
 
 def torn_baskets(
@@ -859,7 +897,7 @@ def torn_baskets(
     """
     members: dict[str, list[int]] = {}
     for index, command in enumerate(commands):
-        if (basket := _basket_named(command)) is not None:
+        for basket in _baskets_named(command):
             members.setdefault(basket, []).append(index)
     return {
         index: reason

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.models.bounds import REJECTED_OF_ARRAY_MAX
+from grabstream.models.bounds import COMMAND_BYTES_MAX, REJECTED_OF_ARRAY_MAX
 from grabstream.models.identifiers import shard_of
 from grabstream.streams.deciding.understanding import Authority, Pace, Understood, understand
 from grabstream.streams.topics import Topics
@@ -60,6 +60,31 @@ async def test_an_escaped_field_name_basket_is_recognised() -> None:
         Authority(Topics("t")),
     )
     assert understood.commands == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"basket":"B","basket":1e400',
+        b'"basket":"B","basket":"C"',
+        b'"b\\u0061sket":"B","basket":null',
+        b'"basket":"B","quantity":1e400',
+        b'"basket":"B","metadata":{"a":"\xff"}',
+        b'"basket":"B","basket":"C","x":"' + b"x" * COMMAND_BYTES_MAX + b'"',
+        b'"basket":"B","basket":"C","x":' + b"[" * 900 + b"]" * 900,
+    ],
+    ids=range(7),
+)
+async def test_every_name_of_a_basket_counts(fields: bytes) -> None:
+    """Also in a grab that cannot be decoded, whichever of its values a reader would take."""
+    raw = (
+        b'[{"type":"grab","id":"g-1","offer":"a","user":"ann","basket":"B"},'
+        b'{"type":"grab","id":"g-2","offer":"a","user":"bob",' + fields + b"}]"
+    )
+    record = SimpleNamespace(topic="t.commands", partition=0, offset=1, key=None, value=raw)
+    understood = await understand(record, Pace(), Authority(Topics("t")))
+    assert understood.commands == []
+    assert {answer.id for answer in understood.refused} >= {"g-1"}
 
 
 async def test_a_basket_across_shards_is_refused() -> None:

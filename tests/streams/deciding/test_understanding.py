@@ -187,6 +187,47 @@ async def test_a_command_above_a_bound_is_answered_invalid(name: str, id: str) -
     assert [(answer.id, answer.outcome) for answer in result.refused] == [(id, "invalid")]
 
 
+@pytest.mark.parametrize(
+    ("fields", "offer", "user"),
+    [
+        (b'"id":"i","offer":5,"user":"u"', None, "u"),
+        (b'"id":"i","offer":["o"],"user":"u"', None, "u"),
+        (b'"offer":{"a":1},"id":"i","user":"u"', None, "u"),
+        (b'"id":"i","offer":"o","user":1e400', "o", None),
+        (b'"id":"i","offer":"o","user":-1', "o", None),
+        (b'"id":"i","offer":"o","user":' + b"1" * 5_000, "o", None),
+        (b'"id":"i","offer":"o","user":"\xff"', "o", None),
+        (b'"id":"i","offer":"o","user":"\\ud800"', "o", None),
+        (b'"id":"i","offer":"o","user":"u","x":"\\ud800"', "o", "u"),
+        (b'"id":"i","offer":"o","user":"u","metadata":{"a":"\xff"}', "o", "u"),
+        (b'"id":"x","id":"i","offer":1e400,"user":"u"', None, "u"),
+        (b'"id":"i","offer":5,"user":1e400,"x":"' + b"x" * COMMAND_BYTES_MAX + b'"', None, None),
+    ],
+)
+async def test_a_command_whose_id_can_be_read_is_answered(
+    fields: bytes, offer: str | None, user: str | None
+) -> None:
+    """Whatever its other fields are: each is read by itself."""
+    value = b'{"type":"grab",' + fields + b"}"
+    result = await understood(value)
+    [answer] = result.refused
+    assert (answer.id, answer.outcome, answer.offer, answer.user) == ("i", "invalid", offer, user)
+    assert rejoined(result.rejected) == [value]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b'{"type":"grab","id":5}', b'{"type":"grab","id":"\xff"}', b'{"type":"grab","id":"\\ud800"}',
+        b'{"id":"i"', b'{"id":"i"}}', b'{"id":"i","x":NaN}', b'"id"', b'{"id":"a","id":5}',
+        b'{"x":{"id":"i"}}',
+    ],
+)  # fmt: skip
+async def test_a_record_without_a_readable_id_is_only_kept(value: bytes) -> None:
+    result = await understood(value)
+    assert (result.refused, rejoined(result.rejected)) == ([], [value])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", BAD_RECORDS)
 async def test_decoding_a_bad_record_does_not_block_other_tasks(name: str) -> None:
