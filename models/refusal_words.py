@@ -13,7 +13,17 @@ from msgspec import structs
 from grabstream.models.answers import Answer
 from grabstream.models.bounds import shortened
 from grabstream.models.calendar import utc_text
-from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Redeem, Return, Unredeem
+from grabstream.models.commands import (
+    Amend,
+    AnyCommand,
+    Grab,
+    GrabCommand,
+    Load,
+    Open,
+    Redeem,
+    Return,
+    Unredeem,
+)
 from grabstream.models.outcomes import Outcome
 
 #: How much of a message of the scripts the words of a refusal quote.
@@ -99,10 +109,27 @@ def _busy(answer: Answer, command: AnyCommand, id_name: str) -> str:
 
 def _conflict(answer: Answer, command: AnyCommand, id_name: str) -> str:
     return (
-        f"The id {command.id} was used before, with another body, or for the grab of another "
-        f"user{_because(answer)}. Nothing was changed. Another command needs another {id_name}; this does "
-        "not change with time."
+        f"The id {command.id} was used before, with another body"
+        f"{_other_conflict(command)}{_because(answer)}. Nothing was changed. Another command needs another "
+        f"{id_name}; this does not change with time."
     )
+
+
+def _other_conflict(command: AnyCommand) -> str:
+    """What a command may conflict with besides an earlier command under its id."""
+    if isinstance(command, Load):
+        return f"; or chunk {command.chunk} of the {command.what} of offer {command.offer} is loaded"
+    if isinstance(command, Open):
+        return f"; or there is an offer {command.offer}, or was one"
+    if isinstance(command, Redeem):
+        return f"; or order {command.order} used another quantity of grab {command.grab}"
+    if isinstance(command, Grab):
+        basket = command.basket
+        with_others = (
+            "" if basket is None else f"; or the basket {basket} was decided before with other grabs"
+        )
+        return f", or for the grab of another user{with_others}"
+    return ""
 
 
 def _no_such_offer(answer: Answer, command: AnyCommand, id_name: str) -> str:
@@ -194,6 +221,12 @@ def _not_enough_left(answer: Answer, command: AnyCommand, id_name: str) -> str:
         return (
             f"{asked} units were named, {answer.left} of grab {command.grab} can be returned; name fewer, or "
             "unredeem first those that were redeemed."
+        )
+    if isinstance(command, Amend):
+        left = "fewer" if answer.left is None else f"{answer.left}"
+        return (
+            f"The total of offer {command.offer} cannot be {command.changes.total}: the units that are left "
+            f"to be taken out of it are {left}."
         )
     return (
         f"{asked} units were named, which is more than grab {_grab_of(command)} has{_because(answer)}; name "

@@ -3,7 +3,19 @@
 import pytest
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab, Redeem, Return, Unredeem
+from grabstream.models.commands import (
+    Amend,
+    AnyCommand,
+    Grab,
+    Load,
+    Open,
+    Pause,
+    Redeem,
+    Return,
+    Unredeem,
+    named_in_basket,
+)
+from grabstream.models.offers import Changes, CouponTerms
 from grabstream.models.outcomes import Outcome
 from grabstream.models.refusal_words import WHOLE_BASKET, refusal_of_basket, refused_with, words_of
 
@@ -74,6 +86,45 @@ def test_return_of_redeemed_units_names_the_way_out() -> None:
         Answer("r", "not_enough_left", Outcome.not_enough_left, "o", left=left) for left in (0, 1)
     )  # fmt: skip
     assert "its units are redeemed; unredeem first" in words_of(none, command)
-    # of grab g can be returned: its units are redeemed; unredeem first."
     three = Return(id="r", offer="o", grab="g", user="ann", quantity=3)
     assert words_of(few, three).startswith("3 units were named, 1 of grab g can be returned")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (Load(id="c", offer="o", what="codes", chunk=2, chunks=3, items=("x",)),
+         "chunk 2 of the codes of offer o is loaded"),
+        (GRABS[0], "the basket b was decided before with other grabs"),
+        (Redeem(id="c", offer="o", grab="g", order="n", quantity=2),
+         "order n used another quantity of grab g"),
+        (Open(id="c", offer="o", terms=CouponTerms(issuer="shop", total=1)),
+         "there is an offer o, or was one"),
+        (Pause(id="c", offer="o"), "The id c was used before, with another body."),
+        (Grab(id="g", offer="o", user="ann"), "or for the grab of another user"),
+    ],
+)  # fmt: skip
+def test_a_conflict_names_each_thing_that_its_command_may_collide_with(
+    command: AnyCommand, words: str
+) -> None:
+    """Of some commands, the id may never have been used."""
+    said = words_of(Answer(command.id, "conflict", Outcome.conflict, command.offer), command)
+    assert words in said
+    assert said.endswith("needs another id; this does not change with time.")
+
+
+def test_a_total_below_what_is_taken_is_told_as_that() -> None:
+    command = Amend(id="c", offer="o", changes=Changes(total=1))
+    answer = Answer("c", "not_enough_left", Outcome.not_enough_left, "o", left=2)
+    assert words_of(answer, command) == (
+        "The total of offer o cannot be 1: the units that are left to be taken out of it are 2."
+    )
+
+
+def test_a_basket_that_lacks_the_last_grabs_has_the_ids_and_bodies_of_the_rest() -> None:
+    """So it repeats them; one that lacks the first has other bodies under their ids."""
+    whole = [Grab(id="k", offer=f"july:{n}", user="ann") for n in (1, 2, 3)]
+    named = named_in_basket(whole, "k")
+    assert named_in_basket(whole[:2], "k") == named[:2]
+    first, *_ = named_in_basket(whole[1:], "k")
+    assert (first.id, first.offer) == ("k.1", "july:2")
