@@ -140,25 +140,23 @@ async def understand(record: Any, pace: Pace, authority: Authority) -> Understoo
         elements.append(authority.judge(_without_secret(decoded), record.topic))
         await pace.step()
     _keep_sent_bytes(elements, value)
+    # Baskets are checked here, where the whole record is: each shard gets only its commands of the record,
+    # without the elements that were not decoded.
+    if torn := torn_baskets(elements):
+        for index, reason in torn.items():
+            if not isinstance(element := elements[index], Undecodable):
+                elements[index] = _refused(element, reason)
+        _keep_sent_bytes(elements, value)
     bad = [(index, element) for index, element in enumerate(elements) if isinstance(element, Undecodable)]
     refused = [
         refusal(element.id, Outcome.invalid, element.offer, element.reason, user=element.user)
         for _, element in bad
         if element.id is not None
     ]
-    # Baskets are checked here, where the whole record is: each shard gets only its commands of the record,
-    # without the elements that were not decoded.
-    torn = torn_baskets(elements)
     commands: list[AnyCommand] = []
     indexes: list[int] = []
     for index, element in enumerate(elements):
-        if isinstance(element, Undecodable):
-            continue
-        if index in torn:
-            refused.append(
-                refusal(element.id, Outcome.invalid, element.offer, torn[index], user=user_of(element))
-            )
-        else:
+        if not isinstance(element, Undecodable):
             commands.append(element)
             indexes.append(index)
     if len(bad) > REJECTED_OF_ARRAY_MAX:
@@ -210,7 +208,7 @@ def _without_secret(command: AnyCommand | Undecodable) -> AnyCommand | Undecodab
 
 
 def _refused(command: AnyCommand, reason: str) -> Undecodable:
-    """A command that was decoded, and that its topic may not carry."""
+    """A command that was decoded, and that its topic may not carry, or of a basket that is refused."""
     bad = Undecodable(reason, b"", command.id, command.offer, user_of(command))
     bad.is_decoded = True
     return bad

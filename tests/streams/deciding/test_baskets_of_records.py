@@ -92,7 +92,20 @@ async def test_a_basket_across_shards_is_refused() -> None:
     understood = await _understood(*[_grab(f"g-{offer}", offer) for offer in offers])
     assert understood.commands == []
     assert {answer.outcome for answer in understood.refused} == {"invalid"}
-    assert understood.rejected == []
+    assert len(understood.rejected) == 2
+
+
+async def test_the_bytes_of_all_grabs_of_a_refused_basket_are_kept_as_they_were_sent() -> None:
+    good = b'{"offer":"a", "type":"grab","id":"g-1","user":"ann","basket":"B"}'
+    bad = b'{"type":"grab","id":"g-2","offer":"a","user":"ann","basket":"B","quantity":0}'
+    raw = b"[" + good + b"," + bad + b"]"
+    record = SimpleNamespace(topic="t.commands", partition=0, offset=1, key=None, value=raw)
+    understood = await understand(record, Pace(), Authority(Topics("t")))
+    assert [kept.raw for kept in understood.rejected] == [good, bad]
+    assert [dict(kept.headers)["index"] for kept in understood.rejected] == [b"0", b"1"]
+    assert [(answer.id, answer.outcome) for answer in understood.refused] == [
+        ("g-1", "invalid"), ("g-2", "invalid"),
+    ]  # fmt: skip
 
 
 async def test_a_basket_interrupted_by_another_command_is_refused() -> None:
