@@ -550,4 +550,4 @@ def _name_of(host: bytes) -> str:
     """The name in a header Host, without the port, and without the dot that may end a name of the DNS."""
     text = host.decode("latin-1").lower()
     name, _, port = text.rpartition(":")
-    return (name if port.isdigit() else text).removesuffix(".")
+    return (name if port.isascii() and port.isdigit() else text).removesuffix(".")

@@ -6,6 +6,7 @@ and the pure rules need no time-zone database, and agree even when two machines 
 times are milliseconds since 1970 UTC.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -42,11 +43,17 @@ def utc_text(at_ms: int, separator: str = "T") -> str:
     return text.replace("+00:00", "Z")
 
 
+#: Files beside the zones of a system: what they say depends on the machine, or they count leap seconds.
+_depends_on_machine = re.compile(r"localtime\Z|Factory\Z|posixrules\Z|posix/|right/").match
+
+
 def check_timezone(name: str) -> None:
     """Raises Invalid when the time-zone database has no such zone."""
     try:
         if len(name) > TIMEZONE_LENGTH_MAX:
             raise ValueError("too long to be a name")
+        if _depends_on_machine(name):
+            raise ValueError("not a zone of the database of time zones")
         ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
         raise Invalid(

@@ -28,7 +28,9 @@ PAYMENTS_KEPT_MS: Final = PAYMENTS_KNOWN_MS + 24 * 3600 * 1000
 TIME_MS_MAX: Final = 4_102_444_800_000
 HOLD_MS_MAX: Final = 366 * 24 * 3600 * 1000
 LINE_LENGTH_MAX: Final = 200
-LINE_PATTERN: Final = r"^[^\u0000-\u001f\u007f-\u009f]*$"
+#: Besides control characters, line and paragraph separators, and the embeddings, overrides and isolates of
+#: bidirectional text: with them, a line would be shown as several, or in another order than it is read in.
+LINE_PATTERN: Final = r"^[^\u0000-\u001f\u007f-\u009f\u2028-\u202e\u2066-\u2069]*$"
 LIMITS_MAX: Final = 8
 HOURS_MAX: Final = 64
 EXTENSIONS_MAX: Final = 1_000
@@ -46,7 +48,7 @@ _is_currency = re.compile(r"[A-Z]{3}\Z").match
 _is_stock_asset = re.compile(r"sku:[A-Za-z0-9._:-]{1,64}\Z").match
 _is_time_of_day = re.compile(r"([01]\d|2[0-4]):([0-5]\d)\Z").match
 # PostgreSQL refuses NUL, UTF-8 has no single surrogates, and a title is one line.
-_find_forbidden = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]").search
+_find_forbidden = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]").search
 _is_seed = re.compile(r"(?:[0-9a-f]{2}){16,64}\Z").match
 
 Draw = Literal["ahead", "at_grab"]
@@ -509,8 +511,8 @@ def check_line(field: str, text: str, characters_max: int = LINE_LENGTH_MAX) -> 
         raise Invalid(f"{field}: at most {characters_max} characters, got {len(text)}")
     if forbidden := _find_forbidden(text):
         raise Invalid(
-            f"{field}: must be one line of text, without control characters; got {quoted(forbidden.group())} "
-            f"at {forbidden.start()}"
+            f"{field}: must be one line of text, without control characters and those of bidirectional text; "
+            f"got {quoted(forbidden.group())} at {forbidden.start()}"
         )
 
 

@@ -215,7 +215,21 @@ def of_commands() -> list[Row]:
         Row("`hold_ms`, `grace_ms`", days(offers.HOLD_MS_MAX), "", INVALID),
         Row("`extensions`", f"{offers.EXTENSIONS_MAX:,}", "", INVALID),
         Row("`title`, `reason`", f"{offers.LINE_LENGTH_MAX} characters, one line", "", INVALID),
-        Row("`timezone`", f"{calendar.TIMEZONE_LENGTH_MAX} characters", "", INVALID),
+        Row(
+            "one line: of a title, a reason, metadata, a code",
+            "no control characters (U+0000 … U+001F, U+007F … U+009F), no line or paragraph separators "
+            "(U+2028, U+2029), no embeddings, overrides or isolates of bidirectional text (U+202A … U+202E, "
+            "U+2066 … U+2069)",
+            "it would be shown as several lines, or in another order",
+            INVALID,
+        ),
+        Row(
+            "`timezone`",
+            f"{calendar.TIMEZONE_LENGTH_MAX} characters; not `localtime`, `Factory`, `posixrules`, "
+            "`posix/…`, `right/…`",
+            "these depend on the machine, or count leap seconds",
+            INVALID,
+        ),
         Row(
             "the time for which an offer stores the offsets of its zone",
             days(calendar.HORIZON_MS),

@@ -519,6 +519,13 @@ async def test_request_for_another_host_is_refused(caller: Caller) -> None:
         refused(await caller.post("/v1/offers/x/grabs", {"user": "a"}, Host=host), Outcome.no_such_offer)
 
 
+async def test_a_port_has_digits_of_ascii(door: Door) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.gateway.port)
+    writer.write(b"GET /v1/offers/x HTTP/1.1\r\nHost: 127.0.0.1:\xb2\r\nConnection: close\r\n\r\n")
+    assert b"misdirected_request" in await reader.read()
+    writer.close()
+
+
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
 async def test_load_balancers_ask_for_health_by_any_name(caller: Caller, door: Door, path: str) -> None:
     for host in ("10.1.2.3:18080", "gateway.internal.", ""):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from grabstream.models.calendar import (
     DAY_MS,
     HOUR_MS,
+    check_timezone,
     offset_at,
     offsets_of,
     opens_next,
@@ -17,6 +18,7 @@ from grabstream.models.calendar import (
     window_ends,
     window_of,
 )
+from grabstream.models.money import Invalid
 from grabstream.models.offers import Hours, week_minutes
 
 ZONES = (
@@ -131,3 +133,14 @@ def test_offer_is_open_at_the_time_that_opens_next_returns(moment: tuple[str, in
     if opens is not None:
         assert opens > at_ms
         assert opens_next(hours, offsets, opens) is None
+
+
+@pytest.mark.parametrize("name", ["localtime", "Factory", "posixrules", "posix/UTC", "right/UTC", "utc", ""])
+def test_a_name_that_depends_on_the_machine_is_no_zone(name: str) -> None:
+    with pytest.raises(Invalid, match="no such zone"):
+        check_timezone(name)
+
+
+@pytest.mark.parametrize("name", ["UTC", "Asia/Shanghai", "Europe/Berlin", "Etc/GMT+3"])
+def test_names_of_the_database_are_zones(name: str) -> None:
+    check_timezone(name)
