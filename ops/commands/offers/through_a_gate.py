@@ -198,7 +198,7 @@ def print_answers(
         why = ""
         if command is not None and not answer.positive:
             fields.pop("message", None)
-            why = f": {words_of(answer, command)}"
+            why = f"  {words_of(answer, command)}"
         rest = "  ".join(
             f"{name}={_shown(name, value)}"
             for name, value in fields.items()

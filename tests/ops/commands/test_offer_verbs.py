@@ -288,7 +288,7 @@ def test_grab_is_held_confirmed_and_returned(operator: Operator) -> None:
     assert operator.ask("pause", "phones", "--operator", "olga")["outcome"] == "paused"
     assert operator.ask("grab", "phones", "dora", code=1)["outcome"] == "on_hold"
     said = operator.type("grab", "phones", "dora", code=1).stdout
-    assert said.startswith("on_hold: Offer phones is paused until an operator resumes it"), said
+    assert said.startswith("on_hold  Offer phones is paused until an operator resumes it"), said
     assert operator.ask("resume", "phones")["outcome"] == "resumed"
     assert operator.ask("close", "phones")["outcome"] == "closed"
     assert "over" in operator.type("grab", "phones", "dora", code=1).stdout
