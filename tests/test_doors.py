@@ -151,12 +151,12 @@ def test_record_of_the_topic_is_a_command_or_is_kept(value: bytes, key: bytes | 
     for one in bad:
         assert 0 < len(one.reason.encode()) <= REASON_BYTES_MAX
     refused = [one for one in found if one not in understood.commands]
-    # A grab whose basket is torn is understood: it is answered, not kept.
+    # A grab whose basket is torn is answered, too.
     torn = [one for one in refused if not isinstance(one, Undecodable) and basket_of(one) is not None]
     assert {one.id for one in torn} <= {answer.id for answer in understood.refused}
     kept = whole_of(understood.rejected)
     assert len(understood.commands) + len(refused) == len(found)
-    assert len(kept) == min(len(refused) - len(torn), REJECTED_OF_ARRAY_MAX)
+    assert len(kept) == min(len(refused), REJECTED_OF_ARRAY_MAX)
     # A secret's command is written anew; everything else is kept as it came.
     assert all(raw in value or raw == encode_command(decode_commands(raw)[0]) for raw in kept)  # type: ignore[arg-type]
     for command in understood.commands:
