@@ -28,7 +28,7 @@ from tests.gateway.test_connections import GRAB, connected
 from tests.support.command_line import env_of, grabstream, in_a_terminal
 from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
 from tests.support.processes import resident_bytes
-from tests.support.receipts import SECRET, as_text
+from tests.support.receipts import SECRET, as_text, receipt_for, signed
 
 WITH_BODIES = [one for one in OPERATIONS if one.body_bytes_max]
 WITH_IDS = [one for one in OPERATIONS if "{" in one.path]
@@ -286,7 +286,9 @@ async def test_ticket_is_of_one_user_one_offer_and_one_use(door: Door, offer: st
 
 # -- texts of strangers --------------------------------------------------------------------------------------
 
-DECEPTIVE = "\u202egnp.exe\u2066 \u2028 [/] [red]x[/red] :fire: [link=https://evil.example]y[/link] <script>"
+MARKUP = "[/] [red]x[/red] :fire: [link=https://evil.example]y[/link] <script>"
+#: What the payment side may choose as the id of a payment, and no text of one line may have.
+DECEPTIVE = f"\u202egnp.exe\u2066 \u2028 {MARKUP}"
 #: What no terminal may get: controls, and characters that reorder a line or end it.
 HARMFUL = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI", "B"}
 
@@ -313,35 +315,46 @@ async def test_title_deceives_neither_terminals_nor_browsers(caller: Caller, doo
         "\x00",
         "\x7f",
         "\x08",
+        "\u202egnp.exe",
+        "a\u2066b",
+        "a\u2028b",
     ):
         terms = {"kind": "coupon", "issuer": "shop", "total": 1, "title": control}
         got = await caller.post("/v1/offers", {"offer": offer, "terms": terms})
         assert (got.status, got.body["field"]) == (400, "terms.title"), control
         assert not harmful_in(got.raw.decode()), "also in the refusal"
-    opened = await caller.open(offer, total=5, max_per_grab=5, title=DECEPTIVE)
-    taken = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "metadata": {"form": DECEPTIVE}})
+    priced = {"kind": "stock", "total": 5, "price": 100, "currency": "CNY", "hold_ms": 600_000}
+    await caller.open(offer, **priced, title=MARKUP)
+    for metadata, status in (({"form": DECEPTIVE}, 400), ({"form": MARKUP}, 201)):
+        taken = await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann", "metadata": metadata})
+        assert taken.status == status, taken
+    receipt = signed(receipt_for(taken.body, DECEPTIVE))
+    paid = await caller.send("POST", "/v1/payments/callback", {"receipt": receipt})
+    assert paid.body["answer"]["outcome"] == "confirmed", paid
     path = f"/v1/offers/{offer}/grabs/{taken.body['grab']}/return"
-    back = await caller.post(path, {"user": "ann", "reason": DECEPTIVE})
-    assert (opened.status, taken.status, back.status) == (201, 201, 200)
+    back = await caller.post(path, {"user": "ann", "reason": MARKUP})
+    assert back.status == 200, back
     after = f"?after={back.body['shard']}-{back.body['seq']}"
     for where in (f"/v1/offers/{offer}{after}", f"/v1/users/ann/grabs{after}"):
         got = await caller.send("GET", where)
         # A browser shows it as text, whatever is in it.
         assert got.headers["content-type"] == "application/json", where
         assert got.headers["x-content-type-options"] == "nosniff", where
-        assert DECEPTIVE in json.dumps(got.body, ensure_ascii=False), where
+        assert MARKUP in json.dumps(got.body, ensure_ascii=False), where
     environment = env_of(door.settings) | {"shards": str(door.settings.shards)}
-    replay = ("replay", "--offer", offer, "--into", "-")
-    for words in (("show", offer), ("show", offer, "--json"), ("why", "ann", offer), replay):
-        shown = await asyncio.to_thread(in_a_terminal, *words, columns=200, **environment)
+    # On a terminal, what deceives is escaped, and markup is there as it was written; a pipe gets the text.
+    escaped = f"\\u202egnp.exe\\u2066 \\u2028 {MARKUP}"
+    for words, seen, text in (
+        (("show", offer), MARKUP, MARKUP),
+        (("show", offer, "--json"), MARKUP, MARKUP),
+        (("why", "ann", offer), escaped, DECEPTIVE),
+        (("replay", "--offer", offer, "--into", "-"), escaped, DECEPTIVE),
+    ):
+        shown = await asyncio.to_thread(in_a_terminal, *words, columns=400, **environment)
         assert not harmful_in(shown.replace("\r\n", "\n")), words
-        # It is there, with its markup as it was written, and escapes in place of what deceives.
-        deceptive = (
-            "\\u202egnp.exe\\u2066 \\u2028 [/] [red]x[/red] :fire: [link=https://evil.example]y[/link]"
-        )
-        assert deceptive in shown, (words, shown)
+        assert seen in shown, (words, shown)
         piped = await asyncio.to_thread(grabstream, *words, **environment)
-        assert DECEPTIVE in piped.stdout, words
+        assert text in piped.stdout, words
 
 
 # -- half-open connections -----------------------------------------------------------------------------------

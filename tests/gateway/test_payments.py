@@ -521,12 +521,13 @@ async def test_without_keys_there_are_no_tokens_and_no_receipts(
     door: Door, caller: Caller, offer: str, tmp_path: Path
 ) -> None:
     await caller.open(offer, **SALE)
+    aud = claims_of((await held_by(caller, offer, "another"))["payment_token"])["aud"]
     with GatewayProcess(door.settings, tmp_path / "log", gate_timeout_ms="20000") as gateway:
         async with calling(gateway.port) as other:
             held = await held_by(other, offer)
             assert "payment_token" not in held
-            assert (await report(other, receipt_for(held, "p"))).status == 401
-    assert await result_of(caller, receipt_for(held, "p")) == ("confirmed", "confirmed")
+            assert (await report(other, receipt_for(held, "p", aud=aud))).status == 401
+    assert await result_of(caller, receipt_for(held, "p", aud=aud)) == ("confirmed", "confirmed")
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ import redis.asyncio
 
 from grabstream.lua.gate import encoding
 from grabstream.lua.gate.calls import GateLimits, now_ms, run_script
+from grabstream.lua.gate.drawing import in_slices
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.loader import assemble, load, script_names, script_path
@@ -343,7 +344,12 @@ async def _breaks(client: Any, keys: KeySpace, commands: list[AnyCommand], now: 
 async def _call(client: Any, keys: KeySpace, commands: list[AnyCommand], now: int) -> Any:
     """Makes one call of the commands' script, as the gate makes it; returns the decoded reply."""
     script, shard = type(commands[0]).__name__.lower(), keys.shard(keys.shard_of_offer(commands[0].offer))
-    call = encoding.build(shard, script, commands, encoding.Secrets(SEALER, TICKETS), now)
+    secrets = encoding.Secrets(SEALER, TICKETS)
+    if script == "open":
+        opens = [command for command in commands if isinstance(command, Open)]
+        call = await in_slices(encoding.building_open(shard, opens, secrets, now))
+    else:
+        call = encoding.build(shard, script, commands, secrets)
     arguments = (f"{shard.shard}/{keys.shards}", now_ms(), now, 10**12, "", *call.arguments)
     return encoding.decode_reply(await run_script(client, script, [*shard.deciding(), *call.keys], arguments))
 
