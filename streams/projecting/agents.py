@@ -265,7 +265,7 @@ def build_app(
 
     @app.on_partitions_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
     async def forget(app: faust.App, revoked: Any, **_: Any) -> None:
-        app.assignment = app.assignment._replace(shards=frozenset())
+        app.assignment = app.assignment._replace(shards=None)
 
     @app.on_before_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
     async def stop_projectors(app: faust.App, **_: Any) -> None:

@@ -52,12 +52,18 @@ FAILED_SECONDS_MAX: Final = 30.0
 
 
 class Assignment(NamedTuple):
-    """The shards that Faust has assigned to this process. `since`: when it has last assigned any, or began
-    (monotonic, s); earlier time is not a stall of this assignment.
+    """The shards that Faust has assigned to this process; None while its group moves partitions. `since`:
+    when it has last assigned any, or began (monotonic, s); earlier time is not a stall of this assignment.
     """
 
     since: float
-    shards: frozenset[int] = frozenset()
+    shards: frozenset[int] | None = None
+
+    def is_elsewhere(self, shard: int) -> bool:
+        """Whether a shard is, or may soon be, another process's. A process that got no shard at all may be
+        one whose assignor met a broker that did not know the topic yet.
+        """
+        return self.shards is None or (bool(self.shards) and shard not in self.shards)
 
 
 async def until_stalled(
@@ -69,9 +75,9 @@ async def until_stalled(
     projectors: Sequence[Projector],
     assignment: Callable[[], Assignment],
 ) -> str:
-    """Waits until a projector has not moved in a shard for STALLED_SECONDS, or in one that Faust has not
-    assigned to this process for UNASSIGNED_SECONDS, although the journal has more for it; returns which one,
-    in words. Raises nothing: after any error it tries again.
+    """Waits until a projector has not moved in a shard for STALLED_SECONDS, or in one that is another
+    process's, or is being moved, for UNASSIGNED_SECONDS, although the journal has more for it; returns which
+    one, in words. Raises nothing: after any error it tries again.
     """
     # Publishers are watched apart: other programs may write to their topic, and delete its records, and
     # trouble with that must not hide another projector that is stalled.
@@ -175,7 +181,7 @@ async def _find_stalled(
             seconds = now - max(since, assignment.since)
             if offset != before:
                 lagging[name, shard] = (offset, now)
-            elif seconds > (STALLED_SECONDS if shard in assignment.shards else UNASSIGNED_SECONDS):
+            elif seconds > (UNASSIGNED_SECONDS if assignment.is_elsewhere(shard) else STALLED_SECONDS):
                 if await _is_held(connection, projector, schema, shard):
                     continue
                 return (

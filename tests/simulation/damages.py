@@ -9,7 +9,8 @@ from tests.simulation.bugs import BUGS, Bug
 from tests.simulation.guards import GUARDS, Guard
 
 _WATCHED: Final = (
-    "            elif seconds > (STALLED_SECONDS if shard in assignment.shards else UNASSIGNED_SECONDS):\n"
+    "            elif seconds > "
+    "(UNASSIGNED_SECONDS if assignment.is_elsewhere(shard) else STALLED_SECONDS):\n"
 )
 _SETS_ASIDE: Final = "            decided.append(_Decided(of_records, answers[start:end], aside))\n"
 

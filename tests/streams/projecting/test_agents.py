@@ -227,3 +227,16 @@ async def test_trouble_with_the_topic_of_events_hides_no_stalled_projector(
         )  # fmt: skip
     assert stalled.startswith(f"ledger has been at offset 0 of shard {SHARD} for ")
     assert calls
+
+
+@pytest.mark.parametrize(
+    ("shards", "elsewhere"),
+    [
+        (frozenset([1, 2]), False),
+        (frozenset([2]), True),  # another process may have just ended
+        (None, True),  # the group moves partitions
+        (frozenset(), False),  # the assignor may have met a broker that did not know the topic
+    ],
+)
+def test_a_shard_of_another_process_may_stand_longer(shards: frozenset[int] | None, elsewhere: bool) -> None:
+    assert watchdog.Assignment(0.0, shards).is_elsewhere(1) is elsewhere
