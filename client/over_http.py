@@ -155,7 +155,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
             AsyncClient, url, key=key, timeout_seconds=timeout_seconds, connections_max=connections_max,
             verify=verify,
         )  # fmt: skip
-        self._beginning = threading.Lock()
+        self._lock = threading.Lock()
         self._running: _Running | None = None
         self._is_ended = False
 
@@ -169,7 +169,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
 
     def end(self) -> None:
         """Closes the connections, and ends the streams of events. Calls of other threads end at once, too."""
-        with self._beginning:
+        with self._lock:
             is_first, self._is_ended = not self._is_ended, True
         running = self._running
         if is_first and running is not None and running.process == os.getpid():
@@ -231,13 +231,13 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
     ) -> Generator[ServedEvent, None, None]:
         messages = self._client()._messages(following)
         try:
-            while (waiting := self._begin(_next_of(messages))) is not None:
+            while (waiting := self._submit(_next_of(messages))) is not None:
                 if (found := _result_of(waiting)) is None:
                     return
                 yield from _events_of(found, positions)
         finally:
             # Nobody waits for it: this may be the end of the process, which has stopped the other thread.
-            self._begin(_closed(messages))
+            self._submit(_closed(messages))
 
     def pages(self, ask: Callable[..., P], *words: str, **asked: Any) -> Iterator[P]:
         """All pages of a question: `client.pages(client.offers, state="open")`."""
@@ -248,10 +248,10 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         yield page
 
     def _client(self) -> "AsyncClient":
-        with self._beginning:
-            return self._begun().client
+        with self._lock:
+            return self._ensure_running().client
 
-    def _begun(self) -> "_Running":
+    def _ensure_running(self) -> "_Running":
         """The event loop of this process: a process that was forked has none of the threads of its parent."""
         if self._is_ended:
             raise RuntimeError("the client has ended")
@@ -262,17 +262,17 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
             self._running = _Running(os.getpid(), loop, thread, self._make())
         return self._running
 
-    def _begin(self, call: Coroutine[Any, Any, T]) -> "Future[T] | None":
+    def _submit(self, call: Coroutine[Any, Any, T]) -> "Future[T] | None":
         """Begins a coroutine in the event loop; None if the client has ended."""
         # What begins before the end is known to `end`.
-        with self._beginning:
+        with self._lock:
             if self._is_ended:
                 call.close()
                 return None
-            return asyncio.run_coroutine_threadsafe(call, self._begun().loop)
+            return asyncio.run_coroutine_threadsafe(call, self._ensure_running().loop)
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        waiting = self._begin(call)
+        waiting = self._submit(call)
         if waiting is None:
             raise RuntimeError("the client has ended")
         return _result_of(waiting)

@@ -21,6 +21,21 @@ export function sharesOf(row) {
   return { given: text(row.given), held: text(row.held), left: text(row.amount_left - uncodedOf(row)), refunded: text(row.refunded), total: text(row.total) };
 }
 
+/** The sums of the books by asset: of the accounts of each kind, and of all. Large ones come as BigInt. */
+export function sumsByAsset(rows) {
+  const byAsset = new Map();
+  for (const row of rows) {
+    const of = byAsset.get(row.asset) ?? { asset: row.asset, sums: {}, accounts: 0, all: 0n };
+    const kind = KINDS.includes(row.kind) ? row.kind : "other";
+    const sum = BigInt(row.sum);
+    of.sums[kind] = (of.sums[kind] ?? 0n) + sum;
+    of.accounts += row.accounts;
+    of.all += sum;
+    byAsset.set(row.asset, of);
+  }
+  return [...byAsset.values()];
+}
+
 export const href = (kind, id, query = "") => `#/${kind}/${encodeURIComponent(id)}${query}`;
 
 export function overview({ signal, report }) {
@@ -89,16 +104,7 @@ export function overview({ signal, report }) {
 
   poll(async (until) => {
     const found = await get("/v1/books", until);
-    const byAsset = new Map();
-    for (const row of found.sums) {
-      const of = byAsset.get(row.asset) ?? { asset: row.asset, sums: {}, accounts: 0, all: 0n };
-      const kind = KINDS.includes(row.kind) ? row.kind : "other";
-      of.sums[kind] = (of.sums[kind] ?? 0) + row.sum;
-      of.accounts += row.accounts;
-      of.all += BigInt(row.sum);
-      byAsset.set(row.asset, of);
-    }
-    const all = [...byAsset.values()];
+    const all = sumsByAsset(found.sums);
     sums.update(all.slice(0, ASSETS_MAX));
     show(moreAssets, all.length > ASSETS_MAX);
     say(moreAssets, `${count(ASSETS_MAX)} of ${count(all.length)} assets are shown.`);
