@@ -253,7 +253,7 @@ class Questions:
         [row] = await self._books.rows(query, [*values, SHUFFLED_NAMES_MAX])
         return _encode(row.get("names", ""))
 
-    def _listed_in(self, source: Kept) -> "_Listed":
+    def _listed_in(self, source: Kept) -> _Listed:
         """The offers of a document of `_to_shuffle`."""
         if source.tag not in self._listed:
             add_bounded(self._listed, source.tag, _Listed(source.body), SHUFFLED_LISTS_MAX)

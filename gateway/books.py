@@ -86,10 +86,10 @@ class Books:
     async def change(self, make: Callable[[AsyncConnection[Any]], Awaitable[T]]) -> T:
         """What a change of tables returns, in a transaction of its own: all of it, or none."""
 
-        is_made = False
+        is_begun = False
 
         async def carry_out(connection: AsyncConnection[Any]) -> T:
-            nonlocal is_made
+            nonlocal is_begun
             async with connection.transaction():
                 await connection.execute(
                     sql.SQL(
@@ -97,11 +97,11 @@ class Books:
                         "SET LOCAL lock_timeout = {}"
                     ).format(CHANGE_MS_MAX, QUESTION_MS_MAX)
                 )
-                is_made = True
+                is_begun = True
                 return await make(connection)
 
         return await _answered(
-            self._with_session(carry_out, lambda: not is_made),
+            self._with_session(carry_out, lambda: not is_begun),
             SESSION_WAIT_SECONDS_MAX + CHANGE_MS_MAX / 1000 + 1,
             CHANGE_MS_MAX,
         )
@@ -145,15 +145,13 @@ class Books:
             return all(seqs[projection, shard] >= seq for projection in projections)
 
         until = time.monotonic() + seconds
-        while True:
-            if not (self._seen and self._seen[-1].is_fresh and has_it(self._seen[-1].seqs)):
-                seqs = await self._seqs()
-                if not has_it(seqs):
-                    if time.monotonic() >= until:
-                        return None
-                    await asyncio.sleep(POLL_SECONDS)
-                    continue
-            return next(seen.since for seen in self._seen if has_it(seen.seqs))
+        newest = self._seen[-1] if self._seen else None
+        if newest is None or not newest.is_fresh or not has_it(newest.seqs):
+            while not has_it(await self._seqs()):
+                if time.monotonic() >= until:
+                    return None
+                await asyncio.sleep(POLL_SECONDS)
+        return next(seen.since for seen in self._seen if has_it(seen.seqs))
 
     async def last_seq(self, shard: int) -> int:
         """The last event of a shard that any read model has."""

@@ -35,10 +35,6 @@ class Kept(NamedTuple):
     until: float
     is_own: bool = True
 
-    def is_read_since(self, time: float | None) -> bool:
-        """Whether it was certainly read after a time; None: at any time."""
-        return time is None or (self.is_own and self.since >= time)
-
 
 class _Making(NamedTuple):
     """A document that is being made since a time (monotonic, s). Unless it `is_own`, another gateway may have
@@ -48,6 +44,11 @@ class _Making(NamedTuple):
     since: float
     is_own: bool
     task: asyncio.Task[Kept]
+
+
+def _is_read_since(document: Kept | _Making, since: float | None) -> bool:
+    """Whether this gateway has certainly read a document after a time; None: whenever, and whoever."""
+    return since is None or (document.is_own and document.since >= since)
 
 
 class Cache:
@@ -74,7 +75,7 @@ class Cache:
     def kept(self, key: bytes, read_since: float | None = None) -> Kept | None:
         """The document of a digest, if it is kept and fresh, and was read since a time."""
         kept = self._kept.get(key)
-        if kept is None or time.monotonic() >= kept.until or not kept.is_read_since(read_since):
+        if kept is None or time.monotonic() >= kept.until or not _is_read_since(kept, read_since):
             return None
         self._kept.move_to_end(key)
         self.hits += 1
@@ -95,7 +96,7 @@ class Cache:
         if (kept := self.kept(key, read_since)) is not None:
             return kept
         making = self._making.get(key)
-        if making is None or (read_since is not None and not (making.is_own and making.since >= read_since)):
+        if making is None or not _is_read_since(making, read_since):
             self.misses += 1
             making = self._begin(key, make, is_own=read_since is not None)
         else:

@@ -37,7 +37,7 @@ class Failures:
 
     async def count(self, scope: Scope) -> None:
         """Counts a failure; raises Problem when its address has had too many."""
-        address = self.address_of(scope)
+        address = address_of(scope, self._proxies)
         seconds = await self._counters.hit(self._rates, self._kind, address)
         if seconds:
             add_bounded(self.blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)
@@ -46,7 +46,7 @@ class Failures:
     def check(self, scope: Scope) -> None:
         """Raises Problem while an address has had too many failures."""
         if self.blocked:
-            self._check(self.address_of(scope))
+            self._check(address_of(scope, self._proxies))
 
     def _check(self, address: str) -> None:
         until = self.blocked.get(address)
@@ -57,10 +57,6 @@ class Failures:
             del self.blocked[address]
             return
         raise too_many(f"This address may send {in_words(self._rates)} {self._words}.", math.ceil(seconds))
-
-    def address_of(self, scope: Scope) -> str:
-        """The address of the client."""
-        return address_of(scope, self._proxies)
 
 
 def in_words(rates: Rates) -> str:

@@ -9,8 +9,8 @@ import asyncio
 from typing import Any, Final
 
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.server import server_epoch_of
-from grabstream.lua.trouble import is_trouble
+from grabstream.lua.server import is_of_server
+from grabstream.lua.trouble import suppressed_trouble
 
 #: How long Redis is waited for; then the question waits for the read model as if nobody had been asked.
 ANSWER_SECONDS_MAX: Final = 1.0
@@ -38,19 +38,13 @@ class Reached:
 
     async def _ask(self, shard: int) -> int | None:
         state = self._keys.shard(shard).state
-        try:
+        with suppressed_trouble():
             async with asyncio.timeout(ANSWER_SECONDS_MAX):
-                seq, life, partial, fault = await self._redis.hmget(
+                seq, epoch, partial, fault = await self._redis.hmget(
                     state, ["seq", "life", "partial", "fault"]
                 )
+                may_know = partial is None and fault is None and (seq or b"").isdigit()
                 # Asked last: the epoch does not come back, so the server had it when it told the seq.
-                is_reconciled = life is not None and life.decode() == await server_epoch_of(
-                    self._redis, state
-                )
-        except BaseException as error:
-            if not is_trouble(error):
-                raise
-            return None
-        if not is_reconciled or partial is not None or fault is not None or not (seq or b"").isdigit():
-            return None
-        return int(seq)
+                if may_know and await is_of_server(self._redis, state, epoch):
+                    return int(seq)
+        return None

@@ -96,7 +96,12 @@ class Receipts:
             then(_reply_of(receipt, "unchanged"))
             return
         # Its authority travels with it: the gate verifies it, too, and that it is for this system.
-        self._decide(receipt, msgspec.structs.replace(command_of(receipt), receipt=text), then)
+        command = msgspec.structs.replace(command_of(receipt), receipt=text)
+
+        def answered(found: Answer | BaseException) -> None:
+            then(_found(receipt, command, found))
+
+        self._gate.decide_soon(command, answered, timeout_ms=self._timeout_ms, of_system=True)
 
     def _refuse_counted(self, forged: Failures, refusal: Problem, scope: Scope, then: Then) -> None:
         """Refuses a forged receipt when it is counted: the counters may be in a server."""
@@ -112,12 +117,6 @@ class Receipts:
         task = asyncio.create_task(count())
         self._counting.add(task)
         task.add_done_callback(self._counting.discard)
-
-    def _decide(self, receipt: Receipt, command: Confirm, then: Then) -> None:
-        def answered(found: Answer | BaseException) -> None:
-            then(_found(receipt, command, found))
-
-        self._gate.decide_soon(command, answered, timeout_ms=self._timeout_ms, of_system=True)
 
     def _receipt(self, body: bytes) -> tuple[str, Receipt]:
         try:

@@ -392,22 +392,23 @@ def _with_approval(request: Request, type_: str, given: Mapping[str, str], body:
     """The fields that are given, and who has approved a correction. A list and a correction are always those
     of the API key, which has approved it, too. Raises Problem when the body names another one.
     """
+    if type_ not in _OF_THE_KEY:
+        return given
     try:
         named = _decode_operating(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return given  # the body is refused as a whole, in words
-    is_approved = type_ == "adjust" and named.approved_by is not msgspec.UNSET
+    lacks_approval = type_ == "adjust" and named.approved_by is msgspec.UNSET
     if request.service is None:
-        if type_ == "adjust" and not is_approved:
+        if lacks_approval:
             raise invalid("approved_by: is required; no API key says who approved the correction")
         return given
-    if type_ in _OF_THE_KEY:
-        if named.operator is not None:
-            _check_of_the_key("operator", named.operator, request.service)
-        if is_approved:
-            _check_of_the_key("approved_by", named.approved_by, request.service)
-    if type_ == "adjust" and not is_approved:
+    if named.operator is not None:
+        _check_of_the_key("operator", named.operator, request.service)
+    if lacks_approval:
         return {**given, "approved_by": request.service}
+    if type_ == "adjust":
+        _check_of_the_key("approved_by", named.approved_by, request.service)
     return given
 
 

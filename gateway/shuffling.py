@@ -1,9 +1,8 @@
-"""Offers in a random order of each visitor, which is always the same: a new offer takes a place in it, and
-moves no other.
+"""Offers in a random order of each visitor, which stays the same while their number does not come to need
+more buckets, or fewer: a new offer takes a place in it, and moves no other.
 
 Offers are in buckets by their names, for all visitors. A visitor gets the buckets in an order of their own,
 and the offers of each bucket too. So a page looks at the offers of a bucket or two, however many there are.
-When their number comes to need more buckets, or fewer, the orders are new ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +11,8 @@ from itertools import islice
 from typing import Final
 from zlib import crc32
 
-#: The offers of a bucket are half as many or more, on average: so many that buckets are about equally large,
-#: and all offers first about equally often.
+#: Offers of a bucket, on average at most, and at least half as many: enough that buckets are about equally
+#: large, so every offer is first about equally often.
 BUCKET_OFFERS_MAX: Final = 256
 
 

@@ -13,6 +13,13 @@ async def server_epoch_of(redis: Any, key: str) -> str:
     return str((await run_script(redis, "server_epoch", [key], [])).decode())
 
 
+async def is_of_server(redis: Any, state: str, epoch: bytes | None) -> bool:
+    """Whether a shard with this state and epoch is reconciled with the server that has it now; raises the
+    client's errors.
+    """
+    return epoch is not None and epoch.decode() == await server_epoch_of(redis, state)
+
+
 async def time_ms_of(redis: Any, key: str) -> int:
     """Returns the time of the server that has a key, ms since 1970 UTC; raises the client's errors."""
     return int(await run_script(redis, "time", [key], []))

@@ -9,8 +9,6 @@ const PAUSE_MS = 1000;
 const PAUSE_MS_MAX = 15000;
 /** Statuses below 500 after which a repeat may help. */
 const PASSING = new Set([408, 425, 429]);
-/** Of these, the problem of a gateway says that it has not decided this request. */
-const UNDECIDED = new Set([408, 425, 429, 503]);
 
 /** The visitor is another one now: nothing is sent, and the command waits for the one who made it. */
 export class Left extends Error {}
@@ -96,7 +94,8 @@ export async function command(user, path, body, waits) {
         sessionStorage.removeItem(name);
         throw error;
       }
-      const isUndecided = isRefused && isRefusal(kept.key, problem) && (!isOpen || UNDECIDED.has(status));
+      // A 503 of a gateway says that it has not decided this request; a 500 or a 504 does not.
+      const isUndecided = isRefused && isRefusal(kept.key, problem) && (status < 500 || status === 503);
       kept.isUnknown ||= !isUndecided;
       keep(kept.isUnknown);
       // What was never decided is over with a refusal, but waits for valid credentials.

@@ -5,7 +5,7 @@ import { against, areas, bar, legend } from "./charts.js";
 import { card, h, keyed, put, say, show, table, tiles } from "./dom.js";
 import { actions } from "./actions.js";
 import { amount, clock, count, counted, digitsOf, length, moment, unit, words } from "./format.js";
-import { STATES, href, sharesOf, uncodedOf } from "./overview.js";
+import { STATES, href, leftOf, sharesOf } from "./overview.js";
 
 export function offer({ id, signal, report }) {
   if (!id) return ask();
@@ -92,7 +92,8 @@ export function offer({ id, signal, report }) {
     numbers.set.total(of.total, row.kind === "envelope" ? counted(row.units, "part") : unit(row.asset));
     numbers.set.given(of.given, share(row.given));
     numbers.set.held(of.held, share(row.held));
-    const uncoded = uncodedOf(row);
+    // Units that came back without their codes, which users have seen: they are in the offer, but nobody can take them.
+    const uncoded = row.amount_left - row.units_left;
     numbers.set.left(of.left, row.kind === "envelope" ? counted(row.units_left, "part")
       : uncoded ? `and ${counted(uncoded, "unit")} without code` : share(row.units_left));
     numbers.set.refunded(of.refunded, share(row.refunded));
@@ -147,7 +148,7 @@ function filmOf(id, signal, report) {
     const at = film.now;
     say(values.given, amount(at.given, film.asset));
     say(values.held, amount(at.held, film.asset));
-    say(values.left, amount(film.kind === "envelope" ? at.amount_left : at.units_left, film.asset));
+    say(values.left, amount(leftOf(film.kind, at), film.asset));
     say(values.waiting, count(at.waiting));
     grabs.update(film.grabs.slice(0, 12));
     const text = `${moment(at.at)} UTC, ${at.state}`;

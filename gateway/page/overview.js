@@ -12,13 +12,13 @@ const GIVEN = ["granted", "held", "waiting"];
 
 export const STATES = { open: "good", paused: "warn", closed: "", retired: "" };
 
-/** Units that came back without their codes, which users have seen: they are in the offer, but nobody can take them. */
-export const uncodedOf = (row) => (row.kind === "envelope" ? 0 : row.amount_left - row.units_left);
+/** What can still be taken: the money of an envelope; of pieces, those that have codes, where the offer has codes. */
+export const leftOf = (kind, of) => (kind === "envelope" ? of.amount_left : of.units_left);
 
 /** What an offer has given, what is held, left, and gone back, in words. */
 export function sharesOf(row) {
   const text = (value) => amount(value, row.asset);
-  return { given: text(row.given), held: text(row.held), left: text(row.amount_left - uncodedOf(row)), refunded: text(row.refunded), total: text(row.total) };
+  return { given: text(row.given), held: text(row.held), left: text(leftOf(row.kind, row)), refunded: text(row.refunded), total: text(row.total) };
 }
 
 /** The sums of the books by asset: of the accounts of each kind, and of all. Large ones come as BigInt. */

@@ -11,7 +11,7 @@ from psycopg.rows import dict_row
 
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import read_grab, read_part
-from grabstream.lua.server import server_epoch_of
+from grabstream.lua.server import is_of_server
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, PaymentRefundDue, encode_event
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.runs import decode_line, singles
@@ -198,10 +198,7 @@ async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: l
     """
     of_shard = keys.shard(keys.shard_of_offer(offer))
     state_key, users_key, _, grabs_key, *_ = of_shard.of_offer(offer)
-    server_epoch = await redis.hget(of_shard.state, "life")
-    decides = server_epoch is not None and server_epoch.decode() == await server_epoch_of(
-        redis, of_shard.state
-    )
+    decides = await is_of_server(redis, of_shard.state, await redis.hget(of_shard.state, "life"))
     values = await redis.hmget(state_key, ["state", "paused", "kind", "amount_left", "units_left", "held"])
     if values[0] is None:
         return {"decides": decides, "there": False}
