@@ -55,9 +55,18 @@ D = TypeVar("D", bound=Document)
 
 
 def error_in_words(error: BaseException) -> str:
-    """The type and text of an error; the type alone where there is no text, as in a TimeoutError."""
+    """The type and text of an error; the type alone where there is no text, as in a TimeoutError. Texts of
+    Kafka errors begin with the type already.
+    """
     kind, text = type(error).__name__, str(error).strip()
-    return f"{kind}: {text}" if text else kind
+    if not text:
+        return kind
+    return text if kind in text else f"{kind}: {text}"
+
+
+def pause_seconds(attempt: int) -> float:
+    """A random pause before an attempt: the longest one doubles with each that has failed."""
+    return random.uniform(0.0, min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2 ** min(attempt, 16)))
 
 
 class RequestProblem(Exception):
@@ -166,10 +175,10 @@ class Exchange(Generic[T]):
         return False
 
     def _pause_seconds(self, asked_seconds: float) -> float:
-        longest = min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2 ** min(self._attempts, 16))
-        self._attempts += 1
         # The jitter is added to what the gateway asks for, so that its clients do not return together.
-        return asked_seconds + random.uniform(0, longest)
+        pause = asked_seconds + pause_seconds(self._attempts)
+        self._attempts += 1
+        return pause
 
 
 class ServedAnswer(Answer, frozen=True):
@@ -208,7 +217,7 @@ class Deciding(Exchange[ServedAnswer]):
         # Of an end user, the gateway makes the id of a command about a grab.
         user = command.user if isinstance(command, GrabCommand) else None
         if answer.id != command.id and (user is None or answer.id != id_of_end_user(user, command.id)):
-            raise ValueError(f"the answer is to the command {answer.id}, not to {self._command.id}")
+            raise ValueError(f"the answer is to the command {answer.id}, not to {command.id}")
         return answer
 
     def _refused(self, problem: RequestProblem, members: Mapping[str, Any]) -> bool:

@@ -462,9 +462,11 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
             pause = await self._attempt(exchange, until - loop.time())
             if pause is None:
                 return exchange.result
-            if loop.time() + pause + ATTEMPT_SECONDS_MIN > until or self._ended.is_set():
+            if loop.time() + pause + ATTEMPT_SECONDS_MIN > until:
                 raise exchange.given_up(self._timeout_seconds)
             await self._rest(pause)
+            if self._ended.is_set():
+                raise exchange.given_up(self._timeout_seconds)
 
     async def _rest(self, seconds: float) -> None:
         """Waits, or until this client ends."""

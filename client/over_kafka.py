@@ -14,7 +14,6 @@ are read.
 
 import asyncio
 import logging
-import random
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -26,10 +25,9 @@ from pydantic import ValidationError
 
 from grabstream.client.commands import Commands, given
 from grabstream.client.exchange import (
-    PAUSE_SECONDS_FIRST,
-    PAUSE_SECONDS_MAX,
     RequestProblem,
     error_in_words,
+    pause_seconds,
 )
 from grabstream.models import commands as sent
 from grabstream.models.commands import encode_command, named_in_basket
@@ -306,11 +304,6 @@ async def _stopped(client: AIOKafkaConsumer | AIOKafkaProducer) -> None:
         stopping.cancel()
     elif not stopping.cancelled() and (error := stopping.exception()):
         log.warning("closing a client of Kafka: %r", error)
-
-
-def pause_seconds(attempt: int) -> float:
-    """A random pause before an attempt: the longest one doubles with each that has failed."""
-    return random.uniform(0.0, min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2 ** min(attempt, 16)))
 
 
 def _in_words(answer: Answer, command: sent.AnyCommand) -> Answer:

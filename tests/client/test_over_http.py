@@ -7,6 +7,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final, get_args
@@ -346,6 +347,32 @@ async def test_calls_end_with_their_client(kind: type[Client | AsyncClient]) -> 
     assert [type(each) for each in found] == [OutcomeUnknown] * 3
     with pytest.raises(RuntimeError):
         await both.offers()
+
+
+async def test_a_call_that_rests_between_attempts_ends_with_its_client(
+    kind: type[Client | AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was decided, and nothing more is sent."""
+    rests, rest = threading.Event(), AsyncClient._rest
+
+    async def resting(client: AsyncClient, seconds: float) -> None:
+        rests.set()
+        await rest(client, seconds)
+
+    monkeypatch.setattr(AsyncClient, "_rest", resting)
+    async with scripted([BUSY_LONG]) as (url, requests):
+        both = Both(kind(url, timeout_seconds=3_600))
+        call = asyncio.create_task(both.grab("o", "u", id="g"))
+
+        async def does_rest() -> bool:
+            return rests.is_set()
+
+        await until(does_rest, 20, "the rest that the gateway asks for")
+        await both.end()
+        async with asyncio.timeout(60):
+            with pytest.raises(RequestProblem, match="busy"):
+                await call
+    assert len(requests) == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -19,7 +19,7 @@ from aiokafka.errors import (  # type: ignore[import-untyped]
 )
 
 from grabstream import KafkaClient, OutcomeUnknown, RequestProblem
-from grabstream.client.over_kafka import pause_seconds
+from grabstream.client.exchange import pause_seconds
 from grabstream.models.vocabulary import CouponTerms, EnvelopeTerms, Grab
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.services import free_ports
