@@ -22,5 +22,5 @@ for name, text in texts.items():
         if done.returncode != 0:
             failed = True
             sys.stdout.write(f"{done.stdout}{name}: {done.stderr}" if done.stderr else done.stdout)
-sys.stdout.write("luacheck: scripts break its rules\n" if failed else f"luacheck: {len(texts)} scripts\n")
+sys.stdout.write("Lua: scripts break the rules\n" if failed else f"luacheck: {len(texts)} scripts\n")
 sys.exit(failed)

@@ -172,8 +172,8 @@ class Trouble:
     """
 
     def __init__(self, log: logging.Logger, where: str) -> None:
-        self._log, self.where = log, where
-        self._words = self.last_words = ""
+        self._log, self._where = log, where
+        self._words = self._last_words = ""
         #: When it began, and when its last uninterrupted row of failures began.
         self._since = self._row_since = -math.inf
         self._noted_at = self._lasting_logged_at = -math.inf
@@ -198,7 +198,7 @@ class Trouble:
         has_ended = not self._words and now - self._over_at >= STEADY_SECONDS
         if has_ended or now - self._noted_at >= FORGOTTEN_SECONDS:
             return None
-        return PresentTrouble(self.where, self._noted_at - self._since, now - self._since, self.last_words)
+        return PresentTrouble(self._where, self._noted_at - self._since, now - self._since, self._last_words)
 
     def note(self, words: str) -> None:
         """Records a failed attempt that somebody else logs."""
@@ -209,7 +209,7 @@ class Trouble:
             self._since, self._returns, self._lasting_logged_at = now, 0, -math.inf
         if not self._words:
             self._row_since = now
-        self._words = self.last_words = words
+        self._words = self._last_words = words
         self._noted_at = now
 
     def say(self, words: str) -> None:
@@ -220,23 +220,23 @@ class Trouble:
         since = self._since if self._returns > RETURNS_LOGGED_MAX else self._row_since
         if OUTAGES.may_explain(since):
             if words != self._logged:
-                self._log.info("%s: %s; trying again", self.where, words)
+                self._log.info("%s: %s; trying again", self._where, words)
         elif now - self._since >= LASTING_SECONDS and now - self._lasting_logged_at >= LASTING_LOGGED_SECONDS:
             self._log.warning(
-                "%s: for %.0f s now, however often it is tried: %s", self.where, now - self._since, words
+                "%s: for %.0f s now, however often it is tried: %s", self._where, now - self._since, words
             )
             self._warned, self._warned_at, self._lasting_logged_at = words, now, now
         elif words != self._warned and (
             self._returns <= RETURNS_LOGGED_MAX or now - self._warned_at >= STEADY_SECONDS
         ):
-            self._log.warning("%s: %s; trying again", self.where, words)
+            self._log.warning("%s: %s; trying again", self._where, words)
             self._warned, self._warned_at = words, now
         self._logged = words
 
     def over(self) -> None:
         """Records a successful attempt."""
         if self._words:
-            self._log.log(logging.WARNING if self._warned else logging.INFO, "%s: continues", self.where)
+            self._log.log(logging.WARNING if self._warned else logging.INFO, "%s: continues", self._where)
             # What an outage explains has ended with it.
             self._over_at = -math.inf if OUTAGES.explains(self._since) else time.monotonic()
         self._words = self._warned = self._logged = ""

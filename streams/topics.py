@@ -154,9 +154,12 @@ def _is_enough(value: int, least: int) -> bool:
     return value == -1 or (least != -1 and value >= least)
 
 
-async def states_of(client: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, TopicState]:
-    """Those of the topics that exist; raises aiokafka's errors."""
-    described = await client.describe_topics(list(names))
+async def states_of(
+    client: AIOKafkaAdminClient, described: Sequence[Mapping[str, Any]]
+) -> dict[str, TopicState]:
+    """The states of the topics that exist, among those that the client has described; raises aiokafka's
+    errors.
+    """
     found = {topic["topic"]: len(topic["partitions"]) for topic in described if topic["partitions"]}
     settings: dict[str, dict[str, str]] = {name: {} for name in found}
     if found:

@@ -324,7 +324,7 @@ def payment_side(settings: Settings, audience: str) -> PaymentSide | None:
     return PaymentSide(settings.payment_query_url, keys, settings.payment_query_timeout_ms / 1000, audience)
 
 
-def worker_settings(settings: Settings, audience: str = "") -> "WorkerSettings":
+def worker_settings(settings: Settings, audience: str) -> "WorkerSettings":
     """The part of the settings that a worker uses; `audience` is what receipts for this system name."""
     # Imported here: all roles of a worker come with it, and other processes connect too.
     from grabstream.streams.worker import WorkerSettings

@@ -45,13 +45,15 @@ class Unmet(NamedTuple):
     means: str
     mend: str
 
+    def __str__(self) -> str:
+        return f"{self.what}: {self.means}. Mend it: {self.mend}"
+
 
 class ConditionNotMet(BadSettings):
     """A server is not what this program needs."""
 
     def __init__(self, unmet: Sequence[Unmet]) -> None:
-        super().__init__("\n".join(f"{one.what}: {one.means}. Mend it: {one.mend}" for one in unmet))
-        self.unmet = unmet
+        super().__init__("\n".join(map(str, unmet)))
 
 
 # -- PostgreSQL ----------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def loses_nothing(topics: Mapping[str, TopicState], settings: Settings) -> list[
         needed = settings_needed(Topics(settings.prefix), name, topic.settings)
         if needed:
             has = ", ".join(
-                f"its {setting} is {topic.settings[setting]}, and must be {_at_least(setting, value)}"
+                f"its {setting} is {topic.settings[setting]}, and must be {_at_least(value)}"
                 for setting, value in needed.items()
             )
             unmet.append(
@@ -178,15 +180,15 @@ def loses_nothing(topics: Mapping[str, TopicState], settings: Settings) -> list[
     return unmet
 
 
-def _at_least(setting: str, value: str) -> str:
-    return value if value == "-1" or not value.isdigit() else f"at least {value}"
+def _at_least(value: str) -> str:
+    return f"at least {value}" if value.isdigit() else value
 
 
 async def read_topics(settings: Settings) -> dict[str, TopicState]:
     """The topics of the system that exist; raises aiokafka's errors."""
     names = retention_ms(Topics(settings.prefix), settings.refusals_topic)
     async with started(AIOKafkaAdminClient(**brokers.at(settings.brokers))) as client:
-        return await states_of(client, list(names))
+        return await states_of(client, await client.describe_topics(list(names)))
 
 
 async def require_new_topics(settings: Settings) -> None:
@@ -204,7 +206,7 @@ async def require_topics(settings: Settings) -> None:
     if unmet := enough_partitions(topics, settings):
         raise ConditionNotMet(unmet)
     for one in loses_nothing(topics, settings):
-        _warn_once(f"{one.what}: {one.means}. Mend it: {one.mend}")
+        _warn_once(str(one))
 
 
 @functools.cache

@@ -8,12 +8,12 @@ import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.trouble import suppressed_trouble
 from grabstream.streams.clients import TROUBLES, in_words
@@ -51,15 +51,15 @@ class WorkerReport(msgspec.Struct, frozen=True):
     troubles: list[ReportedTrouble]
 
 
-def report_of(roles: Sequence[str], now_ms: int) -> WorkerReport:
+def report_of(roles: Sequence[str], at_ms: int) -> WorkerReport:
     """What this process says of itself."""
     troubles = [
         ReportedTrouble(
-            one.where, now_ms - round(one.began_seconds_ago * 1000), one.seconds, one.words[:WORDS_MAX]
+            one.where, at_ms - round(one.began_seconds_ago * 1000), one.seconds, one.words[:WORDS_MAX]
         )
         for one in TROUBLES.present()[:TROUBLES_MAX]
     ]
-    return WorkerReport(now_ms, sorted(roles), troubles)
+    return WorkerReport(at_ms, sorted(roles), troubles)
 
 
 async def keep_reporting(redis: Any, key: str, roles: Sequence[str], stop: asyncio.Event) -> None:
@@ -67,14 +67,13 @@ async def keep_reporting(redis: Any, key: str, roles: Sequence[str], stop: async
     host = re.sub(r"[^A-Za-z0-9.-]", "_", os.uname().nodename)
     name = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
     with suppressed_trouble():
-        now_ms = _now_ms()
-        reports = await _read(redis, key)
-        if old := [one for one, report in reports.items() if now_ms - report.at > OLD_MS]:
+        oldest_ms = now_ms() - OLD_MS
+        if old := [one for one, report in (await _read(redis, key)).items() if report.at < oldest_ms]:
             await redis.hdel(key, *old)
     while not stop.is_set():
         try:
             with suppressed_trouble():
-                await redis.hset(key, name, msgspec.json.encode(report_of(roles, _now_ms())))
+                await redis.hset(key, name, msgspec.json.encode(report_of(roles, now_ms())))
         except Exception as error:
             # A user with fewer rights: nothing else depends on this.
             log.info("this worker cannot be reported in Redis: %s", in_words(error))
@@ -85,11 +84,11 @@ async def keep_reporting(redis: Any, key: str, roles: Sequence[str], stop: async
         await redis.hdel(key, name)
 
 
-async def read_reports(redis: Any, key: str, now_ms: int) -> dict[str, WorkerReport]:
+async def read_reports(redis: Any, key: str, at_ms: int) -> dict[str, WorkerReport]:
     """The reports of the workers that are there, by their names; none when they cannot be read."""
     with suppressed_trouble():
         reports = await _read(redis, key)
-        return {name: report for name, report in reports.items() if abs(now_ms - report.at) <= REPORT_MS_MAX}
+        return {name: report for name, report in reports.items() if abs(at_ms - report.at) <= REPORT_MS_MAX}
     return {}
 
 
@@ -105,7 +104,3 @@ async def _read(redis: Any, key: str) -> dict[str, WorkerReport]:
 def players(reports: Mapping[str, WorkerReport], roles: Collection[str]) -> list[str]:
     """The workers that play all of these roles."""
     return sorted(name for name, report in reports.items() if set(roles) <= set(report.roles))
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

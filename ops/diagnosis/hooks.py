@@ -14,6 +14,7 @@ from grabstream.projections.records.webhooks import (
     PARKED_MAX,
     WAITING_EVENTS_MAX,
     WAITING_MAX,
+    queues,
 )
 
 #: The command that shows why a webhook fails.
@@ -51,8 +52,7 @@ SELECT w.webhook, w.state, w.reason,
        coalesce(d.attempts, 0) AS attempts, d.problem, d.failing_since, d.due_since,
        CASE WHEN u.cursors > 0 THEN u.unread_since
             WHEN EXISTS (SELECT 1 FROM audit) THEN (extract(epoch FROM w.created_at) * 1000)::bigint
-       END AS unread_since,
-       coalesce(q.places, 0) AS places
+       END AS unread_since
 FROM webhooks AS w
 LEFT JOIN LATERAL (
     SELECT count(*) FILTER (WHERE state = 'waiting') AS waiting,
@@ -73,12 +73,6 @@ LEFT JOIN LATERAL (
     ) AS first ON true
     WHERE c.webhook = w.webhook
 ) AS u ON true
-LEFT JOIN LATERAL (
-    SELECT sum(least(events, %s))::bigint AS places FROM (
-        SELECT count(*) AS events FROM webhook_deliveries
-        WHERE webhook = w.webhook AND state = 'waiting' GROUP BY offer
-    ) AS offers
-) AS q ON true
 ORDER BY w.created_at, w.webhook
 """
 
@@ -86,8 +80,13 @@ ORDER BY w.created_at, w.webhook
 async def read_hooks(connection: AsyncConnection[Any]) -> list[HookReading]:
     """Reads all subscriptions, the oldest first."""
     async with connection.cursor(row_factory=class_row(HookReading)) as cursor:
-        await cursor.execute(_READ, (OFFER_PLACES_MAX,))
-        return await cursor.fetchall()
+        await cursor.execute(_READ)
+        hooks = await cursor.fetchall()
+    waiting = await queues(connection)
+    return [
+        hook._replace(places=waiting[hook.webhook].places) if hook.webhook in waiting else hook
+        for hook in hooks
+    ]
 
 
 def not_delivered(hooks: Sequence[HookReading], now_ms: int) -> list[Finding]:

@@ -69,7 +69,8 @@ def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
     for key in readings.known:
         if not text or key.key_id == first or key.retired_at is not None:
             continue
-        what, retire = f"seal key {key.key_id} ", f"grabstream reseal --retire {key.key_id}"
+        what, mend = f"seal key {key.key_id} ", f"grabstream reseal --retire {key.key_id}"
+        note = "docs/operating.md, A new seal key"
         if readings.uses is None:
             what += f"may still be needed: that could not be counted within {COUNT_SECONDS_MAX} s"
             means = "every process must have the key"
@@ -78,15 +79,14 @@ def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
             means = "every process must have the key until these have ended"
             if uses.envelopes or uses.code_lists:
                 # Retiring it would be refused.
-                reseals = "grabstream reseal" if uses.webhooks or uses.user_keys else "nothing to do now"
-                retire = f"{reseals}   # retire the key when these offers have ended;"
+                mend = "grabstream reseal" if uses.webhooks or uses.user_keys else "nothing to do now"
+                note = f"retire the key when these offers have ended; {note}"
             else:
-                retire = f"grabstream reseal && {retire}"
+                mend = f"grabstream reseal && {mend}"
         else:
             what += "is not needed any more"
             means = "every process must have the key until it is retired"
-        comment = " " if "#" in retire else "   # "
-        findings.append(Finding("note", what, means, f"{retire}{comment}docs/operating.md, A new seal key"))
+        findings.append(Finding("note", what, means, f"{mend}   # {note}"))
     return findings
 
 

@@ -116,7 +116,7 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
             )
             for topic in described
         }
-        states = await states_of(client, names)
+        states = await states_of(client, described)
         of_commands = {
             name: await _reading(client, consumer, committed, topics, name, partitions[name])
             for name in (topics.commands, topics.operations)

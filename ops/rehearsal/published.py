@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final, NamedTuple
 
-from grabstream.models.journal import Cursor, named
-from grabstream.models.runs import decode_line
+from grabstream.models.journal import named
 from grabstream.ops.rehearsal.stage import CannotGoOn, Patience
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checks import Check, Problems
-from grabstream.projections.cursors import Fact, single_facts
+from grabstream.projections.cursors import facts_without_transfers, single_facts
+from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, Record, open_reader
 from grabstream.streams.projecting.publisher import CURSOR_HEADER
 from grabstream.streams.topics import Topics
@@ -53,14 +53,9 @@ async def published_check(settings: Settings, check: Callable[[], None]) -> Chec
 
 async def journal_events(journal: JournalReader, shard: int) -> list[bytes]:
     """The texts of the single events of a shard, from seq 1 on."""
-    cursor, lines = Cursor(), list[bytes]()
-    async with aclosing(journal.read(shard, 0, await journal.end(shard))) as lists:
-        async for records in lists:
-            for record in records:
-                cursor, accepted = cursor.feed(record.offset, journal.block(record))
-                facts = [Fact(one.line, b"", decode_line(one.line), ()) for one in accepted]
-                lines += [single.line for single in single_facts(facts)]
-    return lines
+    source = JournalSource(journal, None, patience_seconds=None, facts_of=facts_without_transfers)
+    async with aclosing(source.chunks(shard, await source.start(shard, None))) as chunks:
+        return [single.line async for chunk in chunks for single in single_facts(chunk.facts)]
 
 
 async def published_records(events: JournalReader, shard: int, from_offset: int = 0) -> list[PublishedRecord]:

@@ -34,9 +34,14 @@ async def hold(connection: AsyncConnection[Any], name: str, work: str) -> None:
     # A process that is refused the lock reports this name. PostgreSQL cuts a long name, so the process comes
     # first.
     await rename(connection, f"process {os.getpid()} on {socket.gethostname()}, {work}")
-    result = await connection.execute("SELECT pg_try_advisory_lock(hashtext(%s))", (name,))
-    if not (await result.fetchone() or (False,))[0]:
+    if not await take(connection, name):
         raise Held(await _holder(connection, name))
+
+
+async def take(connection: AsyncConnection[Any], name: str) -> bool:
+    """Takes a lock until the connection ends, unless another session has it; returns whether it did."""
+    result = await connection.execute("SELECT pg_try_advisory_lock(hashtext(%s))", (name,))
+    return bool((await result.fetchone() or (False,))[0])
 
 
 async def release(connection: AsyncConnection[Any], name: str) -> None:

@@ -72,7 +72,7 @@ class Publisher(Projector):
         self._held: dict[int, asyncio.Task[Cursor]] = {}
         #: Shards whose hold ended with their producers, to be caught up.
         self._released: set[int] = set()
-        #: By shard whose last records were not written: the trouble, and the pause before the next attempt.
+        #: By shard whose records were once not written: the trouble, and the pause before the next attempt.
         self._troubles: dict[int, _ShardTrouble] = {}
 
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
@@ -136,7 +136,7 @@ class Publisher(Projector):
             if facts
         }
         # Who failed the last time is not waited for.
-        awaited = [task for shard, task in sending.items() if shard not in self._troubles]
+        awaited = [task for shard, task in sending.items() if not self._is_in_trouble(shard)]
         try:
             if awaited:
                 await asyncio.wait(awaited, timeout=ACKNOWLEDGED_SECONDS_MAX)
@@ -146,11 +146,9 @@ class Publisher(Projector):
                     self._end_trouble(shard)
                     continue
                 _, after = moves.pop(shard)
-                # Publishing needs no PostgreSQL, and must not wait for it here.
+                # Publishing needs no PostgreSQL: without the lock, a watchdog may start Faust again.
                 with suppressed_trouble():
-                    await connection.execute(
-                        "SELECT pg_try_advisory_lock(hashtext(%s))", (held_lock(self._schema, shard),)
-                    )
+                    await locks.take(connection, held_lock(self._schema, shard))
                 self._held[shard] = asyncio.create_task(self._until_writable(shard, task, after))
                 self._held[shard].add_done_callback(partial(self._wake, shard))
         except BaseException:
@@ -185,13 +183,14 @@ class Publisher(Projector):
         except BaseException as error:
             if not is_trouble(error):
                 raise
-            trouble = self._troubles.setdefault(shard, _ShardTrouble(shard))
+            if shard not in self._troubles:
+                self._troubles[shard] = _ShardTrouble(shard)
             failed = error
         finally:
             sending.cancel()
         while True:
             self.measures.failures += 1
-            await trouble.pause(failed)
+            await self._troubles[shard].pause(failed)
             try:
                 return await self._try_again(shard)
             except BaseException as error:
@@ -212,9 +211,12 @@ class Publisher(Projector):
         # Records that an operator has set aside are behind our cursor, and may be before the newest one.
         return max(newest, self._cursors.get(shard, newest), key=lambda cursor: cursor.next_offset)
 
+    def _is_in_trouble(self, shard: int) -> bool:
+        return shard in self._troubles and self._troubles[shard].is_present
+
     def _end_trouble(self, shard: int) -> None:
-        if (trouble := self._troubles.pop(shard, None)) is not None:
-            trouble.over()
+        if self._is_in_trouble(shard):
+            self._troubles[shard].over()
 
     def _wake(self, shard: int, _: object) -> None:
         """Makes `run` look for shards that can be written again."""
@@ -241,7 +243,9 @@ class Publisher(Projector):
 
 
 class _ShardTrouble:
-    """Why the records of a shard are not written, and the pauses between attempts."""
+    """Why the records of a shard are not written, and the pauses between attempts. It is kept when it is
+    over: what comes back again and again is trouble that lasts.
+    """
 
     def __init__(self, shard: int) -> None:
         self._trouble = Trouble(log, f"events, shard {shard}")
@@ -253,9 +257,15 @@ class _ShardTrouble:
         await asyncio.sleep(self._seconds)
         self._seconds = min(self._seconds * 2, RETRY_SECONDS_MAX)
 
+    @property
+    def is_present(self) -> bool:
+        """Whether the last attempt failed."""
+        return self._trouble.is_present
+
     def over(self) -> None:
         """Reports that the shard is written again."""
         self._trouble.over()
+        self._seconds = RETRY_SECONDS
 
 
 def held_lock(schema: str, shard: int) -> str:

@@ -41,6 +41,7 @@ from grabstream.projections.checking import proof, verified
 from grabstream.projections.checking.proof import AuditedEvent, Gaps, OfferState, Walked, numbers_in_words
 from grabstream.projections.checking.rebuilt import RebuiltModels
 from grabstream.projections.checking.verified import ALL_SHARDS, Problem, VerifiedTo
+from grabstream.projections.database import locks
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
@@ -75,8 +76,6 @@ RETRY_SECONDS: Final = 2.0
 ANSWER_SECONDS_MAX: Final = 2.0
 
 T = TypeVar("T")
-
-_ADVISORY_LOCK: Final = "SELECT pg_try_advisory_lock(hashtext(%s))"
 
 
 class Observation(NamedTuple):
@@ -158,7 +157,7 @@ class Verifier:
         async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
             await connection.execute("SET synchronous_commit = off")
-            while not await self._try_lock(connection):
+            while not await locks.take(connection, verified.lock_of(self._schema)):
                 if await _pause(stop, RETRY_SECONDS):
                     return
             await verified.begin(connection, self._keys.shards)
@@ -218,12 +217,6 @@ class Verifier:
             await verified.clear_others(connection, "keys", shard, [problem.subject for problem in problems])
         if not problems:
             self._keys_agree.add(shard)
-
-    async def _try_lock(self, connection: AsyncConnection[Any]) -> bool:
-        locked = await (
-            await connection.execute(_ADVISORY_LOCK, (verified.lock_of(self._schema),))
-        ).fetchone()
-        return bool(locked and locked[0])
 
     async def verify_once(self, connection: AsyncConnection[Any]) -> bool:
         """One pass; returns whether the walk can continue at once."""

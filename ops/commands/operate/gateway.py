@@ -244,6 +244,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
         AsyncExitStack() as stack,
     ):
         key_files, release = KeyFiles(settings), metadata.version("grabstream")
+        proxies = _proxies(settings)
         shared = None
         if cache_server is not None:
             shared = SharedAnswers(cache_server, release, settings.prefix, settings.schema_)
@@ -260,7 +261,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
         forged = Failures(
             counters,
             _rates(settings.gateway_failures_rate),
-            _proxies(settings),
+            proxies,
             "receipts",
             "with receipts that are not signed",
         )
@@ -297,7 +298,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             answering.redis,
             settings.payment_pay_url,
             event_documents,
-            _proxies(settings),
+            proxies,
         )
         if settings.metrics_listen is not None:
             # What serves metrics takes a while to import.
@@ -332,7 +333,7 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             key_files.keep_fresh(stop),
             watch_servers(settings, redis, stop, has_kafka=False, log=log),
         ):
-            by_address = ConnectionsByAddress(settings.gateway_address_connections_max, _proxies(settings))
+            by_address = ConnectionsByAddress(settings.gateway_address_connections_max, proxies)
             await serve(application, bound, connections_max, by_address, stop, ready, application.measures)
         log.info("stopped")
     return signals

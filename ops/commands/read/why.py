@@ -49,7 +49,7 @@ def why(user: str, offer: str, as_json: bool) -> None:
     evidence, unbooked, redis = asyncio.run(gather(settings, user_named(settings, user), offer))
     if evidence is None:
         complain_of_unknown_offer(offer)
-        if asyncio.run(gather(load_settings(), offer, user))[0] is not None:
+        if asyncio.run(gather(settings, offer, user))[0] is not None:
             click.echo(f"grabstream: {user} is an offer: `grabstream why {offer} {user}`", err=True)
         sys.exit(1)
     story = tell(evidence)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.diagnosis import hooks
 from grabstream.ops.diagnosis.hooks import HookReading, not_delivered, read_hooks
 from grabstream.ops.diagnosis.topics import LATE_MS
 from grabstream.ops.rehearsal.run import open_books
@@ -68,7 +67,7 @@ def test_webhooks_that_are_well_or_paused_by_an_operator_are_no_findings() -> No
 async def test_subscriptions_are_read_with_what_is_not_delivered(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "OFFER_PLACES_MAX", 2)
+    monkeypatch.setattr(records, "OFFER_PLACES_MAX", 2)
     async with await open_books(system) as books:
         assert await read_hooks(books) == []
         for name in ("a", "b"):
