@@ -1,4 +1,4 @@
-"""Bounds of the connections of one address."""
+"""Addresses of clients, and bounds of the connections of one address."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.gateway.addresses import ConnectionsByAddress
+from grabstream.gateway.addresses import ConnectionsByAddress, address_of
 from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.serving import bind, serve
 from grabstream.lua.ending import running
@@ -16,6 +16,35 @@ from tests.conftest import until
 
 #: Of this machine too, and not 127.0.0.1.
 NEIGHBOUR = "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "address"),
+    [
+        ("192.0.2.7", [], "192.0.2.7"),
+        ("192.0.2.7", [b"198.51.100.1"], "192.0.2.7"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
+        ("10.0.0.1", [b"203.0.113.9, 198.51.100.1"], "198.51.100.1"),
+        ("10.0.0.1", [b"203.0.113.9", b"198.51.100.1 , 10.0.0.2"], "198.51.100.1"),
+        ("10.0.0.1", [b"10.0.0.3,10.0.0.2"], "10.0.0.3"),
+        ("10.0.0.1", [b"198.51.100.1, rubbish"], "10.0.0.1"),
+        ("10.0.0.1", [b"\xff\x00"], "10.0.0.1"),
+        ("10.0.0.1", [b"198.51.100.1:4711"], "198.51.100.1"),
+        ("10.0.0.1", [b"[2001:db8:1:2:3::1]:4711, ::ffff:10.0.0.2"], "2001:db8:1:2::/64"),
+        ("::ffff:10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
+        ("10.0.0.1", [b"2001:db8:1:2:3:4:5:6"], "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::1", [], "2001:db8:1:2::/64"),
+        ("::ffff:192.0.2.7", [], "192.0.2.7"),
+        ("", [], ""),
+    ],
+)
+def test_address_of_a_client(peer: str, forwarded: list[bytes], address: str) -> None:
+    scope = {
+        "client": (peer, 1) if peer else None,
+        "headers": [(b"x-forwarded-for", one) for one in forwarded],
+    }
+    assert address_of(scope, [ip_network("10.0.0.0/8")]) == address
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import hmac
 import time
-from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from grabstream.gateway import api_keys
 from grabstream.gateway.admission import Admission, CallerRates
 from grabstream.gateway.api_keys import KeyRing, digest_of, is_secret, new_secret
-from grabstream.gateway.failures import Failures
 from grabstream.gateway.key_sets import KeySet
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.gateway.origins import Origins
@@ -120,39 +118,6 @@ async def test_known_keys_are_valid_without_postgresql_but_not_for_ever(
     assert await ring.refresh()
     assert ring.caller_of(secret.encode()) is not None
     assert len(caplog.records) == 2
-
-
-# -- addresses -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("peer", "forwarded", "address"),
-    [
-        ("192.0.2.7", [], "192.0.2.7"),
-        ("192.0.2.7", [b"198.51.100.1"], "192.0.2.7"),
-        ("10.0.0.1", [], "10.0.0.1"),
-        ("10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
-        ("10.0.0.1", [b"203.0.113.9, 198.51.100.1"], "198.51.100.1"),
-        ("10.0.0.1", [b"203.0.113.9", b"198.51.100.1 , 10.0.0.2"], "198.51.100.1"),
-        ("10.0.0.1", [b"10.0.0.3,10.0.0.2"], "10.0.0.3"),
-        ("10.0.0.1", [b"198.51.100.1, rubbish"], "10.0.0.1"),
-        ("10.0.0.1", [b"\xff\x00"], "10.0.0.1"),
-        ("10.0.0.1", [b"198.51.100.1:4711"], "198.51.100.1"),
-        ("10.0.0.1", [b"[2001:db8:1:2:3::1]:4711, ::ffff:10.0.0.2"], "2001:db8:1:2::/64"),
-        ("::ffff:10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
-        ("10.0.0.1", [b"2001:db8:1:2:3:4:5:6"], "2001:db8:1:2::/64"),
-        ("2001:db8:1:2:ffff::1", [], "2001:db8:1:2::/64"),
-        ("::ffff:192.0.2.7", [], "192.0.2.7"),
-        ("", [], ""),
-    ],
-)
-def test_address_of_a_client(peer: str, forwarded: list[bytes], address: str) -> None:
-    failures = Failures(Counters(), (), [ip_network("10.0.0.0/8")], "address", "of a kind")
-    scope = {
-        "client": (peer, 1) if peer else None,
-        "headers": [(b"x-forwarded-for", one) for one in forwarded],
-    }
-    assert failures.address_of(scope) == address
 
 
 # -- failures ------------------------------------------------------------------------------------------------
