@@ -37,7 +37,7 @@ from grabstream.ops.connections.preconditions import require_new_topics, require
 from grabstream.ops.connections.seal_keys import compare, record_seal_keys
 from grabstream.ops.settings import BadSettings, Settings, variable_of
 from grabstream.projections.database.locks import waiting_at_most
-from grabstream.projections.database.migrate import migrate, use_schema
+from grabstream.projections.database.migrate import EarlierForm, migrate, require_form, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import (
     Identity,
@@ -162,7 +162,7 @@ async def require_all_but_the_journal(settings: Settings, redis: Any) -> None:
 @contextlib.asynccontextmanager
 async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection that waits at most LOCK_SECONDS for a lock, then raises Held, which names the holder.
-    Raises ConditionNotMet.
+    Raises ConditionNotMet, and BadSettings for a schema that cannot be migrated.
     """
     async with await connect(settings.postgres, settings.schema_, "init") as connection:
         await require_postgres(connection, settings)
@@ -170,7 +170,23 @@ async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
             await connect(settings.postgres, settings.schema_, "init") as watching,
             waiting_at_most(connection, watching, LOCK_SECONDS),
         ):
+            try:
+                await require_form(connection, settings.schema_)
+            except EarlierForm as error:
+                raise BadSettings(f"GRAB_SCHEMA: {error}. {_to_a_new_schema(settings)}") from None
             yield connection
+
+
+def _to_a_new_schema(settings: Settings) -> str:
+    """How the journal of a schema is given to a new one: nobody but the operator knows that no process needs
+    the old one any more.
+    """
+    return (
+        "Make the read models again in a new schema, from the journal: end all processes; in PostgreSQL, "
+        f"`COMMENT ON TABLE {settings.schema_}.system IS NULL`; `redis-cli DEL "
+        f"{key_space(settings).system}`; set GRAB_SCHEMA to a new name, and run `grabstream init`. "
+        "docs/operating.md (A schema from before 0.1.0) says what else is in the old schema"
+    )
 
 
 async def _check_schema(

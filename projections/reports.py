@@ -1,8 +1,8 @@
-"""What the schema of a system has for people who ask in SQL: reports (views over several read models),
-comments on every view and column, and triggers that refuse writes through views.
+"""What the schema of a system has for people who ask in SQL: reports (views over several read models), the
+function `user_transfers`, comments on every view and column, and triggers that refuse writes through views.
 
-All of it is computed from `definitions/reports.sql` and `definitions/dictionary.py`. `grabstream init` brings
-it up to date, and so does every switch of a read model.
+All of it is computed from `definitions/reports.sql`, `user_transfers.sql` and `dictionary.py` there.
+`grabstream init` brings it up to date, and so does every switch of a read model.
 """
 
 import hashlib
@@ -41,6 +41,12 @@ def reports() -> dict[str, str]:
     """The reports by name, in the order in which they are created: SQL that replaces them."""
     text = (files("grabstream.projections.definitions") / "reports.sql").read_text()
     return {match[1]: match[0] for match in _statement.finditer(text)}
+
+
+@cache
+def user_transfers() -> str:
+    """SQL that makes or replaces the function `user_transfers` in the current schema, in a transaction."""
+    return (files("grabstream.projections.definitions") / "user_transfers.sql").read_text()
 
 
 def digest(text: str) -> str:
@@ -83,8 +89,8 @@ async def drop_reports(connection: AsyncConnection[Any], schema: str) -> None:
 async def renew_reports(
     connection: AsyncConnection[Any], schema: str, granted: Mapping[str, list[Grant]]
 ) -> None:
-    """Creates missing reports, with `granted`, and replaces those whose text has changed, in the caller's
-    transaction. Then comments on all views, and makes them refuse writes.
+    """Creates missing reports, with `granted`, and replaces those whose text has changed, and the function
+    with them, in the caller's transaction. Then comments on all views, and makes them refuse writes.
 
     Reports that need a read model of a newer definition are left out until that is rebuilt.
     """
@@ -92,10 +98,11 @@ async def renew_reports(
     await connection.execute(
         "SELECT set_config('search_path', %s, false)", (sql.Identifier(schema).as_string(connection),)
     )
-    text = "".join(reports().values())
+    text = "".join((user_transfers(), *reports().values()))
     present = await _views(connection, schema) & reports().keys()
     changed = (await recorded_texts(connection, schema)).get(schema) != digest(text)
     if changed or len(present) < len(reports()):
+        await connection.execute(user_transfers().encode())
         try:
             async with connection.transaction():
                 await _create_reports(connection, schema, granted)

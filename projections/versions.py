@@ -11,7 +11,6 @@ workers run.
 import logging
 import re
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
@@ -259,8 +258,21 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
             )
             await connection.execute(statement)
     await connection.execute(reports.reports()[reports.OF_READ_MODELS].encode())
-    functions = files("grabstream.projections.migrations") / "0027_user_transfers.sql"
-    await connection.execute(functions.read_text().encode())
+    await connection.execute(reports.user_transfers().encode())
+
+
+async def create_missing(connection: AsyncConnection[Any], schema: str, shards: int) -> None:
+    """Creates and shows an empty version of each projection that has none, in the caller's transaction, who
+    then calls `show_cursors` and `renew_views`.
+    """
+    present = {version.projection for version in await versions(connection, schema)}
+    for projection in (*PROJECTIONS, "events"):
+        if projection not in present:
+            # The cursors of `events` are in its topic; here are only the shards at which it stopped.
+            made = await create(connection, schema, projection, shards if projection in PROJECTIONS else 0)
+            await complete(connection, projection)
+            await _set_live(connection, schema, made)
+            await _show_views(connection, schema, made)
 
 
 async def add_cursors(connection: AsyncConnection[Any], projection: str, shards: int) -> None:
@@ -320,13 +332,7 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
         elif "previous" in by_state:
             await _set_state(connection, schema, by_state["previous"], "discarded")
         await _set_state(connection, schema, live, "previous" if keep else "discarded")
-    await connection.execute(
-        sql.SQL(
-            "UPDATE {} SET state = 'live', phase = 'agreed', shown_at = now() WHERE projection = %s AND "
-            "version = %s"
-        ).format(sql.Identifier(schema, "read_models")),
-        (version.projection, version.version),
-    )
+    await _set_live(connection, schema, version)
     await _freeze(connection, version, False)
     if live is not None and has_tables and live.version != version.version:
         await _freeze(connection, live, live.definition == version.definition)
@@ -400,6 +406,16 @@ async def _set_state(connection: AsyncConnection[Any], schema: str, version: Ver
             sql.Identifier(schema, "read_models")
         ),
         (state, version.projection, version.version),
+    )
+
+
+async def _set_live(connection: AsyncConnection[Any], schema: str, version: Version) -> None:
+    await connection.execute(
+        sql.SQL(
+            "UPDATE {} SET state = 'live', phase = 'agreed', shown_at = now() WHERE projection = %s AND "
+            "version = %s"
+        ).format(sql.Identifier(schema, "read_models")),
+        (version.projection, version.version),
     )
 
 

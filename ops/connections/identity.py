@@ -40,7 +40,7 @@ class OtherJournal(OtherSystem):
 
 
 class IdentityNotRecorded(OtherSystem):
-    """The schema's tables are of a release that did not record an identity; `init` records it."""
+    """The schema has tables, but no identity, since an `init` did not end; `init` records it."""
 
 
 class _Claim(msgspec.Struct, frozen=True):

@@ -28,9 +28,7 @@ class Identity(NamedTuple):
 
 
 async def read_identity(connection: AsyncConnection[Any], schema: str) -> Identity | None:
-    """The system of a schema; None if it is not recorded: an older release made the schema, or it does not
-    exist.
-    """
+    """The system of a schema; None if none is recorded: `init` did not end, or there is no such schema."""
     if not await _is_there(connection, schema, "system"):
         return None
     query = sql.SQL("SELECT prefix, journal, shards FROM {}").format(sql.Identifier(schema, "system"))
@@ -62,7 +60,7 @@ def _comment(journal: str) -> str:
 
 
 async def is_system(connection: AsyncConnection[Any], schema: str) -> bool:
-    """Whether a schema has the tables of a system, of any release."""
+    """Whether a schema has the tables of a system, in any form."""
     return await _is_there(connection, schema, "migrations") and await _is_there(
         connection, schema, "outcomes"
     )

@@ -7,12 +7,7 @@ from psycopg import AsyncConnection
 
 
 async def find_all(connection: AsyncConnection[Any], journal: str) -> dict[str, str]:
-    """The keys of a journal by id, in base64, the oldest first; none if the table is missing: the schema is
-    of an older release.
-    """
-    row = await (await connection.execute("SELECT to_regclass('journal_keys') IS NOT NULL")).fetchone()
-    if not row or not row[0]:
-        return {}
+    """The keys of a journal by id, in base64, the oldest first."""
     rows = await connection.execute(
         "SELECT key_id, public_key FROM journal_keys WHERE journal = %s ORDER BY recorded_at, key_id",
         (journal,),

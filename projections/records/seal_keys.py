@@ -34,7 +34,7 @@ class Uses(NamedTuple):
 
 
 async def find_all(connection: AsyncConnection[Any]) -> list[SealKey] | None:
-    """All keys, the oldest first; None if the table is missing: the schema is of an older release."""
+    """All keys, the oldest first; None if the table is missing: `init` has not made the schema."""
     row = await (await connection.execute("SELECT to_regclass('seal_keys') IS NOT NULL")).fetchone()
     if not row or not row[0]:
         return None
@@ -85,7 +85,8 @@ _USES: Final = r"""
         UNION
         SELECT substring(previous_sealed_secret FROM '^[A-Za-z0-9._-]+'), 'webhook', webhook FROM webhooks
         WHERE previous_until > now()
-        {users}
+        UNION
+        SELECT substring(sealed_key FROM '^[A-Za-z0-9._-]+'), 'user_key', user_id FROM user_keys
     )
     SELECT key_id, count(*) FILTER (WHERE what = 'envelope'), count(*) FILTER (WHERE what = 'codes'),
            count(*) FILTER (WHERE what = 'webhook'), count(*) FILTER (WHERE what = 'user_key')
@@ -93,16 +94,9 @@ _USES: Final = r"""
 """
 
 
-_OF_USERS: Final = r"""UNION
-        SELECT substring(sealed_key FROM '^[A-Za-z0-9._-]+'), 'user_key', user_id FROM user_keys"""
-
-
 async def uses(connection: AsyncConnection[Any]) -> dict[str, Uses]:
     """What each key is needed for, by its id, as far as the audit trail and the webhooks know. It reads the
     events of all present offers with codes.
     """
-    # A schema of an older release has no keys of users.
-    row = await (await connection.execute("SELECT to_regclass('user_keys') IS NOT NULL")).fetchone()
-    users = _OF_USERS if row and row[0] else ""
-    rows = await connection.execute(_USES.replace("{users}", users).encode())
+    rows = await connection.execute(_USES.encode())
     return {key_id: Uses(*counts) for key_id, *counts in await rows.fetchall()}

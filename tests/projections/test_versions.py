@@ -1,20 +1,21 @@
-"""Versions of read models: migrations and definitions make the same tables; versions are shown, written, kept
-and dropped.
+"""Migrations of the schema of a system, and versions of read models: they are made, shown, written, kept and
+dropped.
 """
 
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 from psycopg import AsyncConnection
+from psycopg.errors import DivisionByZero
 
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
-from grabstream.projections.checking.difference import compare
-from grabstream.projections.database.migrate import migrate
+from grabstream.projections.database import migrate as migrate_module
+from grabstream.projections.database.migrate import EarlierForm, migrate, missing_migrations, use_schema
 from grabstream.projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
 from tests.support.systems import make_tables
 
@@ -55,129 +56,111 @@ async def form(connection: AsyncConnection[Any], schema: str) -> dict[str, list[
     }
 
 
-async def test_new_system_has_the_tables_of_the_definition(
+async def test_new_system_has_the_definitions_of_the_code_and_no_migration_writes_them_again(
     connection: AsyncConnection[Any], settings: Settings
 ) -> None:
-    """Migrations make definition 1. A system without events then gets the current definition."""
+    """A version that a rebuild makes later has the same form."""
     for projection in PROJECTIONS:
         live = await versions.in_state(connection, settings.schema_, projection, "live")
         assert live is not None
-        assert live.definition == definition_of(projection).number
+        assert (live.version, live.definition) == (1, definition_of(projection).number)
         async with connection.transaction():
             made = await versions.create(connection, settings.schema_, projection, settings.shards)
             await versions.complete(connection, projection)
-        migrated, defined = await form(connection, live.schema), await form(connection, made.schema)
-        assert len(defined["columns"]) > 10
+        first, rebuilt = await form(connection, live.schema), await form(connection, made.schema)
+        assert len(rebuilt["columns"]) > 10
         tables = {*definition_of(projection).tables, "projection_cursors", "stopped_shards"}
-        assert {row[0] for row in defined["columns"]} >= tables
-        for name in FORM:
-            assert migrated[name] == defined[name], (projection, name)
+        assert {row[0] for row in rebuilt["columns"]} >= tables
+        assert first == rebuilt, projection
+    compression = (
+        "SELECT attcompression FROM pg_attribute WHERE attname = 'body' AND attrelid = "
+        f"'{settings.schema_}_audit_1.audit_1'::regclass"
+    )
+    assert await fetch(connection, compression) == [("l",)]
+    # The publisher's cursors are in its topic.
+    shown = "SELECT DISTINCT projection FROM cursors ORDER BY 1"
+    await connection.execute("SELECT set_config('search_path', %s, false)", (settings.schema_,))
+    assert await fetch(connection, shown) == [(name,) for name in sorted(PROJECTIONS)]
 
 
-async def test_migration_of_an_older_release_keeps_rows_and_dependent_views(
+#: What a later release might add to the schema of a system.
+SECOND = """
+CREATE TABLE notes (note text);
+ALTER TABLE recoveries ADD COLUMN note text;
+CREATE OR REPLACE VIEW demand AS
+    SELECT offer, outcomes.name AS outcome, code, second, sum(refusals)::bigint AS refusals,
+           to_timestamp(second) AS second_time, count(*) AS shards
+    FROM demand_1 JOIN outcomes USING (code)
+    GROUP BY offer, outcomes.name, code, second;
+"""
+
+
+async def test_a_second_migration_is_applied_once_and_keeps_rows_grants_and_dependent_views(
+    connection: AsyncConnection[Any], settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    main = settings.schema_
+    await use_schema(connection, main)
+    await connection.execute("INSERT INTO demand_1 SELECT 3, 7, min(code), 'o', 5 FROM outcomes")
+    await connection.execute(
+        f"UPDATE {main}_ledger_1.projection_cursors SET seq = 17, next_offset = 4 WHERE shard = 3".encode()
+    )
+    await connection.execute(b"CREATE VIEW wanted AS SELECT offer, refusals FROM demand")
+    await connection.execute(b"GRANT SELECT ON demand TO PUBLIC")
+    [first] = migrate_module._migrations()
+    second = tmp_path / "0002_notes.sql"
+    second.write_text(SECOND)
+    monkeypatch.setattr(migrate_module, "_migrations", lambda: [first, second])
+    assert await missing_migrations(connection, main) == ["0002_notes.sql"]
+    for applied in (["0002_notes.sql"], []):
+        assert await migrate(connection, main, settings.shards) == applied
+        assert await fetch(connection, "SELECT name FROM migrations ORDER BY name") == [
+            ("0001_system.sql",), ("0002_notes.sql",),
+        ]  # fmt: skip
+    assert await missing_migrations(connection, main) == []
+    assert await fetch(connection, "SELECT note FROM notes UNION SELECT note FROM recoveries") == []
+    assert await fetch(connection, "SELECT refusals, shards FROM demand JOIN wanted USING (refusals)") == [
+        (5, 1)
+    ]
+    assert await fetch(connection, "SELECT has_table_privilege('public', 'demand', 'SELECT')") == [(True,)]
+    cursors = "SELECT projection, seq FROM cursors WHERE shard = 3 ORDER BY 1"
+    assert await fetch(connection, cursors) == [("audit", 0), ("balances", 0), ("ledger", 17)]
+
+
+async def test_a_migration_that_fails_changes_nothing(
+    connection: AsyncConnection[Any], settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    second = tmp_path / "0002_wrong.sql"
+    second.write_text("CREATE TABLE notes (note text); SELECT 1 / 0;")
+    [first] = migrate_module._migrations()
+    monkeypatch.setattr(migrate_module, "_migrations", lambda: [first, second])
+    with pytest.raises(DivisionByZero):
+        await migrate(connection, settings.schema_, settings.shards)
+    monkeypatch.undo()
+    assert await fetch(connection, f"SELECT to_regclass('{settings.schema_}.notes')::text") == [(None,)]
+    assert await migrate(connection, settings.schema_, settings.shards) == []
+
+
+async def test_tables_from_before_the_first_release_are_refused_and_left_as_they_are(
     settings: Settings,
 ) -> None:
-    """Rows, cursors, stops and grants survive the migration, and a user's view reads the live version from
-    then on.
-    """
-    main, folder = settings.schema_, files("grabstream.projections.migrations")
+    main = settings.schema_
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
-        await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
         await connection.execute(
-            b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())"
+            f"CREATE SCHEMA {main} CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz) "
+            "CREATE TABLE outcomes (code integer PRIMARY KEY, name text)".encode()
         )
-        for name in ("0001_books.sql", "0002_pieces.sql"):
-            await connection.execute((folder / name).read_text().encode())
-            await connection.execute("INSERT INTO migrations (name) VALUES (%s)", (name,))
-        await connection.execute("INSERT INTO accounts_1 VALUES ('wallet:u', 'CNY', 5)")
-        await connection.execute(
-            "INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:u', 5, 1)"
-        )
-        columns = "(projection, shard, seq, next_offset)"
-        await connection.execute(
-            f"INSERT INTO projection_cursors {columns} VALUES ('ledger', 3, 17, 4), ('audit', 3, 19, "
-            "4)".encode()
-        )
-        await connection.execute(
-            "INSERT INTO stopped_shards VALUES ('ledger', 3, 17, 4, 'why'), ('events', 2, 1, 1, 'because')"
-        )
-        await connection.execute(b"CREATE VIEW rich AS SELECT credit, amount FROM transfers WHERE amount > 1")
-        await connection.execute(b"CREATE VIEW has AS SELECT * FROM accounts")
-        await connection.execute(b"GRANT SELECT ON accounts TO PUBLIC")
+        names = "('0001_books.sql'), ('0002_pieces.sql')"
+        await connection.execute(f"INSERT INTO {main}.migrations (name) VALUES {names}".encode())
         try:
-            await migrate(connection, main, settings.shards)
-            cursors = "SELECT projection, seq FROM cursors WHERE shard = 3 ORDER BY 1"
-            assert await fetch(connection, cursors) == [("audit", 19), ("balances", 0), ("ledger", 17)]
-            assert await fetch(connection,
-                "SELECT projection, shard, reason FROM stopped_shards ORDER BY 1") == [
-                ("events", 2, "because"), ("ledger", 3, "why"),
-            ]  # fmt: skip
-            compression = (
-                "SELECT attcompression FROM pg_attribute WHERE attname = 'body' AND attrelid = "
-                f"'{main}_audit_1.audit_1'::regclass"
-            )
-            assert await fetch(connection, compression) == [("l",)]
-            assert await fetch(connection, "SELECT * FROM rich") == [("wallet:u", 5)]
-            assert await fetch(connection, "SELECT * FROM has") == [("wallet:u", "CNY", 5)]
-            async with connection.transaction():
-                made = await versions.create(connection, main, "ledger", settings.shards)
-                await versions.complete(connection, "ledger")
-                await connection.execute("INSERT INTO accounts_1 VALUES ('wallet:v', 'CNY', 6)")
-                await connection.execute(
-                    "INSERT INTO transfers_1 VALUES (3, 17, 0, 'e', 'CNY', 'external:p', 'wallet:v', 6, 1)"
-                )
-            # Definition 2 changes a type of the view accounts, so the dependent view is named and nothing
-            # changes.
-            with pytest.raises(versions.ViewsInUse, match="view has depends on view"):
-                async with connection.transaction():
-                    await versions.show(connection, main, made)
-            await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
-            assert await fetch(connection, "SELECT * FROM has") == [("wallet:u", "CNY", 5)]
-            await connection.execute(b"DROP VIEW has")
-            async with connection.transaction():
-                await versions.show(connection, main, made)
-            await connection.execute("SELECT set_config('search_path', %s, false)", (main,))
-            assert await fetch(connection, "SELECT * FROM rich") == [("wallet:v", 6)]
-            assert await fetch(connection, "SELECT * FROM accounts") == [("wallet:v", "CNY", 6)]
-            assert await fetch(connection, "SELECT has_table_privilege('public', 'accounts', 'SELECT')") == [
-                (True,)
-            ]
+            with pytest.raises(EarlierForm, match=rf"{main} has the tables .* \(0001_books.sql\)"):
+                await migrate(connection, main, settings.shards)
+            tables = "SELECT relname::text FROM pg_class WHERE relkind = 'r' AND relnamespace = {} ORDER BY 1"
+            of_main = tables.format(f"'{main}'::regnamespace")
+            assert await fetch(connection, of_main) == [("migrations",), ("outcomes",)]
+            starting = f"SELECT count(*) FROM pg_namespace WHERE starts_with(nspname, '{main}')"
+            assert await fetch(connection, starting) == [(1,)]
         finally:
-            await versions.drop_all(connection, main)
-
-
-async def test_columns_that_a_rebuild_adds_to_a_version_of_the_first_definition_are_declared(
-    settings: Settings,
-) -> None:
-    """Otherwise the rebuild of an older system is refused, though both versions are right."""
-    main, folder = settings.schema_, files("grabstream.projections.migrations")
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
-        await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
-        await connection.execute(
-            b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())"
-        )
-        await connection.execute((folder / "0001_books.sql").read_text().encode())
-        await connection.execute("INSERT INTO migrations (name) VALUES ('0001_books.sql')")
-        for projection in PROJECTIONS:
-            # With an event, no version is replaced by an empty one of the current definition.
-            await connection.execute(
-                "INSERT INTO projection_cursors (projection, shard, seq, next_offset) VALUES (%s, 0, 1, 1)",
-                (projection,),
-            )
-        try:
-            await migrate(connection, main, settings.shards)
-            for projection in PROJECTIONS:
-                old = await versions.in_state(connection, main, projection, "live")
-                assert old is not None
-                assert old.definition == 1
-                async with connection.transaction():
-                    made = await versions.create(connection, main, projection, settings.shards)
-                    await versions.complete(connection, projection)
-                differences = await compare(connection, definition_of(projection), old, made)
-                assert {one.table for one in differences} == set(definition_of(projection).compared)
-                assert {one.table: one.columns for one in differences if one.undeclared} == {}
-        finally:
-            await versions.drop_all(connection, main)
+            await connection.execute(f"DROP SCHEMA {main} CASCADE".encode())
 
 
 async def fetch(connection: AsyncConnection[Any], query: str) -> list[Any]:
@@ -210,7 +193,7 @@ async def test_view_with_other_columns_is_created_again_with_its_grants_unless_v
     with pytest.raises(versions.ViewsInUse, match="rich"):
         async with connection.transaction():
             await versions.show(connection, main, made)
-    assert (await versions.in_state(connection, main, "ledger", "live")).version == 2  # type: ignore[union-attr]
+    assert (await versions.in_state(connection, main, "ledger", "live")).version == 1  # type: ignore[union-attr]
     await connection.execute(b"DROP VIEW rich")
     async with connection.transaction():
         await versions.show(connection, main, made)
@@ -224,7 +207,7 @@ async def test_view_with_other_columns_is_created_again_with_its_grants_unless_v
     # Workers write the version that has their definition.
     assert await versions.use_read_model(connection, main, "ledger") == made.schema
     monkeypatch.undo()
-    assert await versions.use_read_model(connection, main, "ledger") == f"{main}_ledger_2"
+    assert await versions.use_read_model(connection, main, "ledger") == f"{main}_ledger_1"
     await versions.discard(connection, main, (await versions.versions(connection, main, "ledger"))[0])
     with pytest.raises(versions.NoReadModel, match="grabstream rebuild ledger"):
         await versions.use_read_model(connection, main, "ledger")
@@ -292,70 +275,33 @@ async def test_system_without_events_gets_the_definitions_of_the_code(
             await versions.drop_all(connection, settings.schema_)
 
 
-async def test_migration_adds_metadata_to_the_versions_that_are_there(
-    connection: AsyncConnection[Any], settings: Settings
-) -> None:
-    """In place, with views of other programs; the result is that of the definition."""
-    main, projections = settings.schema_, ("balances", "audit")
-    live = [await versions.in_state(connection, main, name, "live") for name in projections]
-    homes = [version.schema for version in live if version is not None]
-    assert len(homes) == 2
-    expected = [await form(connection, home) for home in homes]
-    [balances, audit] = homes
-    # As before the migration: without the column, and what shows it.
-    grabs = re.search(r"VIEW grabs AS(.*?), metadata", definition_of("balances").parts["views"], re.DOTALL)
-    assert grabs is not None
-    before = f"CREATE VIEW {balances}.grabs AS {grabs[1]} FROM grabs_1;"
-    columns = (
-        "offer, grab, user_id, state, quantity, amount, asset, place, shard, seq, at, held, taken, redeemed, "
-        "back, deadline_at, due, currency, paid, refunded, attributes, basket"
-    )
-    await connection.execute(
-        f"DROP VIEW {balances}.grabs, {audit}.events CASCADE; DELETE FROM {main}.view_texts; "
-        f"ALTER TABLE {balances}.grabs_1 DROP COLUMN metadata; SET search_path TO {balances}; {before} "
-        f"SET search_path TO {main}; CREATE VIEW {main}.grabs AS SELECT {columns} FROM {balances}.grabs; "
-        f"CREATE VIEW mine AS SELECT user_id FROM grabs; "
-        f"CREATE VIEW {audit}.events AS SELECT shard, seq, offer, type, at, ''::text AS body "
-        f"FROM {audit}.audit_1; CREATE VIEW {main}.events AS SELECT * FROM {audit}.events; "
-        "DELETE FROM migrations WHERE name = '0015_metadata.sql'".encode()
-    )
-    await connection.execute(
-        f"INSERT INTO {balances}.grabs_1 (offer, grab, user_id, state, quantity, amount, asset, place, "
-        "shard, seq, at) VALUES ('o', 'g', 'ann', 'granted', 1, 1, 'x', 1, 0, 1, 1)".encode()
-    )
-    assert await migrate(connection, main, settings.shards) == ["0015_metadata.sql"]
-    assert await fetch(connection, "SELECT grab, metadata FROM grabs") == [("g", None)]
-    assert await fetch(connection, "SELECT * FROM mine") == [("ann",)]
-    assert [await form(connection, home) for home in homes] == expected
-
-
 async def test_init_keeps_a_view_with_dependent_views_and_logs_it(
-    settings: Settings, caplog: pytest.LogCaptureFixture
+    connection: AsyncConnection[Any],
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also without events. `init` succeeds, and a later `init` renews the version after the views are
     dropped.
     """
-    main, folder = settings.schema_, files("grabstream.projections.migrations")
-    async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
-        await connection.execute(f"CREATE SCHEMA {main}; SET search_path TO {main}".encode())
-        await connection.execute(
-            b"CREATE TABLE migrations (name text PRIMARY KEY, at timestamptz DEFAULT now())"
-        )
-        await connection.execute((folder / "0001_books.sql").read_text().encode())
-        await connection.execute("INSERT INTO migrations (name) VALUES ('0001_books.sql')")
-        await connection.execute(b"CREATE VIEW has AS SELECT * FROM accounts")
-        try:
-            for number in (1, 2):
-                await migrate(connection, main, settings.shards)
-                assert {one.projection: one.definition for one in await versions.versions(connection,
-                    main) if one.state == "live"} == {
-                    "audit": 1, "balances": 3, "events": 1, "ledger": 1 if number == 1 else 4,
-                }  # fmt: skip
-                assert ("view has depends on view" in caplog.text) is (number == 1)
-                await connection.execute(b"DROP VIEW IF EXISTS has")
-                caplog.clear()
-        finally:
-            await versions.drop_all(connection, main)
+    main, ledger = settings.schema_, definition_of("ledger")
+    views = ledger.parts["views"].replace("account, asset, posted FROM", "asset, account, posted FROM")
+    later = ledger._replace(number=9, parts={**ledger.parts, "views": views})
+    monkeypatch.setattr(
+        versions,
+        "definition_of",
+        lambda projection: later if projection == "ledger" else definition_of(projection),
+    )
+    await use_schema(connection, main)
+    await connection.execute(b"CREATE VIEW has AS SELECT * FROM accounts")
+    for number in (1, 2):
+        await migrate(connection, main, settings.shards)
+        live = await versions.in_state(connection, main, "ledger", "live")
+        assert live is not None
+        assert live.definition == (ledger.number if number == 1 else 9)
+        assert ("view has depends on view" in caplog.text) is (number == 1)
+        await connection.execute(b"DROP VIEW IF EXISTS has")
+        caplog.clear()
 
 
 def test_definition_declares_its_changes() -> None:

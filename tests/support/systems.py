@@ -1,5 +1,5 @@
 """Systems of tests. `make_system` makes what that of the program makes, but copies the tables of a new schema
-from a dump, in a quarter of the time that all migrations take; a test compares both.
+from a dump, in half of the time that `migrate` takes; a test compares both.
 """
 
 import re

@@ -158,7 +158,7 @@ async def test_status_shows_unknown_values_as_unknown(system: Settings) -> None:
     assert "–" in row
     async with await AsyncConnection.connect(system.postgres, autocommit=True) as connection:
         await connection.execute(
-            f"UPDATE {system.schema_}_ledger_2.projection_cursors SET seq = 10011 WHERE shard = 3".encode()
+            f"UPDATE {system.schema_}_ledger_1.projection_cursors SET seq = 10011 WHERE shard = 3".encode()
         )
     said = grabstream("status", **env_of(system)).stdout
     assert "10,011 ahead" in said

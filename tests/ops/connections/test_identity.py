@@ -27,7 +27,7 @@ from grabstream.ops.initialization import make_system, take_new_journal
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import BadSettings, Settings, child_environment
 from grabstream.projections.database.locks import Held
-from grabstream.projections.database.migrate import migrate
+from grabstream.projections.versions import drop_all
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topic_ids import find_topic
@@ -274,19 +274,20 @@ async def test_worker_claims_the_prefix_again_after_redis_was_emptied(
             pass
 
 
-# -- from an older release -----------------------------------------------------------------------------------
+# -- not recorded yet ----------------------------------------------------------------------------------------
 
 
 async def forget_the_system(settings: Settings) -> None:
-    """Makes the schema that of an older release: neither it nor Redis records an identity."""
+    """Makes the schema that of an `init` that was killed before its end: neither it nor Redis records an
+    identity.
+    """
     await forget(settings)
     async with await open_books(settings) as books:
-        await books.execute("DROP TABLE system")
-        await books.execute("DELETE FROM migrations WHERE name = '0009_system.sql'")
+        await books.execute("DELETE FROM system")
 
 
 @pytest.mark.long
-async def test_init_accepts_an_older_schema_only_if_its_cursors_are_in_the_journal(
+async def test_init_accepts_a_schema_without_identity_only_if_its_cursors_are_in_the_journal(
     system: Settings, journal: JournalWriter
 ) -> None:
     lines = [opened("e", 1), *(granted("e", seq) for seq in range(2, 40))]
@@ -323,7 +324,7 @@ async def test_init_accepts_an_older_schema_only_if_its_cursors_are_in_the_journ
     # Blocks that other owners wrote after the cursor's record do not matter.
     for _ in range(3):
         await journal.block(lines, 1, 20, owner="late")
-    assert (await make_system(system)).migrations == ["0009_system.sql"]
+    assert (await make_system(system)).migrations == []
     assert await check_system(system) is not None
     assert await claim(system) is not None
 
@@ -332,11 +333,9 @@ async def test_init_accepts_an_older_schema_only_if_its_cursors_are_in_the_journ
 async def test_worker_decides_but_writes_no_books_until_init_has_recorded_the_identity(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """As in an upgrade: it decides at once, and the read models start after `init`."""
+    """It decides at once, and the read models start after `init`."""
     await forget_the_system(system)
     running_worker = worker(system)
-    async with await open_books(system) as books:
-        await migrate(books, system.schema_, system.shards)
     with pytest.raises(IdentityNotRecorded):
         await check_system(system)
 
@@ -356,6 +355,35 @@ async def test_worker_decides_but_writes_no_books_until_init_has_recorded_the_id
         return await rows(system, "SELECT count(*) FROM grabs") == [(1,)]
 
     await until(booked, 60, "the books")
+
+
+# -- from before the first release ---------------------------------------------------------------------------
+
+
+async def test_init_refuses_a_schema_from_before_the_first_release_with_a_way_out(system: Settings) -> None:
+    """The way out is walked: the journal gets a new schema, and the old one is left as it is."""
+    async with await open_books(system) as books:
+        await books.execute("UPDATE migrations SET name = '0001_books.sql'")
+    before = await everything_of(system)
+    key = key_space(system).system
+    with pytest.raises(BadSettings, match=r"state before the first release \(0001_books.sql\)") as refused:
+        await make_system(system)
+    assert await everything_of(system) == before
+    steps = [f"COMMENT ON TABLE {system.schema_}.system IS NULL", f"redis-cli DEL {key}"]
+    assert all(f"`{step}`" in str(refused.value) for step in steps)
+    new = system.model_copy(update={"schema_": f"{system.schema_}_new"})
+    with pytest.raises(OtherSystem, match=f"belong to schema {system.schema_}"):
+        await make_system(new)
+    async with await open_books(system) as books:
+        await books.execute(steps[0].encode())
+    await forget(system)
+    try:
+        assert (await make_system(new)).migrations == ["0001_system.sql"]
+        assert await check_system(new) is not None
+    finally:
+        async with await open_books(system) as books:
+            await drop_all(books, new.schema_)
+    assert await everything_of(system) == before
 
 
 # -- names ---------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ async def test_a_healthy_system_has_no_findings(system: Settings, worker: Callab
 async def test_before_init_topics_and_tables_are_missing(settings: Settings) -> None:
     examination = await examine(settings.model_copy(update={"seal_keys": SecretStr("")}))
     assert only(examination, "topics are there").command == "grabstream init"
-    assert "0001_books.sql" in only(examination, "tables are there").what
+    assert "0001_system.sql" in only(examination, "tables are there").what
     assert "GRAB_SEAL_KEYS" in only(examination, "seal keys are set").what
     assert examination.exit_code == 1
 

@@ -1,12 +1,12 @@
--- The transfers of a user, from the views of the read models `ledger` (from its definition 4 on) and
--- `balances`. Their views are found by name when the function is called, so that it depends on none of them.
--- A database of before has this function without `at_time`, of a migration 0013 that is no more.
-DROP FUNCTION IF EXISTS user_transfers(text);
+-- The transfers of a user, from the views of the read models `ledger` and `balances`. Their names are
+-- resolved when the function is called, so it depends on none of them, and a switch to another version does
+-- not touch it. `grabstream init` replaces it when its text changes; other columns need a migration that
+-- drops it first.
 SET LOCAL check_function_bodies = off;
-DO $migration$
+DO $definition$
 BEGIN
     EXECUTE format($function$
-CREATE FUNCTION %1$I.user_transfers("user" text) RETURNS TABLE (
+CREATE OR REPLACE FUNCTION %1$I.user_transfers("user" text) RETURNS TABLE (
     shard integer, seq bigint, leg smallint, offer text, asset text, debit text, credit text, amount bigint,
     at bigint, at_time timestamptz
 ) LANGUAGE sql STABLE PARALLEL SAFE AS $body$
@@ -28,4 +28,4 @@ $body$
     EXECUTE format('COMMENT ON FUNCTION %I.user_transfers IS %L', current_schema(),
         'The transfers from and to the accounts of a user (wallet:… and hold:…), as the view transfers has '
         'them, found by indexes. Those of a run of grabs are found by the grabs of the read model balances.');
-END $migration$;
+END $definition$;
