@@ -12,6 +12,10 @@ if ! grep -q "^## \[\?$version\]\?" CHANGELOG.md; then
     echo "CHANGELOG.md has no heading '## $version': name the version of pyproject.toml, or move what is unreleased" >&2
     exit 1
 fi
+if [ ! -f "schemas/released/$version.json" ]; then
+    echo "schemas/released/ has no contract of $version: run python scripts/schemas.py --release $version" >&2
+    exit 1
+fi
 make lint
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT

@@ -3,7 +3,8 @@
 `python scripts/schemas.py` writes `schemas/`.
 
 - `--check`: exit 1 if `schemas/` differs from the models.
-- `--compare`: exit 1 if a change since the last release breaks programs of senders or readers.
+- `--compare`: exit 1 if a change since the last release breaks programs of senders or readers. Before the
+  first release there is nothing to compare with.
 - `--release 0.2.0`: stores the current schemas as the contract of a release.
 """
 
@@ -196,10 +197,9 @@ def main() -> int:
 def _compare(folder: Path, since: str | None, contract: Contract, as_json: bool) -> int:
     version = since or last_release(folder / "released")
     if version is None:
-        raise Unfinished(
-            "nothing was released yet; `python scripts/schemas.py --release VERSION` stores the first "
-            "contract"
-        )
+        nothing = {"since": None, "verdict": "compatible", "changes": []}
+        _print(as_json, nothing, "schemas: nothing is released yet, so there is nothing to compare with")
+        return 0
     changes = changes_between(
         read_release(folder / "released", version),
         contract,

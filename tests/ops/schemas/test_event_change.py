@@ -1,4 +1,6 @@
-"""An event is changed in a copy of this tree, by the steps and the code of docs/events.md."""
+"""An event is changed in a copy of this tree, after a made-up release, by the steps and the code of
+docs/events.md.
+"""
 
 import json
 import re
@@ -70,7 +72,10 @@ class Tree:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    return Tree(tmp_path)
+    made = Tree(tmp_path)
+    released = made.run("scripts/schemas.py", "--release", "0.0.1")
+    assert released.returncode == 0, released.stderr
+    return made
 
 
 @pytest.mark.nightly
