@@ -1,7 +1,5 @@
 -- Balances of users, and the current state of offers, grabs and payments.
---- definition 3
---- changes 2: grabs_1.counted_at grabs_1.uncounted grabs_1.recounted offers_1.opened_seq offers_1.retired_seq
---- changes 3: grabs_1.metadata
+--- definition 1
 
 --- part tables
 

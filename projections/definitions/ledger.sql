@@ -1,7 +1,5 @@
 -- The ledger: every transfer, and the sum of every account.
---- definition 4
---- changes 3: transfers.line_seq
---- changes 4: transfers.line_seq
+--- definition 1
 --- compared transfers (shard, seq, leg): transfers_1 transfer_runs_1
 
 --- part tables

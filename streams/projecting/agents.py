@@ -79,8 +79,7 @@ def group_of(prefix: str, names: Sequence[str]) -> str:
     Workers that write other versions are in another group. Otherwise each version would get the events of
     some partitions only.
     """
-    numbers = {name: definition_of(name).number for name in names}
-    names = [name if number == 1 else f"{name}:{number}" for name, number in numbers.items()]
+    names = [f"{name}:{definition_of(name).number}" if name in READ_MODELS else name for name in names]
     return f"{prefix}.{'-'.join(names)}"
 
 

@@ -828,10 +828,10 @@ async def _kafka_allows_and_refuses(settings: Settings) -> None:
 #: By role: groups in which it may read, and groups in which it may not: of deciders, and of the system with
 #: the prefix `narrow.eu`.
 _GROUPS = {
-    "worker": ("narrow.decider narrow.decider.operations narrow.ledger:4-balances narrow.events",
-               "narrow.reports narrow.eu.decider narrow.eu.ledger:4-balances narrow.events.decider"),
+    "worker": ("narrow.decider narrow.decider.operations narrow.ledger:1-balances:1 narrow.events",
+               "narrow.reports narrow.eu.decider narrow.eu.ledger:1-balances:1 narrow.events.decider"),
     "reader": ("narrow.reports",
-               "narrow.decider narrow.ledger:4-balances narrow.events narrow.reports2 narrow.eu.reports"),
+               "narrow.decider narrow.ledger:1-balances:1 narrow.events narrow.reports2 narrow.eu.reports"),
 }  # fmt: skip
 
 

@@ -186,17 +186,17 @@ async def test_the_verifier_compares_large_sums(large: Settings) -> None:
 
 
 @pytest.mark.long
-async def test_a_rebuild_resumes_a_ledger_that_definition_1_stopped(
+async def test_a_rebuild_resumes_a_ledger_that_a_former_definition_stopped(
     large: Settings, journal: JournalWriter
 ) -> None:
-    """The state after an upgrade: the version of definition 1 stopped before the sum, and no worker writes it
-    any more.
+    """The state after an upgrade: a version of a former definition, whose sums were bigint, stopped, and no
+    worker writes it any more.
     """
     async with await open_books(large) as books:
         live = await versions.in_state(books, large.schema_, "ledger", "live")
         assert live is not None
         table = f"{live.schema}.accounts_1"
-        # The columns and rows of definition 1 where it stopped: after the first large amount.
+        # Its columns and rows where it stopped: after the first large amount.
         await books.execute(f"DROP VIEW {large.schema_}.accounts, {live.schema}.accounts".encode())
         await books.execute(
             f"UPDATE {table} SET posted = sign(posted) * {LARGE} WHERE account IN ('wallet:u1', "
@@ -217,7 +217,7 @@ async def test_a_rebuild_resumes_a_ledger_that_definition_1_stopped(
             )
         await books.execute(f"SET search_path = {large.schema_}".encode())
         await books.execute(
-            "UPDATE read_models SET definition = 1 WHERE projection = 'ledger' AND state = 'live'"
+            "UPDATE read_models SET definition = 0 WHERE projection = 'ledger' AND state = 'live'"
         )
         first = journal.records[1]
         [head] = [bytes.fromhex(value.decode()) for name, value in first.headers if name == "head"]
@@ -234,7 +234,7 @@ async def test_a_rebuild_resumes_a_ledger_that_definition_1_stopped(
     done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--json", **env_of(large))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert (result["before"]["definition"], result["new"]["definition"]) == (1, 4)
+    assert (result["before"]["definition"], result["new"]["definition"]) == (0, 1)
     assert not any(
         table["rows_changed"] or table["missing"] or table["extra"] for table in result["difference"]
     )

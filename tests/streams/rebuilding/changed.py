@@ -1,4 +1,4 @@
-"""The command line of another release, in which the balances have definition 4: titles of offers are in upper
+"""The command line of another release, in which the balances have definition 2: titles of offers are in upper
 case with an exclamation mark. `python -m tests.streams.rebuilding.changed …`.
 
 In the same database as this release, its workers write another version of the read model.
@@ -20,7 +20,7 @@ def install() -> None:
 
     def parse_changed(projection: str, text: str) -> definitions.Definition:
         if projection == "balances":
-            text = text.replace("--- definition 3", "--- definition 4\n--- changes 4: offers_1.title")
+            text = text.replace("--- definition 1", "--- definition 2\n--- changes 2: offers_1.title")
         return parse(projection, text)
 
     def shouted(raw: Any) -> Any:

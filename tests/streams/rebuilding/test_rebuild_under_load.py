@@ -166,7 +166,7 @@ async def published(settings: Settings) -> int:
 
 
 def test_workers_of_another_definition_have_another_consumer_group(monkeypatch: Any) -> None:
-    assert group_of("grab", ["ledger", "audit", "events"]) == "grab.ledger:4-audit-events"
+    assert group_of("grab", ["ledger", "audit", "events"]) == "grab.ledger:1-audit:1-events"
     changed = agents.definition_of("balances")._replace(number=9)
     monkeypatch.setattr(agents, "definition_of", lambda name: changed)
     assert group_of("grab", ["balances"]) == "grab.balances:9"
