@@ -173,9 +173,7 @@ async def open_schema(
         await use_schema(connection, schema)
         await plan_by_keys(connection)
         await connection.execute("UPDATE replay SET until = %s, at = now()", (_json(definition.bounds()),))
-        # A schema of an older release has no such column, and is not temporary.
-        if temporary or (exists and await _is_temporary(connection, schema)):
-            await connection.execute("UPDATE replay SET temporary = %s", (temporary,))
+        await connection.execute("UPDATE replay SET temporary = %s", (temporary,))
         if exists and "limits" not in partial_views(definition, shards):
             # It was bounded before, and continues to the end now.
             await connection.execute("ALTER VIEW IF EXISTS limits_partial RENAME TO limits")
@@ -204,12 +202,10 @@ async def check_schema(
     fixed, until = kept
     remove = f"name another schema, or remove this one with `DROP SCHEMA {schema} CASCADE`"
     if fixed != definition.fixed():
-        # A replay of an older release does not record definitions: its tables are different.
-        recorded = {"definitions": "of an older release"} | fixed
         changed = ", ".join(
-            f"{name} {recorded.get(name)}"
+            f"{name} {fixed.get(name)}"
             for name, value in definition.fixed().items()
-            if recorded.get(name) != value
+            if fixed.get(name) != value
         )
         raise ReplayRefused(f"schema {schema} contains another replay, made with {changed}: {remove}")
     for shard in definition.shards:
@@ -295,9 +291,7 @@ async def _drop(connection: AsyncConnection[Any], schema: str) -> None:
 async def _is_temporary(connection: AsyncConnection[Any], schema: str) -> bool:
     if await read_definition(connection, schema) is None:
         return False
-    query = sql.SQL("SELECT coalesce((to_jsonb(r) ->> 'temporary')::boolean, false) FROM {} AS r").format(
-        sql.Identifier(schema, "replay")
-    )
+    query = sql.SQL("SELECT temporary FROM {}").format(sql.Identifier(schema, "replay"))
     return bool((await (await connection.execute(query)).fetchone() or (False,))[0])
 
 

@@ -228,16 +228,11 @@ async def test_a_replay_refuses_schemas_that_are_not_its_own(recorded: RecordedS
     done = recorded.replay("--into", f"schema:{recorded.into('mine')}", "--shard", "5")
     assert (done.returncode, "another replay, made with shards [2]" in done.stderr) == (1, True), done.stderr
     # A schema is continued only with the definitions with which it was made.
-    for change, word in (
-        ("jsonb_set(definition, '{definitions,balances}', '9')", "'balances': 9"),
-        ("definition - 'definitions'", "older"),
-    ):
-        async with await open_books(recorded.settings) as books:
-            await books.execute(f"UPDATE {recorded.into('mine')}.replay SET definition = {change}".encode())
-        done = recorded.replay("--into", f"schema:{recorded.into('mine')}", "--shard", "2")
-        assert (done.returncode, word in done.stderr, "Traceback" in done.stderr) == (1, True, False), (
-            done.stderr
-        )
+    change = "jsonb_set(definition, '{definitions,balances}', '9')"
+    async with await open_books(recorded.settings) as books:
+        await books.execute(f"UPDATE {recorded.into('mine')}.replay SET definition = {change}".encode())
+    done = recorded.replay("--into", f"schema:{recorded.into('mine')}", "--shard", "2")
+    assert (done.returncode, "'balances': 9" in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.long
