@@ -76,16 +76,10 @@ async def finish(connection: AsyncConnection[Any]) -> None:
     await connection.execute(_SUM)
 
 
-async def in_lines(connection: AsyncConnection[Any], after: str, to: str | None = None) -> str:
+def in_lines(after: str, to: str | None = None) -> str:
     """A condition on the view `transfers`, so that rows with a seq above `after`, and up to `to` if it is
-    given, are found by the index of their lines; both are expressions. Versions of former definitions have an
-    index of the seqs themselves.
+    given, are found by the index of their lines; both are expressions.
     """
-    rows = await connection.execute(
-        "SELECT FROM pg_attribute WHERE attrelid = 'transfers'::regclass AND attname = 'line_seq'"
-    )
-    if not rows.rowcount:
-        return "true"
     until = "" if to is None else f" AND transfers.line_seq <= {to}"
     return f"transfers.line_seq > {after} - {RUN_GRABS_MAX}{until}"
 

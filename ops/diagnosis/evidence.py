@@ -108,7 +108,7 @@ async def transfers_of_seqs(
     connection: AsyncConnection[Any], shard: int, seqs: list[int]
 ) -> list[dict[str, Any]]:
     """The transfers of some events of a shard, in order."""
-    lines = await in_lines(connection, "wanted.seq", "wanted.seq")
+    lines = in_lines("wanted.seq", "wanted.seq")
     transfers = (
         "SELECT t.seq, leg, asset, debit, credit, amount, at FROM unnest(%s::bigint[]) AS wanted(seq), "  # noqa: S608
         # With OFFSET 0, each seq is looked up by the index; without it, all transfers are joined.

@@ -161,7 +161,7 @@ async def ledger_rows(
     connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int
 ) -> list[LedgerRow]:
     """The transfers in a range of seqs."""
-    lines = await in_lines(connection, "%(after)s", "%(to)s")
+    lines = in_lines("%(after)s", "%(to)s")
     rows = await connection.execute(
         "SELECT seq, leg, offer, asset, debit, credit, amount, at FROM transfers "  # noqa: S608 - no input
         f"WHERE shard = %(shard)s AND {lines} AND seq > %(after)s AND seq <= %(to)s",
@@ -228,7 +228,7 @@ async def accounts_after(
     Call it only if the ledger is at most some thousand events ahead of the verifier, and in the same snapshot
     as the cursors.
     """
-    lines = await in_lines(connection, "v.seq")
+    lines = in_lines("v.seq")
     rows = await connection.execute(
         "WITH keys AS (SELECT account, asset FROM ("  # noqa: S608 - no input
         "(SELECT account, asset FROM accounts WHERE (account, asset) > (%(account)s, %(asset)s) ORDER BY "

@@ -267,13 +267,6 @@ def test_mixtures_have_runs_and_events_after_them() -> None:
 
 # -- transfers by their seq ----------------------------------------------------------------------------------
 
-#: The view of definition 2, which had a row a transfer, and an index of their seqs.
-FORMER_VIEW = """
-CREATE TABLE former AS SELECT * FROM transfers;
-DROP VIEW transfers;
-CREATE VIEW transfers AS SELECT shard, seq, leg, offer, asset, debit, credit, amount, at FROM former
-"""
-
 
 async def test_transfers_are_found_by_any_bounds(books: Settings) -> None:
     history = random_history(7, 1_500)
@@ -286,13 +279,10 @@ async def test_transfers_are_found_by_any_bounds(books: Settings) -> None:
         last = history.state.seq
         everything = sorted(await ledger_rows(connection, SHARD, 0, last))
         assert len(everything) == sum(len(fact.transfers) for fact in runs)
-        for view in ("present", "former"):
-            if view == "former":
-                await connection.execute(FORMER_VIEW.encode())
-            for after in range(0, last, 7):
-                for to in (after, after + 1, after + 5, last):
-                    expected = [row for row in everything if after < row.seq <= to]
-                    assert sorted(await ledger_rows(connection, SHARD, after, to)) == expected, view
+        for after in range(0, last, 7):
+            for to in (after, after + 1, after + 5, last):
+                expected = [row for row in everything if after < row.seq <= to]
+                assert sorted(await ledger_rows(connection, SHARD, after, to)) == expected
 
 
 #: Runs of five grabs, after the ledger of another shard.
