@@ -35,7 +35,7 @@ from grabstream.gateway.requests import (
 )
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.single import Promise
-from grabstream.lua.traces import traceparent, traces
+from grabstream.lua.traces import traceparent_of, traces
 from grabstream.models.answers import Answer, without_codes
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
@@ -214,8 +214,7 @@ def _trace(request: Request, found: Sequence[Answer | BaseException], began: flo
     """Adds a span for a request whose event is traced, which began at a time of `time.perf_counter`."""
     if (traced := traces()) is not None:
         answers = [answer for answer in found if isinstance(answer, Answer)]
-        given = [value for name, value in request.scope["headers"] if name == b"traceparent"]
-        cause = traceparent(given[0].decode("latin-1")) if len(given) == 1 else ""
+        cause = traceparent_of(request.scope["headers"])
         traced.answered("request", answers, time.perf_counter() - began, cause)
 
 

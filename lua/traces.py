@@ -15,6 +15,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.outcomes import Outcome
 
 #: The W3C's `traceparent`, version 00: trace, parent, flags.
+TRACEPARENT_BYTES: Final = 55
 _is_traceparent: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}").fullmatch
 
 #: The work that a span is about, in the order in which an event passes it.
@@ -50,8 +51,14 @@ def ids_of(prefix: str, shard: int, seq: int) -> Ids:
     return Ids(int.from_bytes(digest[:16], "big") or 1, int.from_bytes(digest[16:24], "big") or 1)
 
 
-def traceparent(text: str) -> str:
-    """The header `traceparent` of a caller if it is one, else ''."""
+def traceparent_of(headers: Iterable[tuple[bytes, bytes | None]]) -> str:
+    """The header `traceparent` of a request or a record: '' if there is none, or more than one, or it has
+    another form.
+    """
+    given = [value for name, value in headers if name == b"traceparent"]
+    if len(given) != 1 or given[0] is None or len(given[0]) != TRACEPARENT_BYTES:
+        return ""
+    text = given[0].decode("latin-1")
     return text if _is_traceparent(text) else ""
 
 

@@ -28,18 +28,24 @@ READ_AGAIN_SHARE: Final = 0.5
 
 
 class OpenRecords:
-    """Consecutive records of a partition, with their offsets and keys. Kafka has not acknowledged the answers
-    to `open` parts of them yet: to commands, and to what was refused at once.
+    """Consecutive records of a partition, with their offsets, keys and, in a process that traces, their
+    `traceparents`. Kafka has not acknowledged the answers to `open` parts of them yet: to commands, and to
+    what was refused at once.
     """
 
-    __slots__ = ("keys", "offsets", "open", "partition")
+    __slots__ = ("keys", "offsets", "open", "partition", "traceparents")
 
     def __init__(
-        self, partition: "OpenPartition", offsets: Sequence[int], keys: Sequence[bytes | None]
+        self,
+        partition: "OpenPartition",
+        offsets: Sequence[int],
+        keys: Sequence[bytes | None],
+        traceparents: Sequence[str],
     ) -> None:
         self.partition = partition
         self.offsets = offsets
         self.keys = keys
+        self.traceparents = traceparents
         self.open = 0
 
     def position(self, row: int) -> RecordPosition:
@@ -95,6 +101,11 @@ class HeldCommands:
         """The position of a command's record, and its index in the record."""
         return self.records.position(self.rows[at]), self.indexes[at]
 
+    def traceparents(self) -> Sequence[str]:
+        """The `traceparent` of each command's record; '' where there is none."""
+        of_records = self.records.traceparents
+        return [of_records[row] for row in self.rows] if of_records else [""] * len(self)
+
 
 class OpenPartition:
     """The records of a partition from the first open one on, `records` of them. `gone` is set when the
@@ -115,9 +126,11 @@ class OpenPartition:
         self._committed: int | None = None
         self._is_long = False
 
-    def add(self, offsets: Sequence[int], keys: Sequence[bytes | None]) -> OpenRecords:
+    def add(
+        self, offsets: Sequence[int], keys: Sequence[bytes | None], traceparents: Sequence[str] = ()
+    ) -> OpenRecords:
         """Adds consecutive records that were read; returns them."""
-        records = OpenRecords(self, offsets, keys)
+        records = OpenRecords(self, offsets, keys, traceparents)
         self._open.append(records)
         self.records += len(offsets)
         self.read_to = offsets[-1] + 1

@@ -25,7 +25,7 @@ from grabstream.lua.ending import end, first_to_end, running
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import CallOrder
 from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.traces import traces
+from grabstream.lua.traces import traceparent_of, traces
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, encode_answer, without_codes
 from grabstream.models.bounds import RECORD_BYTES_MAX
@@ -289,7 +289,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
                 for record in of_run:
                     if partition.gone:
                         break
-                    opened = partition.add([record.offset], [record.key])
+                    opened = partition.add([record.offset], [record.key], _traceparents([record]))
                     opened.open += 1  # until its refusals are sent
                     with_refusals.append(opened)
                     understood = await understand(record, pace, self._decider.authority)
@@ -315,7 +315,11 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
 
     def _take_run(self, partition: OpenPartition, records: Sequence[Any], grabs: Sequence[Grab]) -> None:
         """Takes records that each have one plain grab."""
-        opened = partition.add([record.offset for record in records], [record.key for record in records])
+        opened = partition.add(
+            [record.offset for record in records],
+            [record.key for record in records],
+            _traceparents(records),
+        )
         self._distribute(opened, grabs, range(len(grabs)), None, sum(map(_bytes_of, records)))
 
     def _distribute(
@@ -453,6 +457,13 @@ def _bytes_of(record: Any) -> int:
     return len(record.value or b"") + len(record.key or b"")
 
 
+def _traceparents(records: Sequence[Any]) -> Sequence[str]:
+    """The `traceparent` of each record, if this process traces."""
+    if traces() is None:
+        return ()
+    return [traceparent_of((name.encode(), value) for name, value in record.headers) for record in records]
+
+
 class _ShardDecider:
     """Decides the commands of one shard: sends calls to the gate in order, several of which may wait for the
     journal.
@@ -520,8 +531,10 @@ class _ShardDecider:
                 aside += set_aside(*done.held.position(index), done.held.commands[index], reason)
         await self._answers.send(answers, aside)
         if (traced := traces()) is not None:
-            for of_partition in answers.values():
-                traced.answered("answer", of_partition, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            for done in decided:
+                for answer, cause in zip(done.answers, done.held.traceparents(), strict=False):
+                    traced.answered("answer", (answer,), seconds, cause)
         for of_records in held:
             of_records.records.open -= len(of_records)
         self.backlog.done(held)

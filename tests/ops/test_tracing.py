@@ -9,15 +9,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from aiokafka import AIOKafkaProducer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from grabstream.lua.traces import Span, Traces, ids_of, traceparent
+from grabstream import vocabulary
+from grabstream.client.over_kafka import KafkaClient
+from grabstream.lua.traces import Span, Traces, ids_of, traceparent_of
 from grabstream.models.answers import Answer
+from grabstream.models.commands import Grab, encode_command
 from grabstream.ops.settings import Settings
+from grabstream.streams import brokers
+from grabstream.streams.clients import started
+from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.support.gateways import Caller, GatewayProcess, calling
 
 CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{CALLER[0]}-{CALLER[1]}-01".encode()
 
 
 class Sent(NamedTuple):
@@ -114,8 +122,9 @@ async def test_an_event_is_traced_through_all_processes(
     with GatewayProcess(system, tmp_path / "log", gate_timeout_ms="20000", **traces) as gateway:
         async with calling(gateway.port) as caller:
             await open_sale(caller)
-            traceparent_ = f"00-{CALLER[0]}-{CALLER[1]}-01"
-            got = await caller.post("/v1/offers/sale/grabs", {"user": "anna"}, traceparent=traceparent_)
+            got = await caller.post(
+                "/v1/offers/sale/grabs", {"user": "anna"}, traceparent=TRACEPARENT.decode()
+            )
             assert (got.status, got.body["outcome"]) == (201, "granted"), got
         assert gateway.stop() == 0
     event = f"{got.body['shard']}-{got.body['seq']}"
@@ -136,6 +145,38 @@ async def test_an_event_is_traced_through_all_processes(
     assert (request.name, request.parent, request.links) == ("HTTP request", CALLER[1], [trace[:32]])
     assert request.nanoseconds > found["append to the journal"].nanoseconds > 0
     assert "anna" not in repr(collector.spans)
+    assert working.stop() == 0
+
+
+@pytest.mark.long
+async def test_a_command_of_a_topic_has_its_span_in_the_trace_of_its_sender(
+    system: Settings, worker: Callable[..., Any], collector: Collector
+) -> None:
+    """Two records each name a span of their sender, of which the one is not sampled; the third names none."""
+    working = worker(system, traces_url=collector.url, traces_one_in="1")
+    unsampled = f"00-{'a' * 32}-{'b' * 16}-00".encode()
+    terms = vocabulary.CouponTerms(issuer="shop", total=5)
+    async with KafkaClient(system.kafka, prefix=system.prefix) as client:
+        await client.open(terms, "sale", id="open")
+    async with started(AIOKafkaProducer(**brokers.at(system.brokers))) as producer:
+        for number, value in enumerate([TRACEPARENT, unsampled, None]):
+            grab = encode_command(Grab(id=f"g{number}", offer="sale", user="anna"))
+            headers = [] if value is None else [("traceparent", value)]
+            await producer.send_and_wait(Topics(system.prefix).commands, grab, headers=headers)
+
+    def served() -> dict[str, Sent]:
+        return {one.attributes["command"]: one for one in collector.spans if one.name == "command of a topic"}
+
+    await until(lambda: served().keys() >= {"g0", "g1", "g2"}, 60, "all spans")
+    spans = served()
+    assert (spans["g0"].trace, spans["g0"].parent) == CALLER
+    [link] = spans["g0"].links
+    for other in (spans["g1"], spans["g2"]):
+        event = f"{other.attributes['shard']}-{other.attributes['seq']}"
+        assert other.trace == sha256(f"{system.prefix}/{event}".encode()).hexdigest()[:32]
+        assert not other.links
+    event = f"{spans['g0'].attributes['shard']}-{spans['g0'].attributes['seq']}"
+    assert link == sha256(f"{system.prefix}/{event}".encode()).hexdigest()[:32]
     assert working.stop() == 0
 
 
@@ -183,12 +224,18 @@ def test_ids_differ_by_prefix_shard_and_seq() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "values",
     [
-        "", "00", f"01-{CALLER[0]}-{CALLER[1]}-01", f"00-{'0' * 32}-{CALLER[1]}-01",
-        f"00-{CALLER[0]}-{'0' * 16}-01", f"00-{CALLER[0].upper()}-{CALLER[1]}-01",
-        f"00-{CALLER[0]}-{CALLER[1]}-01\n",
+        [], [b""], [None], [b"00"], [f"01-{CALLER[0]}-{CALLER[1]}-01".encode()],
+        [f"00-{'0' * 32}-{CALLER[1]}-01".encode()], [f"00-{CALLER[0]}-{'0' * 16}-01".encode()],
+        [f"00-{CALLER[0].upper()}-{CALLER[1]}-01".encode()], [TRACEPARENT + b"\n"], [b"\xff" * 55],
+        [TRACEPARENT, TRACEPARENT],
     ],
 )  # fmt: skip
-def test_what_is_not_a_traceparent_is_ignored(text: str) -> None:
-    assert traceparent(text) == ""
+def test_what_is_not_a_traceparent_is_ignored(values: list[bytes | None]) -> None:
+    assert traceparent_of([(b"traceparent", value) for value in values]) == ""
+
+
+def test_a_traceparent_is_read_beside_other_headers() -> None:
+    headers = [(b"a", b"b"), (b"traceparent", TRACEPARENT), (b"tracestate", None)]
+    assert traceparent_of(headers) == TRACEPARENT.decode()
