@@ -1,13 +1,14 @@
 """Compares the audit trail with the journal, row by row."""
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from psycopg import AsyncConnection
 
 from grabstream.models.journal import Accepted
 from grabstream.models.runs import AnyLine
 from grabstream.ops.verification.checks import Problems
+from grabstream.projections.checking.trail import Row, row_of, row_read
 from grabstream.projections.records.set_aside import SetAside
 
 
@@ -26,18 +27,6 @@ class SetAsideEvents:
         return any(of == shard and first <= seq <= last for of, first, last in self._spans)
 
 
-class TrailRow(NamedTuple):
-    """A row of the audit trail."""
-
-    seq: int
-    offer: str
-    type: str
-    at: int
-    body: str
-    hash: bytes
-    seqs: int
-
-
 class AuditTrail:
     """The audit trail of a shard up to its cursor, compared row by row with the events of the journal.
 
@@ -51,26 +40,26 @@ class AuditTrail:
         self._shard = shard
         self._end = end
         self._problems = problems
-        self._next: TrailRow | None = None
+        self._next: Row | None = None
         self._began = False
         self._active = True
 
     @staticmethod
-    async def _read(connection: AsyncConnection[Any], shard: int) -> AsyncGenerator[TrailRow, None]:
+    async def _read(connection: AsyncConnection[Any], shard: int) -> AsyncGenerator[Row, None]:
         async with connection.cursor(f"audit_{shard}") as rows:
             rows.itersize = 5_000
             await rows.execute(
                 "SELECT seq, offer, type, at, body, hash, seqs FROM audit WHERE shard = %s ORDER BY seq",
                 (shard,),
             )
-            async for seq, offer, type_, at, body, hash_, seqs in rows:
-                yield TrailRow(seq, offer, type_, at, body, bytes(hash_), seqs)
+            async for values in rows:
+                yield row_read(values)
 
     def stop_comparing(self) -> None:
         """Makes `compare` do nothing from now on."""
         self._active = False
 
-    async def _row(self) -> TrailRow | None:
+    async def _row(self) -> Row | None:
         if not self._began:
             self._began = True
             await self._step()
@@ -99,19 +88,9 @@ class AuditTrail:
             self._add_problem(first_seq, "the audit trail lacks this event")
             return
         self.compared += seqs
-        expected = TrailRow(
-            first_seq,
-            event.offer,
-            str(event.__struct_config__.tag),
-            event.at,
-            accepted.line.decode(),
-            accepted.hash,
-            seqs,
-        )
+        expected = row_of(event, accepted.line.decode(), accepted.hash)._replace(seq=first_seq)
         if row != expected:
-            fields = [
-                name for name, is_, was in zip(TrailRow._fields, row, expected, strict=True) if is_ != was
-            ]
+            fields = [name for name, is_, was in zip(Row._fields, row, expected, strict=True) if is_ != was]
             self._add_problem(
                 first_seq,
                 f"{' and '.join(fields)} of the audit trail {'differs' if len(fields) == 1 else 'differ'} "
@@ -128,7 +107,7 @@ class AuditTrail:
                 self._add_problem(row.seq, "the audit trail has a row that is not in the journal")
             await self._step()
 
-    async def rest(self, seq: int) -> AsyncGenerator[TrailRow, None]:
+    async def rest(self, seq: int) -> AsyncGenerator[Row, None]:
         """The rows after a seq."""
         while (row := await self._row()) is not None:
             if row.seq > seq:

@@ -8,7 +8,7 @@ problem ends the walk, because later rows can be verified only after it is repai
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -27,28 +27,12 @@ from grabstream.models.events import (
 from grabstream.models.runs import AnyLine, decode_line, singles
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.models.upcasting import NewerEvent
+from grabstream.projections.checking.trail import Row, row_of
 from grabstream.projections.records.set_aside import SetAside
 
 AUDIT: Final = "audit"
 LEDGER: Final = "ledger"
 EVENTS: Final = "events"
-
-
-class AuditRow(NamedTuple):
-    """A row of the audit trail."""
-
-    seq: int
-    offer: str
-    type: str
-    at: int
-    body: str
-    hash: bytes
-    seqs: int
-
-    @property
-    def last_seq(self) -> int:
-        """The last seq that it takes."""
-        return self.seq + self.seqs - 1
 
 
 class LedgerRow(NamedTuple):
@@ -123,7 +107,7 @@ class Gaps:
 
 
 def walk(
-    shard: int, seq: int, head: bytes, rows: Sequence[AuditRow], ledger: Iterable[LedgerRow], gaps: Gaps,
+    shard: int, seq: int, head: bytes, rows: Sequence[Row], ledger: Iterable[LedgerRow], gaps: Gaps,
     reach: int | None = None
 ) -> Walked:  # fmt: skip
     """Verifies the rows after `seq`, where the hash of the chain is `head`, and the rows of the ledger with
@@ -176,7 +160,7 @@ class _Differs(Exception):
         self.kind = kind
 
 
-def _verified(shard: int, head: bytes, row: AuditRow) -> tuple[AnyLine, bytes]:
+def _verified(shard: int, head: bytes, row: Row) -> tuple[AnyLine, bytes]:
     text = row.body.encode()
     if sha256(head + text).digest() != row.hash:
         raise _Differs(
@@ -190,11 +174,12 @@ def _verified(shard: int, head: bytes, row: AuditRow) -> tuple[AnyLine, bytes]:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _Differs("chain", f"audit, seq {row.seq}: the text is not an event: {error}") from None
-    in_text = (event.shard, event.seq, event.offer, str(event.__struct_config__.tag), event.at, event.seqs)
-    if in_text != (shard, row.seq, row.offer, row.type, row.at, row.seqs):
+    by_text = row_of(event, row.body, row.hash)
+    if by_text != row or event.shard != shard:
+        columns = (by_text.offer, by_text.type, by_text.at, by_text.seqs)
         raise _Differs(
             "chain",
-            f"audit, seq {row.seq}: the columns beside the text differ from it: {in_text[2:]} by the text",
+            f"audit, seq {row.seq}: the columns beside the text differ from it: {columns} by the text",
         )
     return event, row.hash
 
@@ -313,9 +298,3 @@ def account_changes(facts: Iterable[AuditedEvent]) -> dict[tuple[str, str], int]
             changes[debit, asset] -= amount
             changes[credit, asset] += amount
     return dict(changes)
-
-
-def row_of(values: Sequence[Any]) -> AuditRow:
-    """A row of the audit trail from its values in SQL."""
-    seq, offer, type_, at, body, hash_, seqs = values
-    return AuditRow(seq, offer, type_, at, body, bytes(hash_), seqs)

@@ -1,10 +1,12 @@
-"""Reading the audit trail: lines from any seq on, and the hash of the chain at any seq."""
+"""Reading the audit trail: lines from any seq on, the hash of the chain at any seq, and whole rows."""
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
 from grabstream.models.journal import GENESIS
+from grabstream.models.runs import AnyLine
 
 
 class Line(NamedTuple):
@@ -16,7 +18,39 @@ class Line(NamedTuple):
     hash: bytes
 
 
+class Row(NamedTuple):
+    """A row of the audit trail: the text of a line, the hash of the chain after it, and what the other
+    columns repeat of the text.
+    """
+
+    seq: int
+    offer: str
+    type: str
+    at: int
+    body: str
+    hash: bytes
+    seqs: int
+
+    @property
+    def last_seq(self) -> int:
+        """The last seq that it takes."""
+        return self.seq + self.seqs - 1
+
+
+def row_of(event: AnyLine, body: str, hash: bytes) -> Row:
+    """The row that a line must have."""
+    return Row(event.seq, event.offer, str(event.__struct_config__.tag), event.at, body, hash, event.seqs)
+
+
+def row_read(values: Sequence[Any]) -> Row:
+    """A row from its values in SQL, in the order of `Row`."""
+    seq, offer, type_, at, body, hash_, seqs = values
+    return Row(seq, offer, type_, at, body, bytes(hash_), seqs)
+
+
 _COLUMNS: Final = "seq, seqs, body, hash"
+#: More than any seq.
+_NO_END: Final = 2**63 - 1
 
 
 async def hash_at(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes | None:
@@ -39,13 +73,28 @@ async def line_at(connection: AsyncConnection[Any], shard: int, seq: int) -> Lin
 
 async def lines(connection: AsyncConnection[Any], shard: int, after_seq: int, limit: int) -> list[Line]:
     """Lines after a seq, in order, until they take `limit` seqs."""
-    rows = await connection.execute(
-        f"SELECT {_COLUMNS} FROM (SELECT *, sum(seqs) OVER (ORDER BY seq) - seqs AS before FROM ("  # noqa: S608
-        f"SELECT {_COLUMNS} FROM audit WHERE shard = %s AND seq > %s ORDER BY seq LIMIT %s) AS page"
-        ") AS counted WHERE before < %s ORDER BY seq",
-        (shard, after_seq, limit, limit),
+    return list(map(_line, await _page(connection, _COLUMNS, shard, after_seq, _NO_END, limit)))
+
+
+async def rows(
+    connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int, limit: int
+) -> list[Row]:
+    """Rows in a range of seqs, in order, until they take `limit` seqs."""
+    return list(
+        map(row_read, await _page(connection, ", ".join(Row._fields), shard, after_seq, to_seq, limit))
     )
-    return list(map(_line, await rows.fetchall()))
+
+
+async def _page(
+    connection: AsyncConnection[Any], columns: str, shard: int, after_seq: int, to_seq: int, limit: int
+) -> list[tuple[Any, ...]]:
+    found = await connection.execute(
+        f"SELECT {columns} FROM (SELECT *, sum(seqs) OVER (ORDER BY seq) - seqs AS before FROM ("  # noqa: S608
+        f"SELECT {columns} FROM audit WHERE shard = %s AND seq > %s AND seq <= %s ORDER BY seq LIMIT %s"
+        ") AS page) AS counted WHERE before < %s ORDER BY seq",
+        (shard, after_seq, to_seq, limit, limit),
+    )
+    return await found.fetchall()
 
 
 def _line(row: tuple[int, int, str, bytes]) -> Line:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
-from grabstream.projections.checking.proof import AuditRow, LedgerRow, OfferState, row_of
+from grabstream.projections.checking.proof import LedgerRow, OfferState
 from grabstream.projections.database.arrays import integer_array, text_array
 from grabstream.projections.ledger import in_lines
 
@@ -141,20 +141,6 @@ async def record_pass(connection: AsyncConnection[Any]) -> None:
 
 
 # -- rows to verify ----------------------------------------------------------------------------------------
-
-
-async def audit_rows(
-    connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int, limit: int
-) -> list[AuditRow]:
-    """Rows of the audit trail in a range of seqs, in order, until they take `limit` seqs."""
-    rows = await connection.execute(
-        "SELECT seq, offer, type, at, body, hash, seqs FROM ("
-        "SELECT *, sum(seqs) OVER (ORDER BY seq) - seqs AS before FROM ("
-        "SELECT * FROM audit WHERE shard = %s AND seq > %s AND seq <= %s ORDER BY seq LIMIT %s) AS page"
-        ") AS counted WHERE before < %s ORDER BY seq",
-        (shard, after_seq, to_seq, limit, limit),
-    )
-    return list(map(row_of, await rows.fetchall()))
 
 
 async def ledger_rows(

@@ -37,7 +37,7 @@ from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections import cursors
-from grabstream.projections.checking import proof, verified
+from grabstream.projections.checking import proof, trail, verified
 from grabstream.projections.checking.proof import AuditedEvent, Gaps, OfferState, Walked, numbers_in_words
 from grabstream.projections.checking.rebuilt import RebuiltModels
 from grabstream.projections.checking.verified import ALL_SHARDS, Problem, VerifiedTo
@@ -336,7 +336,7 @@ class Verifier:
     async def _step(
         self, connection: AsyncConnection[Any], shard: int, seq: int, head: bytes, end: int, gaps: Gaps
     ) -> tuple[Walked, bool]:  # fmt: skip
-        rows = await verified.audit_rows(connection, shard, seq, end, EVENTS_A_STEP)
+        rows = await trail.rows(connection, shard, seq, end, EVENTS_A_STEP)
         reach = rows[-1].last_seq if rows else seq
         full = reach - seq >= EVENTS_A_STEP
         if not full:
