@@ -1,6 +1,7 @@
 """Compares the audit trail with the journal, row by row."""
 
 from collections.abc import AsyncGenerator, Sequence
+from math import inf
 from typing import Any
 
 from psycopg import AsyncConnection
@@ -10,21 +11,6 @@ from grabstream.models.runs import AnyLine
 from grabstream.ops.verification.checks import Problems
 from grabstream.projections.checking.trail import Row, row_of, row_read
 from grabstream.projections.records.set_aside import SetAside
-
-
-class SetAsideEvents:
-    """The events that one projection lacks because operators set them aside."""
-
-    def __init__(self, records: Sequence[SetAside], projection: str) -> None:
-        self._spans = [
-            (record.shard, record.first_seq, record.last_seq)
-            for record in records
-            if record.projection == projection and record.event_count
-        ]
-
-    def has(self, shard: int, seq: int) -> bool:
-        """Whether the event was set aside."""
-        return any(of == shard and first <= seq <= last for of, first, last in self._spans)
 
 
 class AuditTrail:
@@ -41,8 +27,6 @@ class AuditTrail:
         self._end = end
         self._problems = problems
         self._next: Row | None = None
-        self._began = False
-        self._active = True
 
     @staticmethod
     async def _read(connection: AsyncConnection[Any], shard: int) -> AsyncGenerator[Row, None]:
@@ -55,39 +39,33 @@ class AuditTrail:
             async for values in rows:
                 yield row_read(values)
 
-    def stop_comparing(self) -> None:
-        """Makes `compare` do nothing from now on."""
-        self._active = False
-
-    async def _row(self) -> Row | None:
-        if not self._began:
-            self._began = True
-            await self._step()
-        return self._next
-
-    async def _step(self) -> None:
-        self._next = await anext(self.rows, None)
-
     def _add_problem(self, seq: int, what: str) -> None:
         self.sound = False
         self._problems.add(f"shard {self._shard}, seq {seq}: {what}")
 
+    async def _row_from(self, seq: float, set_aside: Sequence[SetAside] = ()) -> Row | None:
+        """The next row, which has this seq or a later one: rows before it are not in the journal."""
+        while row := self._next or await anext(self.rows, None):
+            self._next = row
+            if row.seq >= seq:
+                return row
+            if not any(record.has(self._shard, row.seq) for record in set_aside):
+                self._add_problem(row.seq, "the audit trail has a row that is not in the journal")
+            self._next = None
+        return None
+
     async def compare(self, accepted: Accepted, event: AnyLine) -> None:
         """Compares the next line of the journal with its row."""
-        if not self._active:
-            return
-        seqs = event.seqs
-        first_seq = accepted.seq - seqs + 1
-        while (row := await self._row()) is not None and row.seq < first_seq:
-            self._add_problem(row.seq, "the audit trail has a row that is not in the journal")
-            await self._step()
+        first_seq = accepted.seq - event.seqs + 1
+        row = await self._row_from(first_seq)
         if row is None or row.seq > first_seq:
             if first_seq > self._end:
                 return  # the audit trail has not applied it yet
-            self.compared += seqs
+            self.compared += event.seqs
             self._add_problem(first_seq, "the audit trail lacks this event")
             return
-        self.compared += seqs
+        self._next = None
+        self.compared += event.seqs
         expected = row_of(event, accepted.line.decode(), accepted.hash)._replace(seq=first_seq)
         if row != expected:
             fields = [name for name, is_, was in zip(Row._fields, row, expected, strict=True) if is_ != was]
@@ -96,20 +74,9 @@ class AuditTrail:
                 f"{' and '.join(fields)} of the audit trail {'differs' if len(fields) == 1 else 'differ'} "
                 "from the journal",
             )
-        await self._step()
 
-    async def end(self, set_aside: SetAsideEvents) -> None:
+    async def end(self, set_aside: Sequence[SetAside]) -> None:
         """Reports the remaining rows: the journal has ended. Rows of events that were set aside are left out,
         since their record may be unreadable.
         """
-        while (row := await self._row()) is not None:
-            if not set_aside.has(self._shard, row.seq):
-                self._add_problem(row.seq, "the audit trail has a row that is not in the journal")
-            await self._step()
-
-    async def rest(self, seq: int) -> AsyncGenerator[Row, None]:
-        """The rows after a seq."""
-        while (row := await self._row()) is not None:
-            if row.seq > seq:
-                yield row
-            await self._step()
+        await self._row_from(inf, set_aside)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -13,9 +12,9 @@ from grabstream.models.journal import GENESIS, Accepted, Corrupt, Cursor, Gap
 from grabstream.models.runs import AnyLine, decode_line
 from grabstream.models.transfers import GUARDED_ACCOUNTS, transfers_of
 from grabstream.ops.settings import Settings
-from grabstream.ops.verification.audit_trail import AuditTrail, SetAsideEvents
+from grabstream.ops.verification.audit_trail import AuditTrail
 from grabstream.ops.verification.checkpoints import Against
-from grabstream.ops.verification.checks import Check, Problems, Progress, RedisShard, flattened
+from grabstream.ops.verification.checks import Check, Problems, Progress, RedisShard
 from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.ops.verification.signatures import Signatures
 from grabstream.projections.checking.rebuilt import REBUILT, RebuiltModels
@@ -23,6 +22,7 @@ from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
+from grabstream.streams.history.sources import AuditSource, Start
 from grabstream.streams.journal import JournalReader, Record
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,7 @@ class Books:
         self.shards = shards
         self._report = report
         self._rebuilt = RebuiltModels(connection, settings.schema_)
-        self._chain, self._audit, self._cursors, self._checkpoints = (
-            Problems(),
-            Problems(),
-            Problems(),
-            Problems(),
-        )
+        self._chain, self._audit, self._cursors, self._checkpoints = (Problems() for _ in range(4))
         self._signatures = Signatures()
         self._against = against
         self._events = self._audited = 0
@@ -73,7 +68,9 @@ class Books:
         """Reads the journal, and returns all checks of the read models."""
         self._positions = {name: await load(self._connection, name) for name in PROJECTIONS}
         self.aside = await set_aside.load(self._connection)
-        self._set_aside = {name: SetAsideEvents(self.aside, name) for name in PROJECTIONS}
+        self._set_aside = {
+            name: [record for record in self.aside if record.projection == name] for name in PROJECTIONS
+        }
         await self._rebuilt.begin()
         for shard in range(self._settings.shards):
             await self._shard(shard)
@@ -92,7 +89,7 @@ class Books:
             *[await self._compared(name) for name in REBUILT],
             await self._solvent(),
             await self._agree(),
-            Check("views show the read models", *flattened(*await self._rebuilt.views(), "views")),
+            await self._views(),
             Check(
                 "what Redis knows as journaled is", len(self.shards), "checkpoints", self._checkpoints.lines
             ),
@@ -117,7 +114,7 @@ class Books:
             except (Corrupt, Gap, msgspec.DecodeError) as error:
                 self.broken.add(shard)
                 self._chain.add(f"shard {shard}: {error}")
-                await self._rest_of_trail(shard, last, audit)
+                await self._rest_of_trail(shard, last)
             else:
                 further = [
                     name
@@ -130,7 +127,7 @@ class Books:
                         f"shard {shard}: the journal has lost its end: it ends at seq {cursor.seq}, but "
                         f"{' and '.join(further)} applied later events"
                     )
-                    await self._rest_of_trail(shard, last, audit)
+                    await self._rest_of_trail(shard, last)
                 else:
                     await audit.end(self._set_aside["audit"])
         self.ends[shard] = cursor.seq
@@ -202,39 +199,44 @@ class Books:
             raise type(error)(where + str(error)) from None
 
     async def _event(
-        self, shard: int, accepted: Accepted, event: AnyLine | msgspec.DecodeError, audit: "AuditTrail"
+        self, shard: int, accepted: Accepted, event: AnyLine | msgspec.DecodeError, audit: AuditTrail
     ) -> None:
-        self._events += 1 if isinstance(event, msgspec.DecodeError) else event.seqs
-        lacking = [name for name in PROJECTIONS if self._set_aside[name].has(shard, accepted.seq)]
         if isinstance(event, msgspec.DecodeError):
-            if len(lacking) < len(PROJECTIONS):
+            self._events += 1
+            if not all(self._lacks(name, shard, accepted.seq) for name in PROJECTIONS):
                 raise event
             return
-        if "audit" not in lacking:
+        if not self._lacks("audit", shard, accepted.seq):
             await audit.compare(accepted, event)
-        fact = Fact(accepted.line, accepted.hash, event, ())
+        await self._fold(shard, Fact(accepted.line, accepted.hash, event, transfers_of(event)))
+
+    def _lacks(self, name: str, shard: int, seq: int) -> bool:
+        """Whether operators set an event aside for a read model."""
+        return any(record.has(shard, seq) for record in self._set_aside[name])
+
+    async def _fold(self, shard: int, fact: Fact) -> None:
+        """Adds an event to the read models that have applied it."""
+        seq = fact.event.last_seq
+        self._events += fact.event.seqs
         for name in REBUILT:
-            if name not in lacking and accepted.seq <= self._positions[name][shard].seq:
-                fact = fact if fact.transfers else fact._replace(transfers=transfers_of(event))
+            if seq <= self._positions[name][shard].seq and not self._lacks(name, shard, seq):
                 await self._rebuilt.take(name, fact)
 
-    async def _rest_of_trail(self, shard: int, last: Accepted, audit: "AuditTrail") -> None:
+    async def _rest_of_trail(self, shard: int, last: Accepted) -> None:
         """Continues after a break of the journal with the rows of the audit trail, as long as they continue
         the chain of the last event that was read.
         """
         wanted = max(cursors[shard].seq for name, cursors in self._positions.items() if name in REBUILT)
-        seq, head = last.seq, last.hash
-        audit.stop_comparing()
-        async for row in audit.rest(seq):
-            text = row.body.encode()
-            if row.seq != seq + 1 or sha256(head + text).digest() != row.hash:
-                break
-            try:
-                event = decode_line(text)
-                seq, head = event.last_seq, row.hash
-                await self._event(shard, Accepted(seq, text, head), event, audit)
-            except msgspec.DecodeError:
-                break
+        seq, trail = last.seq, AuditSource(self._connection)
+        rest = Start(Cursor(seq, last.hash), await trail.end(shard))
+        try:
+            async with aclosing(trail.chunks(shard, rest)) as chunks:
+                async for chunk in chunks:
+                    for fact in chunk.facts:
+                        await self._fold(shard, fact)
+                    seq = chunk.after.seq
+        except (Corrupt, Gap):
+            pass  # what follows is of no history that the journal begins
         if seq < wanted:
             self.unfolded[shard] = (
                 f"events of shard {shard} from seq {seq + 1} on are neither in the journal nor in an audit "
@@ -260,7 +262,12 @@ class Books:
             return Check(title, 0, "rows", [], [f"not compared: {note}" for note in notes])
         if name in self._rebuilt.refused:
             return Check(title, 0, "rows", [self._rebuilt.refused[name]])
-        return Check(title, *flattened(*await self._rebuilt.differences(name), "rows"))
+        rows, differences = await self._rebuilt.differences(name)
+        return Check(title, rows, "rows", differences)
+
+    async def _views(self) -> Check:
+        count, problems = await self._rebuilt.views()
+        return Check("views show the read models", count, "views", problems)
 
     async def _solvent(self) -> Check:
         """Checks that no guarded account is below 0 by the journal."""

@@ -79,8 +79,3 @@ class Problems:
         """The problems as lines of a check."""
         more = self._count - len(self._kept)
         return [*self._kept, f"and {more:,} more"] if more else list(self._kept)
-
-
-def flattened(count: int, problems: list[str], of_what: str) -> tuple[int, str, list[str]]:
-    """The fields of a check after its name."""
-    return count, of_what, problems

@@ -89,21 +89,14 @@ class Gaps:
         #: id → first seq of the records that a walk must skip or take into account.
         self.ids = {record.id: record.first_seq for record in records if record.projection in (AUDIT, LEDGER)}
         self.audit = {record.first_seq: record for record in records if record.projection == AUDIT}
-        self._ledger, self._audit = (
-            [(record.first_seq, record.last_seq) for record in records if record.projection == name]
-            for name in (LEDGER, AUDIT)
-        )
+        self._ledger = [record for record in records if record.projection == LEDGER]
         #: Offers whose state does not follow from the trail and the read models alone.
         self.offers = {offer for record in records for offer in record.offers}
         self.unreadable = any(not record.readable for record in records)
 
     def not_in_ledger(self, seq: int) -> bool:
         """Whether an operator set an event aside for the ledger."""
-        return any(first <= seq <= last for first, last in self._ledger)
-
-    def not_in_audit(self, seq: int) -> bool:
-        """Whether an operator set an event aside for the audit trail."""
-        return any(first <= seq <= last for first, last in self._audit)
+        return any(record.first_seq <= seq <= record.last_seq for record in self._ledger)
 
 
 def walk(

@@ -102,9 +102,8 @@ class RebuiltModels:
             if definition.compared_views:
                 await self._connection.execute(_of_session(definition.parts["views"]).encode())
             tables = await compare(self._connection, definition, live, rebuilt, definition.compared)
-        return sum(table.rows_new for table in tables), [
-            line for table in tables for line in _in_words(table)
-        ]
+        lines = [line for table in tables for line in _in_words(table)]
+        return sum(table.rows_new for table in tables), lines
 
     async def offer_differences(self, offer: str) -> list[str]:
         """The differences in the rows of one offer as text. All events of the offer must have been added."""

@@ -48,6 +48,10 @@ class SetAside(NamedTuple):
         """The seq of its last event."""
         return self.first_seq + self.event_count - 1
 
+    def has(self, shard: int, seq: int) -> bool:
+        """Whether an event is among its events."""
+        return self.shard == shard and self.first_seq <= seq <= self.last_seq
+
     def in_words(self) -> str:
         """What the read model lacks, in one line."""
         where = f"{self.projection}, shard {self.shard}"
