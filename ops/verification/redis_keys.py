@@ -5,7 +5,7 @@ key by key.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -19,8 +19,15 @@ from grabstream.ops.verification.books import Books
 from grabstream.ops.verification.checks import POLL_SECONDS, Check, Progress
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.relaying.ownership import NewerProgram, SteppedDown
-from grabstream.streams.relaying.recovery import Impossible
-from grabstream.streams.relaying.shadow import VERIFIER_SHADOW, NoRoom, NotComparable, Pace, open_shadow
+from grabstream.streams.relaying.recovery import Impossible, Snapshots
+from grabstream.streams.relaying.shadow import (
+    VERIFIER_SHADOW,
+    Compared,
+    NoRoom,
+    NotComparable,
+    Pace,
+    open_shadow,
+)
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -91,10 +98,13 @@ async def redis_check(
                     f"shard {shard}: Redis has nothing of it, its journal ends at seq {books.ends[shard]}"
                 )
             continue
+        trail = snapshots(settings, slowly=True) if shard in books.trail_is_sound else None
         try:
+            settings.require_opening_keys("`verify`")
             compared = await _compare_shard(
-                settings, redis, reader, shard, shard in books.trail_is_sound, wait_seconds, share, reached
-            )
+                settings, redis, reader, shard, [trail], share, patience_seconds=wait_seconds,
+                wait_seconds=wait_seconds, made=reached.made, compared=reached.compared,
+            )  # fmt: skip
             keys += compared.keys
             problems += compared.differences
         except NotComparable as error:
@@ -112,37 +122,6 @@ async def redis_check(
     return Check("Redis = fold of the journal", keys, "keys", problems, notes)
 
 
-async def _compare_shard(
-    settings: Settings, redis: Any, reader: JournalReader, shard: int, trail_is_sound: bool,
-    wait_seconds: float, share: float, reached: _Reached
-) -> Any:  # fmt: skip
-    settings.require_opening_keys("`verify`")
-    deadline = time.monotonic() + wait_seconds
-    trail = snapshots(settings, slowly=True) if trail_is_sound else None
-    async with open_shadow(
-        redis,
-        key_space(settings),
-        shard,
-        sealer(settings),
-        reader,
-        trail,
-        pace=Pace(share),
-        room=_room_of(redis),
-        wait_seconds=wait_seconds,
-        made=reached.made,
-        compared=reached.compared,
-    ) as shadow:
-        await shadow.make()
-        while True:
-            try:
-                return await shadow.compare()
-            except NotComparable:
-                # The shard may be in the middle of a takeover, which ends soon.
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(POLL_SECONDS)
-
-
 def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awaitable[list[str] | None]]:
     """Returns the function with which the verifier compares a shard's keys. It takes the shard and the share
     of the time that it may use, and returns the differences, or None when the shard cannot be compared now.
@@ -152,35 +131,51 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
         if await redis.hget(key_space(settings).shard(shard).state, "life") is None:
             return None
         try:
-            # The first pass starts from the audit trail and skips retired offers, which is faster.
-            # Differences count only after a second pass that reads the journal alone.
-            for trail in (snapshots(settings, slowly=True), None):
-                async with (
-                    open_reader(settings.brokers, Topics(settings.prefix).journal) as reader,
-                    open_shadow(
-                        redis, key_space(settings), shard, sealer(settings), reader, trail, pace=Pace(share),
-                        room=_room_of(redis),
-                        prefix=VERIFIER_SHADOW,
-                    ) as shadow,
-                ):  # fmt: skip
-                    await shadow.make()
-                    differences = (await shadow.compare()).differences
-                if not differences:
-                    return []
+            async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
+                # Nobody has compared the audit trail with the journal: what differs from a copy that begins
+                # with the trail, which is faster, counts if it also differs from one of the journal alone.
+                trails = [snapshots(settings, slowly=True), None]
+                compared = await _compare_shard(
+                    settings, redis, reader, shard, trails, share, prefix=VERIFIER_SHADOW
+                )
+                return compared.differences
         except (
-            NotComparable,
-            NoRoom,
-            NewerProgram,
-            SteppedDown,
-            Impossible,
-            CannotOpen,
-            msgspec.DecodeError,
-        ) as error:
+            NotComparable, NoRoom, NewerProgram, SteppedDown, Impossible, CannotOpen, msgspec.DecodeError
+        ) as error:  # fmt: skip
             log.info("shard %d is not compared key by key: %s", shard, error)
             return None
-        return differences
 
     return compare
+
+
+async def _compare_shard(
+    settings: Settings, redis: Any, reader: JournalReader, shard: int, trails: Sequence[Snapshots | None],
+    share: float, *, patience_seconds: float = 0.0, **how: Any
+) -> Compared:  # fmt: skip
+    """Compares a shard's keys with a copy that begins with an audit trail (None: of the journal alone); while
+    there are differences, with the next one. Waits up to `patience_seconds` for a shard that is being taken
+    over.
+    """
+    compared = Compared(0, 0, [])
+    for trail in trails:
+        deadline = time.monotonic() + patience_seconds
+        async with open_shadow(
+            redis, key_space(settings), shard, sealer(settings), reader, trail, pace=Pace(share),
+            room=_room_of(redis), **how,
+        ) as shadow:  # fmt: skip
+            await shadow.make()
+            while True:
+                try:
+                    compared = await shadow.compare()
+                    break
+                except NotComparable:
+                    # The shard may be in the middle of a takeover, which ends soon.
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(POLL_SECONDS)
+        if not compared.differences:
+            break
+    return compared
 
 
 def _room_of(redis: Any) -> Callable[[str], Any]:
