@@ -344,21 +344,17 @@ async def clear_range(connection: AsyncConnection[Any], shard: int, after_seq: i
     )
 
 
-async def clear(connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str]) -> None:
-    """Clears findings about subjects that were compared and are right now."""
+async def clear(
+    connection: AsyncConnection[Any], kind: str, shard: int, compared: Sequence[str] | None,
+    wrong: Sequence[str]
+) -> None:  # fmt: skip
+    """Clears findings of a kind about subjects that were compared (None: everything was), and are right now:
+    only the subjects `wrong` differ.
+    """
     await connection.execute(
         "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND "
-        "subject = ANY(%s)",
-        (kind, shard, list(subjects)),
-    )
-
-
-async def clear_others(connection: AsyncConnection[Any], kind: str, shard: int, wrong: Sequence[str]) -> None:
-    """Clears all other findings of a kind: everything was compared, and only the subjects `wrong` differ."""
-    await connection.execute(
-        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND "
-        "subject <> ALL(%s)",
-        (kind, shard, list(wrong)),
+        "subject = ANY(coalesce(%s, ARRAY[subject])) AND subject <> ALL(%s)",
+        (kind, shard, None if compared is None else list(compared), list(wrong)),
     )
 
 

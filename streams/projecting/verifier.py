@@ -212,9 +212,7 @@ class Verifier:
         self._keys_agree.discard(shard)
         async with await connect(self._postgres, self._schema) as connection:
             await use_schema(connection, self._schema)
-            for problem in problems:
-                await self._record_problem(connection, "keys", shard, problem)
-            await verified.clear_others(connection, "keys", shard, [problem.subject for problem in problems])
+            await self._judge(connection, "keys", shard, None, problems)
         if not problems:
             self._keys_agree.add(shard)
 
@@ -314,7 +312,6 @@ class Verifier:
         await self._fold(connection, shard, walked.facts)
         if walked.seq > at.seq:
             await verified.move(connection, shard, walked.seq, walked.head)
-            await verified.clear_range(connection, shard, at.seq, walked.seq)
         return full and walked.wrong is None
 
     async def _walk_again(
@@ -324,7 +321,6 @@ class Verifier:
         if at.again_seq >= end:
             return
         walked, _ = await self._step(connection, at.shard, at.again_seq, at.again_head, end, gaps)
-        await verified.clear_range(connection, at.shard, at.again_seq, walked.seq)
         done = walked.seq >= at.seq
         self._is_complete &= done
         if done:
@@ -343,11 +339,10 @@ class Verifier:
             reach = end
         lines = await verified.ledger_rows(connection, shard, seq, reach)
         walked = proof.walk(shard, seq, head, rows, lines, gaps, None if full else end)
-        if walked.wrong is not None:
-            wrong = walked.wrong
-            await self._record_problem(
-                connection, wrong.kind, shard, Problem(f"seq {wrong.seq}", wrong.what, wrong.seq)
-            )
+        await verified.clear_range(connection, shard, seq, walked.seq)
+        if (wrong := walked.wrong) is not None:
+            problem = Problem(f"seq {wrong.seq}", wrong.what, wrong.seq)
+            await self._judge(connection, wrong.kind, shard, [], [problem])
         return walked, full
 
     async def _compare_heads(
@@ -617,23 +612,19 @@ class Verifier:
     # -- findings --------------------------------------------------------------------------------------------
 
     async def _judge(
-        self, connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str],
+        self, connection: AsyncConnection[Any], kind: str, shard: int, subjects: Sequence[str] | None,
         problems: Sequence[Problem]
     ) -> None:  # fmt: skip
-        wrong = {problem.subject for problem in problems}
-        right = [subject for subject in subjects if subject not in wrong]
-        if right and self._has_findings:
-            await verified.clear(connection, kind, shard, right)
+        """Records problems, and clears the findings about the other subjects that were compared (None: all of
+        this kind and shard).
+        """
+        if subjects is None or (subjects and self._has_findings):
+            await verified.clear(connection, kind, shard, subjects, [problem.subject for problem in problems])
         for problem in problems:
-            await self._record_problem(connection, kind, shard, problem)
-
-    async def _record_problem(
-        self, connection: AsyncConnection[Any], kind: str, shard: int, problem: Problem
-    ) -> None:
-        self._has_findings = True
-        if await verified.record_finding(connection, kind, shard, problem):
-            where = "" if shard == ALL_SHARDS else f", shard {shard}"
-            log.critical("verification%s: %s", where, problem.what)
+            self._has_findings = True
+            if await verified.record_finding(connection, kind, shard, problem):
+                where = "" if shard == ALL_SHARDS else f", shard {shard}"
+                log.critical("verification%s: %s", where, problem.what)
 
 
 _subject_of = re.compile(r": | is (?:not )?in Redis")
