@@ -63,11 +63,8 @@ async def compare(
     for table in sorted(columns_old.keys() | columns_new.keys() if tables is None else tables):
         keys = {name for name, in_key in columns_new.get(table, {}).items() if in_key}
         if table in columns_old and keys and keys <= columns_old[table].keys():
-            differences.append(
-                await _compare_table(
-                    connection, table, old, new, columns_old[table], columns_new[table], declared, offer
-                )
-            )
+            both = _Table(table, old, new, columns_old[table], columns_new[table], declared, offer)
+            differences.append(await _compare_table(connection, both))
         else:
             # Rows cannot be matched if the old table lacks the key of the new table.
             differences += [
@@ -121,77 +118,94 @@ async def _only_in(
     )
 
 
-async def _compare_table(
-    connection: AsyncConnection[Any],
-    table: str,
-    old: Version,
-    new: Version,
-    columns_old: Mapping[str, bool],
-    columns_new: Mapping[str, bool],
-    declared: frozenset[str],
-    offer: str | None,
-) -> TableDifference:
-    whole = f"{table}.*" in declared
-    keys = [name for name, in_key in columns_new.items() if in_key]
-    shared = [name for name in columns_new if name in columns_old and name not in keys]
-    declared_shared = [name for name in shared if whole or f"{table}.{name}" in declared]
-    others = [name for name in shared if name not in declared_shared]
-    only = {name: "only in the old" for name in columns_old if name not in columns_new}
-    only |= {name: "only in the new" for name in columns_new if name not in columns_old}
-    declared_only = {name for name in only if whole or f"{table}.{name}" in declared}
+class _Table:
+    """A table that both versions have: its columns, and SQL that pairs their rows, or those of an offer, by
+    key.
+    """
 
-    of_offer = sql.SQL("") if offer is None else sql.SQL(" WHERE offer = {}").format(sql.Literal(offer))
-    sides = [
-        sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(version.schema, table), of_offer)
-        for version in (old, new)
-    ]
-    joined = sql.SQL("{} AS o FULL JOIN {} AS n ON {}").format(*sides, _all(keys, "="))
-    key = sql.Identifier(keys[0])
-    both = sql.SQL("o.{0} IS NOT NULL AND n.{0} IS NOT NULL").format(key)
-    differs = [
-        sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(name))
-        for name in (*declared_shared, *others)
-    ]
-    wrong = sql.SQL(" OR ").join(differs[len(declared_shared) :]) if others else sql.SQL("false")
-    counts = [
-        sql.SQL("count(*) FILTER (WHERE n.{} IS NULL)").format(key),
-        sql.SQL("count(*) FILTER (WHERE o.{} IS NULL)").format(key),
-        sql.SQL("count(*) FILTER (WHERE {} AND ({}))").format(both, wrong),
-        *(sql.SQL("count(*) FILTER (WHERE {} AND {})").format(both, condition) for condition in differs),
-    ]
-    row = await (
-        await connection.execute(sql.SQL("SELECT {} FROM {}").format(sql.SQL(", ").join(counts), joined))
-    ).fetchone()
-    assert row is not None
-    missing, extra, rows_changed, *by_column = row
-    rows_old, rows_new = [await _count(connection, side) for side in sides]
-    # A view may have a key twice: such rows pair with the row of the other side, so they are counted here.
-    surplus = (rows_old - missing) - (rows_new - extra)
-    missing, extra = missing + max(surplus, 0), extra + max(-surplus, 0)
-    counted = dict(zip((*declared_shared, *others), by_column, strict=True))
-    difference = TableDifference(
-        table=table, rows_old=rows_old, rows_new=rows_new, rows_changed=rows_changed,
-        changed={name: counted[name] for name in others if counted[name]},
-        declared={name: counted[name] for name in declared_shared if counted[name]} |
-        dict.fromkeys(sorted(declared_only), rows_new), columns={name: where for name, where in only.items()
-        if name not in declared_only},
-    )  # fmt: skip
-    if whole and missing + extra:
-        difference.declared["*"] = missing + extra
-    elif not whole:
-        difference.missing, difference.extra = missing, extra
-    if difference.missing or difference.extra or rows_changed:
-        rows_wrong = sql.SQL("({} AND ({}))").format(both, wrong)
-        if not whole:
-            rows_wrong += sql.SQL(" OR o.{0} IS NULL OR n.{0} IS NULL").format(key)
-        difference.examples = await _examples(connection, joined, keys, others, rows_wrong)
+    def __init__(
+        self, name: str, old: Version, new: Version, columns_old: Mapping[str, bool],
+        columns_new: Mapping[str, bool], declared: frozenset[str], offer: str | None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        #: Whether rows may be missing or extra.
+        self.is_declared = f"{name}.*" in declared
+        may_change = {
+            column
+            for column in (*columns_old, *columns_new)
+            if self.is_declared or f"{name}.{column}" in declared
+        }
+        self.keys = [column for column, in_key in columns_new.items() if in_key]
+        shared = [column for column in columns_new if column in columns_old and column not in self.keys]
+        self.compared = [column for column in shared if column not in may_change]
+        self.declared = [column for column in shared if column in may_change]
+        only = {column: "only in the old" for column in columns_old if column not in columns_new}
+        only |= {column: "only in the new" for column in columns_new if column not in columns_old}
+        self.only = {column: where for column, where in only.items() if column not in may_change}
+        self.only_declared = sorted(may_change & only.keys())
+
+        of_offer = sql.SQL("") if offer is None else sql.SQL(" WHERE offer = {}").format(sql.Literal(offer))
+        self.sides = [
+            sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(version.schema, name), of_offer)
+            for version in (old, new)
+        ]
+        same_key = [sql.SQL("o.{0} = n.{0}").format(sql.Identifier(column)) for column in self.keys]
+        on = sql.SQL(" AND ").join(same_key)
+        self.pairs = sql.SQL("{} AS o FULL JOIN {} AS n ON {}").format(*self.sides, on)
+        key = sql.Identifier(self.keys[0])
+        self.is_missing, self.is_extra = (sql.SQL(f"{side}.{{}} IS NULL").format(key) for side in "no")
+        differ = [_differs(column) for column in self.compared]
+        self.is_changed = self.in_both(sql.SQL(" OR ").join(differ or [sql.SQL("false")]))
+
+    def in_both(self, condition: sql.Composable) -> sql.Composable:
+        """A condition on rows that both versions have."""
+        return sql.SQL("(NOT {} AND NOT {} AND ({}))").format(self.is_missing, self.is_extra, condition)
+
+
+def _differs(column: str) -> sql.Composable:
+    return sql.SQL("o.{0} IS DISTINCT FROM n.{0}").format(sql.Identifier(column))
+
+
+async def _compare_table(connection: AsyncConnection[Any], table: _Table) -> TableDifference:
+    difference, surplus = await _counted(connection, table)
+    if table.is_declared:
+        if others := difference.missing + difference.extra:
+            difference.declared["*"] = others
+        difference.missing = difference.extra = 0
+    if difference.missing or difference.extra or difference.rows_changed:
+        difference.examples = await _examples(connection, table)
         if surplus:
-            only_in, side = ("old", sides[0]) if surplus > 0 else ("new", sides[1])
+            only, side = ("old", table.sides[0]) if surplus > 0 else ("new", table.sides[1])
             difference.examples += [
-                {"key": dict(zip(keys, key, strict=True)), "only": only_in}
-                for key in await _keys_twice(connection, side, keys)
+                {"key": dict(zip(table.keys, key, strict=True)), "only": only}
+                for key in await _keys_twice(connection, side, table.keys)
             ]
     return difference
+
+
+async def _counted(connection: AsyncConnection[Any], table: _Table) -> tuple[TableDifference, int]:
+    """The numbers of rows that differ, and how many more rows whose key is there twice the old version has
+    than the new one.
+    """
+    conditions = [table.is_missing, table.is_extra, table.is_changed]
+    conditions += [table.in_both(_differs(column)) for column in (*table.compared, *table.declared)]
+    counts = [sql.SQL("count(*) FILTER (WHERE {})").format(condition) for condition in conditions]
+    query = sql.SQL("SELECT {} FROM {}").format(sql.SQL(", ").join(counts), table.pairs)
+    row = await (await connection.execute(query)).fetchone()
+    assert row is not None
+    missing, extra, rows_changed, *by_column = row
+    rows_old, rows_new = [await _count(connection, side) for side in table.sides]
+    # A view may have a key twice: such rows pair with the row of the other side, so they are counted here.
+    surplus = (rows_old - missing) - (rows_new - extra)
+    changed = dict(zip((*table.compared, *table.declared), by_column, strict=True))
+    difference = TableDifference(
+        table=table.name, rows_old=rows_old, rows_new=rows_new, rows_changed=rows_changed,
+        missing=missing + max(surplus, 0), extra=extra + max(-surplus, 0), columns=table.only,
+        changed={column: changed[column] for column in table.compared if changed[column]},
+        declared={column: changed[column] for column in table.declared if changed[column]} |
+        dict.fromkeys(table.only_declared, rows_new),
+    )  # fmt: skip
+    return difference, surplus
 
 
 async def _count(connection: AsyncConnection[Any], side: sql.Composable) -> int:
@@ -211,41 +225,30 @@ async def _keys_twice(
     return await rows.fetchall()
 
 
-def _all(keys: list[str], operator: str) -> sql.Composable:
-    return sql.SQL(" AND ").join(
-        sql.SQL(f"o.{{0}} {operator} n.{{0}}").format(sql.Identifier(name)) for name in keys
-    )
-
-
-async def _examples(
-    connection: AsyncConnection[Any],
-    joined: sql.Composable,
-    keys: list[str],
-    columns: list[str],
-    where: sql.Composable,
-) -> list[dict[str, Any]]:
+async def _examples(connection: AsyncConnection[Any], table: _Table) -> list[dict[str, Any]]:
     """The first rows by key that differ, at most EXAMPLES_MAX: the key, and by column (old, new)."""
-    by_key = [sql.SQL("coalesce(o.{0}, n.{0})").format(sql.Identifier(name)) for name in keys]
-    pairs = [sql.SQL("o.{0}, n.{0}").format(sql.Identifier(name)) for name in columns]
-    presence = sql.SQL("o.{0} IS NOT NULL, n.{0} IS NOT NULL").format(sql.Identifier(keys[0]))
+    wrong = [table.is_changed] if table.is_declared else [table.is_changed, table.is_missing, table.is_extra]
+    by_key = [sql.SQL("coalesce(o.{0}, n.{0})").format(sql.Identifier(column)) for column in table.keys]
+    pairs = [sql.SQL("o.{0}, n.{0}").format(sql.Identifier(column)) for column in table.compared]
     query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY {} LIMIT {}").format(
-        sql.SQL(", ").join([*by_key, presence, *pairs]),
-        joined,
-        where,
+        sql.SQL(", ").join([*by_key, table.is_missing, table.is_extra, *pairs]),
+        table.pairs,
+        sql.SQL(" OR ").join(wrong),
         sql.SQL(", ").join(by_key),
         sql.Literal(EXAMPLES_MAX),
     )
     examples = []
     for row in await (await connection.execute(query)).fetchall():
-        key, (in_old, in_new), values = row[: len(keys)], row[len(keys) : len(keys) + 2], row[len(keys) + 2 :]
-        example: dict[str, Any] = {"key": dict(zip(keys, key, strict=True))}
-        if in_old and in_new:
-            pair = zip(columns, values[::2], values[1::2], strict=True)
+        count = len(table.keys)
+        key, (is_missing, is_extra), values = row[:count], row[count : count + 2], row[count + 2 :]
+        example: dict[str, Any] = {"key": dict(zip(table.keys, key, strict=True))}
+        if is_missing or is_extra:
+            example["only"] = "old" if is_missing else "new"
+        else:
+            pair = zip(table.compared, values[::2], values[1::2], strict=True)
             example["changed"] = {
                 name: (_shown(before), _shown(after)) for name, before, after in pair if before != after
             }
-        else:
-            example["only"] = "old" if in_old else "new"
         examples.append(example)
     return examples
 
