@@ -12,7 +12,7 @@ Everything is compared with the journal, so a fault is reported where it is, and
 
 import asyncio
 import time
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, IsolationLevel
 
@@ -29,11 +29,16 @@ from grabstream.ops.verification.checks import (
     no_progress,
 )
 from grabstream.ops.verification.redis_keys import redis_check
-from grabstream.projections.cursors import load, stopped
+from grabstream.projections.cursors import load_all, stopped
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
+
+#: What a shard stores of its position, in the order of `RedisShard`.
+POSITION_FIELDS: Final = (
+    "seq", "journaled_seq", "journaled_head", "journaled_offset", "journaled_term", "journaled_owner", "life"
+)  # fmt: skip
 
 
 async def verify(
@@ -68,15 +73,8 @@ async def verify(
             else:
                 checks.append(await redis_check(settings, redis, reader, books, wait_seconds, report, share))
             if books.aside:
-                checks.append(
-                    Check(
-                        "set aside by operators",
-                        len(books.aside),
-                        "records",
-                        [],
-                        [record.in_words() for record in books.aside],
-                    )
-                )
+                notes = [record.in_words() for record in books.aside]
+                checks.append(Check("set aside by operators", len(books.aside), "records", [], notes))
     finally:
         await redis.aclose()
     return checks
@@ -87,16 +85,7 @@ async def redis_shards(redis: Any, settings: Settings) -> dict[int, RedisShard]:
     shards = {}
     for number in range(settings.shards):
         seq, journaled, head, offset, term, owner, server_epoch = await redis.hmget(
-            key_space(settings).shard(number).state,
-            [
-                "seq",
-                "journaled_seq",
-                "journaled_head",
-                "journaled_offset",
-                "journaled_term",
-                "journaled_owner",
-                "life",
-            ],
+            key_space(settings).shard(number).state, POSITION_FIELDS
         )
         shards[number] = RedisShard(
             _number(seq), _number(journaled, UNREADABLE), _hash(head), _number(offset), _number(term),
@@ -131,32 +120,23 @@ async def _wait_for_read_models(
     while True:
         lagging: list[tuple[int, str, str]] = []
         halted: list[tuple[int, str, str]] = []
-        for name in PROJECTIONS:
-            cursors = await load(connection, name)
+        for name, cursors in (await load_all(connection, PROJECTIONS)).items():
             stopped_shards = await stopped(connection, name)
-            halted += [
-                (
-                    shard,
-                    name,
-                    f"{name} has stopped at shard {shard}, seq {cursors[shard].seq}: see `grabstream doctor`",
+            for shard in sorted(stopped_shards):
+                what = (
+                    f"{name} has stopped at shard {shard}, seq {cursors[shard].seq}: see `grabstream doctor`"
                 )
-                for shard in sorted(stopped_shards)
-            ]
-            lagging += [
-                (
-                    number,
-                    name,
-                    f"{name} is at seq {cursors[number].seq} of shard {number}, Redis is at seq {shard.seq}",
-                )
-                for number, shard in shards.items()
-                if number not in stopped_shards and cursors[number].seq < shard.seq
-            ]
+                halted.append((shard, name, what))
+            for shard in sorted(shards.keys() - stopped_shards):
+                if (seq := cursors[shard].seq) < shards[shard].seq:
+                    what = f"{name} is at seq {seq} of shard {shard}, Redis is at seq {shards[shard].seq}"
+                    lagging.append((shard, name, what))
         if not lagging or time.monotonic() > deadline:
             return Lags(len(shards) * len(PROJECTIONS), halted + lagging)
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _caught_up_check(lags: Lags, books: "Books") -> Check:
+def _caught_up_check(lags: Lags, books: Books) -> Check:
     """Read models that lag, and shards that are not journaled. Lags that follow from a problem of another
     check are left out.
     """

@@ -585,22 +585,14 @@ def _in_words(shard: int, part: Part, shadow: Value, live: Value) -> list[str]:
         return [f"{where}: Redis will forget it in {live / 1000:.0f} s"] if live >= 0 else []
     if part.kind == "size":
         return [f"{where}: Redis has {live} elements, the journal makes it {shadow}"]
-    if part.kind == "string":
+    if part.kind in ("string", "list"):
         first = next(
             (index for index, (is_, was) in enumerate(zip(live, shadow, strict=False)) if is_ != was),
             min(len(shadow), len(live)),
         )
+        place, things = ("byte", "bytes") if part.kind == "string" else ("index", "elements")
         return [
-            f"{where}: differs from byte {first} on; Redis has {len(live)} bytes there, the journal makes it "
-            f"{len(shadow)}"
-        ]
-    if part.kind == "list":
-        first = next(
-            (index for index, (is_, was) in enumerate(zip(live, shadow, strict=False)) if is_ != was),
-            min(len(shadow), len(live)),
-        )
-        return [
-            f"{where}: differs from index {first} on; Redis has {len(live)} elements there, "
+            f"{where}: differs from {place} {first} on; Redis has {len(live)} {things} there, "
             f"the journal makes it {len(shadow)}"
         ]
     lines = []
