@@ -12,21 +12,16 @@ class PositionChecks:
     def __init__(self, shard: int, cursors: Mapping[str, Cursor], redis: RedisShard) -> None:
         self._shard = shard
         self._cursors = cursors
-        #: projection → the cursor that the journal leads to at the offset of the projection's cursor
-        self._in_journal: dict[str, Cursor] = {
-            name: Cursor() for name, cursor in cursors.items() if cursor.next_offset == 0
-        }
         self._redis = redis
+        #: Offset → the cursor to which the journal leads there, for the offsets that are compared.
+        self._in_journal = {0: Cursor()}
+        self._offsets = {redis.journaled_offset, *(cursor.next_offset for cursor in cursors.values())}
         self._head = b"" if redis.journaled_seq else redis.journaled_head
-        self._at_checkpoint: Cursor | None = None
 
     def after(self, offset: int, cursor: Cursor, events: Sequence[Accepted]) -> None:
         """Takes the next record: its offset, the cursor after it, and its events."""
-        for name, of_model in self._cursors.items():
-            if of_model.next_offset == offset + 1:
-                self._in_journal[name] = cursor
-        if self._redis.journaled_offset == offset + 1:
-            self._at_checkpoint = cursor
+        if offset + 1 in self._offsets:
+            self._in_journal[offset + 1] = cursor
         if events and events[0].seq <= self._redis.journaled_seq <= events[-1].seq:
             found = [line.hash for line in events if line.seq == self._redis.journaled_seq]
             self._head = found[0] if found else self._head
@@ -37,24 +32,14 @@ class PositionChecks:
         """
         problems = []
         for name, cursor in self._cursors.items():
-            in_journal = self._in_journal.get(name)
-            if in_journal is None and not broken:
-                problems.append(
-                    (
-                        name,
-                        f"{name}, shard {self._shard}: no record of the journal ends at offset "
-                        f"{cursor.next_offset}",
-                    )
-                )
-            elif in_journal is not None and in_journal != cursor:
-                what = ", ".join(
-                    f"{field} is {as_hex(is_)}, the journal has {as_hex(was)}"
-                    for field, is_, was in zip(Cursor._fields, cursor, in_journal, strict=True)
-                    if is_ != was
-                )
-                problems.append(
-                    (name, f"{name}, shard {self._shard}, the cursor: {what} at offset {cursor.next_offset}")
-                )
+            offset = cursor.next_offset
+            in_journal = self._in_journal.get(offset)
+            if in_journal is not None:
+                if what := _differences(cursor._asdict(), in_journal):
+                    problems.append((name, f"{name}, shard {self._shard}, the cursor: {what}"))
+            elif not broken:
+                what = f"no record of the journal ends at offset {offset}"
+                problems.append((name, f"{name}, shard {self._shard}: {what}"))
         return problems
 
     def checkpoint_problem(self, end: Cursor) -> str:
@@ -78,26 +63,26 @@ class PositionChecks:
 
     def _checkpoint_offset(self) -> str:
         """What is wrong with the offset, term and owner of Redis' checkpoint; '' when nothing is."""
-        redis, in_journal = self._redis, self._at_checkpoint
-        if in_journal is None:
+        redis = self._redis
+        in_journal = self._in_journal.get(redis.journaled_offset)
+        if in_journal is None or not redis.journaled_offset:
             return (
                 f"shard {self._shard}: no record of the journal ends at offset {redis.journaled_offset}, "
                 "where Redis' checkpoint is"
             )
-        checkpoint = {
-            "seq": redis.journaled_seq,
-            "term": redis.journaled_term,
-            "owner": redis.journaled_owner,
-        }
-        differences = [
-            f"{name} is {is_}, the journal has {was}"
-            for name, is_ in checkpoint.items()
-            if (was := getattr(in_journal, name)) != is_
-        ]
-        if not differences:
-            return ""
-        offset = redis.journaled_offset
-        return f"shard {self._shard}, Redis' checkpoint: {', '.join(differences)} at offset {offset}"
+        named = {"seq": redis.journaled_seq, "term": redis.journaled_term, "owner": redis.journaled_owner}
+        what = _differences(named, in_journal)
+        return what and f"shard {self._shard}, Redis' checkpoint: {what}"
+
+
+def _differences(position: Mapping[str, object], in_journal: Cursor) -> str:
+    """What of a position differs from the journal at its offset; '' if nothing does."""
+    differences = [
+        f"{name} is {as_hex(is_)}, the journal has {as_hex(was)}"
+        for name, is_ in position.items()
+        if (was := getattr(in_journal, name)) != is_
+    ]
+    return f"{', '.join(differences)} at offset {in_journal.next_offset}" if differences else ""
 
 
 def as_hex(value: object) -> object:
