@@ -8,6 +8,10 @@
 5. Shard by shard, build a copy of Redis' keys from the journal, and compare the two.
 
 Everything is compared with the journal, so a fault is reported where it is, and nowhere else.
+
+This answers whether every row and key is what the journal makes it now. The verifier of a worker
+(`streams/projecting/verifier.py`) answers whether a number has moved away from its events since, by sums of
+its own, for a share of the time; it compares rows and keys with the same code as step 4 and 5.
 """
 
 import asyncio

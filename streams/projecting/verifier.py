@@ -15,6 +15,12 @@ events, and compare them.
 In parallel, at the same pace, each key of Redis is compared with what the journal makes it, shard by shard.
 Between passes the verifier pauses, so that it uses only its share of the time. Per system one verifier works;
 the others wait for its lock.
+
+It answers whether a stored number has moved away from its events, by sums of its own (`checking/proof.py`)
+that it keeps in SQL and continues from a cursor. `grabstream verify` answers whether every row and key is
+what the journal makes it now, by the functions that make them, in one snapshot. Both compare rows of grabs
+and payments with `checking/rebuilt.py`, whose comparison a rebuild makes before its switch, and keys of Redis
+with `ops/verification/redis_keys.py`.
 """
 
 import asyncio
