@@ -296,7 +296,7 @@ async def test_the_verifier_compares_redis_at_the_same_event(
         # Fields that the numbers do not cover: a grab, an answer, a part.
         offer, campaign = keys.of_offer("c:s"), keys.of_campaign("c")
         for key, field in ((offer[OFFER_KEYS.index("grabs")], "s-3"),
-            (campaign[CAMPAIGN_KEYS.index("answers")], "e-3"),
+            (campaign[CAMPAIGN_KEYS.index("answers")], "c:s/s-3"),
                            (keys.of_offer("c:e")[OFFER_KEYS.index("users")], "u3")):  # fmt: skip
             record = await redis.hget(key, field)
             await redis.hset(key, field, record[:-1] + bytes([record[-1] ^ 1]))
