@@ -78,21 +78,18 @@ class Books:
         self._report("computing the read models from the journal")
         await self._rebuilt.finish()
         self._report("comparing the read models")
+        cursors, checkpoints = len(PROJECTIONS) * self._settings.shards, len(self.shards)
         return [
             Check("chain of every shard", self._events, "events", self._chain.lines),
             Check("audit bytes = journal", self._audited, "events", self._audit.lines),
-            Check(
-                "cursors = journal", len(PROJECTIONS) * self._settings.shards, "cursors", self._cursors.lines
-            ),
+            Check("cursors = journal", cursors, "cursors", self._cursors.lines),
             *self._signatures.checks(),
             *([self._against.check(self.ends)] if self._against is not None else ()),
             *[await self._compared(name) for name in REBUILT],
             await self._solvent(),
             await self._agree(),
             await self._views(),
-            Check(
-                "what Redis knows as journaled is", len(self.shards), "checkpoints", self._checkpoints.lines
-            ),
+            Check("what Redis knows as journaled is", checkpoints, "checkpoints", self._checkpoints.lines),
         ]
 
     async def _shard(self, shard: int) -> None:
@@ -273,45 +270,37 @@ class Books:
         """Checks that no guarded account is below 0 by the journal."""
         name = "no account below 0"
         if self._not_comparable("ledger") or "ledger" in self._rebuilt.refused:
-            return Check(
-                name, 0, "accounts", [], ["not checked: the ledger could not be computed from the journal"]
-            )
+            notes = ["not checked: the ledger could not be computed from the journal"]
+            return Check(name, 0, "accounts", [], notes)
         below = await self._rows(
-            "SELECT account, asset, posted FROM accounts_1 WHERE posted < 0 AND account LIKE ANY(%s) ORDER "
-            "BY account, asset",
+            "SELECT account, asset, posted FROM accounts_1 WHERE posted < 0 AND account LIKE ANY(%s) "
+            "ORDER BY account, asset",
             [f"{start}%" for start in GUARDED_ACCOUNTS],
         )
         [(count,)] = await self._rows("SELECT count(*) FROM accounts_1")
-        return Check(
-            name,
-            count,
-            "accounts",
-            [f"{account} {asset} is below 0: {posted}" for account, asset, posted in below],
-        )
+        lines = [f"{account} {asset} is below 0: {posted}" for account, asset, posted in below]
+        return Check(name, count, "accounts", lines)
 
     async def _agree(self) -> Check:
         """Checks that ledger and balances, computed from the journal in different ways, have the same sums.
         Only possible where both have applied the same events.
         """
         name = "ledger and balances agree"
-        same_seqs = all(
-            self._positions["ledger"][shard].seq == cursor.seq
-            for shard, cursor in self._positions["balances"].items()
-        )
+        ledger, balances = self._positions["ledger"], self._positions["balances"]
+        same_seqs = all(ledger[shard].seq == cursor.seq for shard, cursor in balances.items())
         gaps = any(record.event_count and record.projection in REBUILT for record in self.aside)
         if self._not_comparable(*REBUILT) or self._rebuilt.refused or gaps or not same_seqs:
             notes = ["not checked: ledger and balances have not applied the same events"]
             return Check(name, 0, "accounts", [], notes)
         wallets = await self._rows(
-            "WITH kept AS (SELECT 'wallet:' || user_id AS account, asset, available AS amount FROM "
-            "balances_1 "
+            "WITH kept AS ("
+            "SELECT 'wallet:' || user_id AS account, asset, available AS amount FROM balances_1 "
             "UNION ALL SELECT 'hold:' || user_id, asset, held FROM balances_1 "
             "UNION ALL SELECT 'offer:' || offer, asset, total - given - held - refunded FROM offers_1) "
-            "SELECT account, asset, coalesce(a.posted, 0), coalesce(k.amount, 0) FROM accounts_1 AS a FULL "
-            "JOIN kept AS k "
-            "USING (account, asset) WHERE (a.account IS NULL OR account LIKE ANY(%s)) AND coalesce(a.posted, "
-            "0) <> coalesce(k.amount, 0) "
-            "ORDER BY account, asset LIMIT 100",
+            "SELECT account, asset, coalesce(a.posted, 0), coalesce(k.amount, 0) "
+            "FROM accounts_1 AS a FULL JOIN kept AS k USING (account, asset) "
+            "WHERE (a.account IS NULL OR account LIKE ANY(%s)) "
+            "AND coalesce(a.posted, 0) <> coalesce(k.amount, 0) ORDER BY account, asset LIMIT 100",
             ["wallet:%", "hold:%", "offer:%"],
         )
         [(count,)] = await self._rows("SELECT count(*) FROM accounts_1")

@@ -221,8 +221,7 @@ def numbers_in_words(numbers: tuple[int, int, int, int]) -> str:
     return "left {}, units {}, held {}, grabs {}".format(*numbers)
 
 
-# -- expected state
-# --------------------------------------------------------------------------------------------
+# -- expected state ------------------------------------------------------------------------------------------
 
 
 class OfferState(NamedTuple):

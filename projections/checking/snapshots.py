@@ -123,11 +123,10 @@ async def _past(
     """
     found = await connection.execute(
         "SELECT r.offer, greatest((r.body::jsonb->>'offer_seq')::bigint, "
-        "(SELECT (p.body::jsonb->>'offer_seq')::bigint FROM audit AS p WHERE p.offer = r.offer AND p.type = "
-        "'payment.refund_due' "
-        "AND p.shard = r.shard AND p.seq <= %(seq)s ORDER BY p.seq DESC LIMIT 1)), r.at "
-        "FROM audit AS r WHERE r.shard = %(shard)s AND r.type = 'offer.retired' AND r.seq <= %(seq)s AND "
-        "r.at > %(after)s",
+        "(SELECT (p.body::jsonb->>'offer_seq')::bigint FROM audit AS p "
+        "WHERE p.offer = r.offer AND p.type = 'payment.refund_due' AND p.shard = r.shard "
+        "AND p.seq <= %(seq)s ORDER BY p.seq DESC LIMIT 1)), r.at FROM audit AS r "
+        "WHERE r.shard = %(shard)s AND r.type = 'offer.retired' AND r.seq <= %(seq)s AND r.at > %(after)s",
         {"shard": shard, "seq": seq, "after": at - PAYMENTS_KEPT_MS},
     )
     return [RetiredOffer(*row) for row in await found.fetchall() if campaign_of(row[0]) not in present]
@@ -141,9 +140,8 @@ async def payments_of(
         return
     async with connection.cursor("payments", withhold=held) as rows:
         await rows.execute(
-            "SELECT body FROM audit WHERE offer = ANY(%s) AND type IN ('grab.confirmed', "
-            "'payment.refund_due') "
-            "AND shard = %s AND seq <= %s ORDER BY seq",
+            "SELECT body FROM audit WHERE offer = ANY(%s) "
+            "AND type IN ('grab.confirmed', 'payment.refund_due') AND shard = %s AND seq <= %s ORDER BY seq",
             ([retired.offer for retired in trail.past], shard, trail.cursor.seq),
         )
         while found := await rows.fetchmany(ROWS_AT_ONCE):
@@ -160,15 +158,9 @@ def _known_payment(event: AnyLine) -> KnownPayment | None:
     if isinstance(event, GrabConfirmed) and event.payment is not None:
         money = (event.paid, event.currency or "", event.basket or "")
         return KnownPayment(
-            event.payment,
-            event.offer,
-            event.grab,
-            int(Outcome.confirmed),
-            event.seq,
-            event.at,
-            event.quantity,
-            *money,
-        )
+            event.payment, event.offer, event.grab, int(Outcome.confirmed), event.seq, event.at,
+            event.quantity, *money,
+        )  # fmt: skip
     return None
 
 

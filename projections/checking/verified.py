@@ -86,8 +86,8 @@ class AccountRow(NamedTuple):
 async def progress(connection: AsyncConnection[Any]) -> dict[int, VerifiedTo]:
     """The progress of every shard."""
     rows = await connection.execute(
-        "SELECT shard, seq, head, again_seq, again_head, rounds, gaps, verified_at, compared_at FROM "
-        "verified ORDER BY shard"
+        "SELECT shard, seq, head, again_seq, again_head, rounds, gaps, verified_at, compared_at "
+        "FROM verified ORDER BY shard"
     )
     return {
         shard: VerifiedTo(shard, seq, bytes(head), again, bytes(again_head), *rest)
@@ -160,8 +160,8 @@ async def add_accounts(connection: AsyncConnection[Any], changes: Mapping[tuple[
     """Adds changes to the expected sums of accounts."""
     keys = sorted(changes)
     await connection.execute(
-        "INSERT INTO verified_accounts AS a (account, asset, posted) SELECT * FROM unnest(%s::text[], "
-        "%s::text[], %s::numeric[]) "
+        "INSERT INTO verified_accounts AS a (account, asset, posted) "
+        "SELECT * FROM unnest(%s::text[], %s::text[], %s::numeric[]) "
         "ON CONFLICT (account, asset) DO UPDATE SET posted = a.posted + excluded.posted",
         (
             text_array([key[0] for key in keys]),
@@ -192,12 +192,10 @@ async def save_offers(connection: AsyncConnection[Any], states: Iterable[OfferSt
     await connection.execute(
         f"INSERT INTO verified_offers ({_OFFER_COLUMNS}) "  # noqa: S608 - the columns are those above
         "SELECT * FROM unnest(%s::text[], %s::integer[], %s::bigint[], %s::bigint[], %s::bigint[], "
-        "%s::bigint[], %s::bigint[], "
-        "%s::bigint[], %s::boolean[]) "
-        "ON CONFLICT (offer) DO UPDATE SET offer_seq = excluded.offer_seq, seq = excluded.seq, amount_left = "
-        "excluded.amount_left, "
-        "units_left = excluded.units_left, held = excluded.held, grabs = excluded.grabs, retired = "
-        "excluded.retired",
+        "%s::bigint[], %s::bigint[], %s::bigint[], %s::boolean[]) "
+        "ON CONFLICT (offer) DO UPDATE SET offer_seq = excluded.offer_seq, seq = excluded.seq, "
+        "amount_left = excluded.amount_left, units_left = excluded.units_left, held = excluded.held, "
+        "grabs = excluded.grabs, retired = excluded.retired",
         columns,
     )
 
@@ -217,28 +215,28 @@ async def accounts_after(
     lines = in_lines("v.seq")
     rows = await connection.execute(
         "WITH keys AS (SELECT account, asset FROM ("  # noqa: S608 - no input
-        "(SELECT account, asset FROM accounts WHERE (account, asset) > (%(account)s, %(asset)s) ORDER BY "
-        "account, asset LIMIT %(limit)s) "
-        "UNION (SELECT account, asset FROM verified_accounts WHERE (account, asset) > (%(account)s, "
-        "%(asset)s) "
-        "ORDER BY account, asset LIMIT %(limit)s)) AS both_sides ORDER BY account, asset LIMIT %(limit)s), "
+        "(SELECT account, asset FROM accounts "
+        "WHERE (account, asset) > (%(account)s, %(asset)s) ORDER BY account, asset LIMIT %(limit)s) UNION "
+        "(SELECT account, asset FROM verified_accounts "
+        "WHERE (account, asset) > (%(account)s, %(asset)s) ORDER BY account, asset LIMIT %(limit)s)"
+        ") AS both_sides ORDER BY account, asset LIMIT %(limit)s), "
         "ahead AS (SELECT t.asset, t.debit, t.credit, t.amount FROM verified AS v, "
         f"LATERAL (SELECT * FROM transfers WHERE transfers.shard = v.shard AND {lines} "
         # With OFFSET 0, each shard is looked up by the index; without it, all transfers are joined.
         "AND transfers.seq > v.seq OFFSET 0) AS t), "
-        "changes AS (SELECT account, asset, sum(change) AS change FROM (SELECT debit AS account, asset, "
-        "-amount AS change FROM ahead "
+        "changes AS (SELECT account, asset, sum(change) AS change FROM ("
+        "SELECT debit AS account, asset, -amount AS change FROM ahead "
         "UNION ALL SELECT credit, asset, amount FROM ahead) AS legs GROUP BY account, asset) "
-        "SELECT keys.account, keys.asset, coalesce(a.posted, 0), coalesce(v.posted, 0) + coalesce(c.change, "
-        "0), "
-        "CASE WHEN NOT %(with_balances)s THEN NULL WHEN keys.account LIKE 'wallet:%%' THEN "
-        "coalesce(b.available, 0) "
+        "SELECT keys.account, keys.asset, coalesce(a.posted, 0), "
+        "coalesce(v.posted, 0) + coalesce(c.change, 0), "
+        "CASE WHEN NOT %(with_balances)s THEN NULL "
+        "WHEN keys.account LIKE 'wallet:%%' THEN coalesce(b.available, 0) "
         "WHEN keys.account LIKE 'hold:%%' THEN coalesce(b.held, 0) END "
-        "FROM keys LEFT JOIN accounts AS a USING (account, asset) LEFT JOIN verified_accounts AS v USING "
-        "(account, asset) "
+        "FROM keys LEFT JOIN accounts AS a USING (account, asset) "
+        "LEFT JOIN verified_accounts AS v USING (account, asset) "
         "LEFT JOIN changes AS c USING (account, asset) "
-        "LEFT JOIN balances AS b ON %(with_balances)s AND b.asset = keys.asset AND b.user_id = "
-        "substr(keys.account, "
+        "LEFT JOIN balances AS b ON %(with_balances)s AND b.asset = keys.asset "
+        "AND b.user_id = substr(keys.account, "
         "CASE WHEN keys.account LIKE 'wallet:%%' THEN 8 WHEN keys.account LIKE 'hold:%%' THEN 6 ELSE 65 END) "
         "ORDER BY keys.account, keys.asset",
         {"account": account, "asset": asset, "limit": limit, "with_balances": with_balances},
@@ -260,10 +258,9 @@ async def offers_after(
     """
     rows = await connection.execute(
         "SELECT v.offer, v.shard, v.offer_seq, v.seq, v.amount_left, v.units_left, v.held, v.grabs, "
-        "v.retired, "
-        "o.amount_left::bigint, o.units_left, o.held, o.grabs, "
-        "CASE WHEN v.shard = ANY(%s) THEN EXISTS (SELECT FROM audit AS a WHERE a.shard = v.shard AND a.seq > "
-        "p.seq AND a.offer = v.offer) "
+        "v.retired, o.amount_left::bigint, o.units_left, o.held, o.grabs, "
+        "CASE WHEN v.shard = ANY(%s) THEN EXISTS ("
+        "SELECT FROM audit AS a WHERE a.shard = v.shard AND a.seq > p.seq AND a.offer = v.offer) "
         "ELSE true END "
         "FROM (SELECT * FROM verified_offers WHERE offer > %s ORDER BY offer LIMIT %s) AS v "
         "JOIN verified AS p USING (shard) LEFT JOIN offers AS o USING (offer) ORDER BY v.offer",
@@ -298,8 +295,8 @@ async def events_of_offers(
 async def open_findings(connection: AsyncConnection[Any]) -> list[OpenFinding]:
     """All open findings, the oldest first."""
     rows = await connection.execute(
-        "SELECT id, kind, shard, subject, seq, what, found_at, seen_at FROM findings WHERE cleared_at IS "
-        "NULL ORDER BY found_at, id"
+        "SELECT id, kind, shard, subject, seq, what, found_at, seen_at FROM findings "
+        "WHERE cleared_at IS NULL ORDER BY found_at, id"
     )
     return [OpenFinding(*row) for row in await rows.fetchall()]
 
@@ -311,17 +308,17 @@ async def record_finding(connection: AsyncConnection[Any], kind: str, shard: int
     rows = await connection.execute(
         "WITH before AS (SELECT what, cleared_at, dismissed_by FROM findings "
         "WHERE (kind, shard, subject) = (%(kind)s, %(shard)s, %(subject)s)) "
-        "INSERT INTO findings AS f (kind, shard, subject, seq, what) VALUES (%(kind)s, %(shard)s, "
-        "%(subject)s, %(seq)s, %(what)s) "
-        "ON CONFLICT (kind, shard, subject) DO UPDATE SET seen_at = now(), seq = excluded.seq, what = "
-        "excluded.what, "
+        "INSERT INTO findings AS f (kind, shard, subject, seq, what) "
+        "VALUES (%(kind)s, %(shard)s, %(subject)s, %(seq)s, %(what)s) "
+        "ON CONFLICT (kind, shard, subject) "
+        "DO UPDATE SET seen_at = now(), seq = excluded.seq, what = excluded.what, "
         "found_at = CASE WHEN f.cleared_at IS NULL OR f.what = excluded.what AND f.dismissed_by IS NOT NULL "
         "THEN f.found_at ELSE now() END, "
         "cleared_at = CASE WHEN f.what = excluded.what AND f.dismissed_by IS NOT NULL THEN f.cleared_at END, "
         "dismissed_by = CASE WHEN f.what = excluded.what THEN f.dismissed_by END, "
         "dismissed_because = CASE WHEN f.what = excluded.what THEN f.dismissed_because END "
-        "RETURNING NOT EXISTS (SELECT FROM before WHERE what = %(what)s AND (cleared_at IS NULL OR "
-        "dismissed_by IS NOT NULL))",
+        "RETURNING NOT EXISTS (SELECT FROM before "
+        "WHERE what = %(what)s AND (cleared_at IS NULL OR dismissed_by IS NOT NULL))",
         {"kind": kind, "shard": shard, "subject": problem.subject, "seq": problem.seq, "what": problem.what},
     )
     [is_new] = await rows.fetchone() or [False]
@@ -337,9 +334,8 @@ async def has_findings(connection: AsyncConnection[Any]) -> bool:
 async def clear_range(connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int) -> None:
     """Clears findings about rows in a range that was verified without a problem."""
     await connection.execute(
-        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind IN ('chain', 'ledger') AND "
-        "shard = %s "
-        "AND seq > %s AND seq <= %s",
+        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind IN ('chain', 'ledger') "
+        "AND shard = %s AND seq > %s AND seq <= %s",
         (shard, after_seq, to_seq),
     )
 
@@ -352,8 +348,8 @@ async def clear(
     only the subjects `wrong` differ.
     """
     await connection.execute(
-        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s AND "
-        "subject = ANY(coalesce(%s, ARRAY[subject])) AND subject <> ALL(%s)",
+        "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s "
+        "AND subject = ANY(coalesce(%s, ARRAY[subject])) AND subject <> ALL(%s)",
         (kind, shard, None if compared is None else list(compared), list(wrong)),
     )
 
@@ -381,8 +377,8 @@ async def dismiss(connection: AsyncConnection[Any], id: int, operator: str, reas
     Returns whether it was open.
     """
     done = await connection.execute(
-        "UPDATE findings SET cleared_at = now(), dismissed_by = %s, dismissed_because = %s WHERE id = %s AND "
-        "cleared_at IS NULL",
+        "UPDATE findings SET cleared_at = now(), dismissed_by = %s, dismissed_because = %s "
+        "WHERE id = %s AND cleared_at IS NULL",
         (operator, reason, id),
     )
     return done.rowcount == 1
