@@ -9,7 +9,7 @@ from psycopg import AsyncConnection
 from grabstream.models.journal import Accepted
 from grabstream.models.runs import AnyLine
 from grabstream.ops.verification.checks import Problems
-from grabstream.projections.checking.trail import Row, row_of, row_read
+from grabstream.projections.checking.trail import COLUMNS, Row, row_of, row_read
 from grabstream.projections.records.set_aside import SetAside
 
 
@@ -33,7 +33,7 @@ class AuditTrail:
         async with connection.cursor(f"audit_{shard}") as rows:
             rows.itersize = 5_000
             await rows.execute(
-                "SELECT seq, offer, type, at, body, hash, seqs FROM audit WHERE shard = %s ORDER BY seq",
+                f"SELECT {COLUMNS} FROM audit WHERE shard = %s ORDER BY seq",  # noqa: S608 - no input
                 (shard,),
             )
             async for values in rows:

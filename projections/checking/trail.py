@@ -1,4 +1,4 @@
-"""Reading the audit trail: lines from any seq on, the hash of the chain at any seq, and whole rows."""
+"""Reading the audit trail: rows from any seq on, and the hash of the chain at any seq."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -7,15 +7,6 @@ from psycopg import AsyncConnection
 
 from grabstream.models.journal import GENESIS
 from grabstream.models.runs import AnyLine
-
-
-class Line(NamedTuple):
-    """A line of the trail: its first and last seq, its text, and the hash of the chain after it."""
-
-    seq: int
-    last_seq: int
-    text: bytes
-    hash: bytes
 
 
 class Row(NamedTuple):
@@ -36,6 +27,17 @@ class Row(NamedTuple):
         """The last seq that it takes."""
         return self.seq + self.seqs - 1
 
+    @property
+    def text(self) -> bytes:
+        """The text as it is hashed."""
+        return self.body.encode()
+
+
+#: The columns in SQL, in the order of `Row`.
+COLUMNS: Final = ", ".join(Row._fields)
+#: More than any seq.
+_NO_END: Final = 2**63 - 1
+
 
 def row_of(event: AnyLine, body: str, hash: bytes) -> Row:
     """The row that a line must have."""
@@ -43,14 +45,9 @@ def row_of(event: AnyLine, body: str, hash: bytes) -> Row:
 
 
 def row_read(values: Sequence[Any]) -> Row:
-    """A row from its values in SQL, in the order of `Row`."""
+    """A row from the values of COLUMNS."""
     seq, offer, type_, at, body, hash_, seqs = values
     return Row(seq, offer, type_, at, body, bytes(hash_), seqs)
-
-
-_COLUMNS: Final = "seq, seqs, body, hash"
-#: More than any seq.
-_NO_END: Final = 2**63 - 1
 
 
 async def hash_at(connection: AsyncConnection[Any], shard: int, seq: int) -> bytes | None:
@@ -61,45 +58,27 @@ async def hash_at(connection: AsyncConnection[Any], shard: int, seq: int) -> byt
     return line.hash if line is not None and line.last_seq == seq else None
 
 
-async def line_at(connection: AsyncConnection[Any], shard: int, seq: int) -> Line | None:
-    """The line that has a seq; None if the trail does not have it."""
+async def line_at(connection: AsyncConnection[Any], shard: int, seq: int) -> Row | None:
+    """The row of the line that has a seq; None if the trail does not have it."""
     rows = await connection.execute(
-        f"SELECT {_COLUMNS} FROM audit WHERE shard = %s AND seq <= %s ORDER BY seq DESC LIMIT 1",  # noqa: S608
+        f"SELECT {COLUMNS} FROM audit WHERE shard = %s AND seq <= %s ORDER BY seq DESC LIMIT 1",  # noqa: S608
         (shard, seq),
     )
-    found = list(map(_line, await rows.fetchall()))
+    found = list(map(row_read, await rows.fetchall()))
     return found[0] if found and found[0].last_seq >= seq else None
 
 
-async def lines(connection: AsyncConnection[Any], shard: int, after_seq: int, limit: int) -> list[Line]:
-    """Lines after a seq, in order, until they take `limit` seqs."""
-    return list(map(_line, await _page(connection, _COLUMNS, shard, after_seq, _NO_END, limit)))
-
-
-async def rows(
-    connection: AsyncConnection[Any], shard: int, after_seq: int, to_seq: int, limit: int
+async def lines(
+    connection: AsyncConnection[Any], shard: int, after_seq: int, limit: int, to_seq: int = _NO_END
 ) -> list[Row]:
-    """Rows in a range of seqs, in order, until they take `limit` seqs."""
-    return list(
-        map(row_read, await _page(connection, ", ".join(Row._fields), shard, after_seq, to_seq, limit))
-    )
-
-
-async def _page(
-    connection: AsyncConnection[Any], columns: str, shard: int, after_seq: int, to_seq: int, limit: int
-) -> list[tuple[Any, ...]]:
-    found = await connection.execute(
-        f"SELECT {columns} FROM (SELECT *, sum(seqs) OVER (ORDER BY seq) - seqs AS before FROM ("  # noqa: S608
-        f"SELECT {columns} FROM audit WHERE shard = %s AND seq > %s AND seq <= %s ORDER BY seq LIMIT %s"
+    """The rows of the lines after a seq, up to `to_seq`, in order, until they take `limit` seqs."""
+    rows = await connection.execute(
+        f"SELECT {COLUMNS} FROM (SELECT *, sum(seqs) OVER (ORDER BY seq) - seqs AS before FROM ("  # noqa: S608
+        f"SELECT {COLUMNS} FROM audit WHERE shard = %s AND seq > %s AND seq <= %s ORDER BY seq LIMIT %s"
         ") AS page) AS counted WHERE before < %s ORDER BY seq",
         (shard, after_seq, to_seq, limit, limit),
     )
-    return await found.fetchall()
-
-
-def _line(row: tuple[int, int, str, bytes]) -> Line:
-    seq, seqs, body, hash_ = row
-    return Line(seq, seq + seqs - 1, body.encode(), bytes(hash_))
+    return list(map(row_read, await rows.fetchall()))
 
 
 async def ends(connection: AsyncConnection[Any], shard: int) -> tuple[int, int]:

@@ -338,7 +338,7 @@ class Verifier:
     async def _step(
         self, connection: AsyncConnection[Any], shard: int, seq: int, head: bytes, end: int, gaps: Gaps
     ) -> tuple[Walked, bool]:  # fmt: skip
-        rows = await trail.rows(connection, shard, seq, end, EVENTS_A_STEP)
+        rows = await trail.lines(connection, shard, seq, EVENTS_A_STEP, end)
         reach = rows[-1].last_seq if rows else seq
         full = reach - seq >= EVENTS_A_STEP
         if not full:
