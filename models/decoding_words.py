@@ -18,7 +18,11 @@ NAME_LENGTH_MAX: Final = 64
 _parts = re.compile(r"(?P<problem>.*?)(?P<place> - at `\$\.?(?P<path>[^`]*)`)?\Z", re.DOTALL).fullmatch
 _is_wrong_value = re.compile(r"Invalid (enum )?value ").match
 _unknown_name = re.compile(r"Object contains unknown field `([^`]*)`\Z").match
-_hint = re.compile(r" \((?:must be one of|the nearest is|the fields are) [^()]*\)")
+_hinted = re.compile(
+    r"(?P<problem>.*) \((?:must be one of|the nearest is|the fields are) [^()]*\)"
+    r"(?P<place> - at `\$[^`]*`)?\Z",
+    re.DOTALL,
+).match
 
 
 class _Terms(msgspec.Struct):
@@ -45,8 +49,9 @@ def with_what_may_be(reason: str, raw: bytes, commands: Any) -> str:
 
 
 def without_what_may_be(reason: str) -> str:
-    """The reason as the decoder gave it."""
-    return _hint.sub("", reason, count=1)
+    """The reason as the decoder gave it. Values and names that it quotes may look like what was added."""
+    hinted = _hinted(reason)
+    return f"{hinted['problem']}{hinted['place'] or ''}" if hinted else reason
 
 
 def _hint_for(problem: str, path: str, raw: bytes, commands: Any) -> str | None:
@@ -56,7 +61,7 @@ def _hint_for(problem: str, path: str, raw: bytes, commands: Any) -> str | None:
         return f"must be one of {', '.join(values)}" if values else None
     if unknown := _unknown_name(problem):
         structs = _structs_at(names, _tags_of(raw), commands)
-        known = list(dict.fromkeys(name for struct in structs for name in _fields(struct)))
+        known = list(dict.fromkeys(name for struct in structs for name in fields_of(struct)))
         name = unknown[1][:NAME_LENGTH_MAX]
         if near := get_close_matches(name, known, n=1):
             return f"the nearest is {near[0]}" if near[0] != name else None
@@ -79,8 +84,8 @@ def _structs_at(names: Iterable[str], tags: tuple[str, ...] | None, commands: An
     for depth, name in enumerate(["", *names]):
         if depth:
             found = [
-                inner for struct in found if name in _fields(struct)
-                for inner in _structs(_fields(struct)[name].type)
+                inner for struct in found if name in fields_of(struct)
+                for inner in _structs(fields_of(struct)[name].type)
             ]  # fmt: skip
         tagged = [struct for struct in found if struct.__struct_config__.tag in (tags or ())]
         found = tagged or found
@@ -94,30 +99,31 @@ def _values_of(structs: Iterable[Any], name: str) -> list[str]:
         config = struct.__struct_config__
         if config.tag_field == name:
             values[str(config.tag)] = None
-        elif name in _fields(struct):
-            for type_ in _plain_types(_fields(struct)[name].type):
+        elif name in fields_of(struct):
+            for type_ in plain_types(fields_of(struct)[name].type):
                 if get_origin(type_) is Literal:
                     values |= dict.fromkeys(map(str, get_args(type_)))
     return list(values)
 
 
 @cache
-def _fields(struct: Any) -> dict[str, msgspec.structs.FieldInfo]:
+def fields_of(struct: Any) -> dict[str, msgspec.structs.FieldInfo]:
+    """The fields of a struct, by their names in JSON."""
     return {field.encode_name: field for field in msgspec.structs.fields(struct)}
 
 
 def _structs(annotation: Any) -> list[Any]:
     return [
-        type_ for type_ in _plain_types(annotation)
+        type_ for type_ in plain_types(annotation)
         if isinstance(type_, type) and issubclass(type_, msgspec.Struct)
     ]  # fmt: skip
 
 
-def _plain_types(annotation: Any) -> list[Any]:
+def plain_types(annotation: Any) -> list[Any]:
     """The types that an annotation allows, of the elements if it is of a list."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _plain_types(get_args(annotation)[0])
+        return plain_types(get_args(annotation)[0])
     if origin in (Union, UnionType, tuple, list):
-        return [plain for inner in get_args(annotation) for plain in _plain_types(inner)]
+        return [plain for inner in get_args(annotation) for plain in plain_types(inner)]
     return [annotation]

@@ -13,14 +13,13 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 from pathlib import PurePath
-from types import UnionType
-from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
 from grabstream.models.bounds import quoted, shortened
 from grabstream.models.commands import Open, Undecodable, decode_commands
-from grabstream.models.decoding_words import without_what_may_be
+from grabstream.models.decoding_words import fields_of, plain_types, without_what_may_be
 from grabstream.models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, Hours, Limit, Terms, check_changes
@@ -146,36 +145,21 @@ def _decode(command: dict[str, Any]) -> Open | str:
 # -- the fields of the models --------------------------------------------------------------------------------
 
 
-def _plain_types(annotation: Any) -> set[Any]:
-    """The types that a field's annotation allows, without their metadata."""
-    if get_origin(annotation) is Annotated:
-        return _plain_types(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return set().union(*map(_plain_types, get_args(annotation)))
-    if get_origin(annotation) is tuple:
-        return _plain_types(get_args(annotation)[0])
-    return {annotation}
-
-
-def _fields(struct: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    return {field.encode_name: field for field in msgspec.structs.fields(struct)}
-
-
-_FIELDS_OF_KIND: Final = {str(struct.__struct_config__.tag): _fields(struct) for struct in get_args(Terms)}
+_FIELDS_OF_KIND: Final = {str(struct.__struct_config__.tag): fields_of(struct) for struct in get_args(Terms)}
 _TERMS: Final = {name: field for fields in _FIELDS_OF_KIND.values() for name, field in fields.items()}
-_TYPES: Final = {name: _plain_types(field.type) for name, field in _TERMS.items()}
-_PARTS: Final = {"limits": _fields(Limit), "hours": _fields(Hours)}
+_TYPES: Final = {name: plain_types(field.type) for name, field in _TERMS.items()}
+_PARTS: Final = {"limits": fields_of(Limit), "hours": fields_of(Hours)}
 _CHOICES: Final = {
     name: get_args(type_)
     for name, field in [item for fields in (_TERMS, *_PARTS.values()) for item in fields.items()]
-    for type_ in _plain_types(field.type)
+    for type_ in plain_types(field.type)
     if get_origin(type_) is Literal
 }
 _KNOWN_TERMS: Final = ("kind", *_TERMS)
 _KNOWN_OF_ENTRY: Final = ("offer", "terms", "id", "type")
 _KNOWN_OF_FILE: Final = ("defaults", "offers")
 _KNOWN_COLUMNS: Final = ("offer", "id", *_KNOWN_TERMS)
-_KNOWN_CHANGES: Final = tuple(_fields(Changes))
+_KNOWN_CHANGES: Final = tuple(fields_of(Changes))
 _KINDS: Final = ", ".join(_FIELDS_OF_KIND)
 
 
@@ -484,7 +468,7 @@ def _row(place: str, columns: list[str], cells: list[str], whole: bool) -> _Entr
 
 def _cell(column: str, cell: str) -> Any:
     """The value that YAML or JSON would have for a cell, by the type of its field."""
-    types = _TYPES.get(column, {str})
+    types = _TYPES.get(column, [str])
     if column in _WRITTEN or str in types:
         return cell
     if bool in types:

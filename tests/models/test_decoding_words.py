@@ -39,6 +39,15 @@ def test_what_may_be_is_in_the_reason(command: dict[str, Any], words: str, field
     assert words not in without_what_may_be(found.reason) or "unknown field" in words
 
 
+@pytest.mark.parametrize("quoted", ["never (must be one of a)", "never (the nearest is a) - at `$.b`"])
+def test_a_value_that_looks_like_an_addition_stays(quoted: str) -> None:
+    [found] = decode_commands(json.dumps(OPEN | {"terms": TERMS | {"late": quoted}}).encode())
+    assert isinstance(found, Undecodable)
+    as_decoded = f"Invalid enum value '{quoted}' - at `$.terms.late`"
+    assert found.reason != as_decoded == without_what_may_be(found.reason)
+    assert without_what_may_be(as_decoded) == as_decoded
+
+
 def test_other_reasons_are_as_they_are() -> None:
     for raw in (b"{", b"5", b'{"type":"grab","id":"a","offer":"a"}', b'{"type":"grab","id":7}'):
         [found] = decode_commands(raw)

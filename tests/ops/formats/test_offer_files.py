@@ -383,6 +383,7 @@ def test_json_with_tabs_and_emoji_is_read_as_yaml() -> None:
         (one(total=10**30), "json", [("entry 1", "terms.total")]),
         (one(total=-1), "json", [("entry 1", "terms.total", ">= 0")]),
         (one(late="never"), "json", [("entry 1", "terms.late", "refuse, grace, retake", "'never'")]),
+        (one(late="never (the nearest is a)"), "json", [("entry 1", "got 'never (the nearest is a)'")]),
         (one(waiting_list="yes"), "json", [("entry 1", "terms.waiting_list", "true or false")]),
         (one(price=5), "json", [("entry 1", "price and currency go together")]),
         (json.dumps([{"offer": "a", "terms": ENVELOPE | {"parts": 11}}]), "json",
