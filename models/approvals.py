@@ -6,7 +6,6 @@ operator. Approvals are not part of the body: the same command with another vali
 command, and gets the first answer.
 """
 
-from base64 import urlsafe_b64decode
 from hashlib import sha256
 from typing import Annotated, Final, NamedTuple
 
@@ -17,7 +16,7 @@ from grabstream.models.commands import Command, OfferCommand
 from grabstream.models.digests import body_of
 from grabstream.models.identifiers import Count, Id, in_schema
 from grabstream.models.money import Invalid
-from grabstream.models.unique_names import check_names_once
+from grabstream.models.unique_names import check_names_once, segment_of
 
 
 class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,14 +98,10 @@ def key_id_of(text: str) -> str:
     takes the key of this id: of a header that two readers read differently, the event would name another.
     """
     try:
-        return _decode_header(_segment(text.partition(".")[0])).kid
+        return _decode_header(segment_of(text, 0)).kid
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from None
 
 
 def _read(text: str) -> Read:
-    return Read(key_id_of(text), _decode(_segment(text.split(".")[1])).expires_at)
-
-
-def _segment(text: str) -> bytes:
-    return urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    return Read(key_id_of(text), _decode(segment_of(text, 1)).expires_at)

@@ -6,9 +6,9 @@ soon, and its answer what is known about them. Names and units are those of answ
 times in milliseconds since 1970 UTC.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from hashlib import sha256
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
@@ -157,6 +157,8 @@ class _PaymentAnswer(_Read, frozen=True, kw_only=True):
     payments: tuple[msgspec.Raw, ...]
 
 
+_Claims = TypeVar("_Claims", bound=msgspec.Struct)
+
 encode_claims = msgspec.json.Encoder().encode
 _decode_token = msgspec.json.Decoder(PaymentToken).decode
 _decode_receipt = msgspec.json.Decoder(Receipt).decode
@@ -165,13 +167,23 @@ _decode_answer = msgspec.json.Decoder(_PaymentAnswer).decode
 _decode_state = msgspec.json.Decoder(PaymentState).decode
 
 
-def decode_token(payload: bytes) -> PaymentToken:
-    """The claims of a payment token; raises Invalid that names the claim."""
+def _decoded(
+    decode: Callable[[bytes], _Claims],
+    payload: bytes,
+    check_once: Callable[[bytes, bytes], None] = check_names_once,
+) -> _Claims:
+    """The claims; raises Invalid when they cannot be decoded, or name a claim twice (`check_once`)."""
     try:
-        token = _decode_token(payload)
-        check_names_once(payload, encode_claims(token))
+        claims = decode(payload)
+        check_once(payload, encode_claims(claims))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(str(error)) from None
+    return claims
+
+
+def decode_token(payload: bytes) -> PaymentToken:
+    """The claims of a payment token; raises Invalid that names the claim."""
+    token = _decoded(_decode_token, payload)
     _check_ids(token, ("offer", "grab", "user"))
     check_amount("due", token.due, least=1)
     for name in ("deadline_at", "issued_at"):
@@ -181,11 +193,7 @@ def decode_token(payload: bytes) -> PaymentToken:
 
 def decode_receipt(payload: bytes) -> Receipt:
     """The claims of a receipt; raises Invalid that names the claim."""
-    try:
-        receipt = _decode_receipt(payload)
-        check_names_once(payload, encode_claims(receipt))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Invalid(str(error)) from None
+    receipt = _decoded(_decode_receipt, payload)
     check_receipt(receipt)
     return receipt
 
@@ -211,11 +219,7 @@ def check_receipt(receipt: Receipt) -> None:
 
 def decode_query(payload: bytes) -> PaymentQuery:
     """The claims of a query; raises Invalid that names the claim."""
-    try:
-        query = _decode_query(payload)
-        check_names_once(payload, encode_claims(query))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Invalid(str(error)) from None
+    query = _decoded(_decode_query, payload)
     _check_ids(query, ("id",))
     for hold in query.holds:
         _check_ids(hold, ("offer", "grab"))
@@ -227,11 +231,7 @@ def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentStat
     states that do not count. Each is judged by itself: one that is wrong counts as left out, and so do those
     that contradict each other. Raises Invalid for the answer to another query.
     """
-    try:
-        answer = _decode_answer(payload)
-        check_outer_names_once(payload, encode_claims(answer))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Invalid(str(error)) from None
+    answer = _decoded(_decode_answer, payload, check_outer_names_once)
     check_audience(answer.aud, query.aud)
     if answer.query != query.id:
         raise Invalid("query: this is the answer to another query")
@@ -253,11 +253,7 @@ def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentStat
 
 def _state_of(raw: msgspec.Raw, asked: Container[tuple[str, str]]) -> PaymentState:
     """A state; raises Invalid that names the claim."""
-    try:
-        state = _decode_state(raw)
-        check_names_once(bytes(raw), encode_claims(state))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Invalid(str(error)) from None
+    state = _decoded(_decode_state, bytes(raw))
     if (state.offer, state.grab) not in asked:
         raise Invalid("grab: was not asked for")
     if state.status == "paid":

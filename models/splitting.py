@@ -107,15 +107,10 @@ def splitting_ahead(
     return amounts
 
 
-def pack_parts(amounts: list[int]) -> bytes:
-    """Parts as one string, 6 bytes each, big-endian. A script reads one part by its place, without a list of
-    all of them.
-    """
-    return at_once(packing_parts(amounts))
-
-
 def packing_parts(amounts: list[int]) -> Generator[None, None, bytes]:
-    """What `pack_parts` does, in steps."""
+    """Parts as one string, 6 bytes each, big-endian, in steps. A script reads one part by its place, without
+    a list of all of them.
+    """
     packed = bytearray()
     size = SLICE_PARTS * 8
     for start in range(0, len(amounts), size):

@@ -32,15 +32,16 @@ def check_outer_names_once(raw: bytes, written: bytes | None = None) -> None:
 
 def check_header(text: str) -> None:
     """The same, of the header of a compact JWS, of which RFC 7515 (section 4) wants it, too."""
-    check_names_once(_segment(text, 0))
+    check_names_once(segment_of(text, 0))
 
 
 def check_claims(text: str) -> None:
     """The same, of the claims of a compact JWS."""
-    check_names_once(_segment(text, 1))
+    check_names_once(segment_of(text, 1))
 
 
-def _segment(text: str, index: int) -> bytes:
+def segment_of(text: str, index: int) -> bytes:
+    """What a segment of a compact JWS says: of the header (0) or of the claims (1)."""
     segment = text.split(".")[index]
     return urlsafe_b64decode(segment + "=" * (-len(segment) % 4))
 

@@ -395,8 +395,8 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
     terms, events, index = offer.terms, list[AnyEvent](), 0
     if isinstance(terms, EnvelopeTerms) or offer.closed_reason or now >= offer.closes_at:
         return events
-    if refusal_of_offer(offer, now):
-        offer.due = due_when_open(offer, now)
+    if refusal := refusal_of_offer(offer, now):
+        offer.due = due_when_open(offer, now, refusal)
         return events
     while offer.units_left and index < min(len(offer.queue), CONSIDERED_MAX):
         grab = offer.grabs[offer.queue[index]]
@@ -435,17 +435,17 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
                 **hold_of(offer, grab),
             )
         )
-    offer.due = due_when_open(offer, now)
+    offer.due = due_when_open(offer, now, None)
     return events
 
 
-def due_when_open(offer: Offer, now: int) -> int:
-    """When the sweeper must handle an open offer. If units are left for queued grabs: now or, outside its
-    hours, at the next opening; a paused offer serves them when it is resumed. Else when the offer closes.
+def due_when_open(offer: Offer, now: int, refusal: tuple[Outcome, int | None] | None) -> int:
+    """When the sweeper must handle an open offer. If units are left for queued grabs: now or, while all new
+    grabs are refused (`refusal`), at the next opening; a paused offer serves them when it is resumed. Else
+    when the offer closes.
     """
     if offer.paused or available(offer) == offer.units_left:
         return offer.closes_at
-    refusal = refusal_of_offer(offer, now)
     due = now if refusal is None else refusal[1]
     return offer.closes_at if due is None else min(due, offer.closes_at)
 

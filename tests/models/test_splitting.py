@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from grabstream.lua.loader import SCRIPTS
 from grabstream.models.money import Invalid
-from grabstream.models.splitting import LAWS, check_split, draw, next_part, pack_parts, split_ahead
+from grabstream.models.splitting import (
+    LAWS,
+    at_once,
+    check_split,
+    draw,
+    next_part,
+    packing_parts,
+    split_ahead,
+)
 from grabstream.ops.settings import Settings
 from tests.models.recompute import recompute
 
@@ -231,4 +239,4 @@ def test_lua_rejects_draws_like_python(servers: Settings) -> None:
 
 
 def test_packed_parts_are_six_bytes_each() -> None:
-    assert pack_parts([1, 10**13]) == (1).to_bytes(6, "big") + (10**13).to_bytes(6, "big")
+    assert at_once(packing_parts([1, 10**13])) == (1).to_bytes(6, "big") + (10**13).to_bytes(6, "big")

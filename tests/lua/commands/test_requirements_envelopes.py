@@ -30,7 +30,7 @@ from grabstream.models.commands import Adjust, Amend, AnyCommand, Close, Grab, O
 from grabstream.models.entries import BookedEntry, Entry
 from grabstream.models.offers import RETIRE_AFTER_MS, Changes, CouponTerms, Draw, EnvelopeTerms
 from grabstream.models.outcomes import OutcomeUnknown
-from grabstream.models.splitting import LAWS, pack_parts
+from grabstream.models.splitting import LAWS
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.rehearsal.run import open_books
@@ -40,6 +40,7 @@ from tests.conftest import some_by_tier, until
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books
 from tests.lua.histories.scene import DAY, HOUR, Scene, coupon
+from tests.lua.histories.twins import packed
 from tests.models.recompute import recompute
 from tests.support.kcat import consume
 from tests.support.runs import as_singles
@@ -152,7 +153,7 @@ async def test_an_envelope_is_split_into_parts_in_advance(scene: Scene) -> None:
         *_, opened = await scene.events("offer.opened")
         drawn[draw] = recompute(json.loads(msgspec.json.encode(opened)), {"seed": SEED})
         _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer(draw)).of_offer(draw)
-        assert await scene.client.get(listed) == (pack_parts(drawn[draw]) if draw == "ahead" else None)
+        assert await scene.client.get(listed) == (packed(drawn[draw]) if draw == "ahead" else None)
         assert amounts(await scene.decide_both(crowd(50, draw))) == drawn[draw]
         [closed] = await scene.events("offer.closed", offer=draw)
         assert sha256(bytes.fromhex(closed.seed)).hexdigest() == opened.seed_sha256
