@@ -19,6 +19,8 @@ PAYMENTS_KNOWN_MS = 180 * DAY_MS
 NUMBER_MAX = 2**53
 #: The outcomes of payments for which no grab was found.
 NOT_FOUND = ("no_such_grab", "no_such_offer")
+#: The outcome of money that came beyond what is recorded of a known payment.
+CONFLICT = "conflict"
 #: Command ids in events that no command caused.
 SYSTEM_COMMANDS = ("sweep",)
 
@@ -127,9 +129,9 @@ def _check_ids_and_tickets(events: Sequence[Any]) -> None:
 
 
 def _check_payments(events: Sequence[Any]) -> None:
-    """Checks that each payment is served or refunded once (for each grab of one basket), that refunds never
-    exceed what it paid, and that a refund due for a grab that the command found names nobody but its user
-    (nobody: by an older release).
+    """Checks that each payment is served or refunded once (for each grab of one basket), that money is due as
+    a `conflict` only beyond a known payment, that refunds never exceed what it paid, and that a refund due
+    for a grab that the command found names nobody but its user (nobody: by an older release).
     """
     known: dict[tuple[str, str], Any] = {}
     paid: Counter[tuple[str, ...]] = Counter()
@@ -139,13 +141,17 @@ def _check_payments(events: Sequence[Any]) -> None:
         campaign = campaign_of(event["offer"])
         if event["type"].startswith("grab."):
             users[event["offer"], event["grab"]] = event["user"]
-        if event["type"] == "payment.refund_due" and event["outcome"] not in NOT_FOUND:
+        if event["type"] == "payment.refund_due" and event["outcome"] not in (*NOT_FOUND, CONFLICT):
             user = users[event["offer"], event["grab"]]
             assert event.get("user", user) == user, f"a refund due to another user than {user}: {event}"
         if "payment" in event:
             key = campaign, event["payment"]
             of_grab = (*key, event["offer"], event["grab"])
             first = known.get(key)
+            if event.get("outcome") == CONFLICT:
+                assert first is not None, f"a conflict with a payment that is not known: {event}"
+                assert event["amount"] > 0, f"a conflict about no money: {event}"
+                continue
             if first is not None and "basket" in event and event["basket"] == first.get("basket"):
                 first = settled.get(of_grab)
             assert first is None or event["at"] > first["at"] + PAYMENTS_KNOWN_MS, (

@@ -36,7 +36,7 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.contract import check_answered, check_events
 from tests.lua.conftest import NOW, SEALER, event_lines, outbox_lines, take_over
 from tests.lua.histories.books import check_books
-from tests.lua.histories.promises import Servings
+from tests.lua.histories.promises import Servings, check_promises
 from tests.lua.histories.recovered import contents, differences, fold
 from tests.lua.histories.strategies import TICKETS
 from tests.support.runs import as_runs
@@ -257,13 +257,16 @@ class Twins:
         return {name: offer for state in self.states for name, offer in state.offers.items()}
 
     async def end_twins(self) -> None:
-        """Compares everything in Redis with the rules and a recovery, then deletes it."""
+        """Compares everything in Redis with the rules and a recovery, checks books and promises, then deletes
+        it.
+        """
         try:
             for number, state in enumerate(self.states):
                 await self.sweeper(number).clean(self.now)
                 assert await self.client.hgetall(self.keys.shard(number).cleaning) == {}
                 await self._compare_state(number, state)
                 check_books(self.lines[number])
+                check_promises(self.lines[number])
                 check_events(self.lines[number][-SCHEMA_CHECKS:])
                 check_events((await outbox_lines(self.client, self.keys, number))[-SCHEMA_CHECKS:])
                 # One without events is recovered by each worker that starts.
