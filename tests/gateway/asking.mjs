@@ -47,11 +47,12 @@ const { visitor } = await import(process.argv[3].replace('asking', 'visitor'))
 const signIn = (user) => visitor.enter(`e30.${btoa(JSON.stringify({ sub: user }))}.e30`)
 
 async function click(script) {
-  replies = script
+  replies = [...script]
+  const signingIn = script.map((reply) => reply.then).filter((then) => then)
   const user = visitor.user
   try {
     const answer = await command(user, PATH, { user }, (error, ms, again) => {
-      const then = script.played?.shift()
+      const then = signingIn.shift()
       if (then) signIn(then)
       again()
     })
@@ -68,10 +69,7 @@ for (const [name, actions] of Object.entries(JSON.parse(readFileSync(process.arg
   const ended = []
   for (const action of actions) {
     if (action.user) signIn(action.user)
-    if (!action.click) continue
-    const script = [...action.click]
-    script.played = action.click.map((reply) => reply.then).filter((then) => then)
-    ended.push(await click(script))
+    if (action.click) ended.push(await click(action.click))
   }
   const keys = [...new Set(sent.map((one) => one.key))]
   printed[name] = { ended, sent: sent.map((one) => `${one.user}:${one.of}:${keys.indexOf(one.key)}`) }

@@ -104,6 +104,11 @@ HISTORIES: Final[dict[str, Case]] = {
         ["Refused 400", "Refused 400", "granted"],
         ["a:a:0", "a:a:0", "a:a:0", "a:a:0"],
     ),
+    "a page of a proxy": (
+        [{"user": "a", "click": [PROXY]}, {"click": [GRANTED]}],
+        ["Refused 403", "granted"],
+        ["a:a:0", "a:a:0"],
+    ),
     "a proxy without room": (
         [{"user": "a", "click": [{"status": 502, "body": "null"}, INVALID]}, {"click": [GRANTED]}],
         ["Refused 400", "granted"],

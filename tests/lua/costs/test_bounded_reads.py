@@ -30,6 +30,7 @@ from grabstream.models.commands import (
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from tests.conftest import examples
 from tests.lua.conftest import SEALER, event_lines
+from tests.lua.costs import bytes_read
 from tests.lua.costs.bytes_read import ReadBytes, counting_bytes
 from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, METADATA, codes, loads
 from tests.lua.costs.measured_shard import MeasuredShard
@@ -48,9 +49,29 @@ WITH_CODES: Final = 17
 
 
 def check_bounded(calls: Sequence[ReadBytes]) -> None:
-    assert calls
+    for counter in ("bytes", "shared"):
+        assert any(getattr(call, counter) for call in calls), f"{counter}: the counter counts nothing"
     assert max(call.bytes for call in calls) <= CALL_READ_BYTES_MAX, max(calls, key=lambda call: call.bytes)
     assert max(call.shared for call in calls) <= SHARED_BYTES_MAX, max(calls, key=lambda call: call.shared)
+
+
+@pytest.mark.parametrize("dead", ["bytes = bytes + read", "shared = math.max(shared, texts_of(reply[i]))"])
+async def test_a_counter_that_counts_nothing_is_noticed(
+    system: MeasuredShard, monkeypatch: pytest.MonkeyPatch, dead: str
+) -> None:
+    grabs = [Grab(id=f"g{number}", offer="o", user="ann") for number in range(9)]
+    await system.decide([Open(id="o", offer="o", terms=StockTerms(issuer="i", total=9)), *grabs])
+    await system.decide(grabs)
+    with counting_bytes(system) as calls:
+        await system.decide(grabs)
+    check_bounded(calls)
+    assert dead in bytes_read._COUNTING
+    monkeypatch.setattr(bytes_read, "_COUNTING", bytes_read._COUNTING.replace(dead, ""))
+    monkeypatch.setattr(bytes_read, "counting", bytes_read.counting.__wrapped__)
+    with counting_bytes(system) as calls:
+        await system.decide(grabs)
+    with pytest.raises(AssertionError, match="the counter counts nothing"):
+        check_bounded(calls)
 
 
 def named(kind: str, number: int) -> str:
