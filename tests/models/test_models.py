@@ -357,7 +357,9 @@ def test_transfers_of_events(line: str, expected: list[tuple[str, str, str, int]
 
 _NAMES = st.one_of(
     *[st.sampled_from(["a", "b:1", "x" * 64])] * 6,
-    st.sampled_from(["", "sweep", "x" * 65, "a/b", 'a"b', "é", "a\n"]),
+    st.sampled_from(
+        ["", "sweep", "x" * 65, "a/b", 'a"b', "é", "a\n", "\ud800", "\udc00\ud83d", "😀", "\\ud800"]
+    ),
     st.text(),
 )
 _EXTRAS = st.sampled_from(

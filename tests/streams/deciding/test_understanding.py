@@ -83,6 +83,7 @@ BAD_RECORDS = {
     "too many commands": encode([grab(f"g{n}") for n in range(ARRAY_COMMANDS_MAX + 1)]),
     "brackets": b"[" * 1_000_000,
     "braces": b'{"a":' * 200_000,
+    "halves of pairs": b'["' + b"\\ud800" * (RECORD_BYTES_MAX // 6 - 100) + b'"',
     "a text without end": b'["' + b'\\"' * 1_000_000,
     "a command above the bound": encode(grab("wide", attributes={f"a{n}": "x" * 60 for n in range(2_000)})),
 }
@@ -271,6 +272,23 @@ async def test_decoding_a_long_array_does_not_block_other_tasks(monkeypatch: pyt
     counting.cancel()
     assert len(result.commands) == ARRAY_COMMANDS_MAX
     assert turns >= 2
+
+
+async def test_half_of_a_surrogate_pair_spoils_its_command_only() -> None:
+    """JSON may have such an escape, and no text can: the array is told apart, and the others are decided."""
+    bad = b'{"type": "grab", "id": "bad", "offer": "o", "user": "\\uD83d", "x": ["\\ude00\\ud83d"]}'
+    first, last = encode(grab("first", metadata={"smile": "\\ud83d"})), encode(grab("last"))
+    pair = encode(grab("pair")).replace(b'"pair"', b'"pair", "metadata": {"smile": "\\ud83d\\ude00"}')
+    result = await understood(b" [" + b" ,\n".join([first, bad, b"[[1]]", pair, last]) + b"] ")
+    assert [command.id for command in result.commands] == ["first", "pair", "last"]
+    assert [getattr(command, "metadata", None) for command in result.commands] == [
+        {"smile": "\\ud83d"},
+        {"smile": "😀"},
+        None,
+    ]
+    assert result.indexes == [0, 3, 4]
+    assert [(answer.id, answer.outcome) for answer in result.refused] == [("bad", "invalid")]
+    assert [rejected.raw for rejected in result.rejected] == [bad, b"[[1]]"]
 
 
 async def test_few_bad_commands_are_rejected_singly_and_many_as_a_whole_array() -> None:
