@@ -359,7 +359,8 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "revenue": View(
-        "ledger", "Money paid for units and given back by returns, by the minute.",
+        "ledger",
+        "Money paid for units and given back by returns, by the minute. Correcting entries do not count.",
         ("offer", "currency", "minute_at"),
         _columns(
             "offer currency minute_at payments paid refunded revenue minute_time",

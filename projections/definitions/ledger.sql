@@ -128,7 +128,8 @@ CREATE OR REPLACE VIEW flows AS
     ) AS both_forms
     GROUP BY 1, 2, 3, 4;
 
--- Money that was paid for units, and that is given back, by the minute. (No run moves such money.)
+-- Money that was paid for units, and that is given back, by the minute. (No run moves such money.) The first
+-- leg of a confirmation and of a return moves the units, from accounts that no correcting entry debits.
 CREATE OR REPLACE VIEW revenue AS
     SELECT offer, asset AS currency, at - at % 60000 AS minute_at,
            count(*) FILTER (WHERE debit LIKE 'external:%') AS payments,
@@ -137,7 +138,12 @@ CREATE OR REPLACE VIEW revenue AS
            coalesce(sum(amount) FILTER (WHERE debit LIKE 'external:%'), 0)
                - coalesce(sum(amount) FILTER (WHERE credit LIKE 'refund:%'), 0) AS revenue,
            to_timestamp((at - at % 60000)::float8 / 1000) AS minute_time
-    FROM transfers_1
-    WHERE (debit LIKE 'external:%' AND credit LIKE 'issuer:%')
-        OR (debit LIKE 'issuer:%' AND credit LIKE 'refund:%')
+    FROM transfers_1 AS money
+    WHERE ((debit LIKE 'external:%' AND credit LIKE 'issuer:%')
+            OR (debit LIKE 'issuer:%' AND credit LIKE 'refund:%'))
+        AND EXISTS (
+            SELECT FROM transfers_1 AS units
+            WHERE units.shard = money.shard AND units.seq = money.seq AND units.leg = 0
+                AND split_part(units.debit, ':', 1) IN ('hold', 'offer', 'wallet')
+        )
     GROUP BY offer, asset, at - at % 60000;
