@@ -10,6 +10,7 @@
 
 const PAUSE_MS_FIRST = 100
 const PAUSE_MS_MAX = 5_000
+const RETRY_AFTER_MS_MAX = 99_999_000
 // Statuses below 500 of requests that may succeed when they are repeated. Of the second set, the problem of a
 // gateway says that nothing was decided; a proxy may send them for a request that the gateway has decided.
 const PASSING = new Set([408, 425, 429])
@@ -351,9 +352,9 @@ function isOfOther(id, document) {
 // What a server asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 if that cannot be read.
 function retryAfterMs(reply) {
   const asked = reply.headers.get('retry-after') ?? ''
-  if (/^[0-9]{1,5}$/.test(asked)) return Number(asked) * 1_000
+  if (/^[0-9]+$/.test(asked)) return Math.min(Number(asked) * 1_000, RETRY_AFTER_MS_MAX)
   const ms = /^[A-Z]/.test(asked) ? Date.parse(asked) - Date.now() : 0
-  return Math.min(Math.max(ms || 0, 0), 99_999_000)
+  return Math.min(Math.max(ms || 0, 0), RETRY_AFTER_MS_MAX)
 }
 
 function path(...parts) {
