@@ -28,7 +28,7 @@ from grabstream.gateway.bounds import (
     KEYS_STALE_SECONDS_MAX,
 )
 from grabstream.gateway.problems import retry_soon
-from grabstream.lua.bounded_http import HEAD_BYTES_MAX, bounded_session
+from grabstream.lua.bounded_http import HEAD_BYTES_MAX, body_of, bounded_session
 from grabstream.models.bounds import shortened
 
 log = logging.getLogger(__name__)
@@ -177,12 +177,7 @@ async def _fetch(url: str) -> bytes:
                 raise OSError(f"the status is {answer.status}, not 200")
             if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise OSError("the body is compressed")
-            raw = bytearray()
-            async for piece in answer.content.iter_any():
-                raw += piece
-                if len(raw) > KEY_SET_BYTES_MAX:
-                    raise OSError(f"it has more than {KEY_SET_BYTES_MAX} bytes")
-            return bytes(raw)
+            return await body_of(answer, KEY_SET_BYTES_MAX)
     # A host that is no name of DNS is a ValueError.
     except (aiohttp.ClientError, ValueError) as error:
         raise OSError(str(error)) from None

@@ -25,6 +25,16 @@ class AnswerTooLong(aiohttp.ClientError):
     """A server sent more for one request than is read."""
 
 
+async def body_of(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+    """The body of an answer; raises AnswerTooLong when it has more than `bytes_max` bytes."""
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > bytes_max:
+            raise AnswerTooLong(f"the answer has more than {bytes_max} bytes")
+    return bytes(body)
+
+
 class _BoundedResponses(ResponseHandler):
     """The responses of one connection. `answer_bytes_max` bounds what arrives from the beginning of a request
     until the next one begins.

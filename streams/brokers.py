@@ -116,7 +116,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         # Imported when a token is asked for: it takes longer than all other imports of this module together.
         import aiohttp
 
-        from grabstream.lua.bounded_http import HEAD_BYTES_MAX, AnswerTooLong, bounded_session
+        from grabstream.lua.bounded_http import HEAD_BYTES_MAX, AnswerTooLong, body_of, bounded_session
 
         login = self._login
         form = {"grant_type": "client_credentials"}
@@ -133,12 +133,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
                     ssl=tls_context(login.ca) if login.token_url.startswith("https:") else True,
                 ) as answer,
             ):
-                text = b""
-                # One read returns what has arrived, which may be a part.
-                async for part in answer.content.iter_any():
-                    text += part
-                    if len(text) > TOKEN_BYTES_MAX:
-                        raise TokenRefused(f"the issuer of tokens answered more than {TOKEN_BYTES_MAX} bytes")
+                text = await body_of(answer, TOKEN_BYTES_MAX)
                 if answer.status != 200:
                     refused = 400 <= answer.status < 500 and answer.status not in COME_AGAIN
                     kind = TokenRefused if refused else NoToken

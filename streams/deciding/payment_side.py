@@ -13,7 +13,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from grabstream.lua.bounded_http import HEAD_BYTES_MAX, bounded_session
+from grabstream.lua.bounded_http import HEAD_BYTES_MAX, body_of, bounded_session
 from grabstream.lua.gate.calls import GateLimits, now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
@@ -112,7 +112,7 @@ class Questions:
             ):
                 if response.status != 200:
                     raise NoAnswer(f"status {response.status}")
-                body = await _body_of(response)
+                body = await body_of(response, BODY_BYTES_MAX)
         except TimeoutError:
             raise NoAnswer(f"no answer within {self._side.timeout_seconds:g} s") from None
         # A host that is no name of DNS is a ValueError.
@@ -140,15 +140,6 @@ class _Body(msgspec.Struct):
 
 
 _decode_body = msgspec.json.Decoder(_Body).decode
-
-
-async def _body_of(response: aiohttp.ClientResponse) -> bytes:
-    body = b""
-    async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > BODY_BYTES_MAX:
-            raise NoAnswer(f"the answer has more than {BODY_BYTES_MAX} bytes")
-    return body
 
 
 def open_session(side: PaymentSide) -> aiohttp.ClientSession:

@@ -1,12 +1,11 @@
 """What a foreign server may send for one request: no more than a bound, in whatever part of an answer."""
 
-import asyncio
-
 import aiohttp
 import pytest
 from aiohttp import web
 
-from grabstream.lua.bounded_http import AnswerTooLong, bounded_session
+from grabstream.lua.bounded_http import AnswerTooLong, body_of, bounded_session
+from tests.conftest import until
 from tests.support.flooding import FLOODS, flooding
 from tests.support.web_servers import serving
 
@@ -22,8 +21,7 @@ async def test_an_answer_without_end_is_cut_at_the_bound(kind: str) -> None:
                 await answer.read()
         # Too many headers are an error of their own, whichever comes first.
         assert isinstance(raised.value, AnswerTooLong) or kind in ("headers", "trailers"), raised.value
-        while not flood.ended_by_client:
-            await asyncio.sleep(0)
+        await until(lambda: flood.ended_by_client, what="the end of the connection")
     # More than the bound is on its way, in the buffers of both sockets.
     assert flood.sent < 32 * 1024 * 1024
 
@@ -51,6 +49,12 @@ async def test_each_answer_of_a_connection_has_the_whole_bound() -> None:
                 await response.read()
         async with session.get(url, params={"size": "1"}) as response:
             assert await response.read() == b"x"
+        # A body may have a bound of its own.
+        async with session.get(url, params={"size": "1000"}) as response:
+            assert await body_of(response, 1_000) == b"x" * 1_000
+        async with session.get(url, params={"size": "1001"}) as response:
+            with pytest.raises(AnswerTooLong, match="more than 1000 bytes"):
+                await body_of(response, 1_000)
 
 
 async def test_a_compressed_body_is_not_asked_for_and_not_unpacked() -> None:

@@ -12,6 +12,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Grab, Open, Pause
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.splitting import SLICE_PARTS, splitting_ahead
+from tests.conftest import until
 from tests.lua.conftest import opening
 
 GRABS = 20
@@ -88,8 +89,7 @@ async def test_later_commands_of_a_caller_wait_for_a_large_envelope(
     gate, draws, reader = make_gate(timeout_ms=60_000), watched(monkeypatch, 1), CallOrder()
     opened = asyncio.create_task(gate.decide([large(0)], "decided", reader=reader))
     paused = asyncio.create_task(gate.decide([Pause(id="p", offer="large0")], "decided", reader=reader))
-    while not draws.order:
-        await asyncio.sleep(0)
+    await until(lambda: draws.order, what="the drawing")
     [answer] = await gate.decide([Pause(id="of-another", offer="large0")], "decided")
     assert answer.outcome == "no_such_offer", "another caller's do not wait"
     assert not paused.done()
@@ -105,8 +105,7 @@ async def test_an_envelope_that_is_not_drawn_in_time_is_busy_and_is_drawn_no_fur
     [answer] = await gate.decide([large(0)], "decided", timeout_ms=200)
     assert (answer.outcome, answer.seq) == ("busy", None)
     assert "the parts were not drawn within the time-out" in answer.message
-    while draws.at_a_time:
-        await asyncio.sleep(0)
+    await until(lambda: not draws.at_a_time, what="the end of the drawing")
     draws.grabs_wanted = 0
     [answer] = await gate.decide([large(0)], "decided")
     assert (answer.outcome, answer.repeated) == ("opened", False)
