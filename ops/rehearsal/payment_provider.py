@@ -87,8 +87,8 @@ _decode_query = msgspec.json.Decoder(_Query).decode
 
 
 class Payment:
-    """A payment: its receipt once it is paid or has failed, and the answers to its receipts. With `is_last`,
-    no other is taken for its grab.
+    """A payment for a grab: its receipt once it is paid or has failed, and the answers to its receipts. With
+    `is_last`, no other is taken for its grab.
     """
 
     def __init__(self, payment: str, token: PaymentToken, is_last: bool) -> None:
@@ -122,7 +122,8 @@ class PaymentProvider:
     def __init__(self, keys: SigningKeys, session: aiohttp.ClientSession) -> None:
         self._keys = keys
         self._session = session
-        self._payments: dict[str, Payment] = {}
+        #: By id; several for the grabs of a basket.
+        self._payments: dict[str, list[Payment]] = {}
         #: By system, offer and grab.
         self._of_grab: dict[tuple[str, str, str], list[Payment]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -165,14 +166,18 @@ class PaymentProvider:
             raise Refused(400, f"payment: {PAYMENT_WORDS}")
         if token.callback is None or urlsplit(token.callback).hostname not in _LOOPBACK:
             raise Refused(400, "token: its callback must be an address of this machine")
-        if payment in self._payments:
-            raise Refused(409, "payment: the id is known; another payment needs another id")
         grab = token.aud, token.offer, token.grab
+        for known in self._payments.get(payment, ()):
+            if (known.token.aud, known.token.offer, known.token.grab) == grab:
+                raise Refused(409, "payment: the id is known for this grab; another payment needs another id")
+            if (known.token.aud, known.token.user) != (token.aud, token.user):
+                raise Refused(409, "payment: the id is that of a payment of another user or system")
         if any(known.is_last for known in self._of_grab.get(grab, ())):
             raise Refused(409, "token: the buyer gave up this grab, so nothing can be paid for it any more")
-        if len(self._payments) >= PAYMENTS_MAX:
+        if sum(map(len, self._of_grab.values())) >= PAYMENTS_MAX:
             raise Refused(503, f"the provider keeps {PAYMENTS_MAX} payments; start it again")
-        made = self._payments[payment] = Payment(payment, token, asked.how == "abandons")
+        made = Payment(payment, token, asked.how == "abandons")
+        self._payments.setdefault(payment, []).append(made)
         self._of_grab.setdefault(grab, []).append(made)
         if asked.how != "late":
             self._settle(made, asked)
@@ -223,11 +228,12 @@ class PaymentProvider:
         return states
 
     async def _payment(self, request: Request) -> tuple[int, dict[str, Any]]:
-        """What is known about a payment."""
-        payment = self._payments.get(request.path_params["payment"])
-        if payment is None:
-            raise Refused(404, "there is no such payment")
-        return 200, payment.document()
+        """What is known about a payment: for the `grab` that the query names, else for its first grab."""
+        named = request.query_params.get("grab")
+        for payment in self._payments.get(request.path_params["payment"], ()):
+            if named in (None, payment.token.grab):
+                return 200, payment.document()
+        raise Refused(404, "there is no such payment")
 
     # -- payments --------------------------------------------------------------------------------------------
 

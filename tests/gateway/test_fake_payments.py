@@ -55,7 +55,7 @@ async def token_for(caller: Caller, offer: str, door: Door, **changes: Any) -> s
 
 
 async def done(payer: Caller, payment: str) -> dict[str, Any]:
-    """What the provider says of a payment whose receipt is answered."""
+    """What the provider says of a payment (`<payment>?grab=<grab>`: for a grab) whose receipt is answered."""
 
     async def is_done() -> Any:
         got = await payer.send("GET", f"/payments/{payment}")
@@ -95,6 +95,34 @@ async def test_every_way_to_pay_ends_as_it_should(
         }
 
     await until(are_booked, 30, "the payments")
+
+
+async def test_one_payment_pays_for_the_grabs_of_a_basket(
+    door: Door, caller: Caller, payer: Caller, offer: str
+) -> None:
+    names = [f"{offer}:cup", f"{offer}:tea"]
+    for name in names:
+        await caller.open(name, **SALE)
+    basket = await caller.post("/v1/baskets", {"grabs": [{"offer": name, "user": "ann"} for name in names]})
+    callback = {"callback": f"http://127.0.0.1:{door.gateway.port}/v1/payments/callback"}
+    tokens = [
+        signed(claims_of(answer["payment_token"]) | callback, purpose=Purpose.payment_token)
+        for answer in basket.body["answers"]
+    ]
+    tokens.append(await token_for(caller, names[0], door))
+    grabs = [claims_of(token)["grab"] for token in tokens]
+    pay = [{"token": token, "payment": f"{offer}-p"} for token in tokens]
+    assert [(await payer.send("POST", "/pay", one)).status for one in (*pay, pay[1])] == [202, 202, 202, 409]
+    of_bob = signed(claims_of(tokens[2]) | {"user": "bob", "grab": "g"}, purpose=Purpose.payment_token)
+    refused = await payer.send("POST", "/pay", {"token": of_bob, "payment": f"{offer}-p"})
+    assert (refused.status, "of another user" in refused.body["reason"]) == (409, True)
+    found = [await done(payer, f"{offer}-p?grab={grab}") for grab in grabs]
+    assert [one["grab"] for one in found] == grabs
+    # The third grab is not of the basket.
+    results = [one["answers"][-1]["result"] for one in found]
+    assert results == ["confirmed", "confirmed", "refund_due"]
+    assert (await done(payer, f"{offer}-p"))["grab"] == grabs[0]
+    assert (await payer.send("GET", f"/payments/{offer}-p?grab=none")).status == 404
 
 
 @pytest.mark.long
