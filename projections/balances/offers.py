@@ -2,6 +2,7 @@
 of each payment.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,9 @@ from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import changes_of
 from grabstream.models.runs import AnyRun, GrantedRun
 from grabstream.projections.database.arrays import update_by
+from grabstream.projections.database.zones import unknown_zones
+
+log = logging.getLogger(__name__)
 
 
 class _Change(msgspec.Struct):
@@ -61,6 +65,7 @@ class _Terms(msgspec.Struct):
 
     title: str = ""
     parts: int = 0
+    timezone: str = "UTC"
 
 
 _SUMS = ("grabs", "given", "held", "waiting", "refunded", "total")
@@ -233,9 +238,12 @@ def _set_state(offer: _Change, event: AnyEvent) -> None:
 
 
 async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened]) -> None:
+    by_zone: defaultdict[str, list[str]] = defaultdict(list)
     async with connection.cursor() as cursor, cursor.copy(_OPENED) as copy:
         for event in opened:
             terms = _terms(event.terms)
+            zone = event.campaign_zone.timezone if event.campaign_zone else terms.timezone
+            by_zone[zone].append(event.offer)
             units = terms.parts or event.total
             # Titles are free text, so psycopg escapes them for COPY.
             await copy.write_row(
@@ -247,6 +255,13 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
                     _hour_shift(event.offsets), event.seq,
                 )
             )  # fmt: skip
+    # Who opens an offer by HTTP or by a topic is not told otherwise.
+    for zone in await unknown_zones(connection, by_zone.keys() - {"UTC"}):
+        log.warning(
+            "PostgreSQL does not know the time zone %s (offers: %d, the first: %s): the views reckon it as "
+            "UTC until PostgreSQL is updated; decisions are not affected",
+            zone, len(by_zone[zone]), by_zone[zone][0],
+        )  # fmt: skip
 
 
 def _opened_terms(event: OfferOpened) -> str:

@@ -1,5 +1,6 @@
 """An offer in a time zone that this PostgreSQL does not know breaks no view, and is told."""
 
+import logging
 import zoneinfo
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,13 +11,17 @@ from psycopg import AsyncConnection
 
 from grabstream.models.calendar import check_timezone
 from grabstream.models.commands import Open
+from grabstream.models.events import AnyEvent, encode_event
 from grabstream.models.offers import StockTerms
+from grabstream.models.rules import ShardState, decide
 from grabstream.ops.commands.offers.through_a_gate import _zones_without_views
 from grabstream.ops.diagnosis.books import BookReadings, read_books, zones_unknown
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.system import Identity, write_identity
+from grabstream.projections.read_models import READ_MODELS
+from tests.projections.test_columns import facts
 from tests.support.systems import make_tables
 
 #: The two are the same at all times; PostgreSQL does not know one of them.
@@ -74,6 +79,27 @@ async def test_a_zone_that_postgresql_lacks_breaks_no_view(connection: AsyncConn
     zones = await fetched(connection, "SELECT campaign_timezone, known_timezone FROM offers ORDER BY offer")
     assert zones == [(KNOWN, KNOWN), (UNKNOWN, "UTC")]
     assert len(await fetched(connection, "TABLE funnel")) == 2
+
+
+@pytest.mark.usefixtures("zone_of_python")
+async def test_the_log_names_the_zone_when_an_offer_opens(
+    connection: AsyncConnection[Any], settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However it was opened: by HTTP and by a topic, nobody is told otherwise."""
+    events: list[AnyEvent] = []
+    state = ShardState(0)
+    for offer, zone in (("w:1", UNKNOWN), ("w:2", "UTC"), ("x", KNOWN), ("y", UNKNOWN)):
+        terms = StockTerms(issuer="i", total=1, timezone=zone)
+        events += decide(state, Open(id=offer, offer=offer, terms=terms), 1_800_000_000_000).events
+    await versions.use_read_model(connection, settings.schema_, "balances")
+    async with connection.transaction():
+        await READ_MODELS["balances"].apply(connection, facts(list(map(encode_event, events))))
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == [
+        f"PostgreSQL does not know the time zone {UNKNOWN} (offers: 3, the first: w:1): the views reckon it "
+        "as UTC until PostgreSQL is updated; decisions are not affected"
+    ]
+    assert await fetched(connection, "SELECT count(*) FROM offers WHERE total = 1") == [(4,)]
 
 
 async def test_doctor_names_the_zone_and_an_offer(
