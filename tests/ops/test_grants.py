@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from grabstream.ops.cli import grabstream
 from grabstream.ops.grants import kafka_acls, require_group
-from grabstream.ops.settings import load_settings
+from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.definitions import PROJECTIONS as READ_MODELS
 from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.projecting.agents import PROJECTIONS, group_of
@@ -64,8 +64,9 @@ def test_a_group_that_readers_cannot_have_is_refused(group: str, monkeypatch: py
 
 
 @pytest.fixture
-def roles() -> Iterator[tuple[str, dict[str, str]]]:
+def roles(servers: Settings) -> Iterator[tuple[str, dict[str, str]]]:
     """The DSN of a database of its own, and the roles owner, writer and reader."""
+    # The role of `servers` may make neither databases nor roles.
     postgres, mark = load_settings().postgres, uuid.uuid4().hex[:12]
     database = f"locks_{mark}"
     names = {role: f"{role}_{mark}" for role in ("owner", "writer", "reader")}

@@ -29,6 +29,7 @@ from grabstream.streams.webhooks.messages import SEALED_FOR
 from grabstream.streams.webhooks.sending import secrets_now
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
+from tests.support.diagnosis import findings_of
 
 pytestmark = pytest.mark.long
 
@@ -217,6 +218,6 @@ async def _until_needed(settings: Settings, expected: dict[str, Uses]) -> None:
 
 
 async def _note(settings: Settings) -> str:
-    [found] = [one for name, one in (await examine(settings)).findings if name == "old seal keys are retired"]
+    [found] = findings_of(await examine(settings), "old seal keys are retired")
     assert found.severity == "note"
     return found.what

@@ -14,7 +14,7 @@ from tests.support.random_history import random_history
 __all__ = ["connection"]
 
 PAGE = (PROJECT / "docs" / "storage.md").read_text()
-#: An offer and a user with rows of the view; NULL where any will do.
+#: The offer and the user with the most rows.
 _OF_OFFER = "SELECT offer FROM {} GROUP BY offer ORDER BY count(*) DESC LIMIT 1"
 _USER = "SELECT user_id FROM grabs WHERE amount > 0 GROUP BY user_id ORDER BY count(*) DESC LIMIT 1"
 
@@ -48,6 +48,6 @@ async def test_questions_of_analysts_have_answers(
     assert list(found) == [
         "grabs", "results_by_week", "revenue", "refusals_by_reason", "limits", "balances", "user_transfers"
     ]  # fmt: skip
-    # What is left of limits depends on the time of the clock.
+    # `limits` has the windows of now, and the grabs are of another time: only limits by offer have rows.
     assert [view for view, answer in found.items() if not answer] in ([], ["limits"])
     assert {row["outcome"]: row["refusals"] for row in found["refusals_by_reason"]} == REFUSALS

@@ -4,16 +4,16 @@ offer opens again, without a command; the books say so.
 
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from grabstream.lua.gate import encoding
-from grabstream.lua.gate.gate import Gate
 from grabstream.models.calendar import MINUTE_MS
 from grabstream.models.commands import Grab, Open, Pause, Release, Resume
 from grabstream.models.offers import Hours, StockTerms
-from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.streams.deciding.sweeper import Sweeper
@@ -44,9 +44,6 @@ async def test_who_waits_is_served_at_the_resume_and_at_the_next_opening(
 ) -> None:
     await until_relayed_by(system, worker(system, "decide,relay,sweep"))
     worker(system, "project,publish")
-    client = open_redis(system)
-    gate = Gate(client, key_space(system), sealer(system), gate_limits(system))
-    gate.start()
     hours = (Hours(from_="10:00", until="10:01"), Hours(from_="10:02", until="11:00"))
     terms = StockTerms(issuer="shop", total=1, hold_ms=3_600_000, waiting_list=True)
 
@@ -59,7 +56,7 @@ async def test_who_waits_is_served_at_the_resume_and_at_the_next_opening(
         sql = f"SELECT user_id FROM grabs WHERE offer = '{offer}' AND held > 0"
         return [user for (user,) in await rows(system, sql)]
 
-    try:
+    async with open_gate(system) as gate:
         opens_at = time.time_ns() // 1_000_000
         offsets = clock_of(opens_at)
         monkeypatch.setattr(encoding, "offsets_of", lambda zone, at_ms: offsets)
@@ -94,9 +91,6 @@ async def test_who_waits_is_served_at_the_resume_and_at_the_next_opening(
 
         await until(bob_is_served_too, 60, "the resume")
         checks = await verify(system)
-    finally:
-        await gate.close()
-        await client.aclose()
     assert not {check.name: check.problems for check in checks if not check.passed}
 
 
@@ -107,9 +101,7 @@ async def test_an_opening_that_the_sweeper_missed_is_no_damage(
     takes another time for damage.
     """
     await until_relayed_by(system, worker(system, "decide,relay,project"))
-    client, space = open_redis(system), key_space(system)
-    gate = Gate(client, space, sealer(system), gate_limits(system))
-    gate.start()
+    space = key_space(system)
     shard = space.shard(space.shard_of_offer("o"))
     # The clock is set to the end of the first hours, then to the beginning of the next, then to their end.
     opens_at = time.time_ns() // 1_000_000
@@ -128,7 +120,7 @@ async def test_an_opening_that_the_sweeper_missed_is_no_damage(
         )
         assert answer.outcome == outcome
 
-    try:
+    async with open_gate(system) as gate, aclosing(open_redis(system)) as client:
         await do(Open, "opened", "open", terms=terms)
         await do(Grab, "held", "first", user="ann")
         await do(Grab, "waiting", "second", user="bob", wait=True)
@@ -145,6 +137,3 @@ async def test_an_opening_that_the_sweeper_missed_is_no_damage(
             await client.zadd(shard.due, {"o": other})
             [damaged] = [check for check in await verify(system, 10) if not check.passed]
             assert "due, o: is" in damaged.problems[0]
-    finally:
-        await gate.close()
-        await client.aclose()

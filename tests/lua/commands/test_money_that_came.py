@@ -388,7 +388,7 @@ async def test_one_payment_settles_each_grab_of_a_basket_once(paying: Paying) ->
 
 
 async def test_parts_of_a_basket_stand_by_themselves(paying: Paying) -> None:
-    """One is late, one has another sum, one is in time; then the parts contradict what is recorded."""
+    """One part is paid in time, one with another sum, one late. Other sums for them are conflicts then."""
     first, second, third = await basket_of(paying, late="refuse")
     assert (await paying.receipt(second, 9, offer=BASKET[1])).outcome == "invalid"
     assert (await paying.receipt(first, PRICE, offer=BASKET[0])).outcome == "confirmed"
@@ -526,7 +526,7 @@ def test_in_any_order_the_books_have_the_most_that_a_receipt_says(
             await client.aclose()
 
     async def play(scene: Paying) -> dict[tuple[str, ...], int]:
-        """Returns the most that a receipt said, by payment, grab and currency."""
+        """Returns the greatest sum that a receipt names, by payment, grab and currency."""
         await basket_of(scene, late=late, max_per_grab=2, retire_after_ms=HOUR)
         await scene.do(Grab, id="two", offer=BASKET[0], user="ann", quantity=2)
         await scene.do(Grab, id="of-bob", offer=BASKET[1], user="bob")

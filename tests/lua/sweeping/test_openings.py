@@ -20,19 +20,19 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
 from tests.lua.conftest import SEALER, event_lines, take_over
 
-#: The offer opens so long after the sweeper has begun to wait for it.
+#: The offer opens again so long after the test has begun.
 AHEAD_MS = 500
 
 
 async def test_who_waits_is_served_when_the_offer_opens(
     client: Any, keys: KeySpace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The offer was open for a minute a day ago, when units were held and users waited; they came back after
-    that minute. More users wait than one call serves.
+    """The offer was open for a minute a day ago. Then all units were held, and users began to wait; the units
+    came back after that minute. More users wait than one call serves.
     """
     await take_over(client, keys)
     opens_at = time.time_ns() // 1_000_000 + AHEAD_MS
-    # A zone in which a minute begins then.
+    # The offset of the zone is such that a minute of its clock begins at `opens_at`.
     monkeypatch.setattr(encoding, "offsets_of", lambda zone, at_ms: ((0, -opens_at % MINUTE_MS),))
     minute = (opens_at + -opens_at % MINUTE_MS) // MINUTE_MS
     begins, ends = (f"{at % 1440 // 60:02}:{at % 60:02}" for at in (minute, minute + 1))

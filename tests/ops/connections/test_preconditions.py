@@ -20,7 +20,7 @@ from grabstream.ops.connections.opening import check_system, checked_books, seal
 from grabstream.ops.connections.preconditions import ConditionNotMet
 from grabstream.ops.connections.user_keys import KeysOfUsers
 from grabstream.ops.console.endings import ending_of
-from grabstream.ops.diagnosis.examination import Examination, examine
+from grabstream.ops.diagnosis.examination import CONDITIONS_CHECK, Examination, examine
 from grabstream.ops.initialization import make_system
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.sessions import connect
@@ -28,10 +28,9 @@ from grabstream.streams.brokers import at
 from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, create_topics, make_topics, retention_ms
+from tests.support.diagnosis import findings_of
 from tests.support.losses import delete_topics
 from tests.support.transaction_pooler import transaction_pooler
-
-CHECK = "servers are what the system needs"
 
 
 def administrator(database: str | None = None) -> psycopg.Connection[Any]:
@@ -94,7 +93,7 @@ ENTRIES = {
 
 def told(examination: Examination) -> str:
     """What `doctor` says of conditions."""
-    found = [finding for check, finding in examination.findings if check == CHECK]
+    found = findings_of(examination, CONDITIONS_CHECK)
     assert all(finding.severity == "stuck" for finding in found), found
     return " ".join(f"{finding.what}: {finding.means}. {finding.command}" for finding in found)
 
@@ -198,7 +197,7 @@ async def test_a_topic_that_was_made_before_must_be_as_init_makes_it(
             await check_system(settings)
             messages += [text for text in caplog.messages if topic in text]
             assert len(messages) == 2
-        [finding] = [one for check, one in (await examine(settings)).findings if check == CHECK]
+        [finding] = findings_of(await examine(settings), CONDITIONS_CHECK)
         assert finding.severity == ("stuck" if entry.refused_by_processes else "risk")
         messages.append(f"{finding.what}. {finding.command}")
     finally:
@@ -211,7 +210,7 @@ async def test_a_topic_that_was_made_before_must_be_as_init_makes_it(
 async def test_a_new_system_meets_its_own_conditions(system: Settings) -> None:
     await make_system(system)
     await check_system(system)
-    assert CHECK in (await examine(system)).passed
+    assert CONDITIONS_CHECK in (await examine(system)).passed
 
 
 #: Time limits that an administrator may give to all sessions of a database, so that people do not stop it.

@@ -14,13 +14,16 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import checked_books, open_gate
 from grabstream.ops.connections.seal_keys import WrongSealKeys
-from grabstream.ops.diagnosis.examination import Examination, examine
+from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.initialization import make_system
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import seal_keys
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
+from tests.support.diagnosis import findings_of
+
+CHECK = "seal keys are those of the system"
 
 
 def with_keys(settings: Settings, *keys: str) -> Settings:
@@ -36,8 +39,7 @@ def other_key(key_id: str) -> str:
 
 
 async def finding_of(settings: Settings) -> str | None:
-    examination: Examination = await examine(settings)
-    found = [one for name, one in examination.findings if name == "seal keys are those of the system"]
+    found = findings_of(await examine(settings), CHECK)
     assert all(one.severity == "stuck" for one in found)
     return found[0].what if found else None
 
@@ -110,8 +112,7 @@ async def test_a_system_without_recorded_keys_records_them_with_init(system: Set
         await connection.execute("DELETE FROM seal_keys")
     async with open_gate(with_keys(system, new_seal_key())):
         pass
-    examination = await examine(system)
-    [found] = [one for name, one in examination.findings if name == "seal keys are those of the system"]
+    [found] = findings_of(await examine(system), CHECK)
     assert (found.severity, found.command.startswith("grabstream init ")) == ("risk", True)
     made = await make_system(system)
     assert (made.migrations, made.seal_keys) == ([], [keys_of(system).partition(":")[0]])

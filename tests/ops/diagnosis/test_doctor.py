@@ -47,6 +47,7 @@ from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command, retention_ms
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
+from tests.support.diagnosis import findings_of
 from tests.support.losses import OFFERS, delete_topics, empty_journal, take_parts
 from tests.support.projecting import (
     SHARD,
@@ -69,10 +70,6 @@ from tests.support.verifier_passes import (
     history,  # noqa: F401 - a fixture
     verifying,
 )
-
-
-def findings_of(examination: Examination, check: str) -> list[Finding]:
-    return [finding for name, finding in examination.findings if name == check]
 
 
 def only(examination: Examination, check: str) -> Finding:

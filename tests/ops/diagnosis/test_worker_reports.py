@@ -24,18 +24,14 @@ from grabstream.ops.connections.worker_reports import (
     read_reports,
     report_of,
 )
-from grabstream.ops.diagnosis.examination import Examination, examine
-from grabstream.ops.diagnosis.findings import Finding
+from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.settings import Settings
 from grabstream.streams import clients
 from tests.conftest import Worker, until
+from tests.support.diagnosis import findings_of
 
 CHECK = "workers get on"
 REFUSED = "TopicAuthorizationFailedError: grab.results"
-
-
-def findings_of(examination: Examination, check: str) -> list[Finding]:
-    return [finding for name, finding in examination.findings if name == check]
 
 
 async def report(redis_client: Any, settings: Settings, name: str, roles: str, *troubles: Any) -> None:

@@ -22,7 +22,7 @@ from grabstream.streams.projecting.projector import CatchUp
 from tests.conftest import until
 from tests.lua.histories.shop import Shop
 from tests.support.command_line import env_of, grabstream
-from tests.support.projecting import JournalWriter, running
+from tests.support.projecting import JournalWriter, granted, opened, running
 from tests.support.random_history import History
 from tests.support.runs import as_runs
 
@@ -47,6 +47,12 @@ def name_in(shard: int, start: str) -> str:
     return next(
         name for number in range(1_000) if shard_of(campaign_of(name := f"{start}{number}"), SHARDS) == shard
     )
+
+
+def runs_of_ten() -> list[bytes]:
+    """The lines of an opening, and of two runs of ten grabs."""
+    grabs = [granted("e", seq).replace(b'"at":%d' % seq, b'"at":2') for seq in range(2, 22)]
+    return as_runs([opened("e", 1), *grabs], 10)
 
 
 class MixedHistory(History):

@@ -44,10 +44,10 @@ from grabstream.streams.replaying.selection import Selection, Wanted
 from grabstream.streams.replaying.sinks import PacedSink, events_in
 from grabstream.streams.topics import Topics, make_topics
 from tests.conftest import until
-from tests.streams.replaying.histories import RecordedSystem, schemas, until_read_models_at
+from tests.streams.replaying.histories import RecordedSystem, runs_of_ten, schemas, until_read_models_at
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import LINES, SHARD, JournalWriter, granted, opened, rows, running
-from tests.support.runs import as_runs, as_singles
+from tests.support.runs import as_singles
 
 
 @pytest.fixture
@@ -537,12 +537,6 @@ async def test_a_second_replay_into_a_topic_is_refused(recorded: RecordedSystem,
     assert sorted(done.returncode for done in both) == [0, 1], [done.stderr for done in both]
     ids = [dict(record.headers)["ce_id"] for record in await records(recorded.settings, topic)]
     assert len(ids) == len(set(ids)) == len(recorded.singles())
-
-
-def runs_of_ten() -> list[bytes]:
-    """An opening, and two runs of ten grabs."""
-    grabs = [granted("e", seq).replace(b'"at":%d' % seq, b'"at":2') for seq in range(2, 22)]
-    return as_runs([opened("e", 1), *grabs], 10)
 
 
 @pytest.mark.long

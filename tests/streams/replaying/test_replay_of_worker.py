@@ -67,7 +67,7 @@ async def decide(settings: Settings, part: int) -> None:
 
 
 async def until_booked(settings: Settings) -> dict[int, int]:
-    """Returns when all read models have everything that is journaled: the seq of each shard."""
+    """Waits until all read models have every event that is journaled; returns the last seq of each shard."""
     ends = dict[int, int]()
     async with aclosing(read_lines(settings)) as lines:
         async for line in lines:
@@ -89,13 +89,13 @@ async def test_replays_and_views_of_a_journal_that_a_worker_wrote_agree(
     seqs = await until_booked(system)
     then = await tables(system, system.schema_)
     [(at_ms,)] = await rows(system, "SELECT max(at) FROM audit")
-    # What is decided from now on has a later time: Redis's own clock tells.
+    # What is decided from now on has a later time: all servers have the clock of this machine.
     await until(lambda: _clock_is_after(system, at_ms), what="a later millisecond")
     await decide(system, 1)
     ends = await until_booked(system)
     assert running.stop() == 0
 
-    # Lines have runs, and their grabs one by one are the events of `read_events`, from each source.
+    # `replay` writes lines with runs. `read_events` has their grabs one by one, from each source.
     done = grabstream("replay", "--into", "-", **env_of(system))
     assert done.returncode == 0, done.stderr
     lines = [line.encode() for line in done.stdout.splitlines()]
@@ -104,12 +104,12 @@ async def test_replays_and_views_of_a_journal_that_a_worker_wrote_agree(
     events = [event async for event in read_events(system)]
     assert [encode_event(event) for event in events] == singles
     assert [event async for event in read_events(system, source="audit")] == events
-    # So do the views.
+    # The view has the same grabs.
     grabs = [event for event in events if isinstance(event, GrabGranted | GrabHeld)]
     assert await rows(system, "SELECT offer, grab, user_id, quantity FROM grabs ORDER BY 1, 2") == sorted(
         (event.offer, event.grab, event.user, event.quantity) for event in grabs
     )
-    # A schema that a replay fills has the rows of the live system, now and then.
+    # A schema that a replay fills has the rows of the live system: those of now, or those of before.
     now = await tables(system, system.schema_)
     try:
         for name, words, expected in (

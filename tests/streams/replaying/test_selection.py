@@ -15,8 +15,9 @@ from grabstream.streams.history.chunks import Chunk, Point
 from grabstream.streams.history.sources import Source, Start
 from grabstream.streams.replaying.replay import Done, Planned, Stretch, replay
 from grabstream.streams.replaying.selection import Selection, Wanted
-from tests.support.projecting import SHARD, granted, opened
-from tests.support.runs import as_runs, as_singles
+from tests.streams.replaying.histories import runs_of_ten
+from tests.support.projecting import SHARD
+from tests.support.runs import as_singles
 
 
 def fact(seq: int, type_: str, **rest: Any) -> Fact:
@@ -50,8 +51,7 @@ class Runs:
     """A history of an opening and two runs of ten grabs, in two chunks; and what a replay writes of it."""
 
     def __init__(self) -> None:
-        grabs = [granted("e", seq).replace(b'"at":%d' % seq, b'"at":2') for seq in range(2, 22)]
-        self.lines = as_runs([opened("e", 1), *grabs], 10)
+        self.lines = runs_of_ten()
         self.written: list[bytes] = []
 
     async def chunks(self, shard: int, start: Start) -> AsyncGenerator[Chunk, None]:

@@ -779,8 +779,8 @@ async def test_an_offer_whose_events_are_refused_holds_up_no_other_offer(
 ) -> None:
     with_long_pauses(monkeypatch)
     monkeypatch.setattr(records, "WAITING_MAX", 10)
-    monkeypatch.setattr(records, "OFFER_PLACES_MAX", 3, raising=False)
-    monkeypatch.setattr(records, "WAITING_EVENTS_MAX", 50, raising=False)
+    monkeypatch.setattr(records, "OFFER_PLACES_MAX", 3)
+    monkeypatch.setattr(records, "WAITING_EVENTS_MAX", 50)
     lines = lines_of(*["bad"] * 30, *["a", "b"] * 10, *["bad"] * 30)
     await journal.marker(1, "a")
     receiver.answer = answering(400, f"{SHARD}-1")
