@@ -163,28 +163,11 @@ async def test_a_seq_journaled_in_one_history_ends_no_wait_of_another(private_re
         await gate.close()
 
 
-async def test_decided_answers_that_only_a_second_recovery_loses_are_reported(private_redis: Any) -> None:
-    """The first recovery keeps a decision that Redis has and the journal has not; the second one loses it."""
-    client, keys = private_redis
-    shard = keys.shard(0)
-    lost: list[LostDecision] = []
+class Lost(list[LostDecision]):
+    """The lost decisions that a gate reports."""
 
-    async def report(found: Sequence[LostDecision]) -> None:
-        lost.extend(found)
-
-    gate = Gate(client, keys, SEALER, report_lost=report)
-    gate.start()
-    await gate.decide([opening(), *grabs(2)], "decided")
-    await client.hdel(shard.users("e"), grabs(1)[0].user)
-    first = await client.hincrby(shard.state, "history", 1)
-    await until(lambda: {kept.history for kept in gate._decided._kept[0]} == {first})
-    assert [one.command.id for one in lost] == [grabs(1)[0].id]
-    await client.delete(shard.users("e"), shard.answers("e"))
-    await client.hincrby(shard.state, "history", 1)
-    await until(lambda: len(lost) == 3)
-    assert [one.command.id for one in lost[1:]] == [opening().id, grabs(2)[1].id]
-    assert gate._decided.kept == 0
-    await gate.close()
+    async def report(self, found: Sequence[LostDecision]) -> None:
+        self.extend(found)
 
 
 async def lose(client: Any, shard: Any) -> None:
@@ -193,18 +176,36 @@ async def lose(client: Any, shard: Any) -> None:
     await client.hincrby(shard.state, "history", 1)
 
 
+async def recovered(client: Any, shard: Any, gate: Gate) -> None:
+    """Makes a new history, and waits until the gate has found there what it keeps."""
+    history = await client.hincrby(shard.state, "history", 1)
+    await until(lambda: {kept.history for kept in gate._decided._kept[0]} == {history})
+
+
+async def test_decided_answers_that_only_a_second_recovery_loses_are_reported(private_redis: Any) -> None:
+    """The first recovery keeps a decision that Redis has and the journal has not; the second one loses it."""
+    client, keys = private_redis
+    shard, lost = keys.shard(0), Lost()
+    gate = Gate(client, keys, SEALER, report_lost=lost.report)
+    gate.start()
+    await gate.decide([opening(), *grabs(2)], "decided")
+    await client.hdel(shard.users("e"), grabs(1)[0].user)
+    await recovered(client, shard, gate)
+    assert [one.command.id for one in lost] == [grabs(1)[0].id]
+    await lose(client, shard)
+    await until(lambda: len(lost) == 3)
+    assert [one.command.id for one in lost[1:]] == [opening().id, grabs(2)[1].id]
+    assert gate._decided.kept == 0
+    await gate.close()
+
+
 async def test_a_lost_answer_is_reported_although_it_was_a_repeat(private_redis: Any) -> None:
     """The caller's first answer is a repeat, or tells of the grab of another command, where the connection
     broke after the decision. Several answers to one command are one report.
     """
     client, keys = private_redis
-    shard = keys.shard(0)
-    lost: list[LostDecision] = []
-
-    async def report(found: Sequence[LostDecision]) -> None:
-        lost.extend(found)
-
-    before, gate = Gate(client, keys, SEALER), Gate(client, keys, SEALER, report_lost=report)
+    shard, lost = keys.shard(0), Lost()
+    before, gate = Gate(client, keys, SEALER), Gate(client, keys, SEALER, report_lost=lost.report)
     before.start()
     await before.decide([opening(), *grabs(3)], "decided")
     await before.close()
@@ -215,8 +216,7 @@ async def test_a_lost_answer_is_reported_although_it_was_a_repeat(private_redis:
     assert (await gate.decide([later], "decided"))[0].outcome == "already_taken"
     assert gate._decided.kept == 3
     # A recovery that loses nothing.
-    history = await client.hincrby(shard.state, "history", 1)
-    await until(lambda: {kept.history for kept in gate._decided._kept[0]} == {history})
+    await recovered(client, shard, gate)
     assert (lost, gate._decided.kept) == ([], 3)
     await lose(client, shard)
     await until(lambda: gate.measures.lost_answers["written"] == 2)
@@ -231,13 +231,8 @@ async def test_a_lost_answer_is_reported_although_it_was_a_repeat(private_redis:
 async def test_an_answer_with_a_refund_that_is_lost_is_reported(private_redis: Any) -> None:
     """It is a refusal, but it has promised that the money goes back."""
     client, keys = private_redis
-    shard = keys.shard(0)
-    lost: list[LostDecision] = []
-
-    async def report(found: Sequence[LostDecision]) -> None:
-        lost.extend(found)
-
-    gate = Gate(client, keys, SEALER, report_lost=report)
+    shard, lost = keys.shard(0), Lost()
+    gate = Gate(client, keys, SEALER, report_lost=lost.report)
     gate.start()
     terms = StockTerms(issuer="shop", total=2, price=5, currency="CNY", hold_ms=60_000)
     await gate.decide([Open(id="o", offer="e", terms=terms), *grabs(1)], "decided")
@@ -245,8 +240,7 @@ async def test_an_answer_with_a_refund_that_is_lost_is_reported(private_redis: A
     paid = Confirm(id="c", offer="e", grab=grabs(1)[0].id, payment="p", paid=5, currency="CNY")
     [answer] = await gate.decide([paid], "decided")
     assert (answer.positive, answer.seq) == (False, 4)
-    history = await client.hincrby(shard.state, "history", 1)
-    await until(lambda: {kept.history for kept in gate._decided._kept[0]} == {history})
+    await recovered(client, shard, gate)
     assert lost == []
     await lose(client, shard)
     await until(lambda: "c" in {one.command.id for one in lost})
@@ -260,15 +254,14 @@ async def test_a_lost_answer_is_kept_until_it_is_reported(
     client, keys = private_redis
     monkeypatch.setattr(decided, "REPORT_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(decided, "WAITING_REPORTS_MAX", 3)
-    lost: list[LostDecision] = []
-    tries: list[int] = []
+    lost, tries = Lost(), list[int]()
     is_back = asyncio.Event()
 
     async def report(found: Sequence[LostDecision]) -> None:
         tries.append(len(found))
         if not is_back.is_set():
             raise OSError("PostgreSQL is away")
-        lost.extend(found)
+        await lost.report(found)
 
     gate = Gate(client, keys, SEALER, report_lost=report)
     gate.start()
@@ -290,15 +283,14 @@ async def test_what_waits_is_reported_when_the_gate_ends(
 ) -> None:
     client, keys = private_redis
     monkeypatch.setattr(decided, "REPORT_PAUSE_SECONDS", 3_600.0)
-    lost: list[LostDecision] = []
-    tries = 0
+    lost, tries = Lost(), 0
 
     async def report(found: Sequence[LostDecision]) -> None:
         nonlocal tries
         tries += 1
         if tries == 1 or not is_back:
             raise OSError("PostgreSQL is away")
-        lost.extend(found)
+        await lost.report(found)
 
     gate = Gate(client, keys, SEALER, report_lost=report)
     gate.start()
