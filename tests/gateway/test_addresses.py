@@ -1,8 +1,7 @@
 """Addresses of clients, and bounds of the connections of one address."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from ipaddress import ip_network
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 
 from grabstream.gateway.addresses import ConnectionsByAddress, address_of
 from grabstream.gateway.measures import GatewayMeasures
-from grabstream.gateway.serving import bind, serve
-from grabstream.lua.ending import running
 from tests.conftest import until
+from tests.gateway.test_connections import served
 
 #: Of this machine too, and not 127.0.0.1.
 NEIGHBOUR = "127.0.0.2"
@@ -82,17 +80,6 @@ async def _no_content(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-@asynccontextmanager
-async def served(by_address: ConnectionsByAddress, measures: GatewayMeasures) -> AsyncIterator[int]:
-    """The port of a server with these bounds."""
-    bound, stop, ready = bind("127.0.0.1", 0), asyncio.Event(), asyncio.Event()
-    async with running(serve(_no_content, bound, 100, by_address, stop, ready.set, measures)) as [serving]:
-        await ready.wait()
-        yield bound.getsockname()[1]
-        stop.set()
-        await serving
-
-
 async def ask(port: int, address: str) -> bytes:
     """What one request from an address gets."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
@@ -107,7 +94,7 @@ async def ask(port: int, address: str) -> bytes:
 
 async def test_a_silent_address_leaves_room_for_others() -> None:
     by_address, measures = ConnectionsByAddress(3), GatewayMeasures()
-    async with served(by_address, measures) as port, AsyncExitStack() as stack:
+    async with served(_no_content, by_address, measures) as (port, _), AsyncExitStack() as stack:
         held = []
         for _ in range(3):
             _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(NEIGHBOUR, 0))
@@ -136,7 +123,7 @@ async def test_a_silent_address_leaves_room_for_others() -> None:
 async def test_a_connection_above_the_bound_of_all_is_not_counted() -> None:
     """It would be taken away twice, or never."""
     by_address, measures = ConnectionsByAddress(1_000), GatewayMeasures()
-    async with served(by_address, measures) as port, AsyncExitStack() as stack:
+    async with served(_no_content, by_address, measures) as (port, _), AsyncExitStack() as stack:
         for _ in range(100):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             stack.callback(writer.close)

@@ -26,6 +26,7 @@ from grabstream.gateway.bounds import (
     PIPELINE_MAX,
     READ_SECONDS_MAX,
 )
+from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.problems import Reply
 from grabstream.gateway.protocol import WAITED
 from grabstream.lua.ending import running
@@ -91,14 +92,22 @@ class Served(NamedTuple):
 
 
 @asynccontextmanager
-async def served(application: ASGIApp) -> AsyncIterator[Served]:
-    """Serves an application as a gateway does, until the block has ended."""
+async def served(
+    application: ASGIApp,
+    by_address: ConnectionsByAddress | None = None,
+    measures: GatewayMeasures | None = None,
+) -> AsyncIterator[Served]:
+    """Serves an application as a gateway does, at most 100 connections, until the block has ended."""
     stop, ready = asyncio.Event(), asyncio.Event()
     bound = serving.bind("127.0.0.1", 0)
-    async with running(serving.serve(application, bound, 100, ConnectionsByAddress(100), stop, ready.set)):
+    by_address = by_address or ConnectionsByAddress(100)
+    async with running(serving.serve(application, bound, 100, by_address, stop, ready.set, measures)) as [
+        server
+    ]:
         await ready.wait()
         yield Served(bound.getsockname()[1], stop)
         stop.set()
+        await server
 
 
 @pytest.mark.parametrize(
