@@ -52,6 +52,7 @@ from grabstream.models.offers import (
     check_line,
     check_terms,
 )
+from grabstream.models.surrogates import at_places, without_surrogates
 from grabstream.models.unique_names import check_names_once
 
 ATTRIBUTES_MAX: Final = 8
@@ -826,25 +827,13 @@ def _split(value: bytes) -> Iterator[bytes]:
             f"an array has at most {ARRAY_COMMAS_MAX} commas, this has {commas}; send commands in several "
             "arrays"
         )
-    # An escape of half of a surrogate pair is JSON, but stops the decoder. The elements have the same places
-    # in a text of this length without such escapes.
-    plain = value.replace(b"\\ud", b"\\u0").replace(b"\\uD", b"\\u0")
+    plain = without_surrogates(value)
     raws: list[msgspec.Raw] = _decode_raw_list(plain)
     if len(raws) > ARRAY_COMMANDS_MAX:
         raise Invalid(
             f"an array has at most {ARRAY_COMMANDS_MAX} commands, this has {len(raws)}; send several arrays"
         )
-    return map(bytes, raws) if plain == value else _at_places(value, plain, raws)
-
-
-def _at_places(value: bytes, plain: bytes, raws: Sequence[msgspec.Raw]) -> Iterator[bytes]:
-    """The parts of `value` that have the places of `raws`, the elements of the array `plain`, in it."""
-    end = plain.index(b"[") + 1
-    for raw in raws:
-        # Before it are white space and a comma, with which no element begins.
-        start = plain.index(raw, end)
-        end = start + len(raw)
-        yield value[start:end]
+    return map(bytes, raws) if plain == value else at_places(value, plain, raws)
 
 
 def decode_commands(value: bytes) -> list[AnyCommand | Undecodable]:

@@ -27,6 +27,7 @@ from grabstream.models.identifiers import (
 )
 from grabstream.models.money import Currency, Invalid, Sum, check_amount
 from grabstream.models.offers import TIME_MS_MAX
+from grabstream.models.surrogates import at_places, without_surrogates
 from grabstream.models.unique_names import check_names_once, check_outer_names_once
 
 #: The longest address that a payment token names, and the longest signed token and receipt.
@@ -231,7 +232,8 @@ def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentStat
     states that do not count. Each is judged by itself: one that is wrong counts as left out, and so do those
     that contradict each other. Raises Invalid for the answer to another query.
     """
-    answer = _decoded(_decode_answer, payload, check_outer_names_once)
+    plain = without_surrogates(payload)
+    answer = _decoded(_decode_answer, plain, check_outer_names_once)
     check_audience(answer.aud, query.aud)
     if answer.query != query.id:
         raise Invalid("query: this is the answer to another query")
@@ -239,7 +241,7 @@ def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentStat
     known: dict[tuple[str, str], PaymentState] = {}
     contradicted: set[tuple[str, str]] = set()
     wrong = []
-    for number, raw in enumerate(answer.payments, 1):
+    for number, raw in enumerate(at_places(payload, plain, answer.payments), 1):
         try:
             state = _state_of(raw, asked)
             hold = state.offer, state.grab
@@ -251,9 +253,9 @@ def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentStat
     return [state for hold, state in known.items() if hold not in contradicted], wrong
 
 
-def _state_of(raw: msgspec.Raw, asked: Container[tuple[str, str]]) -> PaymentState:
+def _state_of(raw: bytes, asked: Container[tuple[str, str]]) -> PaymentState:
     """A state; raises Invalid that names the claim."""
-    state = _decoded(_decode_state, bytes(raw))
+    state = _decoded(_decode_state, raw)
     if (state.offer, state.grab) not in asked:
         raise Invalid("grab: was not asked for")
     if state.status == "paid":

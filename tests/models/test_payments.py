@@ -233,10 +233,15 @@ def test_states_that_contradict_each_other_do_not_count() -> None:
     paid = state("a", "paid", payment="p", user="u", paid=1, currency="CNY", at=1)
     assert known(paid, state("b"), state("a", final=True)) == (["b"], 1)
     assert known(paid, paid, state("b"), paid) == (["a", "b"], 0), "the same said again is no contradiction"
-    # Bytes that are not UTF-8 void only the state that has them.
-    query = b'{"aud":"s@c","query":"q","payments":[{"offer":"o","grab":"a","status":"\xff"},%s]}'
-    found, [said] = decode_answer(query % json.dumps(state("b")).encode(), QUERY)
-    assert [one.grab for one in found] == ["b"], said
+    # Bytes that are not UTF-8, and halves of surrogate pairs, void only the state that has them.
+    for status in (b"\xff", b"\\ud800"):
+        query = b'{"aud":"s@c","query":"q","payments":["a",{"offer":"o","grab":"a","status":"%s"},%s,1]}'
+        smile = state("b", "paid", payment="😀", user="u", paid=1, currency="CNY", at=1)
+        found, said = decode_answer(query % (status, json.dumps(smile).encode()), QUERY)
+        assert [(one.grab, one.payment) for one in found] == [("b", "😀")], said
+        assert [reason.partition(":")[2].partition(":")[0] for reason in said] == [
+            " number 1", " number 2", " number 4"
+        ]  # fmt: skip
     # One that is wrong says nothing, so it contradicts nothing.
     assert known(paid, state("a", "maybe")) == (["a"], 1)
 
