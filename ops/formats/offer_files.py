@@ -8,6 +8,7 @@ could mean two things is refused, with its place and a fix.
 import csv
 import io
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
@@ -24,6 +25,7 @@ from grabstream.models.identifiers import ID_LENGTH_MAX, ID_PATTERN, is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, Hours, Limit, Terms, check_changes
 from grabstream.ops.formats.strict_text import TWICE, Unreadable, first_twice, read_strictly
+from grabstream.ops.formats.weekly_plan import WeeklyPlan, monday_of, read_week_time
 from grabstream.ops.formats.written_values import read_duration, read_hours, read_limits, read_time
 
 Form = Literal["yaml", "json", "csv"]
@@ -85,13 +87,16 @@ def form_of(file: str | PurePath, chosen: Form | None = None) -> Form:
     return FORM_OF_SUFFIX[suffix]
 
 
-def read_offers(text: str, form: Form) -> list[Open]:
-    """The commands of a file, in its order; raises BadOfferFile with all problems."""
+def read_offers(text: str, form: Form, plan: WeeklyPlan | None = None) -> list[Open]:
+    """The commands of a file, in its order; raises BadOfferFile with all problems. `plan` says for which week
+    a plan of weeks is read; without it, for the next one.
+    """
     text = text.removeprefix("\ufeff")
+    plan = plan or WeeklyPlan(None, time.time_ns() // 1_000_000)
     opens: list[Open] = []
     problems: list[tuple[str, str]] = []
     places: dict[tuple[str, str], str] = {}
-    for entry in _rows(text) if form == "csv" else _entries(text, form):
+    for entry in _rows(text, plan) if form == "csv" else _entries(text, form, plan):
         reasons = [*entry.reasons, *_given_before(entry, places)]
         if entry.whole and not entry.reasons:
             decoded = _decode(entry.command)
@@ -103,6 +108,8 @@ def read_offers(text: str, form: Form) -> list[Open]:
         if len(problems) > PROBLEMS_MAX:
             problems.append(("file", "there are more problems; correct these first"))
             break
+    if not problems:
+        problems += [("file", reason) for reason in plan.problems()]
     if not problems and not opens:
         problems.append(
             (
@@ -157,7 +164,7 @@ _CHOICES: Final = {
 }
 _KNOWN_TERMS: Final = ("kind", *_TERMS)
 _KNOWN_OF_ENTRY: Final = ("offer", "terms", "id", "type")
-_KNOWN_OF_FILE: Final = ("defaults", "offers")
+_KNOWN_OF_FILE: Final = ("defaults", "offers", "weeks")
 _KNOWN_COLUMNS: Final = ("offer", "id", *_KNOWN_TERMS)
 _KNOWN_CHANGES: Final = tuple(fields_of(Changes))
 _KINDS: Final = ", ".join(_FIELDS_OF_KIND)
@@ -235,8 +242,10 @@ _WRITTEN: Final[Mapping[str, Callable[[str], Any]]] = {
 }
 
 
-def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
-    """The terms of a command, and the reasons why what was written is wrong."""
+def _terms_of(where: str, written: Any, weekly: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """The terms of a command, and the reasons why what was written is wrong. With `weekly`, a time may be one
+    of a week, which stays a WeekTime.
+    """
     if not isinstance(written, dict):
         return {}, [
             f"{where}: must be an object of terms such as kind, issuer and total, got {_shown(written)}"
@@ -252,7 +261,8 @@ def _terms_of(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
         terms[name] = value
         if isinstance(value, str) and name in _WRITTEN:
             try:
-                terms[name] = _WRITTEN[name](value)
+                of_week = read_week_time(value) if weekly and _WRITTEN[name] is read_time else None
+                terms[name] = of_week or _WRITTEN[name](value)
             except Invalid as error:
                 reasons.append(f"{where}.{name}: {error}")
         elif isinstance(value, list) and name in _PARTS:
@@ -297,7 +307,7 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{type(value).__name__} {quoted(str(value))}"
 
 
-def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool) -> _Entry:
+def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool, plan: WeeklyPlan) -> _Entry:
     """An entry with the defaults filled in, and the problems that show before its values are checked."""
     if not isinstance(written, dict):
         return _Entry(place, {}, [f"must be an object {{offer, terms}}, got {_shown(written)}"])
@@ -306,10 +316,12 @@ def _entry(place: str, written: Any, defaults: dict[str, Any], whole: bool) -> _
         reasons.append("offer: is missing; give the id of the offer")
     if "terms" not in written and not defaults and whole:
         reasons.append("terms: is missing; give kind, issuer, total …")
-    terms, wrong = _terms_of("terms", written.get("terms", {}))
+    terms, wrong = _terms_of("terms", written.get("terms", {}), weekly=True)
     reasons += wrong
     if not wrong or terms:
         terms = {**defaults, **terms}
+        written, terms, wrong = plan.in_week(written, terms)
+        reasons += wrong
         reasons += _wrong_kind(terms, whole and ("terms" in written or bool(defaults)))
     offer = written.get("offer")
     given = {name: written[name] for name in _KNOWN_OF_ENTRY if name in written}
@@ -348,8 +360,8 @@ def _kinds_with(name: str) -> list[str]:
 # -- YAML and JSON -------------------------------------------------------------------------------------------
 
 
-def _entries(text: str, form: Form) -> Iterator[_Entry]:
-    """The entries of YAML or JSON: of a list, of `{defaults, offers}`, or a single entry."""
+def _entries(text: str, form: Form, plan: WeeklyPlan) -> Iterator[_Entry]:
+    """The entries of YAML or JSON: of a list, of `{defaults, offers, weeks}`, or a single entry."""
     try:
         value = read_strictly(text, form == "json")
     except Unreadable as error:
@@ -363,8 +375,10 @@ def _entries(text: str, form: Form) -> Iterator[_Entry]:
         reasons = _unknown("", value, _KNOWN_OF_FILE)
         written = value.get("defaults")
         if written is not None:
-            defaults, wrong = _terms_of("defaults", written)
+            defaults, wrong = _terms_of("defaults", written, weekly=True)
             reasons += wrong
+        plan.exceptions, wrong = _exceptions(value.get("weeks"))
+        reasons += wrong
         if reasons:
             whole = False
             yield _Entry("file", {}, reasons)
@@ -384,13 +398,38 @@ def _entries(text: str, form: Form) -> Iterator[_Entry]:
         )
         return
     for number, written in enumerate(value, 1):
-        yield _entry(f"entry {number}", written, defaults, whole)
+        yield _entry(f"entry {number}", written, defaults, whole, plan)
+
+
+def _exceptions(written: Any) -> tuple[dict[str, dict[str, dict[str, Any]]], list[str]]:
+    """The terms of some offers in some weeks, by week and offer, and the reasons why they are wrong."""
+    exceptions: dict[str, dict[str, dict[str, Any]]] = {}
+    reasons: list[str] = []
+    wanted = "must be an object {WEEK: {OFFER: terms}}"
+    if written is None:
+        return exceptions, reasons
+    if not isinstance(written, dict):
+        return exceptions, [f"weeks: {wanted}, got {_shown(written)}"]
+    for week, offers in written.items():
+        try:
+            monday_of(str(week)[:ID_LENGTH_MAX])
+        except Invalid as error:
+            reasons.append(f"weeks: {error}")
+            continue
+        if not isinstance(offers, dict):
+            reasons.append(f"weeks.{week}: {wanted}, got {_shown(offers)}")
+            continue
+        for offer, terms in offers.items():
+            where = f"weeks.{week}.{str(offer)[:ID_LENGTH_MAX]}"
+            exceptions.setdefault(week, {})[str(offer)], wrong = _terms_of(where, terms, weekly=True)
+            reasons += wrong
+    return exceptions, reasons
 
 
 # -- CSV -----------------------------------------------------------------------------------------------------
 
 
-def _rows(text: str) -> Iterator[_Entry]:
+def _rows(text: str, plan: WeeklyPlan) -> Iterator[_Entry]:
     """The entries of CSV: one in each line after the header, which names the columns. Empty lines and empty
     cells are ignored.
     """
@@ -416,7 +455,7 @@ def _rows(text: str) -> Iterator[_Entry]:
         if not any(cells):
             continue
         if columns is not None:
-            yield _row(place, columns, cells, whole)
+            yield _row(place, columns, cells, whole, plan)
             continue
         columns = cells
         if missing := [name for name in ("offer", "kind") if name not in columns]:
@@ -440,7 +479,7 @@ def _rows(text: str) -> Iterator[_Entry]:
             yield _Entry(place, {}, reasons)
 
 
-def _row(place: str, columns: list[str], cells: list[str], whole: bool) -> _Entry:
+def _row(place: str, columns: list[str], cells: list[str], whole: bool, plan: WeeklyPlan) -> _Entry:
     if len(cells) != len(columns):
         fix = (
             "put a text with a comma in double quotes"
@@ -462,7 +501,7 @@ def _row(place: str, columns: list[str], cells: list[str], whole: bool) -> _Entr
                 reasons.append(f"terms.{column}: {error}")
         elif not column:
             reasons.append(f"{quoted(cell)} is in a column without a name; name the column or empty it")
-    entry = _entry(place, written, {}, whole)
+    entry = _entry(place, written, {}, whole, plan)
     return entry._replace(reasons=[*reasons, *entry.reasons])
 
 

@@ -31,6 +31,7 @@ from grabstream.models.bounds import FILE_BYTES_MAX
 from grabstream.models.calendar import utc_text
 from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
 from grabstream.models.identifiers import is_id
+from grabstream.models.money import Invalid
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import words_of
@@ -41,6 +42,7 @@ from grabstream.ops.console.output import Output, counted, json_option, print_js
 from grabstream.ops.console.progress import bar
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, form_of, read_offers
 from grabstream.ops.formats.offer_plan import PLAN_COLUMNS, plan_rows
+from grabstream.ops.formats.weekly_plan import WeeklyPlan
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.zones import unknown_zones
 
@@ -209,6 +211,21 @@ def print_answers(
         plain_console.print(words, soft_wrap=True)
 
 
+week_option = click.option(
+    "--week",
+    metavar="WEEK",
+    help="ISO week for which FILE, a plan of weeks, is read, such as 2026-W49.  [default: next week]",
+)
+
+
+def plan_of(week: str | None) -> WeeklyPlan:
+    """The plan of a chosen week, or of the next one; raises UsageError when there is no such week."""
+    try:
+        return WeeklyPlan(week, now_ms())
+    except Invalid as error:
+        raise click.UsageError(f"--week {error}") from None
+
+
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @click.option(
@@ -217,6 +234,7 @@ def print_answers(
     type=click.Choice(get_args(Form)),
     help="The form of FILE. Default: by its suffix; YAML without a suffix.",
 )
+@week_option
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -226,15 +244,19 @@ def print_answers(
 @approval_option
 @sign_option
 @json_option
-def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_json: bool) -> None:  # noqa: A001 - the verb's name
-    """Open the offers of FILE (YAML, JSON or CSV; `-` is standard input).
+def open(  # noqa: A001 - the verb's name
+    file: Path, form: Form | None, week: str | None, dry_run: bool, operator: str | None, as_json: bool
+) -> None:
+    """Open the offers of FILE (YAML, JSON or CSV; `-` is standard input). From a plan of weeks, whose ids
+    contain {week}, open the offers of one week.
 
     All offers are checked before the first is opened. An offer without an id in the file gets the command id
     open-<offer>, so the same call may be repeated: an offer that is open already gets its first answer again.
     Exit code 1: an offer was refused; 2: the file is wrong.
     """
+    plan = plan_of(week)
     try:
-        opens = read_offers(read_text(file), form_of(file, form))
+        opens = read_offers(read_text(file), form_of(file, form), plan)
         if past := [
             command.offer
             for command in opens
@@ -246,18 +268,19 @@ def open(file: Path, form: Form | None, dry_run: bool, operator: str | None, as_
         sys.exit(2)
     opens = [msgspec.structs.replace(command, operator=command.operator or operator) for command in opens]
     if not dry_run:
-        _open_all(with_approvals(opens), as_json)
+        _open_all(with_approvals(opens), as_json, plan.week)
     elif as_json:
         print_json([msgspec.json.decode(encode_command(command)) for command in opens])
     else:
-        _print_plan(opens)
+        _print_plan(opens, plan.week)
 
 
-def _print_plan(opens: Sequence[Open]) -> None:
+def _print_plan(opens: Sequence[Open], week: str | None) -> None:
     """Prints a summary and the first offers: a table of a large file would take minutes to draw."""
     kinds = Counter(str(command.terms.__struct_config__.tag) for command in opens)
     of_kinds = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
-    title = f"Would open {counted(len(opens), 'offers')}: {of_kinds}"
+    of_week = f" of {week}" if week else ""
+    title = f"Would open {counted(len(opens), 'offers')}{of_week}: {of_kinds}"
     plain_console.print(table(title, PLAN_COLUMNS, plan_rows(opens[:OFFERS_SHOWN_MAX])))
     if len(opens) > OFFERS_SHOWN_MAX:
         plain_console.print(f"… and {len(opens) - OFFERS_SHOWN_MAX:,} more; --json prints all of them")
@@ -278,7 +301,7 @@ def read_text(file: Path) -> str:
         raise BadOfferFile([(f"line {line}", "is not UTF-8; save the file as UTF-8")]) from None
 
 
-def _open_all(opens: Sequence[Open], as_json: bool) -> None:
+def _open_all(opens: Sequence[Open], as_json: bool, week: str | None) -> None:
     settings = ready_settings()
     answers: list[Answer] = []
     trouble = None
@@ -308,6 +331,8 @@ def _open_all(opens: Sequence[Open], as_json: bool) -> None:
     if many and not as_json:
         counted = Counter(answer.outcome for answer in answers)
         plain_console.print(", ".join(f"{number:,} {outcome}" for outcome, number in counted.most_common()))
+    if week is not None and trouble is None and not as_json:
+        plain_console.print(_said_of_week(week, answers))
     if trouble is not None:
         complain(
             f"{trouble}: {len(answers):,} of {len(opens):,} offers have an answer; repeat the same call to "
@@ -315,6 +340,16 @@ def _open_all(opens: Sequence[Open], as_json: bool) -> None:
         )
         sys.exit(1 if trouble == "stopped" else 3)
     sys.exit(exit_code(answers))
+
+
+def _said_of_week(week: str, answers: Sequence[Answer]) -> str:
+    """What one call has done for a week: a second one does nothing, and says so."""
+    before = sum(answer.positive and answer.repeated for answer in answers)
+    refused = sum(not answer.positive for answer in answers)
+    if before == len(answers):
+        return f"{week}: nothing changed, all {counted(before, 'offers')} were opened before"
+    opened = counted(len(answers) - before - refused, "offers")
+    return f"{week}: {opened} opened, {before:,} opened before, {refused:,} refused"
 
 
 async def _zones_without_views(settings: Settings, opens: Sequence[Open]) -> list[str]:

@@ -6,10 +6,9 @@ import asyncio
 import csv
 import html
 import io
-import re
 import sys
 from collections.abc import Callable, Sequence
-from datetime import date, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final
 from zoneinfo import ZoneInfo
 
@@ -19,12 +18,13 @@ from psycopg.rows import dict_row
 
 from grabstream.extras import INSTALL_ANALYSTS, installed
 from grabstream.models.currencies import DECIMALS, shown_amount, shown_number
+from grabstream.models.money import Invalid
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import console, counted, json_option, print_json, table
+from grabstream.ops.formats.weekly_plan import monday_of
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.definitions.dictionary import VIEWS
 
-_is_week = re.compile(r"(\d{4})-W(\d{2})\Z", re.ASCII).match
 #: What a formula begins with in a spreadsheet.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r")
 #: Columns for people that many results have no value for; `given` is the money of envelopes.
@@ -108,15 +108,10 @@ def _require_parquet() -> None:
 
 def check_week(text: str) -> None:
     """Raises UsageError unless the text is an ISO week that exists."""
-    match = _is_week(text)
     try:
-        if match is None:
-            raise ValueError
-        date.fromisocalendar(int(match[1]), int(match[2]), 1)
-    except ValueError:
-        raise click.UsageError(
-            f"--week {text!r} is not a week: write year and ISO week, such as 2026-W47"
-        ) from None
+        monday_of(text)
+    except Invalid as error:
+        raise click.UsageError(f"--week {error}") from None
 
 
 async def _read(settings: Settings, week: str | None, campaign: str | None) -> dict[str, Any]:

@@ -323,6 +323,37 @@ def test_audience_is_admitted_by_ticket_or_list(operator: Operator, tmp_path: Pa
     assert (loaded["loaded"], loaded["items"]) == (21, 20_500)
 
 
+@pytest.mark.requirement("F7")
+def test_a_week_of_a_plan_is_opened_once(operator: Operator, tmp_path: Path) -> None:
+    plan = tmp_path / "weekly.yaml"
+    plan.write_text(
+        "defaults: {kind: stock, issuer: shop, total: 2, opens_at: fri 10:00}\n"
+        'offers: [{offer: "deal-{week}:a"}, {offer: "deal-{week}:b"}]\n'
+    )
+    call = ("open", str(plan), "--week", "2032-W49")
+    assert "Would open 2 offers of 2032-W49: 2 stock" in operator.type(*call, "--dry-run").stdout
+    assert (
+        operator.type(*call).stdout.splitlines()[-1]
+        == "2032-W49: 2 offers opened, 0 opened before, 0 refused"
+    )
+    nothing = "2032-W49: nothing changed, all 2 offers were opened before"
+    assert operator.type(*call, "--operator", "olga").stdout.splitlines()[-1] == nothing
+    assert [(answer["offer"], answer["repeated"]) for answer in operator.ask(*call)] == [
+        ("deal-2032-W49:a", True), ("deal-2032-W49:b", True),
+    ]  # fmt: skip
+    # A new offer of the same week is opened; other terms of an open one are not.
+    plan.write_text(plan.read_text().replace("]\n", ', {offer: "deal-{week}:c"}]\n'))
+    assert (
+        operator.type(*call).stdout.splitlines()[-1] == "2032-W49: 1 offer opened, 2 opened before, 0 refused"
+    )
+    plan.write_text(plan.read_text() + 'weeks: {2032-W49: {"deal-{week}:a": {total: 3}}}\n')
+    done = operator.type(*call, code=1)
+    assert done.stdout.splitlines()[-1] == "2032-W49: 0 offers opened, 2 opened before, 1 refused"
+    assert "conflict" in done.stdout
+    done = operator.type("open", str(plan), "--week", "2032-W54", code=2)
+    assert "--week '2032-W54' is not a week" in done.stderr
+
+
 @pytest.mark.long
 def test_many_offers_are_opened_in_several_calls(operator: Operator) -> None:
     rows = "".join(f"many:{number},coupon,shop,1,,,1,,,,,,\n" for number in range(501))

@@ -118,3 +118,9 @@ async def test_flash_sale_page_works(system: Settings, worker: Callable[..., Any
     )
     held = await rows(system, "SELECT user_id, held FROM grabs WHERE offer = 'friday:phone' AND held > 0")
     assert held == [("bob", 1)]
+    [weeks] = re.findall(r"^<!-- weeks -->\n```sh\n(.*?)^```", FLASH_SALE, re.MULTILINE | re.DOTALL)
+    printed = run(["bash", "-ec", weeks], system, tmp_path)
+    assert re.findall(r"^(2032-W49: .*)$", printed, re.MULTILINE) == [
+        "2032-W49: 2 offers opened, 0 opened before, 0 refused",
+        "2032-W49: nothing changed, all 2 offers were opened before",
+    ]
