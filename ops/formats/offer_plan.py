@@ -28,7 +28,7 @@ def _plan_row(offer: str, terms: Terms) -> tuple[str, ...]:
     envelope = isinstance(terms, EnvelopeTerms)
     opens = shown_time(terms.opens_at, terms.timezone) if terms.opens_at else "at once"
     if terms.hours:
-        opens += "; " + "; ".join(_shown_hours(hours) for hours in terms.hours)
+        opens += "; " + "; ".join(shown_hours(hours) for hours in terms.hours)
     if terms.closes_at:
         closes = shown_time(terms.closes_at, terms.timezone)
     elif envelope:
@@ -79,6 +79,7 @@ def _shown_limit(limit: Limit) -> str:
     return f"{limit.max:,} a {limit.by} {period}{' over the campaign' if limit.scope == 'campaign' else ''}"
 
 
-def _shown_hours(hours: Hours) -> str:
+def shown_hours(hours: Hours) -> str:
+    """Opening hours as people write them in a file."""
     days = "" if hours.weekdays == WEEKDAYS else f"{','.join(hours.weekdays)} "
     return f"{days}{hours.from_}-{hours.until}"

@@ -1,11 +1,13 @@
-"""`offers`: lists offers from the view `offers`, page by page."""
+"""`offers`: lists offers from the view `offers`, page by page, or compares them with a file."""
 
 import asyncio
 import sys
 import time
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, get_args
 
 import click
+from click.core import ParameterSource
 from psycopg.rows import dict_row
 
 from grabstream.models.calendar import utc_text
@@ -13,9 +15,11 @@ from grabstream.models.events import KINDS
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
-from grabstream.ops.commands.offers.through_a_gate import plain_console
+from grabstream.ops.commands.offers.through_a_gate import plain_console, week_option
+from grabstream.ops.commands.read.checking_offers import check_offers
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import WholeNumber, counted, json_option, print_json, table
+from grabstream.ops.formats.offer_files import Form
 from grabstream.ops.formats.written_values import read_duration
 from grabstream.ops.settings import Settings, load_settings
 
@@ -28,6 +32,8 @@ STATES: Final = {
     "closed": "state = 'closed'",
     "retired": "state = 'retired'",
 }
+#: The options of lists.
+_OF_LIST: Final = {"is_open", "states", "kind", "campaign", "issuer", "closing_ms", "limit", "after"}
 #: Rows of one page at most: they are held in memory.
 LIMIT_MAX: Final = 10_000
 _COLUMNS: Final = (
@@ -72,6 +78,15 @@ class _Duration(click.ParamType):
     "--limit", type=WholeNumber(min=1, max=LIMIT_MAX), default=20, show_default=True, help="Offers to list."
 )
 @click.option("--after", metavar="OFFER", help="Continue after this offer, the last one of the page before.")
+@click.option(
+    "--check",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE",
+    help="Compare the open and planned offers with those of FILE, in place of a list.",
+)
+@click.option("--format", "form", type=click.Choice(get_args(Form)), help="The form of FILE, as for `open`.")
+@week_option
 @json_option
 def offers(
     is_open: bool,
@@ -82,12 +97,30 @@ def offers(
     closing_ms: int | None,
     limit: int,
     after: str | None,
+    file: Path | None,
+    form: Form | None,
+    week: str | None,
     as_json: bool,
 ) -> None:
-    """List offers from the read models, the newest first, and count all that match.
+    """List offers from the read models, the newest first, and count all that match. With --check, compare
+    them with a file: each difference is a line.
 
-    Exit code 1: the offer of --after does not exist; 2: wrong usage; 3: a server cannot be reached.
+    Exit code 1: the offer of --after does not exist, or something differs from the file; 2: wrong usage, or
+    the file is wrong; 3: a server cannot be reached.
     """
+    context = click.get_current_context()
+    given = {
+        parameter.name
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    }
+    if wrong := given & (_OF_LIST if file else {"form", "week"}):
+        options = ", ".join(
+            parameter.opts[0] for parameter in context.command.params if parameter.name in wrong
+        )
+        raise click.UsageError(f"{options}: not with --check" if file else f"{options}: only with --check")
+    if file is not None:
+        check_offers(file, form, week, as_json)
     for option, name in (("--campaign", campaign), ("--issuer", issuer), ("--after", after)):
         if name is not None and not is_id(name):
             raise click.UsageError(

@@ -1,0 +1,80 @@
+"""What differs between an offer of a file and the offer that the system has: `offers --check`."""
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from grabstream.models.commands import Open
+from grabstream.models.offers import MOST_OF, TIME_MS_MAX, Hours, Limit, Terms
+from grabstream.ops.formats.offer_plan import shown_hours
+from grabstream.ops.formats.written_values import shown_duration, shown_time
+
+#: No event has the seed of an envelope, until it closes.
+_NOT_KEPT: Final = frozenset({"seed"})
+_DURATIONS: Final = ("hold_ms", "grace_ms", "retire_after_ms")
+_TIMES: Final = tuple(name for name in MOST_OF if MOST_OF[name] == TIME_MS_MAX and name not in _DURATIONS)
+
+
+class Difference(NamedTuple):
+    """A difference of an offer: it is `missing` in the system, `extra` (not in the file), or a `field`
+    differs: a term, or the `state`. `file` and `system` are the values there; None stands for none.
+    """
+
+    offer: str
+    difference: str
+    field: str | None = None
+    file: Any = None
+    system: Any = None
+    timezone: str = "UTC"
+
+    def document(self) -> dict[str, Any]:
+        """The difference for programs: values as a command has them."""
+        names = ("offer", "difference", "field", "file", "system")
+        return {name: msgspec.to_builtins(getattr(self, name)) for name in names}
+
+    def line(self) -> str:
+        """The difference for people: values as they are written in a file."""
+        if self.difference == "missing":
+            return f"{self.offer}: missing: the system does not have it"
+        if self.difference == "extra":
+            return f"{self.offer}: extra: {self.system} in the system, not in the file"
+        of_file, of_system = (
+            _written(self.field, value, self.timezone) for value in (self.file, self.system)
+        )
+        return f"{self.offer}: {self.field}: {of_file} in the file, {of_system} in the system"
+
+
+def differences_of(command: Open, state: str, terms: Terms) -> Iterator[Difference]:
+    """Yields the differences of an offer from the one that the system has in a `state` with these terms."""
+    if state not in ("open", "paused"):
+        yield Difference(command.offer, "differs", "state", "open", state)
+    of_file, of_system = (
+        msgspec.structs.asdict(each) | {"kind": each.__struct_config__.tag} for each in (command.terms, terms)
+    )
+    if of_file["kind"] != of_system["kind"]:
+        # The terms of one kind mean nothing in another.
+        yield Difference(command.offer, "differs", "kind", of_file["kind"], of_system["kind"])
+        return
+    for name, value in of_file.items():
+        if name not in _NOT_KEPT and value != of_system[name]:
+            yield Difference(command.offer, "differs", name, value, of_system[name], command.terms.timezone)
+
+
+def _written(name: str | None, value: Any, timezone: str) -> str:
+    if value is None or value in ((), ""):
+        return "nothing"
+    if name in _TIMES:
+        return shown_time(value, timezone)
+    if name in _DURATIONS:
+        return shown_duration(value)
+    if isinstance(value, tuple):
+        return "; ".join(
+            shown_hours(part) if isinstance(part, Hours) else _written_limit(part) for part in value
+        )
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _written_limit(limit: Limit) -> str:
+    scope = "" if limit.scope == "offer" else f"/{limit.scope}"
+    return f"{limit.by}/{limit.per}/{limit.max}{scope}"
