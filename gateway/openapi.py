@@ -430,7 +430,7 @@ def _schemas() -> dict[str, Node]:
     answer["properties"]["payment_token"] = {
         "type": "string",
         "description": "Of a hold for which something is due, where the gateway has payment keys: a compact "
-        "JWS for the payment side.",
+        "JWS for the payment side, in a compact JWE where the gateway has a key for its encryption.",
     }
     schemas["ReceiptBody"] = _object(
         "A receipt of the payment side.",

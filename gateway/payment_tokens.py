@@ -1,4 +1,5 @@
-"""Payment tokens: what an answer to a hold says is due, signed, for the payment side.
+"""Payment tokens: what an answer to a hold says is due, signed, and encrypted if the payment side has a key
+for that.
 
 A token is made from the answer alone, so a repeat of the answer has a token with the same claims. It is not
 kept anywhere, and is part of no event.
@@ -7,6 +8,7 @@ kept anywhere, and is part of no event.
 from collections.abc import Mapping
 from typing import Any
 
+from grabstream.lua.gate.encryption import EncryptionKey
 from grabstream.lua.gate.signing import Purpose, SigningKeys
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.outcomes import Outcome
@@ -15,15 +17,20 @@ from grabstream.models.payments import PaymentToken, encode_claims
 
 class PaymentTokens:
     """Signs payment tokens of the system `audience`; without keys, answers have none. `callback` is the
-    address for receipts.
+    address for receipts. With `encryption`, nobody but the payment side can read them.
     """
 
     def __init__(
-        self, keys: SigningKeys | None = None, callback: str | None = None, audience: str = ""
+        self,
+        keys: SigningKeys | None = None,
+        callback: str | None = None,
+        audience: str = "",
+        encryption: EncryptionKey | None = None,
     ) -> None:
         self._keys = keys
         self._audience = audience
         self._callback = callback
+        self._encryption = encryption
 
     def encode(self, answer: Answer) -> bytes:
         """The answer as JSON, with a payment token if it is a hold for which something is due."""
@@ -48,7 +55,8 @@ class PaymentTokens:
         assert self._keys is not None
         names = ("offer", "grab", "user", "due", "currency", "deadline_at", "issued_at")
         claims: Mapping[str, Any] = dict(zip(names, values, strict=True))
-        return self._keys.sign(
+        signed = self._keys.sign(
             Purpose.payment_token,
             encode_claims(PaymentToken(aud=self._audience, **claims, callback=self._callback)),
         )
+        return signed if self._encryption is None else self._encryption.encrypt(signed)

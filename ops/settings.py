@@ -54,8 +54,8 @@ PAYMENTS_PORT = 18090
 
 #: Fields whose values are never shown. An empty value counts as not set.
 SECRETS = (
-    "seal_keys", "ticket_keys", "payment_keys", "journal_keys", "kafka_password", "s3_secret_key",
-    "jwt_user_key",
+    "seal_keys", "ticket_keys", "payment_keys", "payment_encryption_key", "journal_keys", "kafka_password",
+    "s3_secret_key", "jwt_user_key",
 )  # fmt: skip
 #: Fields whose values may hold a password.
 ADDRESSES = (
@@ -304,6 +304,13 @@ class Settings(BaseSettings):
         _setting(
             "Secrets shared with the payment side, `id:key,…`; the first one signs, all verify. Without any, "
             "there are no payment tokens, and every receipt is refused."
+        ),
+    ] = SecretStr("")
+    payment_encryption_key: Annotated[
+        SecretStr,
+        _setting(
+            "Public key of the payment side, a JWK (EC, P-256): payment tokens are encrypted for it, so that "
+            "nobody else reads them; absent: they are signed only. Only gateways need it."
         ),
     ] = SecretStr("")
     journal_keys: Annotated[
@@ -836,6 +843,15 @@ class Settings(BaseSettings):
             SigningKeys.from_text("GRAB_PAYMENT_KEYS", value.get_secret_value())
         return value
 
+    @field_validator("payment_encryption_key")
+    @classmethod
+    def _can_be_encrypted_with(cls, value: SecretStr) -> SecretStr:
+        if value.get_secret_value() and installed("jwt"):
+            from grabstream.lua.gate.encryption import EncryptionKey
+
+            EncryptionKey.from_text("GRAB_PAYMENT_ENCRYPTION_KEY", value.get_secret_value())
+        return value
+
     @field_validator("operator_keys")
     @classmethod
     def _are_public_keys(cls, value: str) -> str:
@@ -906,6 +922,15 @@ class Settings(BaseSettings):
     def _can_ask(self) -> Self:
         if self.payment_query_url is not None and not self.payment_keys.get_secret_value():
             raise ValueError("GRAB_PAYMENT_QUERY_URL needs GRAB_PAYMENT_KEYS: questions are signed")
+        return self
+
+    @model_validator(mode="after")
+    def _can_encrypt(self) -> Self:
+        if self.payment_encryption_key.get_secret_value() and not self.payment_keys.get_secret_value():
+            raise ValueError(
+                "GRAB_PAYMENT_ENCRYPTION_KEY needs GRAB_PAYMENT_KEYS: tokens are signed before they are "
+                "encrypted"
+            )
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from bench.__main__ import ROWS
 from tests import requirements
 
 #: Requirements that nothing meets yet.
-NOT_BUILT = {"F9", "F12"}
+NOT_BUILT = {"F12"}
 
 
 @pytest.mark.long

@@ -102,7 +102,7 @@ class SigningKeys:
         if known is not None and text.count(".") == 2:
             signed, _, signature = text.rpartition(".")
             if hmac.compare_digest(_signature(known, signed.encode()), signature.encode()):
-                written = _written_as(signed[len(first) + 1 :].encode())
+                written = decoded_segment(signed[len(first) + 1 :].encode())
                 if written is not None:
                     return written
         key_id, payload = _read(self._keys, purpose, text, length_max)
@@ -170,8 +170,8 @@ def _signature(key: bytes, signed: bytes) -> bytes:
     return urlsafe_b64encode(hmac.digest(key, signed, "sha256")).rstrip(b"=")
 
 
-def _written_as(segment: bytes) -> bytes | None:
-    """What is written as a segment; None for one that nobody who follows RFC 7515 writes."""
+def decoded_segment(segment: bytes) -> bytes | None:
+    """The bytes of a segment; None for one that nobody who follows RFC 7515 writes."""
     try:
         decoded = urlsafe_b64decode(segment + b"=" * (-len(segment) % 4))
     except ValueError:

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 from pydantic import SecretStr
 
+from grabstream.lua.gate.encryption import EncryptionKey
 from grabstream.lua.gate.signing import PublicKeys, SigningKeys
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.ticks import seconds_to_tick
@@ -25,6 +26,7 @@ log: Final = logging.getLogger(__name__)
 CHECK_SECONDS: Final = 5.0
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "payment_keys": lambda text: SigningKeys.from_text("GRAB_PAYMENT_KEYS", text),
+    "payment_encryption_key": lambda text: EncryptionKey.from_text("GRAB_PAYMENT_ENCRYPTION_KEY", text),
     "operator_keys": lambda text: PublicKeys.from_text("GRAB_OPERATOR_KEYS", text),
     "ticket_keys": TicketKeys.from_text,
 }

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from grabstream.lua.gate.authority import Authority
 from grabstream.lua.gate.calls import GateLimits, now_ms
 from grabstream.lua.gate.decided import LostDecision
+from grabstream.lua.gate.encryption import EncryptionKey
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, Write, writing
 from grabstream.lua.gate.sealing import Sealer
@@ -314,6 +315,14 @@ def payment_keys(settings: Settings) -> SigningKeys | None:
     """
     keys: SigningKeys | None = keys_of(settings, "payment_keys")
     return keys
+
+
+def payment_encryption_key(settings: Settings) -> EncryptionKey | None:
+    """The key that payment tokens are encrypted with; None where they are signed only. Raises ValueError that
+    names GRAB_PAYMENT_ENCRYPTION_KEY when it cannot be read.
+    """
+    key: EncryptionKey | None = keys_of(settings, "payment_encryption_key")
+    return key
 
 
 def payment_side(settings: Settings, audience: str) -> PaymentSide | None:

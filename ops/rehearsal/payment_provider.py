@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from grabstream.lua.ending import end
 from grabstream.lua.gate.calls import now_ms
+from grabstream.lua.gate.encryption import DecryptionKey, NotEncrypted
 from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
 from grabstream.models.identifiers import PAYMENT_WORDS, is_payment_id
 from grabstream.models.money import Invalid
@@ -119,8 +120,11 @@ class Refused(Exception):
 class PaymentProvider:
     """The provider. Use `open_provider`."""
 
-    def __init__(self, keys: SigningKeys, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, keys: SigningKeys, session: aiohttp.ClientSession, decryption: DecryptionKey | None = None
+    ) -> None:
         self._keys = keys
+        self._decryption = decryption
         self._session = session
         #: By id; several for the grabs of a basket.
         self._payments: dict[str, list[Payment]] = {}
@@ -154,7 +158,12 @@ class PaymentProvider:
         """Takes a payment token, and pays as the request says."""
         try:
             asked = _decode_pay(await _body_of(request, PAY_BODY_BYTES_MAX))
-            token = decode_token(self._keys.read(Purpose.payment_token, asked.token, TOKEN_LENGTH_MAX))
+            signed = asked.token
+            if self._decryption is not None:
+                signed = self._decryption.decrypt(signed, TOKEN_LENGTH_MAX)
+            token = decode_token(self._keys.read(Purpose.payment_token, signed, TOKEN_LENGTH_MAX))
+        except NotEncrypted:
+            raise Refused(401, "token: is not encrypted with the key of this provider") from None
         except NotSigned:
             raise Refused(401, "token: is not a payment token that is signed with a known key") from None
         except (msgspec.DecodeError, UnicodeDecodeError, Invalid) as error:
@@ -327,11 +336,15 @@ async def _body_of(request: Request, bytes_max: int) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def open_provider(keys: SigningKeys) -> AsyncIterator[PaymentProvider]:
-    """A provider; its ASGI application is `application`."""
+async def open_provider(
+    keys: SigningKeys, decryption: DecryptionKey | None = None
+) -> AsyncIterator[PaymentProvider]:
+    """A provider; its ASGI application is `application`. With a key for decryption, it takes no payment token
+    that is not encrypted.
+    """
     timeout = aiohttp.ClientTimeout(total=CALLBACK_SECONDS_MAX)
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout) as session:
-        provider = PaymentProvider(keys, session)
+        provider = PaymentProvider(keys, session, decryption)
         try:
             yield provider
         finally:

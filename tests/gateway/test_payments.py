@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import re
 import time
+from base64 import urlsafe_b64decode
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,15 @@ from hypothesis import strategies as st
 
 from grabstream.lua.gate import tickets
 from grabstream.lua.gate.signing import Purpose
+from grabstream.models.payments import TOKEN_LENGTH_MAX, encode_claims
+from grabstream.ops.services import free_ports
 from tests.conftest import examples, until
 from tests.gateway.conftest import Door, Guarded
+from tests.support.command_line import grabstream
+from tests.support.encryption_keys import new_pair
 from tests.support.gateways import Caller, GatewayProcess, Got, calling, new_key
 from tests.support.projecting import rows
+from tests.support.providers import ProviderProcess
 from tests.support.receipts import (
     CALLBACK,
     FOREIGN_KEYS,
@@ -584,6 +591,105 @@ async def test_a_new_key_of_the_payment_side_needs_no_restart(
             await until(is_taken, 60, "the new key")
             removed = await report(rotated, receipt_for(held, "p2"))
             assert (removed.status, removed.body) == (refused.status, refused.body)
+
+
+# -- encrypted tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.requirement("F9")
+async def test_an_encrypted_token_is_read_and_paid_by_the_payment_side_alone(
+    door: Door, caller: Caller, offer: str, tmp_path: Path
+) -> None:
+    await caller.open(offer, **SALE)
+    first, second = new_pair("pay.1"), new_pair("pay.2")
+    key = tmp_path / "key"
+    key.write_text(first.public)
+    (tmp_path / "private").touch(mode=0o600)
+    (tmp_path / "private").write_text(first.private)
+    port = free_ports(1)[0]
+    named = {
+        "payment_keys": KEYS_TEXT, "payment_encryption_key_file": str(key), "gate_timeout_ms": "20000",
+        "payment_callback_url": f"http://127.0.0.1:{port}{PATH}",
+    }  # fmt: skip
+    words = ("--decryption-key", str(tmp_path / "private"))
+    with (
+        GatewayProcess(door.settings, tmp_path / "log", "--port", str(port), **named) as gateway,
+        ProviderProcess(tmp_path / "provider", *words) as provider,
+    ):
+        async with calling(gateway.port) as shop, calling(provider.port) as payer:
+            user = f"{offer}-ann"
+            held = await held_by(shop, offer, user)
+            token = held["payment_token"]
+            # The buyer has no key, and sees none of the claims.
+            public = b"".join(urlsafe_b64decode(f"{part}===") for part in token.split("."))
+            for secret in (offer, held["grab"], "CNY", PATH):
+                assert secret.encode() not in public
+            claims = read_token(first.decryption.decrypt(token, TOKEN_LENGTH_MAX))
+            assert (claims.offer, claims.grab, claims.due) == (offer, held["grab"], 100)
+
+            async def listed() -> Any:
+                return (await shop.send("GET", f"/v1/users/{user}/grabs")).body["grabs"]
+
+            # A repeat has the same claims.
+            [row] = await until(listed, 30, "the grab in the books")  # type: ignore[misc]
+            assert read_token(first.decryption.decrypt(row["payment_token"], TOKEN_LENGTH_MAX)) == claims
+            # The provider takes it, but neither a token that is signed only, nor one that was changed.
+            signed_only = KEYS.sign(Purpose.payment_token, encode_claims(claims))
+            forged = FOREIGN_KEYS.sign(Purpose.payment_token, encode_claims(claims))
+            for wrong in (signed_only, f"{token[:-2]}AA", first.encryption.encrypt(forged)):
+                got = await payer.send("POST", "/pay", {"token": wrong, "payment": "no"})
+                assert got.status == 401, got
+            got = await payer.send("POST", "/pay", {"token": token, "payment": f"{offer}-pay"})
+            assert got.status == 202, got
+
+            async def paid() -> Any:
+                got = await payer.send("GET", f"/payments/{offer}-pay")
+                return got.body["answers"] if got.body["done"] else None
+
+            [answer] = await until(paid, 30, "the answer to the receipt")  # type: ignore[misc]
+            assert (answer["status"], answer["result"]) == (200, "confirmed")
+            # Another key needs no restart: a repeat has a token for it.
+            (tmp_path / "next").write_text(second.public)
+            os.replace(tmp_path / "next", key)
+
+            async def is_for_the_new_key() -> bool:
+                repeat = await shop.post(
+                    f"/v1/offers/{offer}/grabs", {"user": user, "quantity": 1}, held["id"]
+                )
+                assert repeat.body["repeated"], repeat
+                return json.loads(_decoded(repeat.body["payment_token"].split(".")[0]))["kid"] == "pay.2"
+
+            await until(is_for_the_new_key, 60, "the new key")
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"payment_encryption_key": "k:x", "payment_keys": KEYS_TEXT}, "KEY must be a JWK"),
+        (
+            {"payment_encryption_key": new_pair().public},
+            "GRAB_PAYMENT_ENCRYPTION_KEY needs GRAB_PAYMENT_KEYS",
+        ),
+        ({"payment_encryption_key": new_pair().private, "payment_keys": KEYS_TEXT}, "is a private key"),
+    ],
+    ids=["no key", "without signatures", "private"],
+)
+def test_a_gateway_does_not_start_with_a_wrong_key_for_encryption(named: dict[str, str], said: str) -> None:
+    done = grabstream("gateway", **named)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert said in done.stderr
+    # Nothing of the key, which may be private.
+    for value in re.findall(r'": "([^"]{40,})"', named["payment_encryption_key"]):
+        assert value not in done.stderr
+
+
+def test_config_does_not_show_the_key_for_encryption() -> None:
+    pair = new_pair()
+    done = grabstream("config", payment_encryption_key=pair.public, payment_keys=KEYS_TEXT)
+    assert done.returncode == 0, done
+    assert "GRAB_PAYMENT_ENCRYPTION_KEY" in done.stdout
+    assert json.loads(pair.public)["x"][:12] not in done.stdout
 
 
 # -- any order -----------------------------------------------------------------------------------------------

@@ -20,14 +20,15 @@ _ready = re.compile(r"for tests only: http://127\.0\.0\.1:(\d+)/pay")
 class ProviderProcess:
     """`grabstream fake-payments` on a free port."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *words: str) -> None:
         self.log = log
+        self._words = words
         self._output = log.open("ab")
         self.port = 0
 
     def __enter__(self) -> Self:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "grabstream.ops.cli", "fake-payments", "--port", "0"],
+            [sys.executable, "-m", "grabstream.ops.cli", "fake-payments", "--port", "0", *self._words],
             env=child_environment(payment_keys=KEYS_TEXT),
             stdout=self._output,
             stderr=self._output,

@@ -49,6 +49,7 @@ from grabstream.ops.connections.opening import (
     key_space,
     open_gate,
     open_redis,
+    payment_encryption_key,
     payment_keys,
     user_keys,
 )
@@ -269,7 +270,9 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
         streams = EventStreams(books, settings.shards)
         keys = payment_keys(settings)
         receipts_for = gate.authority.audience
-        tokens = PaymentTokens(keys, settings.payment_callback_url, receipts_for)
+        tokens = PaymentTokens(
+            keys, settings.payment_callback_url, receipts_for, payment_encryption_key(settings)
+        )
         if (keys_of_users := user_keys(settings)) is not None:
             stack.push_async_callback(keys_of_users.close)
         cache, bounds = Cache(shared=shared), Bounds(settings.gateway_requests_max, connections_max)
