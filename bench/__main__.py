@@ -71,6 +71,11 @@ ROWS = {
         "ours/theirs",
         ">= 0.9",
     ),
+    "file": (
+        "decisions in lists with a replica, which alone writes a file, against both servers writing one",
+        "ours/theirs",
+        "",
+    ),
     "tls": ("decisions in lists over TLS, against none, by processor time", "ours/theirs", ""),
     "tls-singles": ("single grabs over TLS, 20 callers, against none, by processor time", "ours/theirs", ""),
     "secured": (
@@ -93,7 +98,7 @@ ROWS = {
 
 #: Rows that are measured only where --rows names them: they need what is not in this repository, or start
 #: two sets of servers.
-ON_DEMAND = frozenset({"tigerfans", "secured"})
+ON_DEMAND = frozenset({"tigerfans", "secured", "file"})
 
 
 def _measurements(
@@ -125,6 +130,7 @@ def _measurements(
         ("held",): lambda: growth.held(runs, 1_000_000 // divisor),
         ("offers",): lambda: growth.offers(runs, 10_000 // divisor),
         ("replica",): lambda: replica.decisions(runs, 400_000 // divisor),
+        ("file",): lambda: replica.file_of_replica(runs, 400_000 // divisor),
         ("tls", "tls-singles"): lambda: tls.decisions(runs, 400_000 // divisor),
         ("secured",): lambda: tls.pipeline(runs, 160_000 // divisor),
         ("masters",): lambda: masters.work_per_decision(runs, 240_000 // divisor),

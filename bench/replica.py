@@ -1,7 +1,10 @@
 """Row `replica`: decisions in lists on a Redis with one replica and `min-replicas-to-write 1`, against one
 without a replica, measured as processor time per decision, since all servers share the cores of this machine.
+Row `file`: the same with a replica on both sides, where only the replica writes an append-only file, against
+both servers writing one.
 """
 
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +16,9 @@ import redis
 
 from bench.deciding import Load, Side, answered_lists, in_turns
 from bench.stage import private_redis, server_seconds
+from grabstream.lua.gate.gate import Gate
 from grabstream.lua.script_client import ScriptClient
+from grabstream.models.answers import Answer
 from grabstream.models.commands import Grab
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis
@@ -56,6 +61,21 @@ def until_followed(master: "redis.Redis", replica: "redis.Redis") -> None:
         time.sleep(0.05)
 
 
+class _TimedGate:
+    """A gate, and how long each call of it took, in seconds."""
+
+    def __init__(self, gate: Gate, seconds: list[float]) -> None:
+        self._gate = gate
+        self._seconds = seconds
+
+    async def decide(self, *commands: Any, **options: Any) -> list[Answer]:
+        """As the gate's."""
+        began = time.perf_counter()
+        answers: list[Answer] = await self._gate.decide(*commands, **options)
+        self._seconds.append(time.perf_counter() - began)
+        return answers
+
+
 class ReplicatedSide(Side):
     """The side with a replica, which does its work within the turn; what that costs is stated apart."""
 
@@ -81,6 +101,63 @@ class ReplicatedSide(Side):
     def profile(self, count: int) -> dict[str, float]:
         """As of any side, and µs of the replica."""
         return super().profile(count) | {"µs of the replica": round(self._of_replica / count * 1e6, 2)}
+
+
+class FileSide(ReplicatedSide):
+    """A side that also measures how long callers wait, and what the whole process of the primary costs and
+    writes: its file is synchronised by another thread.
+    """
+
+    async def begin(self, count: int) -> None:
+        """Opens an envelope in an empty Redis."""
+        await super().begin(count)
+        self._waits: list[float] = []
+        self._of_process = self._written = 0.0
+
+    async def decide(self, load: Load, wanted: Sequence[Grab]) -> None:
+        """Adds what these decisions cost."""
+
+        async def timed(gate: Gate, commands: Sequence[Grab]) -> float:
+            return await load(_TimedGate(gate, self._waits), commands)  # type: ignore[arg-type]
+
+        before = self._process()
+        await super().decide(timed, wanted)
+        seconds, written = self._process()
+        self._of_process += seconds - before[0]
+        self._written += written - before[1]
+
+    def _process(self) -> tuple[float, int]:
+        """Processor time of all threads of the primary, in seconds, and the bytes it has written to disks."""
+        used = self._server.info("cpu")
+        pid = self._server.info("server")["process_id"]
+        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        return float(used["used_cpu_user"]) + float(used["used_cpu_sys"]), int(fields["write_bytes"])
+
+    def profile(self, count: int) -> dict[str, float]:
+        """As of any side with a replica, and the rest; waits in ms."""
+        waits = statistics.quantiles(self._waits, n=1_000)
+        return super().profile(count) | {
+            "µs of the whole primary": round(self._of_process / count * 1e6, 2),
+            "bytes to disk": round(self._written / count),
+            **{
+                f"wait {name}, ms": round(waits[at] * 1e3, 1)
+                for name, at in (("p50", 499), ("p99", 989), ("p99.9", 998))
+            },
+        }
+
+
+async def file_of_replica(runs: int, count: int) -> dict[str, Any]:
+    """Row `file`: decisions per second of processor time (thread of the primary, and the process that sends),
+    where only the replica writes a file, and where both do.
+    """
+    with ExitStack() as stack:
+        both, only = (stack.enter_context(private_redis()) for _ in range(2))
+        with redis.Redis(port=only) as primary:
+            primary.config_set("appendonly", "no")
+        sides = [FileSide(port, stack.enter_context(replica_of(port))) for port in (both, only)]
+        return await in_turns(
+            ("both write a file", sides[0]), ("only the replica", sides[1]), answered_lists, runs, count
+        )
 
 
 async def decisions(runs: int, count: int) -> dict[str, Any]:

@@ -14,8 +14,6 @@ import click
 from grabstream.ops.services.servers import PROJECT
 
 DOCUMENT = PROJECT / "docs" / "requirements.md"
-#: The last words of a row that nothing meets yet.
-NOT_BUILT = "not built"
 _row = re.compile(r"^\| ([A-F][0-9]+) \| (.*) \|$", re.MULTILINE)
 _measured = re.compile(r"^\| (P[0-9]+) \| .* \| (`.*) \|$", re.MULTILINE)
 

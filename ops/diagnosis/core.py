@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from redis.asyncio import ConnectionPool, Redis
+from redis.exceptions import RedisError
+
 from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, SHARD_FIELDS, KeySpace, ShardKeys
 from grabstream.lua.library import MISSING, library, missing_or_unusable
 from grabstream.lua.server import server_epoch_of
@@ -63,6 +66,9 @@ class ServerReadings(NamedTuple):
     config: dict[str, str]
     time_ms: int
     clock_ahead_ms: int
+    #: Whether each replica that follows writes an append-only file, by its address; None: it was not read,
+    #: or did not answer.
+    replicas: Mapping[str, bool | None] = {}
 
     @property
     def server_epoch(self) -> str:
@@ -141,7 +147,35 @@ async def _read_server(redis: Any, address: str, clock: Any) -> ServerReadings:
     for name in ("appendonly", "maxmemory-policy", "dir", "save"):
         values = await redis.config_get(name)
         config.update({_text(key): _text(value) for key, value in values.items()})
-    return ServerReadings(f"Redis {address}".strip(), info, config, time_ms, ahead)
+    replicas = {} if config["appendonly"] == "yes" else await _read_replicas(redis, info)
+    return ServerReadings(f"Redis {address}".strip(), info, config, time_ms, ahead, replicas)
+
+
+async def _read_replicas(client: Any, info: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Whether each replica of a server writes an append-only file, by its address. They are asked with the
+    login of the client.
+    """
+    found: dict[str, bool | None] = {}
+    for number in range(int(info["connected_slaves"])):
+        replica = info.get(f"slave{number}", {})
+        if replica.get("state") != "online":
+            continue
+        host, port = str(replica["ip"]), int(replica["port"])
+        pool = client.connection_pool
+        server = Redis(
+            connection_pool=ConnectionPool(
+                connection_class=pool.connection_class,
+                **pool.connection_kwargs | {"host": host, "port": port},
+            )
+        )
+        try:
+            persistence = await within(server.info("persistence"))
+            found[f"{host}:{port}"] = bool(persistence["aof_enabled"])
+        except (RedisError, OSError):
+            found[f"{host}:{port}"] = None
+        finally:
+            await server.aclose(close_connection_pool=True)
+    return found
 
 
 async def _read_shard(redis: Any, keys: ShardKeys) -> ShardReadings:
@@ -229,7 +263,18 @@ def may_lose(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Servers that write nothing to their disk, or cannot."""
     findings = []
     for server in readings.servers:
-        if server.config["appendonly"] != "yes":
+        if server.config["appendonly"] != "yes" and any(server.replicas.values()):
+            findings.append(
+                Finding(
+                    "note",
+                    f"{server.name} writes no append-only file; its replica "
+                    f"{', '.join(name for name, appends in server.replicas.items() if appends)} does",
+                    "a restart of this server alone empties both, and each shard decides again only after a "
+                    "rebuild from the journal: no supervisor may start it again by itself",
+                    "redis-cli -h REPLICA REPLICAOF NO ONE   # if it ends: promote the replica first",
+                )
+            )
+        elif server.config["appendonly"] != "yes":
             findings.append(
                 Finding(
                     "risk", f"{server.name} writes no append-only file: appendonly is off",
