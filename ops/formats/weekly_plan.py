@@ -123,6 +123,9 @@ class WeeklyPlan:
             for name in ("opens_at", "closes_at")
             if isinstance(terms.get(name), int)
         ]
+        if isinstance(written.get("id"), str) and PLACEHOLDER not in written["id"]:
+            fix = f"write {PLACEHOLDER} into it, or leave it out"
+            reasons.append(f"id: would be the same in all weeks; {fix}")
         terms = {**terms, **self.exceptions.get(week, {}).get(offer, {})}
         for name, value in _week_times(terms):
             try:

@@ -162,6 +162,10 @@ def test_zones_with_different_next_weeks_need_a_chosen_week() -> None:
         ),
         (one().replace("sale-", "s" * 57 + "-"), None, "offer: must match"),
         (one().replace("{week}", "{weeks}"), None, "offer: must match"),
+        (
+            one().replace("terms:", "id: mine, terms:"), None,
+            "entry 1: id: would be the same in all weeks; write {week} into it, or leave it out",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_plan_is_refused_with_place_and_fix(text: str, week: str | None, said: str) -> None:
