@@ -21,6 +21,7 @@ from grabstream.ops.settings import Settings, child_environment
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.support.command_line import env_of, grabstream
+from tests.support.encryption_keys import new_pair
 from tests.support.gateways import Caller, GatewayProcess, calling
 from tests.support.projecting import rows
 from tests.support.providers import ProviderProcess
@@ -206,6 +207,19 @@ def test_provider_needs_the_keys() -> None:
     done = grabstream("fake-payments", "--port", "0", payment_keys="")
     assert done.returncode == 2
     assert "GRAB_PAYMENT_KEYS is not set" in done.stderr
+
+
+def test_provider_refuses_what_is_no_private_key(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.touch(mode=0o600)
+    for text, said in (
+        (new_pair().public, "--decryption-key is a public key; give the private one"),
+        ("x", "--decryption-key must be a JWK"), ("", "is empty"),
+    ):  # fmt: skip
+        file.write_text(text)
+        done = grabstream("fake-payments", "--decryption-key", str(file), payment_keys=KEYS_TEXT)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert said in done.stderr
 
 
 @pytest.mark.long
