@@ -68,13 +68,51 @@ def test_alerts_fire_at_the_first_event(
     assert_fires(tmp_path, f"Grabstream{alert}", {series: values}, 60, minutes, fires)
 
 
-def assert_fires(
-    folder: Path, alert: str, series: dict[str, str], every_seconds: int, minutes: int, fires: bool
+def of_redis(name: str, appends: int, replicas: int) -> dict[str, str]:
+    """What a Redis that decides, or its replica, says of itself."""
+    labels = f"{{redis='core',instance='{name}'}}"
+    return {
+        f"redis_aof_enabled{labels}": f"{appends}x20",
+        f"redis_connected_slaves{labels}": f"{replicas}x20",
+    }
+
+
+@pytest.mark.parametrize(
+    ("series", "fires"),
+    [
+        (of_redis("a", 1, 0), None), (of_redis("a", 0, 0), "a"),
+        # A primary may leave the file to its replica, but not a replica that has none either.
+        (of_redis("a", 0, 1) | of_redis("b", 1, 0), None), (of_redis("a", 0, 1) | of_redis("b", 0, 0), "b"),
+        ({"redis_aof_last_write_status{redis='core',instance='a'}": "0x20"}, "a"),
+    ],
+)  # fmt: skip
+def test_the_alert_of_the_file_knows_one_on_the_replica(
+    tmp_path: Path, series: dict[str, str], fires: str | None
 ) -> None:
-    """An alert fires after so many minutes or not, when Prometheus reads these values."""
+    labels = {"redis": "core", "instance": fires or ""}
+    assert_fires(tmp_path, "GrabstreamRedisCannotWrite", series, 60, 9, fires is not None, labels)
+
+
+def assert_fires(
+    folder: Path,
+    alert: str,
+    series: dict[str, str],
+    every_seconds: int,
+    minutes: int,
+    fires: bool,
+    labels: dict[str, str] | None = None,
+) -> None:
+    """An alert fires after so many minutes or not, when Prometheus reads these values; with these labels
+    beside those of its rule.
+    """
     [rule] = [rule for rule in ALERTS if rule["alert"] == alert]
-    annotations = {name: text.replace("{{ $value }}", "1") for name, text in rule["annotations"].items()}
-    expected = [{"exp_labels": rule["labels"], "exp_annotations": annotations}] if fires else []
+    instance = (labels or {}).get("instance", "")
+    annotations = {
+        name: text.replace("{{ $value }}", "1").replace("{{ $labels.instance }}", instance)
+        for name, text in rule["annotations"].items()
+    }
+    all_labels = rule["labels"] | (labels or {})
+    expected = [{"exp_labels": all_labels, "exp_annotations": annotations}] if fires else []
     test = {
         "rule_files": [str(DEPLOY / "prometheus" / "alerts.yaml")],
         "evaluation_interval": f"{every_seconds}s",
