@@ -19,6 +19,7 @@ SERVER_MODULES: Final = frozenset(
         "faust",
         "hiredis",
         "httptools",
+        "joserfc",
         "jwt",
         "limits",
         "opentelemetry",

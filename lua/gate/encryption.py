@@ -3,24 +3,14 @@
 The key determines the algorithms, never the text: an EC key on P-256 has ECDH-ES, the key agreement of RFC
 7518 (section 4.6), and A256GCM. Each text has an ephemeral key of its own, so equal contents have different
 texts. The text is signed before it is encrypted: that it opens proves nothing about who wrote it.
-
-The agreement, the derivation and the cipher are those of `cryptography`. PyJWT, which signs, has no JWE, and
-another library for one form of text would be one more to trust.
 """
 
-import os
-import struct
-from base64 import urlsafe_b64encode
 from typing import Annotated, Any, Final, Literal
 
-import jwt
 import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.concatkdf import ConcatKDFHash
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from joserfc import jwe
+from joserfc.errors import JoseError
+from joserfc.jwk import ECKey
 
 from grabstream.lua.gate.signing import decoded_segment
 from grabstream.models.identifiers import is_id
@@ -30,15 +20,13 @@ from grabstream.models.unique_names import check_names_once
 ALGORITHM: Final = "ECDH-ES"
 CIPHER: Final = "A256GCM"
 CURVE: Final = "P-256"
-KEY_BYTES: Final = 32
 IV_BYTES: Final = 12
 TAG_BYTES: Final = 16
-COORDINATE_BYTES: Final = 32
 #: A JWK with certificates and names that nobody needs is longer.
 JWK_LENGTH_MAX: Final = 4_096
 
-#: What the derived key is for (RFC 7518, 4.6.2): the cipher, no names of the two sides, the bits of the key.
-_OTHER_INFO: Final = struct.pack(f">I{len(CIPHER)}sIII", len(CIPHER), CIPHER.encode(), 0, 0, KEY_BYTES * 8)
+_KEY_MEMBERS: Final = ("kty", "crv", "x", "y", "d")
+_REGISTRY: Final = jwe.JWERegistry(algorithms=[ALGORITHM, CIPHER])
 
 
 class NotEncrypted(Exception):
@@ -64,14 +52,13 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     epk: _PublicPoint
 
 
-_encode = msgspec.json.Encoder().encode
 _decode_header = msgspec.json.Decoder(_Header).decode
 
 
 class EncryptionKey:
     """The public key of a reader, which encrypts for them."""
 
-    def __init__(self, key_id: str, key: ec.EllipticCurvePublicKey) -> None:
+    def __init__(self, key_id: str, key: ECKey) -> None:
         self._id = key_id
         self._key = key
 
@@ -83,7 +70,7 @@ class EncryptionKey:
         if not text:
             return None
         key_id, key = _read_jwk(setting, text)
-        if isinstance(key, ec.EllipticCurvePrivateKey):
+        if key.is_private:
             raise ValueError(
                 f"{setting} is a private key, which only the payment side may have: give the JWK of a new "
                 "key, without d, since this one was shown"
@@ -96,23 +83,14 @@ class EncryptionKey:
 
     def encrypt(self, signed: str) -> str:
         """Returns a signed text, encrypted."""
-        ephemeral = ec.generate_private_key(ec.SECP256R1())
-        point = ephemeral.public_key().public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)[1:]
-        x, y = (_segment(half).decode() for half in (point[:COORDINATE_BYTES], point[COORDINATE_BYTES:]))
-        header = _Header(ALGORITHM, CIPHER, "JWT", self._id, _PublicPoint("EC", CURVE, x, y))
-        protected = _segment(_encode(header))
-        iv = os.urandom(IV_BYTES)
-        cipher = AESGCM(_derived(ephemeral.exchange(ec.ECDH(), self._key)))
-        sealed = cipher.encrypt(iv, signed.encode(), protected)
-        # Key agreement needs no encrypted key: that part is empty.
-        parts = (protected, b"", *map(_segment, (iv, sealed[:-TAG_BYTES], sealed[-TAG_BYTES:])))
-        return b".".join(parts).decode()
+        header = {"alg": ALGORITHM, "enc": CIPHER, "cty": "JWT", "kid": self._id}
+        return jwe.encrypt_compact(header, signed, self._key, registry=_REGISTRY)
 
 
 class DecryptionKey:
     """The private key of a reader."""
 
-    def __init__(self, key_id: str, key: ec.EllipticCurvePrivateKey) -> None:
+    def __init__(self, key_id: str, key: ECKey) -> None:
         self._id = key_id
         self._key = key
 
@@ -120,7 +98,7 @@ class DecryptionKey:
     def from_text(cls, setting: str, text: str) -> "DecryptionKey":
         """Reads a private JWK with the id `kid`; raises ValueError that names the setting when it is none."""
         key_id, key = _read_jwk(setting, text)
-        if isinstance(key, ec.EllipticCurvePublicKey):
+        if not key.is_private:
             raise ValueError(f"{setting} is a public key; give the private one, with d")
         return cls(key_id, key)
 
@@ -138,31 +116,16 @@ class DecryptionKey:
         if len(iv) != IV_BYTES or len(tag) != TAG_BYTES:
             raise NotEncrypted
         try:
-            header = _decode_header(protected)
             check_names_once(protected)
-            if header.kid != self._id:
+            if _decode_header(protected).kid != self._id:
                 raise NotEncrypted
-            x, y = (decoded_segment(half.encode()) for half in (header.epk.x, header.epk.y))
-            # A point that is not on the curve would tell about the private key: it is refused here.
-            point = ec.EllipticCurvePublicKey.from_encoded_point(
-                ec.SECP256R1(), b"\x04" + (x or b"") + (y or b"")
-            )
-            cipher = AESGCM(_derived(self._key.exchange(ec.ECDH(), point)))
-            return cipher.decrypt(iv, sealed + tag, parts[0].encode()).decode("ascii")
-        except (msgspec.DecodeError, Invalid, InvalidTag, ValueError):
+            plaintext = jwe.decrypt_compact(text, self._key, registry=_REGISTRY).plaintext
+            return (plaintext or b"").decode("ascii")
+        except (msgspec.DecodeError, Invalid, JoseError, ValueError):
             raise NotEncrypted from None
 
 
-def _derived(secret: bytes) -> bytes:
-    """The key of a cipher from the secret that both sides agree on."""
-    return ConcatKDFHash(SHA256(), KEY_BYTES, _OTHER_INFO).derive(secret)
-
-
-def _segment(raw: bytes) -> bytes:
-    return urlsafe_b64encode(raw).rstrip(b"=")
-
-
-def _read_jwk(setting: str, text: str) -> tuple[str, Any]:
+def _read_jwk(setting: str, text: str) -> tuple[str, ECKey]:
     """The id and the key of a JWK; errors do not quote the text, which may be a private key."""
     try:
         if len(text) > JWK_LENGTH_MAX:
@@ -185,9 +148,9 @@ def _read_jwk(setting: str, text: str) -> tuple[str, Any]:
     if not isinstance(key_id, str) or not is_id(key_id):
         raise ValueError(f"{setting}: its kid, the id of the key, must match [A-Za-z0-9._:-]{{1,64}}")
     try:
-        algorithm = jwt.algorithms.ECAlgorithm(jwt.algorithms.ECAlgorithm.SHA256)
-        return key_id, algorithm.from_jwk(jwk)
-    except (jwt.InvalidKeyError, ValueError, TypeError):
+        # The members that make the key: others, such as key_ops, may be of any form.
+        return key_id, ECKey.import_key({name: jwk[name] for name in _KEY_MEMBERS if name in jwk})
+    except (JoseError, KeyError, TypeError, ValueError):
         raise ValueError(
             f"{setting}: its x and y are not a point of {CURVE}, or its d does not fit"
         ) from None
