@@ -72,6 +72,7 @@ lint: setup ## Format, style, types, import contracts, Lua, compose.yaml, pages 
 	@$(PYTHON) scripts/lint_lua.py
 	@$(PYTHON) scripts/lint_compose.py
 	@$(PYTHON) scripts/lint_kubernetes.py
+	@$(PYTHON) -m scripts.generated --check
 	@$(PYTHON) scripts/offer_fields.py --check docs/commands.md
 	@$(PYTHON) scripts/limits.py --check docs/limits.md
 	@$(PYTHON) scripts/metrics.py --check docs/metrics.md

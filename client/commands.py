@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 from uuid import uuid4
 
-from grabstream.models.vocabulary.commands import (
+from grabstream.models.vocabulary import (
     Amend,
     AnyCommand,
+    Changes,
     Close,
     Confirm,
     Extend,
@@ -17,9 +18,9 @@ from grabstream.models.vocabulary.commands import (
     Release,
     Resume,
     Return,
+    Terms,
     Unredeem,
 )
-from grabstream.models.vocabulary.offers import Changes, Terms
 
 #: What a client returns for a command, and for a basket: an answer, or something to await.
 One = TypeVar("One")

@@ -18,8 +18,7 @@ from pydantic import TypeAdapter
 from grabstream.models.identifiers import id_of_end_user
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
 from grabstream.models.retry_after import retry_after_seconds
-from grabstream.models.vocabulary.answers import Answer
-from grabstream.models.vocabulary.commands import AnyCommand, Command, Grab, GrabCommand
+from grabstream.models.vocabulary import Answer, AnyCommand, Command, Grab, GrabCommand
 from grabstream.models.vocabulary.documents import Document
 
 #: The wait before an attempt, at most, unless the gateway asks for more: it doubles from FIRST to MAX.

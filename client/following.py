@@ -10,9 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.client.exchange import Exchange, Request, not_from_a_gateway
 from grabstream.models.events import decode_event
-from grabstream.models.vocabulary import from_wire
-from grabstream.models.vocabulary.answers import Answer
-from grabstream.models.vocabulary.events import AnyEvent
+from grabstream.models.vocabulary import Answer, AnyEvent, from_wire
 
 #: A gateway says every 15 s that a stream lives. One that is silent for longer than this is connected again.
 SILENT_SECONDS_MAX: Final = 45.0

@@ -49,8 +49,7 @@ from grabstream.client.following import (
     ServedEvent,
     WaitingPosition,
 )
-from grabstream.models.vocabulary.answers import Answer
-from grabstream.models.vocabulary.commands import AnyCommand, Grab
+from grabstream.models.vocabulary import Answer, AnyCommand, Grab
 from grabstream.models.vocabulary.documents import (
     BalancePage,
     Document,

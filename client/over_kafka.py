@@ -33,8 +33,7 @@ from grabstream.models import commands as sent
 from grabstream.models.commands import encode_command, named_in_basket
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import refusal_of_basket, refused_with, words_of
-from grabstream.models.vocabulary.answers import Answer
-from grabstream.models.vocabulary.commands import AnyCommand, Grab, GrabCommand, OfferCommand
+from grabstream.models.vocabulary import Answer, AnyCommand, Grab, GrabCommand, OfferCommand
 
 log = logging.getLogger(__name__)
 

@@ -2,18 +2,31 @@
 form and back.
 
 A model names its wire form, a msgspec struct, as the parameter of `Wired`. pydantic checks types; the
-functions that check the wire form check `rules`; constraints of the JSON Schema (bounds, patterns,
-descriptions of fields) are read from the struct. `tests/models/test_vocabulary.py` compares models and
-structs.
+functions that check the wire form check the rules; constraints of the JSON Schema (bounds, patterns,
+descriptions of fields) are read from the struct. The models themselves are made from the structs
+(`generated.py`); `tests/models/test_vocabulary.py` compares what both accept, refuse and write.
 """
 
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, ClassVar, Final, Generic, Self, TypeVar, cast, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+)  # fmt: skip
 
 import msgspec
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -23,7 +36,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
+from grabstream.models import commands, entries, offers
 from grabstream.models.money import Invalid
+from grabstream.models.outcomes import NOT_DECIDED, Outcome
 
 W = TypeVar("W", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -60,6 +75,17 @@ class _NotNull:
 Absent = Annotated[T | None, _NotNull()]
 
 
+def _exact(value: object) -> object:
+    """Raises ValueError for True and 1.0, which equal the version 1."""
+    if type(value) is not int:
+        raise ValueError("must be an integer")
+    return value
+
+
+#: With a literal integer: no value that only equals it.
+Exact: Final = BeforeValidator(_exact)
+
+
 class _Verbatim:
     """Marks a field whose value is JSON text in the wire form."""
 
@@ -67,6 +93,17 @@ class _Verbatim:
 _VERBATIM: Final = _Verbatim()
 #: A JSON object from a command that its event contains unchanged.
 JsonObject = Annotated[dict[str, Any], _VERBATIM]
+
+
+#: The functions that check a wire form and raise Invalid.
+_CHECKS: Final[dict[type[Any], Callable[[Any], None]]] = {
+    **dict.fromkeys(get_args(commands.AnyCommand), commands.check),
+    **dict.fromkeys(get_args(offers.Terms), offers.check_terms),
+    entries.Entry: entries.check_adjustment,
+    offers.Changes: offers.check_changes,
+    offers.Hours: lambda hours: offers.check_hours((hours,)),
+    offers.Limit: lambda limit: offers.check_limits((limit,)),
+}
 
 
 class Wired(Generic[W]):
@@ -94,13 +131,11 @@ class Wired(Generic[W]):
 class Model(BaseModel, frozen=True, serialize_by_alias=True):
     """A value of the vocabulary: immutable, compared by its fields, validated when it is made."""
 
-    #: Functions that check the wire form and raise Invalid.
-    rules: ClassVar[tuple[Callable[[Any], None], ...]] = ()
-
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
+        check = _CHECKS.get(getattr(self, "struct", Model))
         try:
-            for check in self.rules:
+            if check is not None:
                 check(_to_wire(self))
         except Invalid as error:
             raise invalid(self, str(error)) from None
@@ -121,6 +156,55 @@ class Model(BaseModel, frozen=True, serialize_by_alias=True):
                     schema["required"] = [name, *schema.get("required", ())]
                 _constrain(field, of_struct)
         return reference
+
+
+class CommandModel(Model, frozen=True):
+    """What commands do beside other models: they read JSON as `decode_command` does."""
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """The command of a JSON text; refuses, as `decode_command` does, a text above the bound of a command
+        or with a field that is named twice.
+        """
+        # The parser refuses text that is not valid Unicode.
+        raw = json_data.encode(errors="surrogatepass") if isinstance(json_data, str) else bytes(json_data)
+        try:
+            commands.check_size(raw)
+        except Invalid as error:
+            raise invalid(cls, str(error)) from None
+        command = super().model_validate_json(json_data, **options)
+        try:
+            commands.decode_command(raw)
+        except commands.Undecodable as error:
+            raise invalid(command, error.reason) from None
+        return command
+
+
+class _HasCode(Protocol):
+    @property
+    def code(self) -> int: ...
+
+
+class AnswerModel(Model, frozen=True):
+    """What answers do beside other models."""
+
+    @property
+    def positive(self: _HasCode) -> bool:
+        """Whether the command was carried out."""
+        return self.code < Outcome.invalid
+
+    @property
+    def decided(self: _HasCode) -> bool:
+        """Whether the command was decided; after `fenced` or `busy` it may be sent again."""
+        return self.code not in NOT_DECIDED
+
+
+class ChangesModel(Model, frozen=True):
+    """What changes of terms do beside other models."""
+
+    def fields(self) -> dict[str, Any]:
+        """What changes, by name."""
+        return {name: value for name, value in self if value is not None}
 
 
 def invalid(model: Model | type[Model], reason: str) -> ValidationError:

@@ -20,7 +20,7 @@ from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.gateway.bounds import QUESTIONS_USER_MAX, REVOCATION_SECONDS_MAX
 from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.models.pseudonyms import user_of
-from grabstream.models.vocabulary.offers import StockTerms
+from grabstream.models.vocabulary import StockTerms
 from grabstream.ops.connections.opening import checked_books, key_space, open_redis
 from grabstream.ops.services import free_ports
 from grabstream.ops.services.servers import Redis

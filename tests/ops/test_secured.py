@@ -33,7 +33,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from grabstream.client.over_http import Client
 from grabstream.client.over_kafka import KafkaClient
-from grabstream.models.vocabulary.commands import Grab
+from grabstream.models.vocabulary import Grab
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.logins import refusal
 from grabstream.ops.connections.opening import checked_books, open_redis

@@ -17,8 +17,7 @@ from grabstream.client.exchange import RequestProblem
 from grabstream.client.over_http import AsyncClient
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.outcomes import OutcomeUnknown
-from grabstream.models.vocabulary.commands import AnyCommand
-from grabstream.models.vocabulary.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
+from grabstream.models.vocabulary import AnyCommand, CouponTerms, EnvelopeTerms, Limit, StockTerms
 
 SELLING_SECONDS: Final = 8.0
 HOLD_MS: Final = 2_000
