@@ -2,205 +2,27 @@
 Python.
 
 - `Client` and `AsyncClient` send commands and ask questions over HTTP, `KafkaClient` sends commands by Kafka.
-They return pydantic models of `grabstream.vocabulary`, and need no extra.
+  They return pydantic models of `grabstream.vocabulary`, and need no extra.
 - Commands, terms, answers, outcomes and events are types. `encode_command`, `decode_answer` and
-`decode_event` convert them to and from records of Kafka; `decode_line` reads lines of the journal and of the
-audit trail, of which some are runs of grabs (`singles`). They need no extra. -
-`grabstream.vocabulary` has the same commands, terms, answers and events as pydantic models (validation
-messages, `model_dump`, JSON Schema, FastAPI); `to_wire()` and `from_wire()` convert. - `open_gate` decides
-commands directly in Redis, `Projection` describes a read model of your own, `follow_into` hands events on to
-any sink, `read_events` reads past events. They need the extra `server`. - `load_settings`
-reads the settings (`GRAB_*` variables and `.env`) that all of them use.
+  `decode_event` convert them to and from records of Kafka; `decode_line` reads lines of the journal and of
+  the audit trail, of which some are runs of grabs (`singles`). They need no extra.
+- `grabstream.vocabulary` has the same commands, terms, answers and events as pydantic models (validation
+  messages, `model_dump`, JSON Schema, FastAPI); `to_wire()` and `from_wire()` convert.
+- `open_gate` decides commands directly in Redis, `Projection` describes a read model of your own,
+  `follow_into` hands events on to any sink, `read_events` reads past events. They need the extra `server`.
+- `load_settings` reads the settings (`GRAB_*` variables and `.env`) that all of them use.
 
 A name is imported when it is first used, so `import grabstream` is fast. Names that are not in `__all__` may
 change with any release.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from grabstream.extras import MissingExtra, server_needed_by
 
-if TYPE_CHECKING:
-    from grabstream.client.exchange import RequestProblem
-    from grabstream.client.following import ServedEvent, StreamReset, WaitingPosition
-    from grabstream.client.over_http import AsyncClient, Client
-    from grabstream.client.over_kafka import KafkaClient
-    from grabstream.lua.gate.gate import Gate
-    from grabstream.models.answers import Answer, LimitState, decode_answer
-    from grabstream.models.commands import (
-        Adjust,
-        Amend,
-        AnyCommand,
-        Close,
-        Confirm,
-        Extend,
-        Grab,
-        Load,
-        Open,
-        Pause,
-        Redeem,
-        Release,
-        Resume,
-        Return,
-        Undecodable,
-        Unredeem,
-        decode_command,
-        encode_command,
-    )
-    from grabstream.models.commands import (
-        check as check_command,
-    )
-    from grabstream.models.entries import Entry
-    from grabstream.models.events import (
-        AnyEvent,
-        AnyGrabEvent,
-        CampaignZone,
-        GrabConfirmed,
-        GrabExtended,
-        GrabGranted,
-        GrabHeld,
-        GrabQueued,
-        GrabRedeemed,
-        GrabReleased,
-        GrabReturned,
-        GrabUnredeemed,
-        LedgerAdjusted,
-        OfferAmended,
-        OfferClosed,
-        OfferLoaded,
-        OfferOpened,
-        OfferPaused,
-        OfferResumed,
-        OfferRetired,
-        PaymentRefundDue,
-        decode_event,
-    )
-    from grabstream.models.identifiers import campaign_of, shard_of
-    from grabstream.models.journal import Corrupt, Gap
-    from grabstream.models.money import Invalid
-    from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
-    from grabstream.models.outcomes import Outcome, OutcomeUnknown
-    from grabstream.models.pseudonyms import pseudonym
-    from grabstream.models.runs import AnyLine, GrantedRun, HeldRun, decode_line, singles
-    from grabstream.models.transfers import Transfer
-    from grabstream.models.upcasting import NewerEvent
-    from grabstream.ops.connections.event_sources import NoTrail
-    from grabstream.ops.connections.opening import open_gate
-    from grabstream.ops.event_cursor import EventCursor
-    from grabstream.ops.following import follow_into
-    from grabstream.ops.history import (
-        JournalLine,
-        read_events,
-        read_events_sync,
-        read_lines,
-        read_lines_sync,
-    )
-    from grabstream.ops.settings import BadSettings, Settings, load_settings
-    from grabstream.projections.cursors import CursorMoved, Fact
-    from grabstream.streams.following.sinks import EventSink, FileSink, SinkDamaged
-    from grabstream.streams.following.user_projection import Projection
-    from grabstream.streams.history.chunks import Point
-
-__all__ = [
-    "Adjust",
-    "Amend",
-    "Answer",
-    "AnyCommand",
-    "AnyEvent",
-    "AnyGrabEvent",
-    "AnyLine",
-    "AsyncClient",
-    "BadSettings",
-    "CampaignZone",
-    "Changes",
-    "Client",
-    "Close",
-    "Confirm",
-    "Corrupt",
-    "CouponTerms",
-    "CursorMoved",
-    "Entry",
-    "EnvelopeTerms",
-    "EventCursor",
-    "EventSink",
-    "Extend",
-    "Fact",
-    "FileSink",
-    "Gap",
-    "Gate",
-    "Grab",
-    "GrabConfirmed",
-    "GrabExtended",
-    "GrabGranted",
-    "GrabHeld",
-    "GrabQueued",
-    "GrabRedeemed",
-    "GrabReleased",
-    "GrabReturned",
-    "GrabUnredeemed",
-    "GrantedRun",
-    "HeldRun",
-    "Hours",
-    "Invalid",
-    "JournalLine",
-    "KafkaClient",
-    "LedgerAdjusted",
-    "Limit",
-    "LimitState",
-    "Load",
-    "MissingExtra",
-    "NewerEvent",
-    "NoTrail",
-    "OfferAmended",
-    "OfferClosed",
-    "OfferLoaded",
-    "OfferOpened",
-    "OfferPaused",
-    "OfferResumed",
-    "OfferRetired",
-    "Open",
-    "Outcome",
-    "OutcomeUnknown",
-    "Pause",
-    "PaymentRefundDue",
-    "Point",
-    "Projection",
-    "Redeem",
-    "Release",
-    "RequestProblem",
-    "Resume",
-    "Return",
-    "ServedEvent",
-    "Settings",
-    "SinkDamaged",
-    "StockTerms",
-    "StreamReset",
-    "Terms",
-    "Transfer",
-    "Undecodable",
-    "Unredeem",
-    "WaitingPosition",
-    "campaign_of",
-    "check_command",
-    "decode_answer",
-    "decode_command",
-    "decode_event",
-    "decode_line",
-    "encode_command",
-    "follow_into",
-    "load_settings",
-    "open_gate",
-    "pseudonym",
-    "read_events",
-    "read_events_sync",
-    "read_lines",
-    "read_lines_sync",
-    "shard_of",
-    "singles",
-]
-
-#: The names of each module. A test compares them with the imports above, which type checkers read.
+#: The public names of each module. Type checkers read them in `__init__.pyi`, which
+#: `python -m scripts.generated` makes of this list.
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "client.exchange": ("RequestProblem",),
     "client.following": ("ServedEvent", "StreamReset", "WaitingPosition"),
@@ -245,6 +67,8 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names}
 #: Names that are shorter in their module.
 _NAMES_IN_MODULES: Final = {"check_command": "check"}
+
+__all__ = sorted([*_MODULES, MissingExtra.__name__])
 
 
 def __getattr__(name: str) -> Any:

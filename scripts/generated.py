@@ -1,6 +1,7 @@
 """Writes the files that follow from the structs of `models/`; `--check` exits 1 if one differs.
 
 - `models/vocabulary/generated.py`: the pydantic models.
+- `grabstream/__init__.pyi`: the public names, for type checkers.
 """
 
 import argparse
@@ -9,20 +10,27 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from scripts import pydantic_models
+from scripts import public_names, pydantic_models
 
 ROOT: Final = Path(__file__).parents[1]
 
 
 def files() -> dict[str, str]:
     """The text of each generated file, by its path in the tree."""
-    return {"models/vocabulary/generated.py": formatted(pydantic_models.source())}
+    return {
+        "models/vocabulary/generated.py": formatted(pydantic_models.source()),
+        "grabstream/__init__.pyi": formatted(public_names.source(), "stub.pyi"),
+    }
 
 
-def formatted(python: str) -> str:
-    """Python in the format of the tree."""
-    command = [sys.executable, "-m", "ruff", "format", "--quiet", "-"]
-    return subprocess.run(command, cwd=ROOT, input=python, check=True, capture_output=True, text=True).stdout
+def formatted(python: str, name: str = "module.py") -> str:
+    """Python in the format of the tree, with its imports in order."""
+    for words in (("check", "--select", "I", "--fix"), ("format",)):
+        command = [sys.executable, "-m", "ruff", *words, "--quiet", "--stdin-filename", name, "-"]
+        python = subprocess.run(
+            command, cwd=ROOT, input=python, check=True, capture_output=True, text=True
+        ).stdout
+    return python
 
 
 def main() -> int:
