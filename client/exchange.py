@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from grabstream.models.identifiers import id_of_end_user
 from grabstream.models.outcomes import Outcome, OutcomeUnknown
@@ -181,11 +181,12 @@ class Exchange(Generic[T]):
 
 
 class ServedAnswer(Answer, frozen=True):
-    """An answer of a gateway. `payment_token` is what the buyer of a hold takes to the payment side, if the
-    gateway has payment keys.
-    """
+    """An answer of a gateway."""
 
-    payment_token: str | None = None
+    payment_token: str | None = Field(
+        None,
+        description="Of a hold, if the gateway has payment keys: what the buyer takes to the payment side.",
+    )
 
 
 class Asking(Exchange[D]):

@@ -1,12 +1,15 @@
-"""Writes the files that follow from the structs of `models/`; `--check` exits 1 if one differs.
+"""Writes the files that follow from `models/`; `--check` exits 1 if one differs.
 
 - `models/vocabulary/generated.py`: the pydantic models.
 - `grabstream/__init__.pyi`: the public names, for type checkers.
+- `client/javascript/grabstream.d.mts`: the types of the JavaScript client, in part.
 """
 
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -15,12 +18,15 @@ from scripts import public_names, pydantic_models
 ROOT: Final = Path(__file__).parents[1]
 
 
-def files() -> dict[str, str]:
-    """The text of each generated file, by its path in the tree."""
-    return {
-        "models/vocabulary/generated.py": formatted(pydantic_models.source()),
-        "grabstream/__init__.pyi": formatted(public_names.source(), "stub.pyi"),
-    }
+def files() -> Iterator[tuple[str, str]]:
+    """The path of each generated file in the tree, and its text. A file is to be written before the next is
+    made, which may import it.
+    """
+    yield "models/vocabulary/generated.py", formatted(pydantic_models.source())
+    yield "grabstream/__init__.pyi", formatted(public_names.source(), "stub.pyi")
+    javascript_types = import_module("scripts.javascript_types")
+    name = "client/javascript/grabstream.d.mts"
+    yield name, javascript_types.written_into((ROOT / name).read_text(encoding="utf-8"))
 
 
 def formatted(python: str, name: str = "module.py") -> str:
@@ -41,17 +47,17 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only print the files that differ")
     parser.add_argument("--folder", type=Path, default=ROOT, help="the tree (this one)")
     asked = parser.parse_args()
-    stale = {
-        name: text
-        for name, text in files().items()
-        if not (asked.folder / name).is_file() or (asked.folder / name).read_text(encoding="utf-8") != text
-    }
-    for name, text in stale.items():
+    is_stale = False
+    for name, text in files():
+        path = asked.folder / name
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        is_stale = True
         if asked.check:
             sys.stderr.write(f"{name} differs from models/: run `python -m scripts.generated`\n")
         else:
-            (asked.folder / name).write_text(text, encoding="utf-8")
-    return 1 if asked.check and stale else 0
+            path.write_text(text, encoding="utf-8")
+    return 1 if asked.check and is_stale else 0
 
 
 if __name__ == "__main__":

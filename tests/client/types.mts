@@ -1,5 +1,10 @@
 // What a service in TypeScript writes; compiled by a test, never run.
-import { Client, OutcomeUnknown, type Answer, type WaitingPosition } from '../../client/javascript/grabstream.mjs'
+import { Client, OutcomeUnknown, type Answer, type Hours, type WaitingPosition } from '../../client/javascript/grabstream.mjs'
+
+export function open(client: Client): Promise<Answer> {
+  const hours = [{ weekdays: ['mon', 'tue'], from: '09:00' }] satisfies Hours[]
+  return client.open({ kind: 'stock', issuer: 's', total: 1, hours }, 'fair:lamp', { operator: 'mia', approvals: [] })
+}
 
 export async function buy(client: Client, user: string): Promise<number> {
   const answer: Answer = await client.grab('fair:lamp', user, { quantity: 2, id: 'g-1' })
@@ -25,6 +30,10 @@ export async function buy(client: Client, user: string): Promise<number> {
 export function wrong(client: Client): unknown {
   // @ts-expect-error a state that offers do not have
   client.offers({ state: 'broken' })
+  // @ts-expect-error a term that offers do not have
+  client.open({ kind: 'stock', issuer: 's', total: 1, colour: 'red' })
+  // @ts-expect-error a term that `amend` does not change
+  client.amend('fair:lamp', { issuer: 's' })
   // @ts-expect-error a grab has a user
   return client.grab('fair:lamp').catch((error: unknown) => error instanceof OutcomeUnknown && error.id)
 }
