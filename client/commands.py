@@ -1,9 +1,16 @@
 """The commands of a client, as methods. How a command is sent is up to the client."""
 
-from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, Unpack
 from uuid import uuid4
 
+from grabstream.client.fields import (
+    ConfirmFields,
+    GrabFields,
+    OperatorFields,
+    RedeemFields,
+    ReturnFields,
+)
 from grabstream.models.vocabulary import (
     Amend,
     AnyCommand,
@@ -47,124 +54,84 @@ class Commands(Generic[One, Many]):
         raise NotImplementedError
 
     def open(
-        self, terms: Terms, offer: str | None = None, *, id: str | None = None, operator: str | None = None
+        self,
+        terms: Terms,
+        offer: str | None = None,
+        *,
+        id: str | None = None,
+        **fields: Unpack[OperatorFields],
     ) -> One:
         """Creates an offer. Without `offer`, the id of the offer is that of the command."""
         command = given(id)
-        return self.decide(
-            Open(id=command, offer=command if offer is None else offer, terms=terms, operator=operator)
-        )
+        return self._send(Open, command, command if offer is None else offer, terms=terms, **fields)
 
     def amend(
-        self, offer: str, changes: Changes, *, id: str | None = None, operator: str | None = None
+        self, offer: str, changes: Changes, *, id: str | None = None, **fields: Unpack[OperatorFields]
     ) -> One:
         """Changes terms of an offer."""
-        return self.decide(Amend(id=given(id), offer=offer, changes=changes, operator=operator))
+        return self._send(Amend, id, offer, changes=changes, **fields)
 
-    def pause(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
+    def pause(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> One:
         """Refuses grabs until the offer is resumed."""
-        return self.decide(Pause(id=given(id), offer=offer, operator=operator))
+        return self._send(Pause, id, offer, **fields)
 
-    def resume(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
+    def resume(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> One:
         """Accepts grabs again."""
-        return self.decide(Resume(id=given(id), offer=offer, operator=operator))
+        return self._send(Resume, id, offer, **fields)
 
-    def close(self, offer: str, *, id: str | None = None, operator: str | None = None) -> One:
+    def close(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> One:
         """Closes an offer for ever."""
-        return self.decide(Close(id=given(id), offer=offer, operator=operator))
+        return self._send(Close, id, offer, **fields)
 
-    def grab(
-        self,
-        offer: str,
-        user: str,
-        *,
-        id: str | None = None,
-        quantity: int = 1,
-        attributes: Mapping[str, str] | None = None,
-        ticket: str | None = None,
-        wait: bool = False,
-        metadata: Mapping[str, str] | None = None,
-    ) -> One:
+    def grab(self, offer: str, user: str, *, id: str | None = None, **fields: Unpack[GrabFields]) -> One:
         """Grabs units of an offer for a user. `wait`: the user joins the waiting list when it is sold out.
         `metadata`: texts that the answer and the event have again.
         """
-        return self.decide(
-            Grab(
-                id=given(id),
-                offer=offer,
-                user=user,
-                quantity=quantity,
-                attributes=dict(attributes or {}),
-                ticket=ticket,
-                wait=wait,
-                metadata=dict(metadata) if metadata else None,
-            )
-        )
+        return self._send(Grab, id, offer, user=user, **fields)
 
     def confirm(
-        self,
-        offer: str,
-        grab: str,
-        user: str,
-        *,
-        id: str | None = None,
-        payment: str | None = None,
-        paid: int = 0,
-        currency: str | None = None,
-        quantity: int | None = None,
-        receipt: str | None = None,
+        self, offer: str, grab: str, user: str, *, id: str | None = None, **fields: Unpack[ConfirmFields]
     ) -> One:
         """Reports that a hold was paid: `paid` minor units of `currency`; with the receipt that the payment
         side has signed, where the system has keys of a payment side (GRAB_PAYMENT_KEYS).
         """
-        return self.decide(
-            Confirm(
-                id=given(id),
-                offer=offer,
-                grab=grab,
-                user=user,
-                payment=payment,
-                paid=paid,
-                currency=currency,
-                quantity=quantity,
-                receipt=receipt,
-            )
-        )
+        return self._send(Confirm, id, offer, grab=grab, user=user, **fields)
 
     def release(self, offer: str, grab: str, user: str, *, id: str | None = None) -> One:
         """Ends a hold, or leaves the waiting list."""
-        return self.decide(Release(id=given(id), offer=offer, grab=grab, user=user))
+        return self._send(Release, id, offer, grab=grab, user=user)
 
     def extend(self, offer: str, grab: str, user: str, *, id: str | None = None) -> One:
         """Extends the deadline of a hold."""
-        return self.decide(Extend(id=given(id), offer=offer, grab=grab, user=user))
+        return self._send(Extend, id, offer, grab=grab, user=user)
 
     def return_(
+        self, offer: str, grab: str, user: str, *, id: str | None = None, **fields: Unpack[ReturnFields]
+    ) -> One:
+        """Gives units back that were granted or confirmed (absent: all)."""
+        return self._send(Return, id, offer, grab=grab, user=user, **fields)
+
+    def redeem(
         self,
         offer: str,
         grab: str,
         user: str,
+        order: str,
         *,
         id: str | None = None,
-        quantity: int | None = None,
-        reason: str = "",
-    ) -> One:
-        """Gives units back that were granted or confirmed (absent: all)."""
-        return self.decide(
-            Return(id=given(id), offer=offer, grab=grab, user=user, quantity=quantity, reason=reason)
-        )
-
-    def redeem(
-        self, offer: str, grab: str, user: str, order: str, *, id: str | None = None, quantity: int = 1
+        **fields: Unpack[RedeemFields],
     ) -> One:
         """Uses units of a coupon for an order, once."""
-        return self.decide(
-            Redeem(id=given(id), offer=offer, grab=grab, user=user, order=order, quantity=quantity)
-        )
+        return self._send(Redeem, id, offer, grab=grab, user=user, order=order, **fields)
 
     def unredeem(self, offer: str, grab: str, user: str, order: str, *, id: str | None = None) -> One:
         """Undoes the use of a coupon for an order."""
-        return self.decide(Unredeem(id=given(id), offer=offer, grab=grab, user=user, order=order))
+        return self._send(Unredeem, id, offer, grab=grab, user=user, order=order)
+
+    def _send(self, command: type[AnyCommand], id: str | None, offer: str, **fields: Any) -> One:
+        """Sends a command with these fields; one that is None is absent."""
+        said = {name: value for name, value in fields.items() if value is not None}
+        return self.decide(command(id=given(id), offer=offer, **said))
 
 
 def given(id: str | None) -> str:

@@ -2,6 +2,7 @@
 
 - `models/vocabulary/generated.py`: the pydantic models.
 - `grabstream/__init__.pyi`: the public names, for type checkers.
+- `client/fields.py`: the fields of commands that methods of clients take by name.
 - `client/javascript/grabstream.d.mts`: the types of the JavaScript client, in part.
 """
 
@@ -13,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-from scripts import public_names, pydantic_models
+from scripts import command_fields, public_names, pydantic_models
 
 ROOT: Final = Path(__file__).parents[1]
 
@@ -24,6 +25,7 @@ def files() -> Iterator[tuple[str, str]]:
     """
     yield "models/vocabulary/generated.py", formatted(pydantic_models.source())
     yield "grabstream/__init__.pyi", formatted(public_names.source(), "stub.pyi")
+    yield "client/fields.py", formatted(command_fields.source())
     javascript_types = import_module("scripts.javascript_types")
     name = "client/javascript/grabstream.d.mts"
     yield name, javascript_types.written_into((ROOT / name).read_text(encoding="utf-8"))

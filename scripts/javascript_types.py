@@ -11,22 +11,15 @@ import msgspec
 
 from grabstream.client.exchange import ServedAnswer
 from grabstream.gateway.operations import AFTER, OPERATIONS
-from grabstream.models import answers, commands, offers
+from grabstream.models import answers, offers
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome
 from grabstream.models.vocabulary.documents import DOCUMENTS
+from scripts.command_fields import FIELDS
 
 BEGINS: Final = "// Made from the models by `python -m scripts.generated`, up to the line of dashes.\n"
 ENDS: Final = f"\n// {'-' * 107}\n"
 WIDTH: Final = 110
 
-#: The interfaces of the fields that a method takes in its last argument, and what other arguments give.
-_FIELDS: Final[dict[str, tuple[type[msgspec.Struct], set[str]]]] = {
-    "OperatorFields": (commands.OfferCommand, {"id", "offer"}),
-    "GrabFields": (commands.Grab, {"id", "offer", "user", "basket"}),
-    "ConfirmFields": (commands.Confirm, {"id", "offer", "user", "grab"}),
-    "ReturnFields": (commands.Return, {"id", "offer", "user", "grab"}),
-    "RedeemFields": (commands.Redeem, {"id", "offer", "user", "grab", "order"}),
-}
 #: The documents of the questions that the client has methods for, by operation, and the names of their types
 #: where they are not those of the documents.
 _QUESTIONS: Final = ("offers", "offer", "offer_grabs", "user_balances", "user_grabs", "user_transfers")
@@ -61,7 +54,7 @@ def source() -> str:
         components["Answer"]["properties"][name] = served["properties"][name]
     parts += [_interface(name, schema) for name, schema in sorted(components.items())]
     parts.append(_union("Terms", (struct.__name__ for struct in get_args(offers.Terms))))
-    for name, (struct, given) in _FIELDS.items():
+    for name, (struct, given) in FIELDS.items():
         _, components = msgspec.json.schema_components([struct], ref_template="{name}")
         parts.append(_interface(name, _without(components[struct.__name__], given)))
     documents: dict[str, Schema] = {}
@@ -73,8 +66,8 @@ def source() -> str:
     return "\n".join(["", *parts])
 
 
-def _without(schema: Schema, names: set[str]) -> Schema:
-    fields = {name: field for name, field in schema["properties"].items() if name not in {*names, "type"}}
+def _without(schema: Schema, names: frozenset[str]) -> Schema:
+    fields = {name: field for name, field in schema["properties"].items() if name not in names | {"type"}}
     return {**schema, "properties": fields}
 
 
