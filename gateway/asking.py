@@ -44,6 +44,14 @@ from grabstream.models.bounds import quoted
 from grabstream.models.identifiers import ID_PATTERN, is_id
 from grabstream.models.money import AMOUNT_MAX
 from grabstream.models.offers import TIME_MS_MAX
+from grabstream.models.vocabulary.documents import (
+    Balance,
+    Document,
+    OfferDetail,
+    OfferSummary,
+    Taken,
+    UserGrab,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,35 +66,32 @@ _NOT_PLAIN: Final = frozenset({b"if-none-match", b"content-length", b"transfer-e
 _BALANCES: Final = ("balances",)
 _FLOW: Final = ("balances", "ledger")
 
-_OFFERS: Final = (
-    "SELECT offer, kind, issuer, title, asset, state, total, units, units_left, amount_left, grabs, given, "
-    "held, waiting, refunded, opened_at, opens_at, nullif(closes_at, %s) AS closes_at, closed_at, "
-    "retired_at, reason"
-)
+
+def _select(document: type[Document], *but: str, **instead: str) -> str:
+    """Begins a query for the fields of a document: all `but` these, some by an expression `instead`."""
+    return "SELECT " + ", ".join(instead.get(name, name) for name in document.model_fields if name not in but)
+
+
+_CLOSES_AT: Final = "nullif(closes_at, %s) AS closes_at"
+_OFFERS: Final = _select(OfferSummary, closes_at=_CLOSES_AT)
 #: The first parameter of these queries: the time at which offers close that do not close by themselves.
 _NEVER: Final = TIME_MS_MAX
-_ONE_OFFER: Final = _OFFERS + ", shard, terms, seed_sha256, seed FROM offers WHERE offer = %s"
+_ONE_OFFER: Final = _select(OfferDetail, closes_at=_CLOSES_AT) + " FROM offers WHERE offer = %s"
 _NEWEST: Final = _OFFERS + " FROM offers WHERE true"
 #: The names of the newest offers that match, in one text.
 _NAMES: Final = "SELECT string_agg(offer, ' ') AS names FROM (SELECT offer FROM offers WHERE true"
 _OF_NAMES: Final = _OFFERS + " FROM offers WHERE offer = ANY(%s)"
 _NEWEST_FIRST: Final = " ORDER BY opened_at DESC, offer DESC LIMIT %s"
 _FILTERS: Final = {"state": " AND state = %s", "kind": " AND kind = %s", "issuer": " AND issuer = %s"}
-_TAKEN: Final = (
-    'SELECT place, user_id AS "user", grab, state, quantity, amount, asset, held, taken, redeemed, at '
-    "FROM grabs WHERE offer = %s AND NOT is_waiting"
-)
+_TAKEN: Final = _select(Taken, user='user_id AS "user"') + " FROM grabs WHERE offer = %s AND NOT is_waiting"
 _BY_PLACE: Final = " AND place > %s ORDER BY place LIMIT %s"
 #: Grabs of envelopes, and of more than one piece, are in an index by amount; grabs of one piece are not.
 _IS_MONEY: Final = " AND strpos(asset, ':') = 0"
 _IS_MORE: Final = " AND amount > 1"
 _IS_ONE: Final = " AND amount <= 1"
 _BY_AMOUNT: Final = " AND (-amount, place) > (%s, %s) ORDER BY -amount, place LIMIT %s"
-_OF_ASSETS: Final = "SELECT asset, available, held FROM balances WHERE user_id = %s"
-_OF_USER: Final = (
-    "SELECT offer, grab, state, quantity, amount, asset, place, held, taken, redeemed, back, due, currency, "
-    "paid, refunded, deadline_at, basket, metadata, shard, seq, at FROM grabs WHERE user_id = %s"
-)
+_OF_ASSETS: Final = _select(Balance) + " FROM balances WHERE user_id = %s"
+_OF_USER: Final = _select(UserGrab, "position", "payment_token") + " FROM grabs WHERE user_id = %s"
 #: A transfer between two accounts of the user is both out and in.
 _TRANSFERS: Final = """
     WITH mine AS (SELECT * FROM user_transfers(%s))
