@@ -57,6 +57,8 @@ from grabstream.models.unique_names import check_names_once
 
 ATTRIBUTES_MAX: Final = 8
 METADATA_PAIRS_MAX: Final = 16
+#: The fields of a grab that its events repeat, and by which nothing is decided.
+CARRIED: Final = ("metadata",)
 #: Metadata as canonical JSON (`encode_metadata`), in bytes of UTF-8.
 METADATA_BYTES_MAX: Final = 1_024
 ITEMS_MAX: Final = 1_000
@@ -649,6 +651,16 @@ def metadata_of(command: Command) -> dict[str, str] | None:
     if not isinstance(command, Grab) or not command.metadata:
         return None
     return dict(sorted(command.metadata.items()))
+
+
+def carried_by(grab: Any) -> dict[str, Any]:
+    """What a grab, or its event, has of the fields CARRIED, as events contain it: maps in order, by name."""
+    found = ((name, getattr(grab, name)) for name in CARRIED)
+    return {
+        name: dict(sorted(value.items())) if isinstance(value, dict) else value
+        for name, value in found
+        if value
+    }
 
 
 def encode_metadata(metadata: dict[str, str]) -> bytes:

@@ -9,7 +9,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.beacon import mixed
 from grabstream.models.bounds import BASKET_GRABS_MAX, CODES_PER_GRAB_MAX
 from grabstream.models.calendar import opens_next
-from grabstream.models.commands import Grab, metadata_of
+from grabstream.models.commands import Grab, carried_by
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, GrabQueued, GrabReleased
 from grabstream.models.money import AMOUNT_MAX
 from grabstream.models.offers import WITH_CODES, CouponTerms, EnvelopeTerms
@@ -226,7 +226,7 @@ def draw_part(
     event = GrabGranted(
         **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=1,
         amount=amount, asset=terms.asset,
-        place=place, left=offer.units_left, attributes=command.attributes, metadata=metadata_of(command),
+        place=place, left=offer.units_left, attributes=command.attributes, **carried_by(command),
         **use_ticket(state, offer, now, drawn), digest=digest,
     )  # fmt: skip
     offer.users[command.user] = Part(place, amount, event.seq)
@@ -295,7 +295,7 @@ def take_pieces(
         "grab": command.id, "user": command.user, "quantity": quantity, "amount": quantity,
         "asset": offer.asset, "place": grab.place,
         "left": offer.units_left, "asked": command.quantity if command.quantity != quantity else None,
-        "attributes": command.attributes, "metadata": metadata_of(command), **ticket,
+        "attributes": command.attributes, **carried_by(command), **ticket,
         "basket": command.basket, "digest": digest,
     }  # fmt: skip
     states = limits.states_of(offer, limits.counts_of(state, offer, counters), now)
@@ -328,13 +328,13 @@ def _queue(
     ticket: dict[str, Any],
 ) -> Decided:
     offer.queued += 1
-    grab.place, grab.status, grab.metadata = offer.queued, Status.waiting, metadata_of(command)
+    grab.place, grab.status, grab.carried = offer.queued, Status.waiting, carried_by(command)
     offer.queue.append(command.id)
     event = GrabQueued(
         **head_of(state, offer, command.id, now), grab=command.id, user=command.user, quantity=grab.quantity,
         amount=0,
         asset=offer.asset, place=grab.place, left=offer.units_left, attributes=command.attributes,
-        metadata=grab.metadata, **ticket, digest=digest,
+        **grab.carried, **ticket, digest=digest,
     )  # fmt: skip
     states = limits.states_of(offer, limits.counts_of(state, offer, grab.under), now)
     return Decided(
@@ -408,8 +408,8 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
             break
         name = offer.queue.pop(index)
         limits.give_back(state, offer, grab, grab.quantity - quantity)
-        asked, metadata = grab.quantity, grab.metadata
-        grab.metadata = None
+        asked, carried = grab.quantity, grab.carried
+        grab.carried = {}
         offer.places += 1
         grab.place, grab.quantity, grab.price, grab.status = (
             offer.places,
@@ -431,7 +431,7 @@ def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEv
                 left=offer.units_left,
                 asked=asked if asked != quantity else None,
                 waited=True,
-                metadata=metadata,
+                **carried,
                 **hold_of(offer, grab),
             )
         )
@@ -466,7 +466,7 @@ def leave_queue(
     grab = offer.grabs[name]
     offer.queue.remove(name)
     limits.give_back(state, offer, grab, grab.quantity)
-    grab.status, grab.metadata = Status.released, None
+    grab.status, grab.carried = Status.released, {}
     if offer.closed_reason:
         offer.due = due_when_closed(offer, now)
     event = GrabReleased(

@@ -117,8 +117,8 @@ class PieceGrab:
     `under` are the counters under which it was first counted, `counted` the units that are counted now, and
     under which counters. `grace` is the time (ms) after the deadline in which a payment is still served;
     `lapsed` units expired. `ended` and `confirmed` are (seq, at) of the last event of their kind. A queued
-    grab has its `metadata` until it is served or leaves the queue. A payment may settle each grab of one
-    `basket`.
+    grab has what its events carry (`carried_by`) until it is served or leaves the queue. A payment may settle
+    each grab of one `basket`.
     """
 
     user: str
@@ -139,7 +139,7 @@ class PieceGrab:
     counted: list[CountedUnits] = field(default_factory=list)
     payments: list[tuple[str, int]] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)
-    metadata: dict[str, str] | None = None
+    carried: dict[str, Any] = field(default_factory=dict)
     basket: str | None = None
 
     @property

@@ -20,6 +20,7 @@ from grabstream.models.commands import (
     Resume,
     Return,
     Unredeem,
+    carried_by,
 )
 from grabstream.models.entries import Entry
 from grabstream.models.events import (
@@ -118,7 +119,7 @@ def _grab(event: GrabGranted | GrabHeld | GrabQueued) -> Grab:
     asked = None if isinstance(event, GrabQueued) else event.asked
     return Grab(
         id=event.grab, offer=event.offer, user=event.user, quantity=asked or event.quantity,
-        attributes=event.attributes, wait=isinstance(event, GrabQueued), metadata=event.metadata,
+        attributes=event.attributes, wait=isinstance(event, GrabQueued), **carried_by(event),
     )  # fmt: skip
 
 

@@ -505,7 +505,7 @@ def _record(grab: Any) -> list[Any]:
         grab.extensions, grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
         [[units, _counters(under)] for units, under in grab.counted],
         [[encoded_payment(payment), units] for payment, units in grab.payments], grab.codes,
-        *([encode_metadata(grab.metadata).decode()] if grab.metadata else []),
+        *([encode_metadata(grab.carried["metadata"]).decode()] if grab.carried else []),
         *([False, grab.basket] if grab.basket else []),
     ]  # fmt: skip
 
