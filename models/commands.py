@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from grabstream.models.bounds import (
     ARRAY_COMMANDS_MAX,
@@ -125,22 +126,32 @@ class Grab(Command, frozen=True, kw_only=True, gc=False):
     """
 
     user: Id
-    quantity: Quantity = 1
-    attributes: Annotated[dict[Id, Id], in_schema(maxProperties=ATTRIBUTES_MAX)] = {}
-    ticket: (
+    quantity: Annotated[Quantity, Meta(description="how many units")] = 1
+    attributes: Annotated[
+        dict[Id, Id],
+        in_schema(maxProperties=ATTRIBUTES_MAX),
+        Meta(description="names and values that limits may count by, such as card=c1"),
+    ] = {}
+    ticket: Annotated[
         Annotated[str, in_schema(minLength=1, maxLength=TICKET_LENGTH_MAX, pattern=r"^[\u0000-\u007f]*$")]
-        | None
-    ) = None
-    basket: Id | None = None
-    wait: bool = False
+        | None,
+        Meta(description="the ticket that the eligibility service signed"),
+    ] = None
+    basket: Annotated[Id | None, Meta(description="shared by grabs that are all granted or all refused")] = (
+        None
+    )
+    wait: Annotated[bool, Meta(description="join the waiting list when the offer is sold out")] = False
     # None by default: a new map would cost every plain grab that is decoded.
-    metadata: (
+    metadata: Annotated[
         Annotated[
             dict[Id, Annotated[str, in_schema(pattern=LINE_PATTERN)]],
             in_schema(maxProperties=METADATA_PAIRS_MAX),
         ]
-        | None
-    ) = None
+        | None,
+        Meta(
+            description="texts by name that the answer and the events of the grab repeat, such as form_id=f1"
+        ),
+    ] = None
 
 
 class Pause(OfferCommand, frozen=True, kw_only=True):
@@ -189,7 +200,7 @@ class GrabCommand(Command, frozen=True, kw_only=True):
     """
 
     grab: Id
-    user: Id | None = None
+    user: Annotated[Id | None, Meta(description="whose grab it must be; absent: anybody's")] = None
 
 
 class Confirm(GrabCommand, frozen=True, kw_only=True, gc=False):
@@ -197,11 +208,18 @@ class Confirm(GrabCommand, frozen=True, kw_only=True, gc=False):
     units (absent: all that are held). `receipt` is the signature of the payment side.
     """
 
-    payment: PaymentId | None = None
-    paid: Sum = 0
-    currency: Currency | None = None
-    quantity: Quantity | None = None
-    receipt: Annotated[str, in_schema(minLength=1, maxLength=RECEIPT_LENGTH_MAX)] | None = None
+    payment: Annotated[
+        PaymentId | None, Meta(description="the payment's id; a payment is booked only once")
+    ] = None
+    paid: Annotated[Sum, Meta(description="the amount paid, in minor units of the currency")] = 0
+    currency: Annotated[Currency | None, Meta(description="the currency of the payment, such as CNY")] = None
+    quantity: Annotated[
+        Quantity | None, Meta(description="how many of the held units to confirm; absent: all")
+    ] = None
+    receipt: Annotated[
+        Annotated[str, in_schema(minLength=1, maxLength=RECEIPT_LENGTH_MAX)] | None,
+        Meta(description="the receipt that the payment side signed"),
+    ] = None
 
 
 class Release(GrabCommand, frozen=True, kw_only=True):
@@ -217,21 +235,27 @@ class Return(GrabCommand, frozen=True, kw_only=True):
     back.
     """
 
-    quantity: Quantity | None = None
-    reason: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] = ""
+    quantity: Annotated[
+        Quantity | None, Meta(description="how many units; absent: all that are not redeemed")
+    ] = None
+    reason: Annotated[
+        str,
+        in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN),
+        Meta(description="the reason, in one line"),
+    ] = ""
 
 
 class Redeem(GrabCommand, frozen=True, kw_only=True):
     """Uses `quantity` units of a coupon, once for each order."""
 
-    order: Id
-    quantity: Quantity = 1
+    order: Annotated[Id, Meta(description="the order's id; each order uses units only once")]
+    quantity: Annotated[Quantity, Meta(description="how many units")] = 1
 
 
 class Unredeem(GrabCommand, frozen=True, kw_only=True):
     """Takes the use for an order back."""
 
-    order: Id
+    order: Annotated[Id, Meta(description="the order's id")]
 
 
 AnyCommand = (

@@ -258,32 +258,45 @@ export interface OperatorFields {
  *  `metadata` are texts by name that the answer and the events of the grab repeat; nothing is decided by
  *  them. */
 export interface GrabFields {
+  /** how many units */
   quantity?: number
+  /** names and values that limits may count by, such as card=c1 */
   attributes?: Record<string, string>
+  /** the ticket that the eligibility service signed */
   ticket?: string
+  /** join the waiting list when the offer is sold out */
   wait?: boolean
+  /** texts by name that the answer and the events of the grab repeat, such as form_id=f1 */
   metadata?: Record<string, string>
 }
 
 /** Reports that a hold was paid: `paid` minor units of `currency` by `payment`, for `quantity` of its
  *  units (absent: all that are held). `receipt` is the signature of the payment side. */
 export interface ConfirmFields {
+  /** the payment's id; a payment is booked only once */
   payment?: string
+  /** the amount paid, in minor units of the currency */
   paid?: number
+  /** the currency of the payment, such as CNY */
   currency?: string
+  /** how many of the held units to confirm; absent: all */
   quantity?: number
+  /** the receipt that the payment side signed */
   receipt?: string
 }
 
 /** Gives back `quantity` units (absent: all) that were granted or confirmed; money paid for them goes
  *  back. */
 export interface ReturnFields {
+  /** how many units; absent: all that are not redeemed */
   quantity?: number
+  /** the reason, in one line */
   reason?: string
 }
 
 /** Uses `quantity` units of a coupon, once for each order. */
 export interface RedeemFields {
+  /** how many units */
   quantity?: number
 }
 

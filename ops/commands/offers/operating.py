@@ -26,6 +26,7 @@ from grabstream.ops.commands.offers.approving import (
     signing_key,
     with_approvals,
 )
+from grabstream.ops.commands.offers.fields import pairs_of
 from grabstream.ops.commands.offers.through_a_gate import (
     carry_out,
     complain,
@@ -34,7 +35,6 @@ from grabstream.ops.commands.offers.through_a_gate import (
     make_command,
     offer_argument,
     operator_option,
-    pairs_of,
     plain_console,
     print_answers,
     progress_bar,

@@ -29,13 +29,14 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.models.answers import Answer, encode_answer
 from grabstream.models.bounds import FILE_BYTES_MAX
 from grabstream.models.calendar import utc_text
-from grabstream.models.commands import AnyCommand, Open, Undecodable, decode_command, encode_command
+from grabstream.models.commands import AnyCommand, Grab, Open, Undecodable, decode_command, encode_command
 from grabstream.models.identifiers import is_id
 from grabstream.models.money import Invalid
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import words_of
 from grabstream.ops.commands.offers.approving import approval_option, sign_option, with_approvals
+from grabstream.ops.commands.offers.fields import field_options
 from grabstream.ops.connections.identity import IdentityNotRecorded
 from grabstream.ops.connections.opening import checked_books, open_gate
 from grabstream.ops.console.output import Output, counted, json_option, print_json, table
@@ -99,17 +100,6 @@ def make_command(type: str, command_id: str | None, offer: str, **fields: Any) -
         raise click.UsageError(error.reason) from None
     except (OverflowError, ValueError) as error:  # a number of 30 digits, a text that is not UTF-8
         raise click.UsageError(f"cannot be written as JSON: {error}") from None
-
-
-def pairs_of(option: str, written: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs of texts NAME=VALUE; raises BadParameter for a text without `=`."""
-    pairs = []
-    for text in written:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise click.BadParameter(f"must be written as NAME=VALUE, got {text!r}", param_hint=option)
-        pairs.append((name, value))
-    return pairs
 
 
 class _Rate(ProgressColumn):
@@ -421,52 +411,9 @@ def close(offer: str, operator: str | None, command_id: str | None, as_json: boo
 @click.command()
 @offer_argument
 @click.argument("user")
-@click.option("--quantity", type=int, default=1, show_default=True, help="How many units.")
-@click.option(
-    "--attribute",
-    "attributes",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="An attribute that limits may count by, such as card=c1. Repeatable.",
-)
-@click.option("--ticket", help="The ticket that the eligibility service signed; see `grabstream ticket`.")
-@click.option("--wait", is_flag=True, help="Join the waiting list when the offer is sold out.")
-@click.option(
-    "--metadata",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A text that the answer and the events of the grab repeat, such as form_id=f1. Repeatable.",
-)
+@field_options(Grab, "user", "basket")
 @id_option
 @json_option
-def grab(
-    offer: str,
-    user: str,
-    quantity: int,
-    attributes: Sequence[str],
-    ticket: str | None,
-    wait: bool,
-    metadata: Sequence[str],
-    command_id: str | None,
-    as_json: bool,
-) -> None:
-    """Grab a part of the envelope OFFER, or units of OFFER, for USER."""
-    command = make_command(
-        "grab",
-        command_id,
-        offer,
-        user=user,
-        quantity=quantity,
-        attributes=_values_by_name("--attribute", attributes),
-        ticket=ticket,
-        wait=wait,
-        metadata=_values_by_name("--metadata", metadata) or None,
-    )
-    carry_out(command, as_json)
-
-
-def _values_by_name(option: str, written: Sequence[str]) -> dict[str, str]:
-    pairs = pairs_of(option, written)
-    if len(dict(pairs)) < len(pairs):
-        raise click.BadParameter("a name is given twice; keep one", param_hint=option)
-    return dict(pairs)
+def grab(offer: str, user: str, command_id: str | None, as_json: bool, **fields: Any) -> None:
+    """Grab a part of the envelope OFFER, or units of OFFER, for USER. `grabstream ticket` makes tickets."""
+    carry_out(make_command("grab", command_id, offer, user=user, **fields), as_json)
