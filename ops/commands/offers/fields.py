@@ -25,7 +25,7 @@ def field_options(command: type[msgspec.Struct], *but: str) -> Callable[[F], F]:
 
 
 def _option(field: msgspec.structs.FieldInfo) -> Callable[[F], F]:
-    kind, words = _kind_of(field.type), _description(field.type)
+    kind, words = kind_of(field.type), _description(field.type)
     if kind is dict:
         return click.option(
             f"--{field.name.removesuffix('s')}", field.name, multiple=True, callback=_values_by_name,
@@ -42,13 +42,13 @@ def _option(field: msgspec.structs.FieldInfo) -> Callable[[F], F]:
     )
 
 
-def _kind_of(annotation: Any) -> type:
+def kind_of(annotation: Any) -> type:
     """int, str, bool or dict: what a field is, if it is there."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kind_of(arguments[0])
+        return kind_of(arguments[0])
     if origin in (Union, UnionType):
-        return _kind_of(next(member for member in arguments if member is not type(None)))
+        return kind_of(next(member for member in arguments if member is not type(None)))
     kind: type = origin or annotation
     return kind
 
