@@ -19,7 +19,7 @@ from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import Confirm, Grab, Open
 from grabstream.models.journal import GENESIS, Accepted, Cursor, block_headers, chain, marker_headers
 from grabstream.models.offers import Limit, StockTerms
-from grabstream.models.runs import decode_line
+from grabstream.models.runs import RUN_VERSION, decode_line
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
@@ -232,16 +232,16 @@ async def _add_past(settings: Settings, shard: int, count: int) -> None:
 def _past_line(shard: int, seq: int, before: int, end: int, at: int) -> bytes:
     offer_seq = seq - before
     type_ = "offer.opened" if offer_seq == 1 else "offer.retired" if seq == end else "grab.granted"
+    version = RUN_VERSION if type_ == "grab.granted" else 1
     head = (
-        f'{{"type":"{type_}","v":1,"shard":{shard},"seq":{seq},"offer_seq":{offer_seq},"offer":"past{shard}",'
-        f'"at":{at}'
+        f'{{"type":"{type_}","v":{version},"shard":{shard},"seq":{seq},"offer_seq":{offer_seq},'
+        f'"offer":"past{shard}","at":{at}'
     )
     if type_ != "grab.granted":
         return f'{head},"command":"c{offer_seq}"}}'.encode()
     return (
-        f'{head},"command":"g{seq:031d}","grab":"g{seq:031d}","user":"u{seq:031d}","quantity":1,"amount":150,'
-        f'"asset":"CNY","place":{offer_seq},'
-        f'"left":{end - seq},"digest":"0123456789abcdef"}}'
+        f'{head},"grabs":["g{seq:031d}"],"users":["u{seq:031d}"],"amounts":[150],"asset":"CNY",'
+        f'"place":{offer_seq},"left":{end - seq},"digests":["0123456789abcdef"]}}'
     ).encode()
 
 

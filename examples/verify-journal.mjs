@@ -116,7 +116,7 @@ function checkTexts(block, shard) {
       throw corrupt(`the event of seq ${seq} is not JSON`);
     }
     if (event === null || typeof event !== "object") throw corrupt(`the event of seq ${seq} is not an object`);
-    const isRun = event.v === 2 && (event.type === "grab.granted" || event.type === "grab.held");
+    const isRun = event.type === "grab.granted" || event.type === "grab.held";
     const last = event.seq + (isRun ? event.grabs?.length : 1) - 1;
     if (event.shard !== shard || event.seq !== seq || last !== block.ends[index]) {
       throw corrupt(`the event of seq ${seq} carries other numbers in its text`);

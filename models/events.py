@@ -8,7 +8,7 @@ The class line of a type names its current version (`V1`). Events of older versi
 they are decoded (`models/upcasting.py`); events of newer versions are refused.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Final, Generic, Literal, TypeVar, get_args
 
 import msgspec
@@ -20,7 +20,7 @@ from grabstream.models.money import Account, Asset, Currency, Quantity, Sum
 from grabstream.models.offers import Seed, Terms
 from grabstream.models.outcomes import OutcomeName
 from grabstream.models.upcasters import UPCASTERS
-from grabstream.models.upcasting import Upcaster, Upcasters
+from grabstream.models.upcasting import Upcaster, Upcasters, VersionedDecoder
 
 V = TypeVar("V", bound=int)
 V1 = Literal[1]
@@ -320,12 +320,16 @@ class LedgerAdjusted(Event[V1], tag="ledger.adjusted", frozen=True, kw_only=True
     digest: str
 
 
-AnyEvent = (
+AnyOfferEvent = (
     OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
-    | GrabGranted | GrabHeld | GrabQueued | GrabExtended | GrabConfirmed | GrabReleased | GrabReturned
-    | GrabRedeemed | GrabUnredeemed
+)  # fmt: skip
+_OtherEvent = (
+    GrabQueued | GrabExtended | GrabConfirmed | GrabReleased | GrabReturned | GrabRedeemed | GrabUnredeemed
     | PaymentRefundDue | LedgerAdjusted
 )  # fmt: skip
+AnyEvent = AnyOfferEvent | GrabGranted | GrabHeld | _OtherEvent
+#: Events that are lines of the journal by themselves: there, grants and holds are runs (`models/runs.py`).
+LineEvent = AnyOfferEvent | _OtherEvent
 AnyGrabEvent = (
     GrabGranted
     | GrabHeld
@@ -346,48 +350,12 @@ CURRENT_VERSIONS: Final[dict[str, int]] = {
     for event in get_args(AnyEvent)
 }
 
-_decode_current: Final[Callable[[bytes], AnyEvent]] = msgspec.json.Decoder(AnyEvent).decode
-_decode_current_list: Final[Callable[[bytes], list[AnyEvent]]] = msgspec.json.Decoder(list[AnyEvent]).decode
-_decode_raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
-
-class EventDecoder:
-    """Decodes events of the current version and of every version it has upcasters for, into the current form.
-
-    The constructor raises BrokenChain when the upcasters have a gap. Decoding raises msgspec.DecodeError for
-    a text that is not an event; two subclasses of it are NewerEvent, for an event of a newer grabstream, and
-    UpcastFailed, for an event that its upcaster cannot raise.
-    """
+class EventDecoder(VersionedDecoder[AnyEvent]):
+    """Decodes single events, as `grab.events` has them."""
 
     def __init__(self, upcasters: Iterable[Upcaster] = UPCASTERS) -> None:
-        self._upcasters = Upcasters(upcasters, CURRENT_VERSIONS)
-
-    def decode(self, line: bytes) -> AnyEvent:
-        """Decodes one event."""
-        # The version of each type is a literal, so another version fails here, in C. Events of the current
-        # version have no additional cost.
-        try:
-            try:
-                return _decode_current(line)
-            except msgspec.ValidationError:
-                raised = self._upcasters.raised(line)
-                if raised is None:
-                    raise
-            return _decode_current(raised)
-        except RecursionError:
-            raise msgspec.DecodeError("nested too deep to be an event") from None
-
-    def decode_list(self, lines: bytes) -> list[AnyEvent]:
-        """Decodes `[line,line,…]` in one call, for whole blocks; line by line only if an event does not have
-        the current version.
-        """
-        try:
-            try:
-                return _decode_current_list(lines)
-            except msgspec.ValidationError:
-                return [self.decode(bytes(raw)) for raw in _decode_raw_list(lines)]
-        except RecursionError:
-            raise msgspec.DecodeError("nested too deep to be events") from None
+        super().__init__(AnyEvent, Upcasters(upcasters, CURRENT_VERSIONS))
 
 
 #: Made at import, so that no process that reads events starts with a gap in the upcasters.

@@ -2,30 +2,31 @@
 
 A run is version 2 of `grab.granted` and `grab.held`. It takes as many seqs as it has grabs: its grab number i
 (from 0) has the seq `seq + i`, the offer_seq `offer_seq + i` and the place `place + i`. So (shard, seq) names
-one grab, whether it was journaled in a run or by itself. `singles` returns the events of the grabs one by
-one, in the form of version 1; `grab.events` has them so.
+one grab. `singles` returns the events of the grabs one by one, in the form of version 1; `grab.events` has
+them so.
 
-The lines of the journal and of the audit trail are single events, or runs: `decode_line` and `decode_lines`
-read them.
+In the journal and in the audit trail, every grant and every hold is a run, also that of one grab.
+`decode_line` and `decode_lines` read their lines.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
 import msgspec
 
 from grabstream.models.events import (
-    EVENTS,
+    CURRENT_VERSIONS,
     AnyEvent,
-    EventDecoder,
     GrabGranted,
     GrabHeld,
+    LineEvent,
     Metadata,
     Number,
 )
 from grabstream.models.identifiers import Count, Id
 from grabstream.models.money import Asset, Currency, Quantity, Sum
-from grabstream.models.upcasting import NewerEvent
+from grabstream.models.upcasters import UPCASTERS
+from grabstream.models.upcasting import Upcaster, Upcasters, VersionedDecoder
 
 V2 = Literal[2]
 RUN_VERSION: Final = 2
@@ -101,6 +102,18 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
         """The amount of each grab, in minor units or pieces."""
         return self.amounts or self.given
 
+    def grab(self, i: int) -> Self:
+        """The run of grab number i alone."""
+        columns = {name: getattr(self, name)[i : i + 1] for name in ("grabs", *self.columns)}
+        return msgspec.structs.replace(
+            self,
+            seq=self.seq + i,
+            offer_seq=self.offer_seq + i,
+            place=self.place + i,
+            left=self.left + sum(self.given[i + 1 :]),
+            **columns,
+        )
+
 
 class GrantedRun(_Run, tag="grab.granted", frozen=True, kw_only=True, gc=False):
     """Users got amounts for good. `codes` are sealed."""
@@ -141,59 +154,21 @@ class HeldRun(_Run, tag="grab.held", frozen=True, kw_only=True, gc=False):
 
 AnyRun: TypeAlias = GrantedRun | HeldRun
 #: What a line of the journal contains.
-AnyLine: TypeAlias = AnyEvent | GrantedRun | HeldRun
+AnyLine: TypeAlias = LineEvent | GrantedRun | HeldRun
 
-_RUNS: Final = {str(run.__struct_config__.tag): run for run in (GrantedRun, HeldRun)}
-_WITH_RUNS: Any = GrantedRun | HeldRun
-for _event in get_args(AnyEvent):
-    if str(_event.__struct_config__.tag) not in _RUNS:
-        _WITH_RUNS |= _event
-_decode_run: Final[Callable[[bytes], AnyRun]] = msgspec.json.Decoder(GrantedRun | HeldRun).decode
-_decode_with_runs: Final[Callable[[bytes], list[AnyLine]]] = msgspec.json.Decoder(list[_WITH_RUNS]).decode
-_decode_raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+#: The types of runs.
+RUN_TYPES: Final = tuple(str(run.__struct_config__.tag) for run in get_args(AnyRun))
+#: The current version of every type in lines.
+LINE_VERSIONS: Final = CURRENT_VERSIONS | dict.fromkeys(RUN_TYPES, RUN_VERSION)
 
 
-class _Versioned(msgspec.Struct):
-    type: str
-    v: int
+class LineDecoder(VersionedDecoder[AnyLine]):
+    """Decodes lines of the journal, where granted and held grabs are runs."""
 
-
-_decode_versioned: Final = msgspec.json.Decoder(_Versioned).decode
-
-
-class LineDecoder:
-    """Decodes lines of the journal: single events by `events`, and runs. The errors are those of
-    EventDecoder.
-    """
-
-    def __init__(self, events: EventDecoder = EVENTS) -> None:
-        self._events = events
-
-    def decode(self, line: bytes) -> AnyLine:
-        """Decodes one line."""
-        try:
-            return self._events.decode(line)
-        except NewerEvent:
-            found = _decode_versioned(line)
-            if found.type not in _RUNS or found.v != RUN_VERSION:
-                raise
-        try:
-            return _decode_run(line)
-        except RecursionError:
-            raise msgspec.DecodeError("nested too deep to be an event") from None
-
-    def decode_list(self, lines: bytes) -> list[AnyLine]:
-        """Decodes `[line,line,…]` in one call, for whole blocks, unless single events of `grab.granted` and
-        `grab.held` are among runs.
-        """
-        try:
-            return _decode_with_runs(lines)
-        except (msgspec.ValidationError, RecursionError):
-            pass  # the others have single events only, or both
-        try:
-            return self._events.decode_list(lines)  # type: ignore[return-value]  # a list of some of these
-        except NewerEvent:
-            return [self.decode(bytes(raw)) for raw in _decode_raw_list(lines)]
+    def __init__(self, upcasters: Iterable[Upcaster] = UPCASTERS) -> None:
+        of_lines = (step for step in upcasters if step.type not in RUN_TYPES)
+        first = dict.fromkeys(RUN_TYPES, RUN_VERSION)
+        super().__init__(AnyLine, Upcasters(of_lines, LINE_VERSIONS, first))
 
 
 LINES: Final = LineDecoder()
@@ -202,8 +177,8 @@ decode_lines = LINES.decode_list
 
 
 #: How the scripts begin a line that is a run.
-_SINGLE_BEGINS: Final = tuple(b'{"type":"%s","v":1,' % tag.encode() for tag in _RUNS)
-_RUN_BEGINS: Final = tuple(b'{"type":"%s","v":%d,' % (tag.encode(), RUN_VERSION) for tag in _RUNS)
+_SINGLE_BEGINS: Final = tuple(b'{"type":"%s","v":1,' % tag.encode() for tag in RUN_TYPES)
+_RUN_BEGINS: Final = tuple(b'{"type":"%s","v":%d,' % (tag.encode(), RUN_VERSION) for tag in RUN_TYPES)
 
 
 def is_run(line: bytes) -> bool:
@@ -217,7 +192,7 @@ def is_single(line: bytes) -> bool:
     return line.startswith(_SINGLE_BEGINS) and b',"waited":true' not in line
 
 
-def singles(event: AnyLine) -> Sequence[AnyEvent]:
+def singles(event: AnyEvent | AnyRun) -> Sequence[AnyEvent]:
     """The events of the grabs of a run, in order; any other event as it is."""
     if not isinstance(event, AnyRun):
         return (event,)

@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from grabstream.models.runs import AnyLine, GrantedRun, HeldRun
+from grabstream.models.events import AnyEvent
+from grabstream.models.runs import AnyRun, GrantedRun, HeldRun
 
 #: Prefixes of accounts that are never below 0. Other accounts (`external:`, `issuer:` …) stand for the
 #: outside world.
@@ -60,7 +61,7 @@ def source_of(asset: str, funding: str | None, issuer: str) -> str:
     return f"external:{funding}" if _is_money(asset) else f"issuer:{issuer}"
 
 
-def transfers_of(event: AnyLine) -> Transfers:
+def transfers_of(event: AnyEvent | AnyRun) -> Transfers:
     """The transfers of an event, in order of their legs; empty for an event that moves nothing. Of a run, one
     for each grab, in columns.
     """
@@ -102,8 +103,7 @@ def _closed(event: Any) -> tuple[Transfer, ...]:
 
 
 def _granted(event: Any) -> tuple[Transfer, ...]:
-    # The most frequent event, so this function is optimized.
-    return (_transfer((event.asset, _OFFER + event.offer, _WALLET + event.user, event.amount)),)
+    return (Transfer(event.asset, _OFFER + event.offer, _WALLET + event.user, event.amount),)
 
 
 def _held(event: Any) -> tuple[Transfer, ...]:

@@ -8,7 +8,7 @@ this program; docs/events.md explains how to add one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ FIRST_VERSION: Final = 1
 NEWER: Final = "a newer grabstream"
 
 Document = dict[str, Any]
+E = TypeVar("E")
 
 
 class BrokenChain(Exception):
@@ -59,16 +60,19 @@ class _Versioned(msgspec.Struct):
 
 
 _decode_versioned = msgspec.json.Decoder(_Versioned).decode
+_decode_raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class Upcasters:
     """The upcasters of a program, one chain for each type. The constructor checks that no chain has a gap."""
 
-    def __init__(self, steps: Iterable[Upcaster], current: Mapping[str, int]) -> None:
-        """`current` is the version of every type that this program writes. Raises BrokenChain with all
-        problems.
+    def __init__(
+        self, steps: Iterable[Upcaster], current: Mapping[str, int], first: Mapping[str, int] = {}
+    ) -> None:
+        """`current` is the version of every type that this program writes, `first` that with which a type
+        began, if not with FIRST_VERSION. Raises BrokenChain with all problems.
         """
-        self._current = dict(current)
+        self._current, self._first = dict(current), dict(first)
         self._steps: dict[tuple[str, int], Upcaster] = {}
         problems = []
         for step in steps:
@@ -89,7 +93,8 @@ class Upcasters:
         ]
         for type_, current in sorted(self._current.items()):
             versions = {version for of_type, version in self._steps if of_type == type_}
-            for version in range(min(FIRST_VERSION, *versions, current), current):
+            first = self._first.get(type_, FIRST_VERSION)
+            for version in range(min(first, *versions, current), current):
                 if version not in versions:
                     problems.append(
                         f"{type_}: no upcaster from v{version} to v{version + 1}, although v{current} is "
@@ -132,7 +137,7 @@ class Upcasters:
         for version in range(event.v, current):
             step = self._steps.get((event.type, version))
             if step is None:
-                raise UpcastFailed(f"{where}{event.type} v{version}: there has never been such a version")
+                raise UpcastFailed(f"{where}{event.type} v{version}: there is no such version here")
             try:
                 document = step.raise_version(document)
                 document["v"] = version + 1
@@ -142,3 +147,45 @@ class Upcasters:
                     f"{where}{event.type} v{version}: the upcaster to v{version + 1} failed: {error!r}"
                 ) from error
         return msgspec.json.encode(document)
+
+
+class VersionedDecoder(Generic[E]):
+    """Decodes texts of the current versions of some types, and of every version that upcasters raise to
+    these.
+
+    The constructor raises BrokenChain when the upcasters have a gap. Decoding raises msgspec.DecodeError for
+    any other text; two subclasses of it are NewerEvent, for a text of a newer grabstream, and UpcastFailed,
+    for one that its upcaster cannot raise.
+    """
+
+    def __init__(self, form: Any, upcasters: Upcasters) -> None:
+        """`form` is the union of the current types, in which the version of each is a literal."""
+        self._upcasters = upcasters
+        self._decode_current: Callable[[bytes], E] = msgspec.json.Decoder(form).decode
+        self._decode_current_list: Callable[[bytes], list[E]] = msgspec.json.Decoder(list[form]).decode
+
+    def decode(self, line: bytes) -> E:
+        """Decodes one text."""
+        # Another version fails here, in C. Texts of the current version have no additional cost.
+        try:
+            try:
+                return self._decode_current(line)
+            except msgspec.ValidationError:
+                raised = self._upcasters.raised(line)
+                if raised is None:
+                    raise
+            return self._decode_current(raised)
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deep to be an event") from None
+
+    def decode_list(self, lines: bytes) -> list[E]:
+        """Decodes `[line,line,…]` in one call, for whole blocks; line by line only if a text does not have
+        the current version.
+        """
+        try:
+            try:
+                return self._decode_current_list(lines)
+            except msgspec.ValidationError:
+                return [self.decode(bytes(raw)) for raw in _decode_raw_list(lines)]
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deep to be events") from None

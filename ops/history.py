@@ -35,7 +35,7 @@ SourceName: TypeAlias = Literal["journal", "audit", "archive"]
 
 class JournalLine(NamedTuple):
     """A line of the journal: its bytes, the hash of the chain after it, and its event, which is a run if the
-    line has several grabs. The line takes the seqs from `seq` to `last_seq` of its shard.
+    line grants or holds. The line takes the seqs from `seq` to `last_seq` of its shard.
     """
 
     shard: int
@@ -197,7 +197,7 @@ def _events(fact: Fact, selection: Selection) -> list[tuple[AnyEvent, int]]:
 
 def _lines(fact: Fact, selection: Selection) -> list[tuple[JournalLine, int]]:
     """The line, if it is wanted, with its last seq."""
-    event = fact.event
+    event: Any = fact.event  # of a line, not of a single grab
     line = JournalLine(event.shard, event.seq, event.last_seq, fact.line, fact.hash, event)
     return [(line, event.last_seq)] if selection.of([fact]) else []
 

@@ -8,9 +8,9 @@ from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, sql
 
-from grabstream.models.events import encode_event
+from grabstream.models.events import AnyEvent, encode_event
 from grabstream.models.journal import Cursor
-from grabstream.models.runs import AnyLine, AnyRun, singles
+from grabstream.models.runs import AnyRun, singles
 from grabstream.models.transfers import Transfers, transfers_of
 from grabstream.models.upcasting import NEWER
 
@@ -23,12 +23,12 @@ class CursorMoved(Exception):
 
 class Fact(NamedTuple):
     """An event as a projection gets it: its line in the journal, the hash of the chain after it, its decoded
-    form (a run, if the line is one), and its transfers.
+    form, and its transfers. Grants and holds are runs, unless `single_facts` divided them.
     """
 
     line: bytes
     hash: bytes
-    event: AnyLine
+    event: AnyEvent | AnyRun
     transfers: Transfers
 
 
@@ -53,19 +53,21 @@ NOT_COMPUTED: Final = _NotComputed()
 
 
 def facts_without_transfers(
-    lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyLine]
+    lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyEvent | AnyRun]
 ) -> list[Fact]:
     """A fact for each line of a block; its transfers are NOT_COMPUTED, which is a tenth less work."""
     none = repeat(NOT_COMPUTED, len(events))
     return list(map(_fact, zip(lines, hashes, events, none, strict=True)))
 
 
-def facts_of(lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyLine]) -> list[Fact]:
+def facts_of(
+    lines: Iterable[bytes], hashes: Iterable[bytes], events: Sequence[AnyEvent | AnyRun]
+) -> list[Fact]:
     """A fact for each line of a block, with its transfers."""
     return list(map(_fact, zip(lines, hashes, events, map(transfers_of, events), strict=True)))
 
 
-def follow(shard: int, seq: int, events: Iterable[AnyLine]) -> bool:
+def follow(shard: int, seq: int, events: Iterable[AnyEvent | AnyRun]) -> bool:
     """Whether events are of a shard, and follow each other from the one after `seq` on, by their texts."""
     for event in events:
         if event.seq != seq + 1 or event.shard != shard:

@@ -31,6 +31,7 @@ from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp
 from tests.support.command_line import env_of
 from tests.support.projecting import JournalWriter, running, until_at_seq
+from tests.support.runs import as_lines
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "images"
 BYTES_MAX: Final = 40_000
@@ -165,8 +166,9 @@ async def store(settings: Settings, sale: Sale) -> None:
     async with started(AIOKafkaProducer(bootstrap_servers=settings.kafka, acks="all")) as producer:
         journal = JournalWriter(settings, producer, shard)
         await journal.marker(1, "a")
-        for first in range(1, len(sale.lines) + 1, BLOCK_LINES):
-            await journal.block(sale.lines, first, min(first + BLOCK_LINES - 1, len(sale.lines)))
+        lines = as_lines(sale.lines)
+        for first in range(1, len(lines) + 1, BLOCK_LINES):
+            await journal.block(lines, first, min(first + BLOCK_LINES - 1, len(lines)))
     async with running(settings) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(shard))

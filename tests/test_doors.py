@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from typing import Any, Final, NamedTuple, get_args
 
@@ -34,7 +35,7 @@ from grabstream.models.commands import (
     decode_commands,
     encode_command,
 )
-from grabstream.models.events import AnyEvent, decode_event, decode_event_list
+from grabstream.models.events import EVENTS, AnyEvent
 from grabstream.models.journal import Corrupt, Cursor, Gap, block_headers, chain, marker_headers, parse_block
 from grabstream.models.money import Invalid
 from grabstream.models.payments import (
@@ -48,6 +49,7 @@ from grabstream.models.payments import (
     encode_claims,
 )
 from grabstream.models.payments import decode_answer as decode_payments
+from grabstream.models.runs import LINES, AnyLine
 from grabstream.models.upcasting import UpcastFailed
 from grabstream.ops.formats.offer_files import BadOfferFile, Form, read_offers
 from grabstream.ops.settings import BadSettings, Settings, load_settings
@@ -307,10 +309,15 @@ EVENT: Final = (
     b'"grab":"c","user":"u","quantity":1,'
     b'"amount":7,"asset":"CNY","place":1,"left":0,"digest":"abcd"}'
 )
+RUN: Final = (
+    b'{"type":"grab.granted","v":2,"shard":0,"seq":1,"offer_seq":2,"offer":"o","at":5,"grabs":["c","d"],'
+    b'"users":["u","v"],"amounts":[7,8],"asset":"CNY","place":1,"left":0,"digests":["abcd","plain"]}'
+)
 of_line = st.one_of(
     st.binary(max_size=200),
-    damaged(st.just(EVENT)),
+    damaged(st.sampled_from((EVENT, RUN))),
     structured(json.loads(EVENT)).map(encoded),
+    structured(json.loads(RUN)).map(encoded),
     st.just(EVENT[:-1] + b',"x":' + b"[" * 5_000),
     st.just(b"[" * 5_000),
     st.just(b'{"type":' + b"9" * 5_000),
@@ -361,10 +368,12 @@ def test_journal_record_counts_is_ignored_or_is_corrupt(
 @given(lines=st.lists(of_line, min_size=1, max_size=3))
 def test_line_is_an_event_or_refused(lines: list[bytes]) -> None:
     documented = (msgspec.DecodeError, UpcastFailed, UnicodeDecodeError)
-    for line in lines:
-        found = bounded(len(line), lambda line=line: attempted(lambda: decode_event(line), *documented))
-        assert isinstance(found, (*get_args(AnyEvent), *documented))
-    attempted(lambda: decode_event_list(b"[" + b",".join(lines) + b"]"), *documented)
+    for decoder, form in ((EVENTS, AnyEvent), (LINES, AnyLine)):
+        for line in lines:
+            decode = partial(decoder.decode, line)
+            found = bounded(len(line), lambda decode=decode: attempted(decode, *documented))
+            assert isinstance(found, (*get_args(form), *documented))
+        attempted(partial(decoder.decode_list, b"[" + b",".join(lines) + b"]"), *documented)
 
 
 # -- tickets and answers -------------------------------------------------------------------------------------

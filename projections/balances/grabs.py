@@ -13,7 +13,6 @@ from grabstream.models.events import (
     AnyGrabEvent,
     GrabConfirmed,
     GrabExtended,
-    GrabGranted,
     GrabHeld,
     GrabQueued,
     GrabRedeemed,
@@ -148,18 +147,9 @@ class GrabRows:
         self._changes: dict[tuple[str, str, str], _Change] = {}
 
     def add(self, event: AnyGrabEvent) -> None:
-        """Adds an event. Events of one grab must be added in order."""
-        if isinstance(event, GrabGranted) and not (
-            event.attributes or event.metadata or event.basket is not None
-        ):
-            self._plain.append(
-                f"{event.offer}\t{event.grab}\t{event.user}\tgranted\t{event.quantity}\t{event.amount}\t{event.asset}\t"
-                f"{event.place}\t{event.shard}\t{event.seq}\t{event.at}\n"
-            )
-        elif isinstance(event, GrabGranted | GrabQueued) or (
-            isinstance(event, GrabHeld) and not event.waited
-        ):
-            self._full.append(_full_row(event))
+        """Adds an event that is not a run. Events of one grab must be added in order."""
+        if isinstance(event, GrabQueued):
+            self._full.append(_queued_row(event))
         else:
             self._alter(event)
 
@@ -234,24 +224,17 @@ async def finish_grabs(connection: AsyncConnection[Any]) -> None:
         raise CheckViolation(f"events of grabs that do not exist: {grabs - done.rowcount} grabs")
 
 
-def _full_row(event: GrabGranted | GrabHeld | GrabQueued) -> str:
-    waiting = event.quantity if isinstance(event, GrabQueued) else 0
-    held, deadline_at, due, currency = 0, None, None, None
-    if isinstance(event, GrabHeld):
-        held, deadline_at, due, currency = event.quantity, event.deadline_at, event.due, event.currency
-    basket = None if isinstance(event, GrabQueued) else event.basket
-    state = "held" if held else ("waiting" if waiting else "granted")
+def _queued_row(event: GrabQueued) -> str:
     values: Iterable[object] = (
-        event.offer, event.grab, event.user, state, event.quantity,
-        event.quantity if waiting else event.amount, event.asset, event.place,
-        event.shard, event.seq, event.at, held, waiting, deadline_at, due, currency,
-        _json_text(event.attributes), basket, _json_text(event.metadata),
+        event.offer, event.grab, event.user, "waiting", event.quantity, event.quantity, event.asset,
+        event.place, event.shard, event.seq, event.at, 0, event.quantity, "\\N", "\\N", "\\N",
+        _json_text(event.attributes), "\\N", _json_text(event.metadata),
     )  # fmt: skip
-    return "\t".join("\\N" if value is None else str(value) for value in values) + "\n"
+    return "\t".join(map(str, values)) + "\n"
 
 
 def _full_rows(event: AnyRun) -> list[str]:
-    """The rows of a run whose grabs have not waited, as `_full_row` makes them of its single events."""
+    """The rows of a run whose grabs have not waited."""
     given, at = event.given, f"\t{event.at}\t"
     # By quantity: the columns from `at` to `currency`.
     if isinstance(event, HeldRun):

@@ -14,8 +14,6 @@ from grabstream.models.calendar import HOUR_MS, Offsets
 from grabstream.models.events import (
     AnyEvent,
     GrabConfirmed,
-    GrabGranted,
-    GrabHeld,
     GrabQueued,
     GrabReleased,
     GrabReturned,
@@ -120,13 +118,6 @@ class OfferRows:
         self._paid: list[tuple[Any, ...]] = []
         self._paid_back: list[tuple[int, str, str, str, str]] = []
 
-    def granted(self, event: GrabGranted) -> None:
-        """Adds a `grab.granted`, the most frequent event."""
-        offer = self._changes[event.offer]
-        offer.grabs += 1
-        offer.given += event.amount
-        offer.units_left = event.left
-
     def run(self, event: AnyRun) -> None:
         """Adds a run of grants, or of holds."""
         offer, count = self._changes[event.offer], len(event.grabs)
@@ -139,10 +130,8 @@ class OfferRows:
             offer.waiting -= count if event.waited else 0
 
     def add(self, event: AnyEvent) -> None:
-        """Adds an event. Events of one offer must be added in order."""
-        if isinstance(event, GrabGranted):
-            self.granted(event)
-        elif isinstance(event, OfferOpened):
+        """Adds an event that is not a run. Events of one offer must be added in order."""
+        if isinstance(event, OfferOpened):
             self._opened.append(event)
         elif isinstance(event, PaymentRefundDue):
             self._pay(event, event.amount, event.asset, "refund_due", event.outcome)
@@ -150,11 +139,7 @@ class OfferRows:
             self._alter(self._changes[event.offer], event)
 
     def _alter(self, offer: _Change, event: AnyEvent) -> None:
-        if isinstance(event, GrabHeld):
-            offer.grabs += 1
-            offer.held += event.quantity
-            offer.waiting -= 1 if event.waited else 0
-        elif isinstance(event, GrabQueued):
+        if isinstance(event, GrabQueued):
             offer.waiting += 1
         elif isinstance(event, GrabConfirmed):
             offer.held -= 0 if event.retaken else event.quantity
@@ -167,7 +152,7 @@ class OfferRows:
             _amend(offer, event)
         else:
             _set_state(offer, event)
-        if isinstance(event, GrabHeld | GrabConfirmed | GrabReleased | GrabReturned | OfferAmended):
+        if isinstance(event, GrabConfirmed | GrabReleased | GrabReturned | OfferAmended):
             offer.units_left = event.left
 
     def _return(self, offer: _Change, event: GrabReleased | GrabReturned) -> None:

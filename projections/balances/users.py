@@ -6,7 +6,7 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from grabstream.models.events import AnyGrabEvent, GrabGranted
+from grabstream.models.events import AnyGrabEvent
 from grabstream.models.runs import AnyRun
 from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.balances.grabs import GrabRows, LoadedGrabRows, finish_grabs
@@ -53,10 +53,7 @@ async def _write_rows(connection: AsyncConnection[Any], facts: Sequence[Fact], g
     """Writes offers, payments and grabs."""
     offers = OfferRows()
     for _, _, event, _ in facts:
-        if isinstance(event, GrabGranted):
-            offers.granted(event)
-            grabs.add(event)
-        elif isinstance(event, AnyRun):
+        if isinstance(event, AnyRun):
             offers.run(event)
             grabs.run(event)
         else:

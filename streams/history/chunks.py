@@ -9,8 +9,9 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from grabstream.lua.ending import end
+from grabstream.models.events import AnyEvent
 from grabstream.models.journal import Cursor
-from grabstream.models.runs import AnyLine
+from grabstream.models.runs import AnyRun
 from grabstream.projections.cursors import Fact
 
 
@@ -36,11 +37,11 @@ class Point(NamedTuple):
         """The number of a fact that is compared with `value` where the stretch ends."""
         return self.of_event(fact.event)
 
-    def of_event(self, event: AnyLine) -> int:
+    def of_event(self, event: AnyEvent | AnyRun) -> int:
         """The number of an event that is compared with `value` where the stretch ends."""
         return event.at if self.seq is None else event.seq
 
-    def of_end(self, event: AnyLine) -> int:
+    def of_end(self, event: AnyEvent | AnyRun) -> int:
         """The number of an event that is compared with `value` where the stretch begins."""
         return event.at if self.seq is None else event.last_seq
 

@@ -11,12 +11,10 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
+from grabstream.models.events import LineEvent
 from grabstream.models.journal import Corrupt
-from grabstream.models.runs import RUN_VERSION, AnyRun
+from grabstream.models.runs import LINE_VERSIONS, RUN_TYPES, AnyRun
 from grabstream.projections.cursors import Fact
-
-_RUN_TAGS: Final = tuple(str(run.__struct_config__.tag) for run in get_args(AnyRun))
 
 
 def _value(name: str) -> Callable[[Fact], Any]:
@@ -24,7 +22,7 @@ def _value(name: str) -> Callable[[Fact], Any]:
 
 
 def _column(name: str, column: str) -> Callable[[Fact], Any]:
-    """The values of the grabs of a line: a column of a run, or the one value of a single grab."""
+    """The values of the grabs of a line: a column of a run, or the one value of an event about a grab."""
 
     def values(fact: Fact) -> Any:
         event: Any = fact.event
@@ -73,7 +71,7 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
         for field in msgspec.structs.fields(event)
         if field.name in _FIELDS and not field.required and field.default is not None
     }
-    for event in get_args(AnyEvent)
+    for event in get_args(LineEvent)
 }
 
 
@@ -149,12 +147,9 @@ def from_texts(facts: Sequence[Fact]) -> Any:
     if read.num_rows != len(facts):
         return None
     found = {name: read.column(name).combine_chunks() for name in _FIELDS}
-    is_run = pc.and_(
-        pc.is_in(found["type"], arrow.array(_RUN_TAGS)),
-        pc.fill_null(pc.equal(found["v"], arrow.scalar(RUN_VERSION)), False),
-    )
-    if not pc.all(pc.or_(is_run, _has_names_of_events(found))).as_py():
+    if not pc.all(_has_current_version(found)).as_py():
         return None
+    is_run = pc.is_in(found["type"], arrow.array(RUN_TYPES))
     for type_, defaults in _DEFAULTS.items():
         for name, default in defaults.items():
             lacks = pc.and_(pc.equal(found["type"], type_), pc.is_null(found[name]))
@@ -170,18 +165,18 @@ def from_texts(facts: Sequence[Fact]) -> Any:
     return arrow.Table.from_arrays([made[name] for name in COLUMN_NAMES], schema=schema())
 
 
-def _has_names_of_events(found: dict[str, Any]) -> Any:
-    """Which lines are single events in the version that they are decoded to."""
+def _has_current_version(found: dict[str, Any]) -> Any:
+    """Which lines are in the version that they are decoded to."""
     import pyarrow as arrow
     import pyarrow.compute as pc
 
-    at = pc.index_in(found["type"], arrow.array(list(CURRENT_VERSIONS)))
-    return pc.fill_null(pc.equal(found["v"], arrow.array(CURRENT_VERSIONS.values()).take(at)), False)
+    at = pc.index_in(found["type"], arrow.array(list(LINE_VERSIONS)))
+    return pc.fill_null(pc.equal(found["v"], arrow.array(LINE_VERSIONS.values()).take(at)), False)
 
 
 def _of_grabs(found: dict[str, Any], is_run: Any) -> None:
     """Makes the columns of grabs: those of runs, with what is usual where they are absent, and a list of one
-    for single grabs.
+    for events about one grab.
     """
     import pyarrow as arrow
     import pyarrow.compute as pc

@@ -3,21 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from grabstream.models.events import (
-    OfferAmended,
-    OfferClosed,
-    OfferLoaded,
-    OfferOpened,
-    OfferPaused,
-    OfferResumed,
-    OfferRetired,
-    PaymentRefundDue,
-)
+from grabstream.models.events import AnyOfferEvent, PaymentRefundDue, encode_event
+from grabstream.models.runs import AnyRun
+from grabstream.models.transfers import transfers_of
 from grabstream.projections.cursors import Fact, single_facts
-
-_OfferEvent = (
-    OfferOpened | OfferLoaded | OfferAmended | OfferPaused | OfferResumed | OfferClosed | OfferRetired
-)
 
 
 class Wanted(NamedTuple):
@@ -38,9 +27,9 @@ class Selection:
 
     The events of a user are those that name the user, those that book on the user's `wallet:` or `hold:`
     account (a correction, the rest of an envelope that the user gave), and refunds due for the user's grabs.
-    `offer_events` adds the events about a whole offer, which read models need. Of a run of grabs, it picks
-    single grabs, each in the form that it has on `grab.events`; with `singles`, it divides every run into
-    them, and a replay begins and ends at any of them.
+    `offer_events` is for read models: it adds the events about a whole offer, and picks grabs out of a run as
+    runs of one. Otherwise, it picks them in the form that they have on `grab.events`; with `singles`, it
+    divides every run into them, and a replay begins and ends at any of them.
     """
 
     def __init__(
@@ -63,9 +52,21 @@ class Selection:
         if self._offers:
             facts = [fact for fact in facts if fact.event.offer in self._offers]
             self.offers_met.update(fact.event.offer for fact in facts)
-        if self._users or self.singles:
-            facts = single_facts(facts)
-        return [fact for fact in facts if self._is_users(fact)] if self._users else facts
+        if self._users:
+            return [one for fact in facts for one in self._of_users(fact)]
+        return single_facts(facts) if self.singles else facts
+
+    def _of_users(self, fact: Fact) -> list[Fact]:
+        """The fact, if it is about the users; of a run, one for each of their grabs."""
+        run = fact.event
+        if not isinstance(run, AnyRun):
+            return [fact] if self._is_users(fact) else []
+        found = []
+        for index in (index for index, user in enumerate(run.users) if user in self._users):
+            grab = run.grab(index)
+            self._grabs.add((run.offer, grab.grabs[0]))
+            found.append(Fact(encode_event(grab), fact.hash, grab, transfers_of(grab)))
+        return found if self._offer_events else list(single_facts(found))
 
     def _is_users(self, fact: Fact) -> bool:
         event: Any = fact.event
@@ -77,7 +78,7 @@ class Selection:
         if getattr(event, "user", None) in self._users:
             self._grabs.add((event.offer, event.grab))
             return True
-        if self._offer_events and isinstance(event, _OfferEvent):
+        if self._offer_events and isinstance(event, AnyOfferEvent):
             return True
         return any(
             transfer.debit in self._accounts or transfer.credit in self._accounts

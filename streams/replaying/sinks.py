@@ -11,8 +11,9 @@ import msgspec
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
+from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
-from grabstream.models.runs import decode_line
+from grabstream.models.runs import decode_line, is_run
 from grabstream.projections import cursors
 from grabstream.projections.cursors import Fact, single_facts
 from grabstream.streams.history.chunks import Chunk
@@ -230,7 +231,8 @@ def written_lines(file: Path, mend: bool = False) -> dict[int, int]:
                 break
             number, whole = number + 1, whole + len(line)
             try:
-                event = decode_line(line)
+                # With --user, grabs are single events.
+                event = decode_line(line) if is_run(line) else decode_event(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ReplayRefused(
                     f"{file}, line {number}: not a line of a journal ({error}): name another file"

@@ -1,22 +1,13 @@
 """Invented earlier versions of events, and the upcasters that raise them, as an example of a later change.
 
-`grab.granted` v0 had `units` for `quantity`, and one text for user and card. `offer.opened` v0 had `sum` for
-`total`, v-1 also `owner` for `issuer`. `grab.redeemed` v0 had no `amount`, which equals `quantity`.
+`grab.redeemed` v0 had `units` for `quantity`, no `amount`, which equals it, and one text for user and order.
+`offer.opened` v0 had `sum` for `total`, v-1 also `owner` for `issuer`.
 """
 
 import json
 from typing import Any
 
 from grabstream.models.upcasting import Document, Upcaster
-
-
-def grab_granted_0(event: Document) -> Document:
-    """Renames a field, and splits a field in two."""
-    event["quantity"] = event.pop("units")
-    event["user"], _, card = event.pop("who").partition("/")
-    if card:
-        event["attributes"] = {"card": card}
-    return event
 
 
 def offer_opened_before_0(event: Document) -> Document:
@@ -32,14 +23,15 @@ def offer_opened_0(event: Document) -> Document:
 
 
 def grab_redeemed_0(event: Document) -> Document:
-    """Computes a field from another field."""
-    return {**event, "amount": event["quantity"]}
+    """Renames a field, computes another one, and splits a field in two."""
+    event["quantity"] = event["amount"] = event.pop("units")
+    event["user"], _, event["order"] = event.pop("use").partition("/")
+    return event
 
 
 UPCASTERS = (
     Upcaster("offer.opened", -1, offer_opened_before_0),
     Upcaster("offer.opened", 0, offer_opened_0),
-    Upcaster("grab.granted", 0, grab_granted_0),
     Upcaster("grab.redeemed", 0, grab_redeemed_0),
 )
 
@@ -49,14 +41,10 @@ def as_it_was(line: bytes) -> bytes:
     version.
     """
     event: dict[str, Any] = json.loads(line)
-    if event["type"] == "grab.granted":
-        card = event.pop("attributes", {}).get("card")
-        event["who"] = event.pop("user") + (f"/{card}" if card else "")
-        event["units"] = event.pop("quantity")
-        event["v"] = 0
-    elif event["type"] == "offer.opened":
+    if event["type"] == "offer.opened":
         event["owner"], event["sum"], event["v"] = event.pop("issuer"), event.pop("total"), -1
     elif event["type"] == "grab.redeemed":
+        event["units"], event["use"] = event.pop("quantity"), f"{event.pop('user')}/{event.pop('order')}"
         del event["amount"]
         event["v"] = 0
     else:

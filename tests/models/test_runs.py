@@ -12,6 +12,8 @@ from grabstream.lua.loader import assemble
 from grabstream.models.events import GrabGranted, GrabHeld, decode_event, encode_event
 from grabstream.models.runs import (
     RUN_GRABS_MAX,
+    RUN_TYPES,
+    AnyRun,
     GrantedRun,
     HeldRun,
     decode_line,
@@ -19,7 +21,7 @@ from grabstream.models.runs import (
     singles,
 )
 from grabstream.models.transfers import transfers_of
-from grabstream.models.upcasting import NewerEvent
+from grabstream.models.upcasting import NewerEvent, UpcastFailed
 from grabstream.projections.definitions import definition_of
 from tests.models.test_golden_events import EXAMPLES, HEAD
 from tests.support.runs import as_runs
@@ -74,11 +76,33 @@ def test_a_run_is_read_as_its_single_events(lines: list[bytes], grabs_max: int) 
     assert [msgspec.json.encode(run) for run in decoded] == runs
 
 
-@given(grants(), st.lists(st.sampled_from(sorted(EXAMPLES)), max_size=3), st.booleans())
-def test_lines_of_all_forms_are_read_in_one_list(lines: list[bytes], types: list[str], mixed: bool) -> None:
-    others = [json.dumps({"type": type_, "v": 1, **HEAD, **EXAMPLES[type_]}).encode() for type_ in types]
-    block = [*others, *as_runs(lines), *(lines if mixed else ())]
+def example(type_: str) -> bytes:
+    """The text of a single event."""
+    return json.dumps({"type": type_, "v": 1, **HEAD, **EXAMPLES[type_]}).encode()
+
+
+@given(grants(), st.lists(st.sampled_from(sorted(EXAMPLES.keys() - RUN_TYPES)), max_size=3))
+def test_lines_of_all_types_are_read_in_one_list(lines: list[bytes], types: list[str]) -> None:
+    block = [*map(example, types), *as_runs(lines)]
     assert decode_lines(b"[" + b",".join(block) + b"]") == [decode_line(line) for line in block]
+
+
+@pytest.mark.parametrize("type_", RUN_TYPES)
+def test_a_grant_or_hold_that_is_not_a_run_is_no_line(type_: str) -> None:
+    """The same text is an event of `grab.events`."""
+    line = example(type_)
+    assert decode_event(line)
+    for decode in (lambda: decode_line(line), lambda: decode_lines(b"[" + line + b"]")):
+        with pytest.raises(UpcastFailed, match=f"{type_} v1: there is no such version here"):
+            decode()
+
+
+@given(grants())
+def test_each_grab_of_a_run_is_a_run_by_itself(lines: list[bytes]) -> None:
+    runs = [decode_line(run) for run in as_runs(lines)]
+    alone = [run.grab(number) for run in runs if isinstance(run, AnyRun) for number in range(run.seqs)]
+    assert [encode_event(event) for run in alone for event in singles(run)] == lines
+    assert [decode_line(msgspec.json.encode(run)) for run in alone] == alone
 
 
 RUN: dict[str, Any] = {

@@ -42,7 +42,7 @@ def test_old_events_are_raised_to_current_events() -> None:
     """Covers renamed and split fields, and two versions; single events, and a block with current events."""
     decoder = EventDecoder(UPCASTERS)
     current = [decode_event(line) for line in LINES]
-    assert [one != other for one, other in zip(LINES, OLD, strict=True)].count(True) == 3
+    assert [one != other for one, other in zip(LINES, OLD, strict=True)].count(True) == 2
     assert [decoder.decode(line) for line in OLD] == current
     assert decoder.decode_list(b"[" + b",".join(OLD) + b"]") == current
     assert [encode_event(event) for event in decoder.decode_list(b"[" + b",".join(OLD) + b"]")] == LINES
@@ -50,7 +50,7 @@ def test_old_events_are_raised_to_current_events() -> None:
 
 def test_old_events_are_unreadable_without_their_upcasters() -> None:
     for line in set(OLD) - set(LINES):
-        with pytest.raises(UpcastFailed, match="there has never been such a version"):
+        with pytest.raises(UpcastFailed, match="there is no such version here"):
             decode_event(line)
 
 

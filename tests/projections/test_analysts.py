@@ -10,6 +10,7 @@ from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings
 from tests.projections.test_reports import REFUSALS, connection, fill, rows
 from tests.support.random_history import random_history
+from tests.support.runs import as_lines
 
 __all__ = ["connection"]
 
@@ -28,7 +29,7 @@ def questions() -> list[str]:
 async def test_questions_of_analysts_have_answers(
     connection: AsyncConnection[Any], settings: Settings
 ) -> None:
-    await fill(connection, settings.schema_, random_history(1, 600).lines)
+    await fill(connection, settings.schema_, as_lines(random_history(1, 600).lines))
     await connection.execute(
         "INSERT INTO demand_1 SELECT 0, 1795344321 + number, outcomes.code, offer, 1 FROM offers, "
         "jsonb_each_text(%s) AS refused (name, count) JOIN outcomes USING (name), "

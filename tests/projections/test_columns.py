@@ -1,5 +1,5 @@
-"""Rows of ledger and balances that are made from runs by column are those of the single events of the runs:
-for every optional column, among other events, in groups of any size, and in a build.
+"""Rows of ledger and balances that are made from runs by column are those of runs of one grab: for every
+optional column, among other events, in groups of any size, and in a build.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ from tests.conftest import examples
 from tests.models.test_runs import grants
 from tests.support.projecting import SHARD
 from tests.support.random_history import random_history
-from tests.support.runs import as_runs
+from tests.support.runs import as_lines, as_runs
 
 MODELS = ("ledger", "balances")
-#: What is compared of a row, if not all: the seq of the line differs between runs and single events.
+#: What is compared of a row, if not all: the seq of the line differs between runs of one and of several.
 COMPARED = {"transfers": "row(shard, seq, leg, offer, asset, debit, credit, amount, at)"}
 #: Sizes of the groups in which lines are applied, again and again.
 groups = st.lists(st.sampled_from((1, 2, 5, 100)), min_size=1, max_size=5)
@@ -73,10 +73,10 @@ async def books(settings: Settings) -> AsyncIterator[Settings]:
 
 async def same_rows(books: Settings, lines: Sequence[bytes], runs: Sequence[bytes], sizes: list[int]) -> None:
     async with await AsyncConnection.connect(books.postgres, autocommit=True) as connection:
-        of_singles = await _applied(connection, books.schema_, facts(lines), [len(lines)])
-        assert of_singles["transfers"]
-        assert await _applied(connection, books.schema_, facts(runs), sizes) == of_singles
-        assert await _built(connection, f"{books.schema_}_built", facts(runs), sizes) == of_singles
+        of_each = await _applied(connection, books.schema_, facts(as_lines(lines)), [len(lines)])
+        assert of_each["transfers"]
+        assert await _applied(connection, books.schema_, facts(runs), sizes) == of_each
+        assert await _built(connection, f"{books.schema_}_built", facts(runs), sizes) == of_each
 
 
 def facts(lines: Sequence[bytes]) -> list[Fact]:
@@ -205,12 +205,13 @@ def mixtures(draw: st.DrawFn) -> list[list[bytes]]:
 
 
 @given(pieces=mixtures(), grabs_max=st.integers(1, 5))
-def test_runs_change_accounts_as_their_single_events(pieces: list[list[bytes]], grabs_max: int) -> None:
+def test_runs_change_accounts_as_their_grabs_one_by_one(pieces: list[list[bytes]], grabs_max: int) -> None:
     lines = [line for piece in pieces for line in piece]
     runs = [run for piece in pieces for run in as_runs(piece, grabs_max)]
-    assert changes_of(facts(runs)) == changes_of(facts(lines))
+    of_each = facts(as_lines(lines))
+    assert changes_of(facts(runs)) == changes_of(of_each)
     changes: Counter[tuple[str, str]] = Counter()
-    for transfer in (transfer for fact in facts(lines) for transfer in fact.transfers):
+    for transfer in (transfer for fact in of_each for transfer in fact.transfers):
         changes[transfer.debit, transfer.asset] -= transfer.amount
         changes[transfer.credit, transfer.asset] += transfer.amount
     by_account = {
@@ -223,7 +224,7 @@ def test_runs_change_accounts_as_their_single_events(pieces: list[list[bytes]], 
 
 @hypothesis_settings(max_examples=examples(30))
 @given(pieces=mixtures(), grabs_max=st.integers(1, 5), sizes=groups)
-def test_random_runs_make_the_rows_of_their_single_events(
+def test_random_runs_make_the_rows_of_their_grabs_one_by_one(
     books: Settings, pieces: list[list[bytes]], grabs_max: int, sizes: list[int]
 ) -> None:
     lines = [line for piece in pieces for line in piece]
@@ -233,7 +234,7 @@ def test_random_runs_make_the_rows_of_their_single_events(
 
 @hypothesis_settings(max_examples=examples(6))
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 400), grabs_max=st.integers(1, 9), sizes=groups)
-def test_histories_in_runs_make_the_rows_of_their_single_events(
+def test_histories_in_runs_make_the_rows_of_their_grabs_one_by_one(
     books: Settings, seed: int, steps: int, grabs_max: int, sizes: list[int]
 ) -> None:
     """The histories of a shop have every kind of event, at times about the grabs of a run in the same

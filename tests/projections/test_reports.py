@@ -37,7 +37,7 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.read_models import READ_MODELS
 from tests.projections.test_columns import facts, in_groups
 from tests.support.random_history import random_history
-from tests.support.runs import as_runs
+from tests.support.runs import as_lines, as_runs
 from tests.support.systems import make_tables
 
 #: Refusals of an offer: outcome → count. Those of `extend` and `confirm` are counted, too.
@@ -185,7 +185,7 @@ async def test_reports_are_what_the_events_say(
     history.send(Adjust, history.names[0], transfers=entries, reason="why", approved_by="olga")
     lines = history.lines
     told = Told(lines)
-    await fill(connection, settings.schema_, as_runs(lines) if in_runs else lines)
+    await fill(connection, settings.schema_, as_runs(lines) if in_runs else as_lines(lines))
     await connection.execute(
         "INSERT INTO demand_1 SELECT 0, 1795344321 + number, outcomes.code, offer, 1 FROM offers, "
         "jsonb_each_text(%s) AS refused (name, count) JOIN outcomes USING (name), "

@@ -22,7 +22,7 @@ from tests.conftest import examples
 from tests.projections.test_columns import MODELS, books, facts, groups, in_groups, mixtures
 from tests.support.projecting import SHARD, granted, opened
 from tests.support.random_history import random_history
-from tests.support.runs import as_runs
+from tests.support.runs import as_lines, as_runs
 
 __all__ = ["books"]
 
@@ -84,7 +84,7 @@ async def test_transfers_of_users_of_a_shop(books: Settings) -> None:
         len(fact.transfers) > 1 for fact in runs if fact.event.__struct_config__.tag == "grab.returned"
     )
     by_user = await found(books, runs, [50])
-    assert by_user == await found(books, facts(lines), [50])
+    assert by_user == await found(books, facts(as_lines(lines)), [50])
     assert by_user["nobody"] == []
 
 
@@ -105,9 +105,7 @@ async def test_corrections_between_users_are_transfers_of_both(books: Settings) 
 
 
 async def test_users_with_grabs_of_the_same_id_have_their_own_transfers(books: Settings) -> None:
-    grabs = [granted("e", seq, amount=seq).replace(b'"grab":"g%d"' % seq, b'"grab":"same"')
-             for seq in range(2, 9)]  # fmt: skip
-    grabs = [line.replace(b'"command":"g%d"' % seq, b'"command":"same"') for seq, line in enumerate(grabs, 2)]
+    grabs = [granted("e", seq, amount=seq).replace(b'"g%d"' % seq, b'"same"') for seq in range(2, 9)]
     # One run needs one time.
     same_time = [line.replace(b'"at":%d' % seq, b'"at":9') for seq, line in enumerate(grabs, 2)]
     runs = as_runs([opened("e", 1), *same_time])

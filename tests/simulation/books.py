@@ -253,10 +253,9 @@ class Books:
             rebuilt = RebuiltModels(connection, SCHEMA)
             await rebuilt.begin()
             for reading in journal:
-                # The rows of balances are those of single events; those of the ledger also name the lines.
-                for name, lines in (("balances", reading.lines), ("ledger", reading.raw)):
-                    for line in lines:
-                        event = decode_line(line)
+                for line in reading.raw:
+                    event = decode_line(line)
+                    for name in ("balances", "ledger"):
                         await rebuilt.take(name, Fact(line, b"", event, transfers_of(event)))
             await rebuilt.finish()
             problems += rebuilt.refused.values()

@@ -36,8 +36,8 @@ REBUILT: Final = ("ledger", "balances", "audit")
 
 #: Lines that nobody decided.
 FORGED_LINES: Final = (
-    b'{"type":"grab.granted","v":1,"shard":%d,"seq":%d,"offer_seq":2,"offer":"forged","at":1,"command":"f",'
-    b'"grab":"f","user":"forger","quantity":1,"amount":1,"asset":"CNY","place":1,"left":1,"digest":"d"}',
+    b'{"type":"grab.granted","v":2,"shard":%d,"seq":%d,"offer_seq":2,"offer":"forged","at":1,'
+    b'"grabs":["f"],"users":["forger"],"asset":"CNY","place":1,"left":1}',
     b'{"type":"nothing","v":1,"shard":%d,"seq":%d,',
 )
 #: Values of records that hold no command, and a list with no command in it.

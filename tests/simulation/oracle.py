@@ -136,7 +136,7 @@ class JournalReading:
 def one_by_one(line: bytes) -> Iterator[tuple[Any, bytes]]:
     """The events of a line, each with its text as a line of its own: of a run, those of its grabs."""
     run = json.loads(line)
-    if run["v"] == 1:
+    if run["type"] not in ("grab.granted", "grab.held"):
         yield run, line
         return
     grabs = run["grabs"]

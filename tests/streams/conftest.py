@@ -21,15 +21,13 @@ async def private(private_services: LocalServices, settings: Settings) -> Settin
     return on_private_servers
 
 
-@pytest.fixture(scope="session", params=["singles", pytest.param("runs", marks=pytest.mark.long)])
-def shared(servers: Settings, request: pytest.FixtureRequest) -> Iterator[RecordedSystem]:
-    """A recorded system for the whole run: tests read it and change nothing of it. Its journal has grabs one
-    by one, or in runs, as workers write them.
-    """
+@pytest.fixture(scope="session")
+def shared(servers: Settings) -> Iterator[RecordedSystem]:
+    """A recorded system for the whole run: tests read it and change nothing of it."""
     name = f"test{secrets.token_hex(5)}"
     settings = servers.model_copy(update={"prefix": name, "schema_": name})
     asyncio.run(make_system(settings))
-    yield asyncio.run(recorded_system(settings, runs=request.param == "runs"))
+    yield asyncio.run(recorded_system(settings))
     asyncio.run(take_down(settings))
 
 

@@ -29,6 +29,7 @@ from grabstream.models.runs import decode_line
 from grabstream.streams.journal import Record
 from grabstream.streams.journal_keys import JournalKeys, Signer
 from grabstream.streams.projecting.projector import Decoded
+from tests.support.runs import as_lines
 
 FOLDER: Final = Path(__file__).parents[1] / "golden" / "journal"
 EVENTS: Final = Path(__file__).parents[1] / "golden" / "events"
@@ -73,12 +74,18 @@ RUN: Final = (
 )
 
 
-def single(seq: int, type_: str, shard: int = 0) -> bytes:
-    """The line of an event of version 1: that of its golden file, at another place."""
+def event(seq: int, type_: str, shard: int = 0) -> bytes:
+    """A single event: that of its golden file, at another place."""
     golden = json.loads((EVENTS / f"{type_}.v1.json").read_text())["line"]
     here = golden.replace('"shard":3,"seq":41,', f'"shard":{shard},"seq":{seq},', 1)
     assert here != golden
     return str(here).encode()
+
+
+def single(seq: int, type_: str, shard: int = 0) -> bytes:
+    """The line of a single event."""
+    [line] = as_lines([event(seq, type_, shard)])
+    return line
 
 
 def run(seq: int, grabs: int, shard: int = 0) -> bytes:
@@ -190,6 +197,15 @@ def _vectors() -> dict[str, Vector]:
             3,
             [*BEGIN, Stored(
                 block_headers(0, 1, "a", 4, 1, hash_at(3), chain(hash_at(3), [b"null"])[-1], 1), b"null"
+            )],
+        ),
+        "grab-without-run": (
+            3,
+            [*BEGIN, Stored(
+                block_headers(
+                    0, 1, "a", 4, 1, hash_at(3), chain(hash_at(3), [event(4, "grab.held")])[-1], 1
+                ),
+                event(4, "grab.held"),
             )],
         ),
         "within-a-run": (

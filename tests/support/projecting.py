@@ -19,6 +19,7 @@ from grabstream.streams.projecting.agents import make_projectors
 from grabstream.streams.projecting.projector import Projector
 from grabstream.streams.topics import Topics
 from tests.conftest import until
+from tests.support.runs import as_singles
 
 SHARD = 3
 
@@ -34,11 +35,11 @@ def opened(offer: str, seq: int, total: int = 1000) -> bytes:
 
 
 def granted(offer: str, seq: int, amount: int = 10) -> bytes:
+    """The line of a run of one grab."""
     return (
-        f'{{"type":"grab.granted","v":1,"shard":{SHARD},"seq":{seq},"offer_seq":{seq},"offer":"{offer}",'
-        f'"at":{seq},"command":"g{seq}",'
-        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":{amount},"asset":"CNY","place":{seq},'
-        f'"left":3,"digest":"d"}}'
+        f'{{"type":"grab.granted","v":2,"shard":{SHARD},"seq":{seq},"offer_seq":{seq},"offer":"{offer}",'
+        f'"at":{seq},"grabs":["g{seq}"],"users":["u{seq % 7}"],"amounts":[{amount}],"asset":"CNY",'
+        f'"place":{seq},"left":3,"digests":["d"]}}'
     ).encode()
 
 
@@ -143,3 +144,5 @@ async def live_schemas(connection: AsyncConnection[Any]) -> dict[str, str]:
 
 
 LINES = [opened("e", 1), *(granted("e", seq) for seq in range(2, 31))]
+#: Their events, as on `grab.events`.
+EVENTS = as_singles(LINES)

@@ -20,6 +20,7 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from tests.lua.histories.shop import Shop
 from tests.support.projecting import SHARD, JournalWriter, running, until_at_seq
+from tests.support.runs import as_lines
 
 NOW = 1_800_000_000_000
 
@@ -70,9 +71,9 @@ async def project(
     settings: Settings, history: History, cut: random.Random, lines: Sequence[bytes] | None = None
 ) -> None:
     """Journals a history in blocks of random sizes, some of them twice, and returns when all read models have
-    applied it. `lines` are its events in another form, if given.
+    applied it. `lines` are those of the journal, if not each grab has a line of its own.
     """
-    await journal_history(settings, history.lines if lines is None else lines, cut)
+    await journal_history(settings, as_lines(history.lines) if lines is None else lines, cut)
     async with running(settings) as projectors:
         for projector in projectors:
             await projector.put(CatchUp(SHARD))

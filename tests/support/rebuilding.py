@@ -19,6 +19,7 @@ from tests.conftest import until
 from tests.support.projecting import (
     SHARD,
     JournalWriter,
+    granted,
     journal,  # noqa: F401 - a fixture
     opened,
     rows,
@@ -64,19 +65,10 @@ async def rebuilt(settings: Settings, projection: str, source: str = "journal", 
     return await version_in(settings, projection)
 
 
-def granted(shard: int, seq: int) -> bytes:
-    return (
-        f'{{"type":"grab.granted","v":1,"shard":{shard},"seq":{seq},"offer_seq":{seq},"offer":"e{shard}",'
-        f'"at":{seq},"command":"g{seq}",'
-        f'"grab":"g{seq}","user":"u{seq % 7}","quantity":1,"amount":10,"asset":"CNY","place":{seq},"left":3,'
-        f'"digest":"d"}}'
-    ).encode()
-
-
 def lines_of(shard: int, grants: int = GRANTS) -> list[bytes]:
-    """The events of a shard: an envelope, and grants of its parts."""
-    first = opened(f"e{shard}", 1).replace(f'"shard":{SHARD}'.encode(), f'"shard":{shard}'.encode())
-    return [first, *(granted(shard, seq) for seq in range(2, grants + 2))]
+    """The lines of a shard: an envelope, and grants of its parts."""
+    lines = [opened(f"e{shard}", 1), *(granted(f"e{shard}", seq) for seq in range(2, grants + 2))]
+    return [line.replace(b'"shard":%d' % SHARD, b'"shard":%d' % shard) for line in lines]
 
 
 @pytest.fixture

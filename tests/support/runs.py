@@ -1,4 +1,4 @@
-"""Lines of the journal with runs in place of single grants and holds, and the other way round."""
+"""Lines of the journal, where grants and holds are runs, from single events, and the other way round."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,15 +6,20 @@ from typing import Any
 import msgspec
 
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, decode_event, encode_event
-from grabstream.models.runs import AnyRun, GrantedRun, HeldRun, decode_line, singles
+from grabstream.models.runs import AnyRun, GrantedRun, HeldRun, decode_line, is_run, singles
 
 GRABS_MAX = 1_000
+
+
+def as_lines(events: Iterable[bytes]) -> list[bytes]:
+    """The lines of the journal for events: each single grant or hold is a run of one grab."""
+    return [line for event in events for line in ([event] if is_run(event) else as_runs([event]))]
 
 
 def as_runs(lines: Iterable[bytes], grabs_max: int = GRABS_MAX) -> list[bytes]:
     """The lines, with consecutive grants and holds of one offer, time, basket, price and deadline as runs."""
     runs: list[list[AnyEvent]] = []
-    for event in map(decode_event, lines):
+    for event in (one for line in lines for one in single_events(line)):
         if runs and len(runs[-1]) < grabs_max and _common(runs[-1][-1]) == _common(event) is not None:
             runs[-1].append(event)
         else:
@@ -24,12 +29,12 @@ def as_runs(lines: Iterable[bytes], grabs_max: int = GRABS_MAX) -> list[bytes]:
 
 def as_singles(lines: Iterable[bytes]) -> list[bytes]:
     """The lines, with the grabs of each run one by one."""
-    return [
-        encode_event(one) if isinstance(event, AnyRun) else line
-        for line in lines
-        for event in [decode_line(line)]
-        for one in singles(event)
-    ]
+    return [encode_event(one) if is_run(line) else line for line in lines for one in single_events(line)]
+
+
+def single_events(line: bytes) -> Sequence[AnyEvent]:
+    """The event of a single grab or of another type; the events of the grabs of a run."""
+    return singles(decode_line(line)) if is_run(line) else (decode_event(line),)
 
 
 def _common(event: AnyEvent) -> tuple[Any, ...] | None:

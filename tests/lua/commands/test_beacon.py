@@ -15,10 +15,10 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.models.beacon import CHAINS, beacon_of, mixed, round_of
 from grabstream.models.commands import Amend, Close, Open, check
+from grabstream.models.events import decode_event
 from grabstream.models.fairness import BEACON, DRAWN, PARTS, verify_fairness
 from grabstream.models.money import Invalid
 from grabstream.models.offers import Changes, EnvelopeTerms, check_changes
-from grabstream.models.runs import decode_line, singles
 from grabstream.models.splitting import next_part
 from tests.conftest import until
 from tests.lua.conftest import NOW, SEALER, event_lines, grabs, opening, take_over
@@ -115,9 +115,7 @@ async def test_parts_follow_from_seed_and_beacon(scene: Scene, keys: KeySpace) -
         await scene.amend(randomness=given(1))
     ).message == "changes.randomness: the offer awaits no beacon"
 
-    events = [
-        one for line in await scene.all_lines() for one in singles(decode_line(line)) if one.offer == "o"
-    ]
+    events = [event for event in map(decode_event, await scene.all_lines()) if event.offer == "o"]
     result = verify_fairness("o", events)
     assert [check.name for check in result.checks if check.problem] == [DRAWN]
     assert f"{QUICKNET}/public/{number}" in result.not_proved[0]
@@ -165,9 +163,7 @@ async def test_a_recovery_and_the_verifier(client: Any, keys: KeySpace) -> None:
             async for key in client.scan_iter(match=f"{space.prefix}:*"):
                 await client.delete(key)
         assert (await gate.decide([Close(id="c", offer="e")], "decided"))[0].outcome == "closed"
-        events = [
-            one for line in await event_lines(client, keys, number) for one in singles(decode_line(line))
-        ]
+        events = list(map(decode_event, await event_lines(client, keys, number)))
     finally:
         await gate.close()
     assert failing(events) == []

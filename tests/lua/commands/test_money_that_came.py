@@ -21,10 +21,9 @@ from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Close, Confirm, Extend, Grab, Pause, Release, Return
-from grabstream.models.events import GrabConfirmed, PaymentRefundDue
+from grabstream.models.events import GrabConfirmed, PaymentRefundDue, decode_event
 from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.models.payments import command_of, decode_receipt
-from grabstream.models.runs import decode_line, singles
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking.snapshots import RetiredOffer, _known_payment
@@ -72,11 +71,10 @@ class Paying(Scene):
     async def money(self) -> dict[tuple[str, str], int]:
         """What has moved from `external:p` to each account, by account and currency."""
         moved: Counter[tuple[str, str]] = Counter()
-        for line in await self.all_lines():
-            for event in singles(decode_line(line)):
-                for asset, debit, credit, amount in transfers_of(event):
-                    if debit == "external:p":
-                        moved[credit, asset] += amount
+        for event in map(decode_event, await self.all_lines()):
+            for asset, debit, credit, amount in transfers_of(event):
+                if debit == "external:p":
+                    moved[credit, asset] += amount
         return dict(moved)
 
 
@@ -471,7 +469,7 @@ async def test_payments_of_retired_offers_are_restored_as_they_were(paying: Payi
         await paying.sweep_without_cleaning()
     number = paying.keys.shard_of_offer("c:tea")
     past = [RetiredOffer(name, *known) for name, known in paying.states[number].past.items()]
-    events = [event for line in paying.lines[number] for event in singles(decode_line(line))]
+    events = map(decode_event, paying.lines[number])
     payments = [known for known in map(_known_payment, events) if known is not None]
     restored = KeySpace(f"{paying.keys.prefix}x", paying.keys.shards).shard(number)
     shard = OwnedShard(paying.client, restored)
@@ -514,12 +512,11 @@ def test_in_any_order_the_books_have_the_most_that_a_receipt_says(
         try:
             said = await play(scene)
             booked: Counter[tuple[str, ...]] = Counter()
-            for line in await scene.all_lines():
-                for event in singles(decode_line(line)):
-                    if isinstance(event, GrabConfirmed) and event.payment:
-                        booked[event.payment, event.grab, event.currency or ""] += event.paid
-                    if isinstance(event, PaymentRefundDue):
-                        booked[event.payment, event.grab, event.asset] += event.amount
+            for event in map(decode_event, await scene.all_lines()):
+                if isinstance(event, GrabConfirmed) and event.payment:
+                    booked[event.payment, event.grab, event.currency or ""] += event.paid
+                if isinstance(event, PaymentRefundDue):
+                    booked[event.payment, event.grab, event.asset] += event.amount
             assert booked == said
         finally:
             await scene.end_twins()

@@ -18,6 +18,7 @@ from grabstream.models.offers import PAYMENTS_KNOWN_MS
 from grabstream.models.runs import decode_line
 from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Position, Recovery
+from tests.support.runs import as_lines
 
 #: Keys that do not follow from the journal: refusals and their counts, the outbox, the lease, the cursors of
 #: cleaning. Nor do those that begin with STAGED.
@@ -28,8 +29,9 @@ POSTPONED_MS = 60_000
 _unpack = msgspec.msgpack.Decoder().decode
 
 
-def accepted(lines: Sequence[bytes]) -> list[Accepted]:
-    """Event lines from seq 1 on, as a reader of the journal accepts them."""
+def accepted(events: Sequence[bytes]) -> list[Accepted]:
+    """The lines of events from seq 1 on, as a reader of the journal accepts them."""
+    lines = as_lines(events)
     return [
         Accepted(decode_line(line).last_seq, line, hash_)
         for line, hash_ in zip(lines, chain(GENESIS, lines), strict=True)

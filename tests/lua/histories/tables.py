@@ -15,11 +15,13 @@ from grabstream.models.journal import GENESIS, chain
 from grabstream.models.offers import Limit
 from grabstream.models.rules import Offer, ShardState
 from grabstream.models.rules.state import Status
+from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections.cursors import Fact, facts_of
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.versions import create_flat
+from tests.support.runs import as_lines
 
 
 async def check_tables(
@@ -45,9 +47,13 @@ async def check_tables(
         await _compare_built(connection, schema, lines)
 
 
+def _facts(events: Sequence[bytes]) -> list[Fact]:
+    lines = as_lines(events)
+    return facts_of(lines, chain(GENESIS, lines), [decode_line(line) for line in lines])
+
+
 async def _apply(connection: AsyncConnection[Any], lines: Sequence[bytes], cut: random.Random) -> None:
-    facts: list[Fact] = facts_of(lines, chain(GENESIS, lines), [decode_event(line) for line in lines])
-    at = 0
+    facts, at = _facts(lines), 0
     while at < len(facts):
         size = cut.choice((1, 5, 100))
         for model in READ_MODELS.values():
@@ -67,10 +73,7 @@ async def _compare_built(
         await connection.execute(definition.parts[part].encode())
     model = READ_MODELS["balances"]
     for of_shard in lines:
-        await model.load(
-            connection,
-            facts_of(of_shard, chain(GENESIS, of_shard), [decode_event(line) for line in of_shard]),
-        )
+        await model.load(connection, _facts(of_shard))
     await model.finish(connection)
     for table in definition.tables:
         for schema_a, schema_b in ((schema, built), (built, schema)):

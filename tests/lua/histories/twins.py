@@ -281,12 +281,10 @@ class Twins:
 
     async def compare_recovered(self, number: int, seed: int | None = None) -> None:
         """Recovers the shard's events into empty keys, in random steps (of `seed`, or else of the number of
-        lines), each grab in a line of its own or in a run, and compares the state.
+        lines), grabs in runs of any length, and compares the state.
         """
         cut = random.Random(len(self.lines[number]) if seed is None else seed)
-        lines = self.lines[number]
-        if cut.random() < 0.5:
-            lines = as_runs(lines, cut.choice((2, 3, 1_000)))
+        lines = as_runs(self.lines[number], cut.choice((1, 2, 3, 1_000)))
         self.recoveries += 1
         keys = KeySpace(f"{self.keys.prefix}-fold{self.recoveries}", self.keys.shards).shard(number)
         layout = int(await self.client.hget(self.keys.shard(number).state, "layout"))

@@ -25,7 +25,7 @@ from grabstream.models.commands import (
     Resume,
     Return,
 )
-from grabstream.models.events import AnyEvent, GrabHeld, OfferClosed, encode_event
+from grabstream.models.events import AnyEvent, GrabHeld, OfferClosed, decode_event, encode_event
 from grabstream.models.identifiers import campaign_of
 from grabstream.models.offers import Changes, CouponTerms, EnvelopeTerms, Hours, Limit, StockTerms, Terms
 from grabstream.models.rules import ShardState, decide, decide_basket, sweep
@@ -34,7 +34,7 @@ from grabstream.models.whatif.twins import CannotChange, Differs, TermChange, Tw
 from tests.conftest import NIGHTLY
 from tests.streams.replaying.histories import MixedHistory
 from tests.support.random_history import random_history
-from tests.support.runs import as_runs
+from tests.support.runs import as_lines, as_runs
 
 START: Final = 1_800_000_000_000
 SEED: Final = "00" * 16
@@ -121,7 +121,7 @@ def test_without_changed_terms_a_history_is_decided_as_recorded(seed: int) -> No
         MixedHistory(seed, 2, 600 if NIGHTLY else 200),
         random_history(seed, 1500 if NIGHTLY else 200),
     ):
-        lines = as_runs(history.lines) if seed % 2 else history.lines
+        lines = as_runs(history.lines) if seed % 2 else as_lines(history.lines)
         events = [one for line in lines for one in singles(decode_line(line))]
         campaigns = {campaign_of(event.offer) for event in events}
         commands = 0
@@ -138,7 +138,7 @@ def test_without_changed_terms_a_history_is_decided_as_recorded(seed: int) -> No
 @pytest.mark.parametrize("seed", range(20 if NIGHTLY else 1))
 def test_a_history_ends_anywhere(seed: int) -> None:
     history = MixedHistory(seed, 2, 150)
-    events = [one for line in history.lines for one in singles(decode_line(line))]
+    events = list(map(decode_event, history.lines))
     seeds = {event.offer: event.seed for event in events if isinstance(event, OfferClosed) and event.seed}
     for until in sorted({event.at for event in random.Random(seed).sample(events, 5)}):
         for campaign in {campaign_of(event.offer) for event in events}:

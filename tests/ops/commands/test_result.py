@@ -20,6 +20,7 @@ from tests.projections.test_reports import fill
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows
 from tests.support.random_history import random_history
+from tests.support.runs import as_lines
 
 #: The week of the histories' time.
 WEEK = "2027-W02"
@@ -29,7 +30,7 @@ WEEK = "2027-W02"
 async def played(system: Settings) -> Settings:
     """A system with the offers of a random history, and refusals of one of them."""
     async with await AsyncConnection.connect(system.postgres, autocommit=True) as connection:
-        await fill(connection, system.schema_, random_history(5, 600).lines)
+        await fill(connection, system.schema_, as_lines(random_history(5, 600).lines))
         # Titles are free text.
         await connection.execute(
             b"INSERT INTO demand_1 SELECT 0, 1800000000, 32, offer, 7 FROM offers WHERE offer = 's'"

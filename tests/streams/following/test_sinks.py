@@ -30,15 +30,14 @@ from grabstream import (
     read_events,
 )
 from grabstream.models.calendar import DAY_MS
-from grabstream.models.events import decode_event
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.projections.cursors import facts_of
+from grabstream.projections.cursors import facts_of, single_facts
 from tests.conftest import until
 from tests.streams.replaying.histories import MixedHistory, journal
 from tests.support.command_line import env_of
-from tests.support.projecting import LINES, SHARD
+from tests.support.projecting import EVENTS, LINES, SHARD
 from tests.support.random_history import NOW, project, random_history
 from tests.support.runs import as_runs
 
@@ -49,7 +48,7 @@ CUT = random.Random(5)
 def facts(first: int, last: int) -> list[Fact]:
     """The facts of these lines, without their hashes."""
     lines = LINES[first - 1 : last]
-    return facts_of(lines, [b""] * len(lines), [decode_event(line) for line in lines])
+    return list(single_facts(facts_of(lines, [b""] * len(lines), [decode_line(line) for line in lines])))
 
 
 def lines_of(path: Path) -> list[bytes]:
@@ -262,9 +261,9 @@ async def test_a_file_is_cut_to_what_its_cursor_knows(tmp_path: Path) -> None:
         more.write(b"half a li")
     again = FileSink(file)
     assert await again.load() == "five"
-    assert lines_of(file) == LINES[:5]
+    assert lines_of(file) == EVENTS[:5]
     await again.apply(facts(6, 6), "five", "six")
-    assert lines_of(file) == LINES[:6]
+    assert lines_of(file) == EVENTS[:6]
     again.close()
 
 
@@ -336,18 +335,18 @@ async def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as full:
 
         def fail(descriptor: int, data: Any, offset: int) -> int:
-            if offset > len(b"\n".join(LINES[:3])) + 40:
+            if offset > len(b"\n".join(EVENTS[:3])) + 40:
                 raise OSError(28, "No space left on device")
             return write(descriptor, bytes(data[:20]), offset)
 
         full.setattr(os, "pwrite", fail)
         with pytest.raises(OSError, match="No space left"):
             await sink.apply(facts(4, 6), "three", "six")
-    assert len(file.read_bytes()) > len(b"\n".join(LINES[:3])) + 1
+    assert len(file.read_bytes()) > len(b"\n".join(EVENTS[:3])) + 1
     assert await sink.load() == "three"
     await sink.apply(facts(4, 6), "three", "six")
     sink.close()
-    assert lines_of(file) == LINES[:6]
+    assert lines_of(file) == EVENTS[:6]
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (
+    EVENTS,
     LINES,
     SHARD,
     JournalWriter,
@@ -217,7 +218,7 @@ async def test_a_restarted_publisher_leaves_no_gap(system: Settings, journal: Jo
             for record in records:
                 by_id.setdefault(dict(record.headers)["ce_id"].decode(), set()).add(record.value)
     await consumer.stop()
-    assert by_id == {f"{SHARD}-{seq}": {line} for seq, line in enumerate(LINES, 1)}
+    assert by_id == {f"{SHARD}-{seq}": {line} for seq, line in enumerate(EVENTS, 1)}
 
 
 class _Expiring:

@@ -19,6 +19,7 @@ from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (
+    EVENTS,
     LINES,
     SHARD,
     JournalWriter,
@@ -119,7 +120,7 @@ async def test_a_corrupt_record_is_set_aside_once_a_later_block_exists(
     async with open_reader(system.kafka, Topics(system.prefix).events) as reader:
         async for records in reader.read(SHARD, 0, await reader.end(SHARD)):
             published += [record.value for record in records]
-    assert published == [*LINES[:5], *LINES[9:20]]
+    assert published == [*EVENTS[:5], *EVENTS[9:20]]
     # A restarted publisher continues after the record too, although its topic has no cursor of it.
     async with running(system, "events") as [events]:
         await journal.block(LINES, 21, 30)

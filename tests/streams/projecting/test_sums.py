@@ -202,7 +202,8 @@ async def test_a_rebuild_resumes_a_ledger_that_a_former_definition_stopped(
             f"UPDATE {table} SET posted = sign(posted) * {LARGE} WHERE account IN ('wallet:u1', "
             "'external:bank')".encode()
         )
-        await books.execute(f"DELETE FROM {live.schema}.transfers_1 WHERE seq > 3".encode())
+        for rows_of in ("transfers_1", "transfer_runs_1"):
+            await books.execute(f"DELETE FROM {live.schema}.{rows_of} WHERE seq > 3".encode())
         await books.execute(
             f"DELETE FROM {table} WHERE account IN ('external:p7', 'external:p8', 'refund:p7', "
             "'refund:p8')".encode()

@@ -87,7 +87,7 @@ async def damage_ledger(settings: Settings, statement: str, *values: Any) -> Non
 @pytest.mark.every_change("one rebuild that finds differences")
 async def test_a_rebuild_with_differences_is_refused_accepted_and_undone(booked: Settings) -> None:
     await damage_ledger(booked, "UPDATE accounts_1 SET posted = posted + 7 WHERE account = 'wallet:u3'")
-    await damage_ledger(booked, "DELETE FROM transfers_1 WHERE (shard, seq) = (2, 9)")
+    await damage_ledger(booked, "DELETE FROM transfer_runs_1 WHERE (shard, seq) = (2, 9)")
     query = "SELECT posted FROM accounts WHERE account = 'wallet:u3'"
     [(wrong,)] = await rows(booked, query)
     refused = grabstream("rebuild", "ledger", "--json", **env_of(booked))
@@ -158,10 +158,10 @@ async def test_undo_applies_newer_events_to_the_previous_version_first(
         query = "SELECT seq FROM cursors WHERE (projection, shard) = ('ledger', 0)"
         await until(lambda: _is(booked, query, [(GRANTS + 6,)]), 30, "the new version's cursor")
         old = await version_in(booked, "ledger", "previous")
-        assert await rows(booked, f"SELECT count(*) FROM {new.schema}.transfers_1 WHERE shard = 0") == [
+        assert await rows(booked, f"SELECT count(*) FROM {new.schema}.transfers WHERE shard = 0") == [
             (GRANTS + 6,)
         ]
-        assert await rows(booked, f"SELECT count(*) FROM {old.schema}.transfers_1 WHERE shard = 0") == [
+        assert await rows(booked, f"SELECT count(*) FROM {old.schema}.transfers WHERE shard = 0") == [
             (GRANTS + 1,)
         ]
         assert grabstream("rebuild", "ledger", "--undo", **env_of(booked)).returncode == 0
@@ -170,7 +170,7 @@ async def test_undo_applies_newer_events_to_the_previous_version_first(
         await of_shard.block(lines_of(0, GRANTS + 8), GRANTS + 7, GRANTS + 9)
         await ledger.put(of_shard.records[-1])
         await until(lambda: _is(booked, query, [(GRANTS + 9,)]), 30, "the old version's cursor")
-    assert await rows(booked, f"SELECT count(*) FROM {new.schema}.transfers_1 WHERE shard = 0") == [
+    assert await rows(booked, f"SELECT count(*) FROM {new.schema}.transfers WHERE shard = 0") == [
         (GRANTS + 6,)
     ]
 

@@ -133,9 +133,9 @@ class Forger:
     def line(self, seq: int, user: str) -> bytes:
         """A grab that nobody decided."""
         return (
-            f'{{"type":"grab.granted","v":1,"shard":{self.shard},"seq":{seq},"offer_seq":{seq},'
-            f'"offer":"{OFFER}","at":9999999999999,"command":"f{seq}","grab":"f{seq}","user":"{user}",'
-            f'"quantity":100,"amount":100,"asset":"coupon:{OFFER}","place":{seq},"left":1,"digest":"d"}}'
+            f'{{"type":"grab.granted","v":2,"shard":{self.shard},"seq":{seq},"offer_seq":{seq},'
+            f'"offer":"{OFFER}","at":9999999999999,"grabs":["f{seq}"],"users":["{user}"],'
+            f'"quantities":[100],"asset":"coupon:{OFFER}","place":{seq},"left":1}}'
         ).encode()
 
     async def forge(self, at: Cursor) -> int:

@@ -24,7 +24,7 @@ from tests.lua.histories.shop import Shop
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import JournalWriter, granted, opened, running
 from tests.support.random_history import History
-from tests.support.runs import as_runs
+from tests.support.runs import as_lines, as_runs
 
 #: In the past, since `at` refuses times in the future.
 NOW = 1_790_000_000_000
@@ -57,7 +57,7 @@ def runs_of_ten() -> list[bytes]:
 
 class MixedHistory(History):
     """A random history of one shard with coupon and stock offers and an envelope. `lines` and `events` are
-    single events; `journaled` are the lines of the journal, which are the same, or have `runs`.
+    single events; `journaled` are the lines of the journal, where with `runs`, some runs have several grabs.
     """
 
     def __init__(self, seed: int, shard: int, steps: int, runs: bool = False) -> None:
@@ -81,7 +81,7 @@ class MixedHistory(History):
         self.send(Close, names[3], operator="olga")
         self.send(Close, self.envelope)
         self.events = [decode_event(line) for line in self.lines]
-        self.journaled = as_runs(self.lines) if runs else self.lines
+        self.journaled = as_runs(self.lines) if runs else as_lines(self.lines)
         #: The seq of the last event of each line of the journal.
         self.last_seqs = [decode_line(line).last_seq for line in self.journaled]
         assert runs == (len(self.journaled) < len(self.lines))
@@ -202,11 +202,9 @@ class RecordedSystem(NamedTuple):
         ]
 
 
-async def recorded_system(settings: Settings, runs: bool = False) -> RecordedSystem:
-    """Journals and applies two histories up to one time, reads the views, and then applies the rest. With
-    `runs`, the journal has grabs in runs, as workers write them.
-    """
-    histories = {2: MixedHistory(7, 2, 400, runs), 5: MixedHistory(8, 5, 400, runs)}
+async def recorded_system(settings: Settings) -> RecordedSystem:
+    """Journals and applies two histories up to one time, reads the views, and then applies the rest."""
+    histories = {2: MixedHistory(7, 2, 400, runs=True), 5: MixedHistory(8, 5, 400, runs=True)}
     cut = random.Random(3)
     # One time for both shards: just before an event of the first.
     at_ms = histories[2].events[histories[2].break_near(0.5) - 1].at

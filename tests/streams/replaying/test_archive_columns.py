@@ -13,7 +13,7 @@ from grabstream.projections.cursors import Fact, facts_of
 from grabstream.streams.replaying.archive_columns import COLUMN_NAMES, from_events, from_texts, table_of
 from tests.models import test_golden_events as golden
 from tests.support.random_history import NOW, random_history
-from tests.support.runs import as_runs
+from tests.support.runs import as_lines, as_runs
 
 
 def facts(lines: Sequence[bytes]) -> list[Fact]:
@@ -35,13 +35,14 @@ def assert_same(lines: Sequence[bytes]) -> Any:
 @pytest.mark.parametrize("seed", range(3))
 def test_of_a_random_history(seed: int) -> None:
     lines = random_history(seed, 400, NOW - 1_000 * DAY_MS).lines
-    assert_same(lines)
+    assert_same(as_lines(lines))
     assert_same(as_runs(lines))
     assert table_of(facts(as_runs(lines))).num_rows == len(as_runs(lines))
 
 
 def golden_lines() -> list[bytes]:
-    return [json.loads(path.read_text())["line"].encode() for path in sorted(golden.FOLDER.glob("*.json"))]
+    paths = sorted(golden.FOLDER.glob("*.json"))
+    return as_lines(json.loads(path.read_text())["line"].encode() for path in paths)
 
 
 def test_of_every_golden_event() -> None:

@@ -17,6 +17,7 @@ from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.support.projecting import (
+    EVENTS,
     LINES,
     SHARD,
     JournalWriter,
@@ -97,7 +98,7 @@ async def test_connect_writes_all_events_to_a_file(
                     await journal.block(LINES, 21, last)
                     await projector.put(CatchUp(SHARD))
                 await until(
-                    lambda: written() == set(LINES[:last]) or process.poll() is not None,  # noqa: B023
+                    lambda: written() == set(EVENTS[:last]) or process.poll() is not None,  # noqa: B023
                     120, f"{last} lines",
                 )  # fmt: skip
                 assert process.poll() is None, (tmp_path / "log").read_text()

@@ -18,7 +18,6 @@ from grabstream import (
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import decode_event
 from grabstream.models.journal import GENESIS, chain
-from grabstream.models.runs import decode_line
 from tests.streams.replaying.histories import RecordedSystem
 from tests.support.projecting import SHARD
 from tests.support.random_history import NOW, History, project, random_history
@@ -114,7 +113,7 @@ async def test_events_of_a_user_are_those_of_a_replay(recorded: RecordedSystem, 
     expected = recorded.replay("--into", "-", "--user", "u3").stdout.splitlines()
     assert expected
     found = await read(recorded.settings, 0, user="u3", source=source)
-    assert [event.seq for event in found] == [decode_line(line.encode()).seq for line in expected]
+    assert [event.seq for event in found] == [decode_event(line.encode()).seq for line in expected]
     # A cursor in the middle forgets no refund of a grab before it.
     cursor = EventCursor()
     begun = await read(recorded.settings, len(found) // 2, user="u3", cursor=cursor)

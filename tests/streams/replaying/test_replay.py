@@ -256,7 +256,7 @@ async def test_a_stale_block_at_the_start_of_a_replay_is_ignored(
     """A paused relay wrote blocks of another history. The search for the start finds one of them, the audit
     trail shows that it is not valid, and the events of the valid history are returned.
     """
-    stale_lines = [*LINES[:10], *(line.replace(b'"amount":10', b'"amount":11') for line in LINES[10:])]
+    stale_lines = [*LINES[:10], *(line.replace(b'"amounts":[10]', b'"amounts":[11]') for line in LINES[10:])]
     await journal_of.marker(1, "a")
     await journal_of.block(LINES, 1, 10)
     await journal_of.marker(2, "b")

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from grabstream.models.events import decode_event
+from grabstream.models.events import GrabGranted, decode_event
 from grabstream.models.journal import Cursor
-from grabstream.models.runs import decode_line
+from grabstream.models.runs import GrantedRun, decode_line
 from grabstream.models.transfers import transfers_of
 from grabstream.projections.cursors import Fact
 from grabstream.streams.history.chunks import Chunk, Point
@@ -17,13 +17,13 @@ from grabstream.streams.replaying.replay import Done, Planned, Stretch, replay
 from grabstream.streams.replaying.selection import Selection, Wanted
 from tests.streams.replaying.histories import runs_of_ten
 from tests.support.projecting import SHARD
-from tests.support.runs import as_singles
+from tests.support.runs import as_lines, as_singles
 
 
 def fact(seq: int, type_: str, **rest: Any) -> Fact:
     head = {"type": type_, "v": 1, "shard": 0, "seq": seq, "offer_seq": seq, "offer": "s", "at": seq}
-    line = json.dumps({**head, "command": f"c{seq}", "grab": "g", **rest}).encode()
-    event = decode_event(line)
+    [line] = as_lines([json.dumps({**head, "command": f"c{seq}", "grab": "g", **rest}).encode()])
+    event = decode_line(line)
     return Fact(line, b"", event, transfers_of(event))
 
 
@@ -47,6 +47,20 @@ def test_a_refund_due_belongs_to_the_user_whom_it_names() -> None:
         assert [picked.event.seq for picked in selection.of(facts)] == seqs
 
 
+def test_grabs_of_a_user_are_single_events_or_runs_of_one_for_read_models() -> None:
+    history = Runs()
+    expected = [line for line in as_singles(history.lines) if b'"user":"u3"' in line]
+    assert len(expected) == 3
+    for for_read_models, form in ((False, GrabGranted), (True, GrantedRun)):
+        picked = Selection(Wanted(users=("u3",)), for_read_models).of(history.facts())[for_read_models:]
+        assert {type(fact.event) for fact in picked} == {form}
+        assert [fact.line for fact in picked] == (as_lines(expected) if for_read_models else expected)
+        assert as_singles(fact.line for fact in picked) == expected
+        assert [tuple(fact.transfers) for fact in picked] == [
+            tuple(transfers_of(decode_event(line))) for line in expected
+        ]
+
+
 class Runs:
     """A history of an opening and two runs of ten grabs, in two chunks; and what a replay writes of it."""
 
@@ -54,8 +68,11 @@ class Runs:
         self.lines = runs_of_ten()
         self.written: list[bytes] = []
 
+    def facts(self) -> list[Fact]:
+        return [Fact(line, b"", event := decode_line(line), transfers_of(event)) for line in self.lines]
+
     async def chunks(self, shard: int, start: Start) -> AsyncGenerator[Chunk, None]:
-        facts = [Fact(line, b"", event := decode_line(line), transfers_of(event)) for line in self.lines]
+        facts = self.facts()
         yield Chunk(shard, Cursor(), Cursor(seq=11), facts[:2], 1)
         yield Chunk(shard, Cursor(seq=11), Cursor(seq=21), facts[2:], 1)
 
@@ -80,7 +97,7 @@ async def test_single_events_begin_and_end_at_any_grab_of_a_run_and_lines_stay_w
         for line, run in zip(history.lines, map(decode_line, history.lines), strict=True)
         if run.last_seq >= first and run.seq <= last
     ]
-    singles, history.written = as_singles(history.lines), []
+    single, history.written = as_singles(history.lines), []
     await replay(source, planned, Selection(Wanted(), False, (), True), history, lambda *_: None, done)
-    assert history.written == singles[first - 1 : last]
+    assert history.written == single[first - 1 : last]
     assert done[SHARD].events == min(last, 21) - first + 1
