@@ -4,7 +4,7 @@ from typing import Any, Final, get_args
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand
-from grabstream.models.events import CURRENT_VERSIONS
+from grabstream.models.events import CURRENT_VERSIONS, LineEvent
 from grabstream.models.identifiers import ID_PATTERN
 from grabstream.models.runs import AnyRun
 from grabstream.models.schema_ids import event_name, schema_id
@@ -155,8 +155,13 @@ def _messages() -> Node:
             ),
             "contentType": "application/x-ndjson",
             "headers": _schema(BLOCK_HEADERS),
-            # A line is a run, or an event as on the topic of events.
-            "x-lines": {"oneOf": [_file(run_name(tag_of(run))) for run in get_args(AnyRun)]},
+            # Grants and holds are runs; other events are lines as on the topic of events.
+            "x-lines": {
+                "oneOf": [
+                    *(_file(event_name(tag_of(event))) for event in get_args(LineEvent)),
+                    *(_file(run_name(tag_of(run))) for run in get_args(AnyRun)),
+                ]
+            },
         },
         "marker": {
             **_message(
