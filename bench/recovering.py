@@ -14,7 +14,7 @@ from psycopg import AsyncConnection
 from bench.stage import SEALER, envelope, grabs, private_redis, system, taken_over_gate
 from bench.streaming import until_booked
 from grabstream.lua.gate.calls import GateLimits, run_script
-from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import Confirm, Grab, Open
 from grabstream.models.journal import GENESIS, Accepted, Cursor, block_headers, chain, marker_headers
@@ -141,8 +141,8 @@ async def _fold(client: Any, number: int, accepted: Sequence[Accepted]) -> None:
         for start in range(0, len(accepted), BLOCK_EVENTS):
             yield base, accepted[start : start + BLOCK_EVENTS]
 
-    await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal, LAYOUT)
-    await run_script(client, "reconcile", [shard.keys.state], (*ownership.arguments, last_seq, 8, LAYOUT))
+    await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal)
+    await run_script(client, "reconcile", [shard.keys.state], (*ownership.arguments, last_seq, 8))
 
 
 async def beside_the_past(runs: int, past: int) -> dict[str, Any]:

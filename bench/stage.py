@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.lua.script_client import ScriptClient
 from grabstream.lua.server import let_callers_set_time, raise_term
 from grabstream.models.commands import Grab, Open
@@ -63,11 +63,10 @@ async def taken_over_gate(
     limits: GateLimits,
     prefix: str = "bench",
     clock: Callable[[], int] | None = None,
-    layout: int = LAYOUT,
 ) -> tuple[Gate, Any]:
     """A gate on new shards without a relay, so that the outboxes only grow; and its client."""
     client = ScriptClient(port=port)
-    return await gate_of(client, limits, prefix, clock, layout), client
+    return await gate_of(client, limits, prefix, clock), client
 
 
 async def gate_of(
@@ -75,24 +74,21 @@ async def gate_of(
     limits: GateLimits,
     prefix: str = "bench",
     clock: Callable[[], int] | None = None,
-    layout: int = LAYOUT,
 ) -> Gate:
     """As `taken_over_gate`, with a client that is there already; empties its server."""
     await client.flushall()
     keys = KeySpace(prefix, 8)
-    await take_over(client, keys, layout)
+    await take_over(client, keys)
     return Gate(client, keys, SEALER, limits, clock)
 
 
-async def take_over(client: Any, keys: KeySpace, layout: int = LAYOUT) -> None:
+async def take_over(client: Any, keys: KeySpace) -> None:
     """Lets new shards decide, without a relay."""
     for number in range(keys.shards):
         state = keys.shard(number).state
         await let_callers_set_time(client, state)
         (term, server_epoch, *_), _ = await raise_term(client, state, 0, "bench")
-        await run_script(
-            client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards, layout]
-        )
+        await run_script(client, "reconcile", [state], [term, "bench", server_epoch, "0", keys.shards])
 
 
 def envelope(offer: str, parts: int) -> Open:

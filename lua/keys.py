@@ -11,10 +11,8 @@ from typing import Final, NamedTuple
 
 from grabstream.models.identifiers import campaign_of, shard_of
 
-#: The newest and the oldest layout of keys and records that the scripts write (lua/includes/shard.lua
-#: describes each layout).
-LAYOUT: Final = 5
-LAYOUT_MIN: Final = 2
+#: The layout of keys and records that the scripts write (also in lua/includes/shard.lua).
+LAYOUT: Final = 1
 #: Fields of the shard hash that Python reads; Lua writes them.
 SHARD_FIELDS: Final = (
     "seq",  # of the last event decided here
@@ -27,8 +25,7 @@ SHARD_FIELDS: Final = (
     "journaled_head",  # … the chain's hash there, hex …
     "journaled_offset",  # … and the journal offset after it
     "shards",  # the number of shards: a caller that assumes another number is fenced
-    "layout",  # the layout of keys and records; another release may write another layout
-    "raised_layout",  # the layout in which the next takeover rebuilds the shard; absent where it has that
+    "layout",  # the layout of keys and records; another release may write another one
     "partial",  # present while the shard is incomplete, because it is being rebuilt
     "fault",  # the reason, in words, why the relay could not reconcile the shard
     "clock",  # 'caller' where callers may name the time, as in tests and rehearsals; absent elsewhere

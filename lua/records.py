@@ -7,10 +7,9 @@ import msgspec
 
 #: Times in records count from 2020-01-01 UTC.
 EPOCH_MS: Final = 1_577_836_800_000
-#: Bytes of the place, the amount and the seq.
+#: Bytes of the place, the amount and the seq of a part, and of the time that follows. Then come the length of
+#: the grab's id, the id and its digest.
 _PART_BYTES: Final = (3, 6, 5)
-#: Of the time that follows from key layout 4 on; then come the length of the grab's id, the id and its
-#: digest.
 _AT_BYTES: Final = 5
 GRAB_FIELDS: Final = (
     "user", "place", "quantity", "held", "taken", "redeemed", "lapsed", "deadline", "grace", "extensions",
@@ -58,7 +57,7 @@ def read_part(record: bytes) -> dict[str, int]:
 
 def read_grab_of_part(record: bytes) -> tuple[str, int, int] | None:
     """Returns id, seq and time (ms since 1970 UTC) of the grab that got a part of an envelope; None if the
-    record does not have them, as before key layout 4.
+    record is too short to have them.
     """
     at, id_at = sum(_PART_BYTES), sum(_PART_BYTES) + _AT_BYTES + 1
     if len(record) < id_at:

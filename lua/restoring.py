@@ -33,8 +33,6 @@ _json = msgspec.json.Encoder().encode
 
 #: The grabs that `in_columns` puts together at most: with others, they are applied in one call.
 PARTS_MAX: Final = 128
-#: Since this key layout, a part of an envelope is one record, of which columns are made.
-PARTS_LAYOUT: Final = 4
 
 
 class Parts(msgspec.Struct, tag_field="type", tag="parts", gc=False):
@@ -64,14 +62,12 @@ def last_seq(event: Applicable) -> int:
     return event.last_seq if isinstance(event, Parts) else event.seq
 
 
-def in_columns(lines: Iterable[AnyLine], after: int, layout: int) -> list[Applicable]:
-    """The events of lines after a seq, for a shard of this key layout: plain grabs of an envelope in columns,
-    runs of others one by one.
-    """
+def in_columns(lines: Iterable[AnyLine], after: int) -> list[Applicable]:
+    """The events of lines after a seq: plain grabs of an envelope in columns, runs of others one by one."""
     found: list[Applicable] = []
     parts: Parts | None = None
     for line in lines:
-        if layout < PARTS_LAYOUT or not isinstance(line, GrantedRun) or not _are_plain_parts(line):
+        if not isinstance(line, GrantedRun) or not _are_plain_parts(line):
             parts = None
             found += [event for event in singles(line) if event.seq > after]
             continue

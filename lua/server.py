@@ -39,14 +39,11 @@ async def let_callers_set_time(redis: Any, state: str) -> None:
     await redis.hset(state, "clock", "caller")
 
 
-async def raise_term(
-    redis: Any, state: str, floor: int, owner: str, layout: int | None = None
-) -> tuple[list[bytes], str]:
-    """Loads the library where it is missing, and raises the term of the shard with this key above `floor`. If
-    a layout is given, and the shard has an older one that the scripts write, its owner rebuilds it in that.
+async def raise_term(redis: Any, state: str, floor: int, owner: str) -> tuple[list[bytes], str]:
+    """Loads the library where it is missing, and raises the term of the shard with this key above `floor`.
 
     Returns the reply of the script, and why functions cannot be used, in words, or ''. Raises the client's
     errors, among them the script's error NEWER.
     """
     plain = await provide(redis, state)
-    return await run_script(redis, "raise_term", [state], [floor, owner, plain, layout or ""]), plain
+    return await run_script(redis, "raise_term", [state], [floor, owner, plain]), plain

@@ -5,7 +5,6 @@ anything is created.
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -14,8 +13,6 @@ from psycopg import AsyncConnection
 from pydantic import SecretStr
 
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
-from grabstream.lua.server import raise_term
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.identity import (
     NEW_JOURNAL,
@@ -61,14 +58,12 @@ _POLL_SECONDS: Final = 0.1
 
 class Made(NamedTuple):
     """The topics that were created, the migrations that were applied, the function libraries of each master
-    (None: Redis cannot be reached), the shards that wrote an older key layout until now, and the ids of seal
-    keys that were recorded.
+    (None: Redis cannot be reached), and the ids of seal keys that were recorded.
     """
 
     topics: list[str]
     migrations: list[str]
     libraries: list[ServerLibraries] | None
-    outdated: list[int]
     seal_keys: list[str]
 
 
@@ -77,14 +72,12 @@ async def make_system(
     replication: int | None = None,
     new_journal: bool = False,
     drop_libraries: bool = False,
-    raise_layout: bool = False,
 ) -> Made:
     """Makes what is missing of a system and records what belongs together; a second call does nothing.
 
     `new_journal` accepts the existing topic as the journal: a copy of the journal that the schema belonged
-    to. `drop_libraries` deletes the function libraries of other releases. `raise_layout` lets all shards
-    write the newest key layout. Raises BadSettings, and Held when another session holds a lock for longer
-    than LOCK_SECONDS.
+    to. `drop_libraries` deletes the function libraries of other releases. Raises BadSettings, and Held when
+    another session holds a lock for longer than LOCK_SECONDS.
     """
     async with _books(settings) as connection:
         topic = await find_journal(settings)
@@ -104,8 +97,8 @@ async def make_system(
                 # A copy of the journal has the same signatures.
                 await journal_keys.take_over(connection, identity.journal, known.journal)
         recorded = await record_seal_keys(connection, settings)
-    libraries, outdated = await _claim(settings, identity, new_journal, drop_libraries, raise_layout)
-    return Made(created, applied, libraries, outdated, recorded)
+    libraries = await _claim(settings, identity, new_journal, drop_libraries)
+    return Made(created, applied, libraries, recorded)
 
 
 #: Settings with keys whose signatures name a system by its prefix, which a copy of the system has too.
@@ -259,14 +252,10 @@ async def _check_redis(settings: Settings, topic: Topic | None, new_journal: boo
 
 
 async def _claim(
-    settings: Settings,
-    identity: Identity,
-    new_journal: bool,
-    drop_libraries: bool,
-    raise_layout: bool,
-) -> tuple[list[ServerLibraries] | None, list[int]]:
+    settings: Settings, identity: Identity, new_journal: bool, drop_libraries: bool
+) -> list[ServerLibraries] | None:
     """Records in Redis what belongs together, and loads the library on every master; returns the libraries,
-    and the shards of an older key layout.
+    None if Redis cannot be reached.
     """
     redis, write = open_redis(settings), replace_claim if new_journal else claim_prefix
     try:
@@ -274,36 +263,15 @@ async def _claim(
         libraries = await load_everywhere(redis)
         if drop_libraries:
             await delete_others(redis, libraries)
-        return libraries, await _outdated(redis, settings, raise_layout)
+        return libraries
     except BaseException as error:
         # With --new-journal the claim must be replaced here; a missing claim is written by the first worker,
         # a missing library is loaded by the first takeover.
-        if new_journal or drop_libraries or raise_layout or not is_trouble(error):
+        if new_journal or drop_libraries or not is_trouble(error):
             raise
-        return None, []
+        return None
     finally:
         await redis.aclose()
-
-
-async def _outdated(redis: Any, settings: Settings, raise_layout: bool) -> list[int]:
-    """The shards that write an older key layout than this program can write. With `raise_layout`, the owner
-    takes each over again, if it is of a release that knows the newest layout, and rebuilds it in that.
-
-    A shard that nobody has taken over yet gets its layout then; one of a layout that this program does not
-    write is rebuilt first, by its next takeover.
-    """
-    keys, older = key_space(settings), [b"%d" % layout for layout in range(LAYOUT_MIN, LAYOUT)]
-    outdated = []
-    for number in range(keys.shards):
-        state = keys.shard(number).state
-        layout, raised = await redis.hmget(state, ["layout", "raised_layout"])
-        if layout not in older:
-            continue
-        outdated.append(number)
-        # A second call does not disturb a rebuild that has begun.
-        if raise_layout and raised != b"%d" % LAYOUT:
-            await raise_term(redis, state, 0, secrets.token_hex(8), LAYOUT)
-    return outdated
 
 
 async def _new_journal(settings: Settings) -> Topic:

@@ -89,23 +89,16 @@ MUTATIONS: Final = (
     Mutation(
         "offer of an answer to a grab",
         "lua/includes/records.lua",
-        "return call.has_own_ids and offer .. '/' .. id or id",
-        "return id",
+        "return offer .. '/' .. id\nend",
+        "return id\nend",
         _in(IDENTITIES, "test_a_grab_of_pieces_has_its_id_alone_in_its_offer[server]"),
     ),
     Mutation(
         "user of a refusal",
         "lua/includes/repeats.lua",
-        "call.has_own_ids and offer .. '/' .. user .. '/' .. id or refusal_field(campaign, id)",
-        "refusal_field(campaign, id)",
+        "return offer .. '/' .. user .. '/' .. id",
+        "return id",
         _in(IDENTITIES, "test_a_refusal_is_that_of_its_user_and_offer[server]"),
-    ),
-    Mutation(
-        "one id in an older layout",
-        "lua/ownership/apply.lua",
-        "  if call.has_own_ids or not event.digest then return false end",
-        "  do return false end",
-        _in(IDENTITIES, "test_a_journal_with_two_grabs_of_one_id_is_rebuilt_in_layout_4[server]"),
     ),
     Mutation(
         "a rebuild applies no part twice",
@@ -127,27 +120,6 @@ MUTATIONS: Final = (
         "if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then",
         "if false then",
         _STRANGER,
-    ),
-    Mutation(
-        "layout of an emptied shard",
-        "streams/relaying/takeover.py",
-        "last_grab is not None and is_single(last_grab)",
-        "False",
-        _in(LAYOUTS, "test_an_emptied_shard_has_its_layout_again[2]"),
-    ),
-    Mutation(
-        "layout of a shadow",
-        "streams/relaying/shadow.py",
-        "if layout != self._layout:",
-        "if False:",
-        _in(LAYOUTS, "test_comparisons_survive_a_raise"),
-    ),
-    Mutation(
-        "layout of a shadow that was left",
-        "streams/relaying/shadow.py",
-        '        await self._redis.hdel(self._shadow.state, "layout")\n',
-        "",
-        _in(LAYOUTS, "test_comparisons_survive_a_raise"),
     ),
     Mutation(
         "counts that are damaged",
@@ -198,9 +170,7 @@ MUTATIONS: Final = (
         "not shard[3]",
         _in(SCRIPTS, "test_a_shard_decides_nothing_in_another_server_epoch[server]"),
     ),
-    Mutation(
-        "key layout", "lua/includes/decide.lua", "layout < LAYOUT_MIN or layout > LAYOUT", "false", _LAYOUT
-    ),
+    Mutation("key layout", "lua/includes/decide.lua", "if layout ~= LAYOUT then", "if false then", _LAYOUT),
     Mutation("key layout of a takeover", "lua/ownership/raise_term.lua", "layout > LAYOUT", "false", _LAYOUT),
     Mutation(
         "seq of a recovery",
@@ -529,26 +499,19 @@ MUTATIONS: Final = (
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
     ),
     Mutation(
-        "a run under limits needs layout 5",
-        "lua/includes/taking.lua",
-        "if key_layout < 5 or offer.rules.codes",
-        "if key_layout < 4 or offer.rules.codes",
-        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
-    ),
-    Mutation(
         "an amendment keeps the counters of limits that end",
         "lua/includes/limits.lua",
         "    local by_period, by, _, value = {}, parts_of(name)",
         "    local by_period, by, period, value = {}, parts_of(name)\n"
         "    if true then return counters_text({[period] = counters.values[name]}) end",
-        _in(COUNTERS, "test_limits_that_end_and_come_again_keep_their_counts[server-0-attributes1]"),
+        _in(COUNTERS, "test_limits_that_end_and_come_again_keep_their_counts[server-attributes1]"),
     ),
     Mutation(
         "counters of a grab are those of its user",
         "lua/includes/records.lua",
         "if entry[2] == 0 then entry[2] = under else add_user(entry[2], user) end",
         "if entry[2] == 0 then entry[2] = {} else add_user(entry[2], user) end",
-        _in(COUNTERS, "test_a_release_gives_back_to_all_counters_of_a_grab[server-0-attributes1]"),
+        _in(COUNTERS, "test_a_release_gives_back_to_all_counters_of_a_grab[server-attributes1]"),
     ),
     Mutation(
         "a run of refusals ends before what is remembered",
@@ -581,13 +544,6 @@ MUTATIONS: Final = (
     Mutation(
         "ids of a run are distinct",
         "lua/includes/taking.lua",
-        "if has_id[ids[i]] then return 0 end",
-        "",
-        _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
-    ),
-    Mutation(
-        "ids of a run are distinct before layout 4",
-        "lua/includes/envelope.lua",
         "if has_id[ids[i]] then return 0 end",
         "",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),

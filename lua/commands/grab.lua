@@ -92,7 +92,7 @@ local taken, eligible, counted, refusals = {}, {}, {}, {}
 
 local function refusal_field_at(i)
   local o = offer_of[i]
-  return refusal_field_of_grab(call, names[o], campaigns[campaign_of[o]].name, users[i], ids[i])
+  return refusal_field_of_grab(names[o], users[i], ids[i])
 end
 
 if not quantities then
@@ -251,17 +251,11 @@ do
       .. (extra and extra.basket and ',"basket":"' .. extra.basket .. '"' or '')
   end
 
-  -- Writes the event of a grab that was granted or held: as the next of a run, or by itself.
-  local function write_grab(type, i, offer, grab, quantity, amount, ticket, codes)
-    local extra, id = extras and extras[i], ids[i]
-    if call.has_runs then
-      return add_grab(call, type, offer, id, grab.user, quantity, amount, extra and extra.basket or nil,
-        rare_columns(i, ticket, quantity, codes))
-    end
-    add_line(call, event_head(call, offer, type, id) .. grab_text(offer, id, grab, quantity, amount)
-      .. (quantities[i] ~= quantity and ',"asked":' .. int(quantities[i]) or '')
-      .. (type == 'grab.held' and hold_text(offer, grab) or '') .. tail_text(i, extra, ticket)
-      .. codes_text('codes', codes) .. ',"digest":"' .. digests[i] .. '"}')
+  -- Adds a grab that was granted or held to the run of the call.
+  local function write_grab(type, i, offer, quantity, amount, ticket, codes)
+    local extra = extras and extras[i]
+    add_grab(call, type, offer, ids[i], users[i], quantity, amount, extra and extra.basket or nil,
+      rare_columns(i, ticket, quantity, codes))
   end
 
   -- Grants the next part of an envelope; returns the row.
@@ -271,7 +265,7 @@ do
     local amount = part_at(offer, #offer_users[o])
     offer.places, offer.units_left, offer.amount_left = offer.places + 1, offer.units_left - 1,
       offer.amount_left - amount
-    write_grab('grab.granted', i, offer, {user = user, place = offer.places}, 1, amount, ticket, {})
+    write_grab('grab.granted', i, offer, 1, amount, ticket, {})
     taken[o][user] = keep_part(call, offer, id, user, digests[i], amount)
     local row = {CODE.granted, call.seq, call.now, amount, 1, offer.places, offer.units_left}
     if offer.units_left == 0 then close_offer(call, offer, 'drained', id) end
@@ -307,20 +301,20 @@ do
       move_units(offer, -quantity)
       if rules.hold_ms then
         begin_hold(offer, grab, quantity, now)
-        write_grab('grab.held', i, offer, grab, quantity, quantity, ticket, {})
+        write_grab('grab.held', i, offer, quantity, quantity, ticket, {})
         row[1] = CODE.held
         hold_row(offer, grab, details)
       else
         grab.taken = quantity
         local codes = hand_out(offer, grab, quantity)
-        write_grab('grab.granted', i, offer, grab, quantity, quantity, ticket, codes)
+        write_grab('grab.granted', i, offer, quantity, quantity, ticket, codes)
         coupon_row(offer, grab, codes, details)
       end
     end
     touch_grab(offer, id)
     row[2], row[6], row[7] = call.seq, grab.place, offer.units_left
     local record = pack_row(offer.name, row, digests[i])
-    keep_answer(offer.campaign, answer_field_of_grab(call, offer.name, id), record)
+    keep_answer(offer.campaign, answer_field_of_grab(offer.name, id), record)
     return row
   end
 
@@ -372,13 +366,10 @@ local function repeated(i, record, refusal, otherwise)
   -- Whether the grab of this id is this user's; used for a plain grab, whose record has no digest.
   function sent.has()
     if not offer or digests[i] ~= PLAIN then return false end
-    if offer.pieces then
-      local grab = grab_of(offer, ids[i])
-      return grab ~= nil and grab.user == users[i]
-    end
-    local part = taken[o][users[i]]
-    if not part then return false end
-    return select(3, unpack_part(part)) == select(2, unpack_answer(record))
+    -- The answer to a grab of an envelope is its user's part.
+    if not offer.pieces then return true end
+    local grab = grab_of(offer, ids[i])
+    return grab ~= nil and grab.user == users[i]
   end
   local row = repeated_row(record, refusal, sent, now, campaigns[campaign_of[o]].name, offer and offer.parts,
     otherwise)
@@ -421,7 +412,7 @@ do
     local bytes = 0
     for _, i in ipairs(members) do
       bytes = bytes + redis.call('HSTRLEN', campaigns[campaign_of[offer_of[i]]].answers_key,
-        answer_field_of_grab(call, names[offer_of[i]], ids[i]))
+        answer_field_of_grab(names[offer_of[i]], ids[i]))
     end
     if bytes <= BOUNDS.basket_answers_bytes then return nil end
     return 'basket: the recorded answers of its grabs have more than ' .. BOUNDS.basket_answers_bytes

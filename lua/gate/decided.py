@@ -230,11 +230,11 @@ class DecidedAnswers:
         return _Kept(history, seq, [command for command, _ in rest], [answer for _, answer in rest])
 
     async def _recorded(self, shard: int, command: AnyCommand, answer: Answer) -> list[tuple[int, int]]:
-        """Seq and time of the events of the answers that are stored for a command, in any key layout."""
+        """Seq and time of the events of the answers that are stored for a command."""
         keys, offer = self._keys.shard(shard), command.offer
-        fields, recorded = [command.id], []
+        field, recorded = command.id, []
         if isinstance(command, Grab):
-            fields.append(f"{offer}/{command.id}")
+            field = f"{offer}/{command.id}"
             part = await self._read(keys.users(offer), command.user)
             grab = read_grab_of_part(part) if part else None
             if grab is not None and grab[0] == command.id:
@@ -242,9 +242,8 @@ class DecidedAnswers:
             elif grab is not None and answer.outcome == "already_taken":
                 # It tells of the grab of another command, with the time of its own.
                 recorded.append((grab[1], answer.at or 0))
-        for field in fields:
-            if record := await self._read(keys.answers(campaign_of(offer)), field):
-                recorded.append(read_answer(record))
+        if record := await self._read(keys.answers(campaign_of(offer)), field):
+            recorded.append(read_answer(record))
         return recorded
 
     async def _read(self, key: str, field: str) -> bytes | None:

@@ -148,10 +148,11 @@ do
     end
     local damaged = fence_damaged(shard)
     if damaged then return nil, {CODE.fenced, clock + 1000, damaged} end
-    local layout = set_layout(shard[8], shard[1])
-    if layout < LAYOUT_MIN or layout > LAYOUT then
+    local layout = layout_of(shard[8], shard[1])
+    if layout ~= LAYOUT then
       return nil, {CODE.fenced, clock + 1000, 'the shard has key layout ' .. layout
-        .. ', this program writes ' .. LAYOUT_MIN .. ' to ' .. LAYOUT .. ': upgrade it'}
+        .. ', this program writes layout ' .. LAYOUT
+        .. (layout > LAYOUT and ': upgrade it' or ': the next takeover rebuilds the shard')}
     end
     local number, shards, history, journaled = string.match(ARGV[1], '^(%d+)/(%d+)/?(%d*)/?(%d*)$')
     if shard[7] ~= shards then
@@ -178,8 +179,8 @@ do
     return {
       shard = number, seq = seq, first_seq = seq + 1, history = tonumber(shard[4]),
       now = math.max(clock, tonumber(shard[2] or 0)),
-      has_runs = layout > 2, has_own_ids = layout > 3, lines = {}, seqs = {}, joined = {},
-      refused_fields = {}, refused_ids = {}, demand = {}, retired = {}, in_order = {},
+      lines = {}, seqs = {}, joined = {}, refused_fields = {}, refused_ids = {}, demand = {}, retired = {},
+      in_order = {},
     }
   end
 end

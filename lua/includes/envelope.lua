@@ -23,12 +23,10 @@ local function part_at(offer, most)
 end
 
 -- The refusals that are stored for grabs of an offer: a list with false where there is none, or an empty one.
-local function stored_refusals(call, offer, ids, users, campaign)
+local function stored_refusals(offer, ids, users)
   if redis.call('EXISTS', KEYS[3]) == 0 then return {} end
   local fields = {}
-  for i = 1, #ids do
-    fields[i] = refusal_field_of_grab(call, offer.name, campaign.name, users[i], ids[i])
-  end
+  for i = 1, #ids do fields[i] = refusal_field_of_grab(offer.name, users[i], ids[i]) end
   return redis.call('HMGET', KEYS[3], unpack(fields))
 end
 
@@ -52,23 +50,13 @@ end
 local grant_run
 do
   -- How many grabs can be granted before the first whose user has a part, whose id is known, or for which no
-  -- part is left. None, if an id occurs twice before layout 4: the answer that the later one is compared with
-  -- is not written yet.
-  local function count_new(call, offer, ids, users, campaign)
+  -- part is left.
+  local function count_new(offer, ids, users)
     local has = redis.call('HMGET', KEYS[offer.base + KEY.users], unpack(users))
-    -- Whether an id is known. From layout 4 on, what the user has tells it.
-    local kept, refused = {}, stored_refusals(call, offer, ids, users, campaign)
-    if not call.has_own_ids then
-      local has_id = {}
-      kept = are_answered(campaign, ids)
-      for i = 1, #ids do
-        if has_id[ids[i]] then return 0 end
-        has_id[ids[i]] = true
-      end
-    end
+    local refused = stored_refusals(offer, ids, users)
     local most = math.min(#ids, offer.units_left)
     for i = 1, most do
-      if has[i] or kept[i] or refused[i] then return i - 1 end
+      if has[i] or refused[i] then return i - 1 end
     end
     return most
   end
@@ -89,7 +77,7 @@ do
     return amounts
   end
 
-  -- Notes what the users have then, in layout 4.
+  -- Notes what the users have then.
   local function keep_parts(call, offer, ids, users, amounts)
     local made, pack_next = offer.users, packer_of('parts', offer.places + 1, call.seq + 1, call.now)
     for i = 1, #amounts do
@@ -97,38 +85,16 @@ do
     end
   end
 
-  -- The same in an older layout: also the answers and, in layout 2, an event of each grab.
-  local function keep_answers(call, offer, ids, users, amounts, campaign)
-    local made_users, made, pack = offer.users, campaign.made, struct.pack
-    for i = 1, #amounts do
-      local id, user, amount, seq, place = ids[i], users[i], amounts[i], call.seq + i, offer.places + i
-      if not call.has_runs then
-        call.lines[#call.lines + 1] = string.format(
-          '{"type":"grab.granted","v":1,"shard":%s,"seq":%d,"offer_seq":%d,"offer":"%s","at":%d,'
-          .. '"command":"%s","grab":"%s","user":"%s","quantity":1,"amount":%d,"asset":"%s","place":%d,'
-          .. '"left":%d,"digest":"plain"}', call.shard, seq, offer.offer_seq + i, offer.name, call.now, id,
-          id, user, amount, offer.asset, place, offer.units_left - i)
-      end
-      made[2 * i - 1] = id
-      made[2 * i] = pack_answer(0, seq, call.now, place, amount, PLAIN, offer.tail)
-      made_users[2 * i - 1], made_users[2 * i] = user, pack(PART, place, amount, seq)
-    end
-  end
-
-  function grant_run(call, offer, ids, users, campaign, grab_cost, texts)
-    local grabs = count_new(call, offer, ids, users, campaign)
+  function grant_run(call, offer, ids, users, grab_cost, texts)
+    local grabs = count_new(offer, ids, users)
     spend(grab_cost * grabs)
     if grabs == 0 then return 1 end
     local amounts = next_amounts(offer, grabs)
     local seq, place, left = call.seq + grabs, offer.places + grabs, offer.units_left - grabs
     local text = numbers_text(amounts, grabs)
     local run = {call.seq + 1, offer.places + 1, offer.units_left - 1, call.now, text}
-    if call.has_own_ids then
-      keep_parts(call, offer, ids, users, amounts)
-    else
-      keep_answers(call, offer, ids, users, amounts, campaign)
-    end
-    if call.has_runs then end_whole_run(call, offer, 'grab.granted', ids, users, grabs, texts, text) end
+    keep_parts(call, offer, ids, users, amounts)
+    end_whole_run(call, offer, 'grab.granted', ids, users, grabs, texts, text)
     for i = 1, grabs do offer.amount_left = offer.amount_left - amounts[i] end
     call.seq, offer.changed, offer.offer_seq = seq, true, offer.offer_seq + grabs
     offer.places, offer.units_left = place, left

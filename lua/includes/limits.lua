@@ -2,10 +2,9 @@
 -- and returning them.
 --   A counter has the name `<by>/<per>/<value>`, and a count for one window; in any other window its count is
 --   0. All counters of a value are in one hash field `<by>/<value>`: for each period in the order of PERIODS
---   that was counted, its first letter and `<window>:<count>`. Before layout 5, each counter is a field by
---   its name that holds `<window>:<count>`. Counters of a campaign are in a hash of the campaign, and their
---   windows follow the campaign's time zone. A grab records the counters it was counted in as a list of
---   {name, window, 1 if of the campaign}; in this file `counter` is such an entry.
+--   that was counted, its first letter and `<window>:<count>`. Counters of a campaign are in a hash of the
+--   campaign, and their windows follow the campaign's time zone. A grab records the counters it was counted
+--   in as a list of {name, window, 1 if of the campaign}; in this file `counter` is such an entry.
 --- @include "cost"
 --- @include "undo"
 --- @include "calendar"
@@ -81,7 +80,6 @@ do
   end
 
   local function field_of(name)
-    if key_layout < 5 then return name end
     local by, _, value = parts_of(name)
     return by .. '/' .. value
   end
@@ -89,12 +87,6 @@ do
   -- Notes what a field holds.
   local function keep_field(counters, field, text)
     if not text then return end
-    if key_layout < 5 then
-      local window, units = string.match(text, '^(%d+):(%d+)$')
-      if not units then error('the counter ' .. field .. ' is damaged') end
-      counters.values[field] = {tonumber(window), tonumber(units)}
-      return
-    end
     local by, value = string.match(field, '^([^/]+)/([^/]+)$')
     for period, counter in pairs(parse_counters(text, field)) do
       counters.values[by .. '/' .. period .. '/' .. value] = counter
@@ -103,10 +95,6 @@ do
 
   -- What the field of a counter holds then.
   local function text_of(counters, name)
-    if key_layout < 5 then
-      local value = counters.values[name]
-      return string.format('%d:%d', value[1], value[2])
-    end
     local by_period, by, _, value = {}, parts_of(name)
     for i = 1, #PERIODS do
       local counter = counters.values[by .. '/' .. PERIODS[i] .. '/' .. value]
@@ -131,7 +119,7 @@ do
       local name = limit.by .. '/' .. limit.per .. '/' .. value
       spend(COST.counter_byte * #name)
       counted[i] = {name, windows[i][1], limit.scope == 'campaign' and 1 or 0}
-      want_field(counters_of(offer, counted[i]), key_layout < 5 and name or limit.by .. '/' .. value)
+      want_field(counters_of(offer, counted[i]), limit.by .. '/' .. value)
     end
     return counted
   end
@@ -177,7 +165,7 @@ do
 
   -- What the counters of a value become with one more unit, by what they are, a text or false, made once for
   -- each: whether the limits of these indexes have a unit left, the new text, and by the index of each limit
-  -- what it then leaves, packed. Only from layout 5 on.
+  -- what it then leaves, packed.
   function next_counters(offer, now, indexes)
     local limits, windows = offer.rules.limits, windows_at(offer, now)
     return setmetatable({}, {__index = function(all, text)

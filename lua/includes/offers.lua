@@ -352,26 +352,16 @@ local function change_terms(offer, changes)
   offer.amended, offer.least_wanted = true, nil
 end
 
--- Stores a granted part under its user and, before layout 4, the answer under the command's id; returns the
--- part.
+-- Stores a granted part under its user; returns the part.
 local function keep_part(call, offer, id, user, digest, amount)
-  local part
-  if call.has_own_ids then
-    part = pack_part_with_id(offer.places, amount, call.seq, call.now, id, digest)
-  else
-    part = struct.pack(PART, offer.places, amount, call.seq)
-    local record = pack_answer(0, call.seq, call.now, offer.places, amount, digest, offer.tail)
-    local made, count_made = offer.campaign.made, #offer.campaign.made
-    made[count_made + 1], made[count_made + 2] = id, record
-    offer.campaign.answers[id] = record
-  end
+  local part = pack_part(offer.places, amount, call.seq, call.now, id, digest)
   local made, count_made = offer.users, #offer.users
   made[count_made + 1], made[count_made + 2] = user, part
   return part
 end
 
--- Stores parts that users got one after the other, from layout 4 on: {place and seq of the first; times: of
--- each stretch, {time, number of parts}; grabs, users, amounts}. Takes them from the offer.
+-- Stores parts that users got one after the other: {place and seq of the first; times: of each stretch,
+-- {time, number of parts}; grabs, users, amounts}. Takes them from the offer.
 local function keep_run_of_parts(offer, parts)
   local made, last, i, amount = offer.users, #offer.users, 0, 0
   for _, stretch in ipairs(parts.times) do

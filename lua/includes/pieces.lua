@@ -44,12 +44,6 @@ local function begin_hold(offer, grab, quantity, now)
   put(offer, 'held', offer.held + quantity)
 end
 
-local function hold_text(offer, grab)
-  if not offer.rules.currency then return string.format(',"deadline_at":%d', int(grab.deadline)) end
-  return string.format(',"deadline_at":%d,"due":%d,"currency":"%s"', int(grab.deadline),
-    int(grab.price * grab.held), offer.rules.currency)
-end
-
 -- Metadata, JSON text or nil, as a field of an event.
 local function metadata_text(metadata)
   return metadata and ',"metadata":' .. metadata or ''

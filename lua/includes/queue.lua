@@ -109,15 +109,8 @@ do
         local grab = grab_of(offer, name)
         local asked, quantity, metadata = grab.quantity, units_for(offer, grab), grab.metadata
         serve_grab(offer, name, grab, quantity, call.now)
-        if call.has_runs then
-          add_grab(call, 'grab.held', offer, name, grab.user, quantity, quantity, nil,
-            {asked = asked ~= quantity and int(asked) .. '' or nil, metadata = metadata}, command)
-        else
-          add_line(call, event_head(call, offer, 'grab.held', command)
-            .. grab_text(offer, name, grab, quantity, quantity)
-            .. (asked ~= quantity and ',"asked":' .. int(asked) or '') .. hold_text(offer, grab)
-            .. ',"waited":true' .. metadata_text(metadata) .. '}', true)
-        end
+        add_grab(call, 'grab.held', offer, name, grab.user, quantity, quantity, nil,
+          {asked = asked ~= quantity and int(asked) .. '' or nil, metadata = metadata}, command)
       end
     end
     if offer.units_left > 0 then offer.least_wanted = least end

@@ -65,9 +65,9 @@ local function offer_of_answer(record, campaign)
   return string.sub(tail, 3, 2 + second - 0xa0)
 end
 
--- The field of the answer to a grab of pieces: from layout 4 on, its id belongs to its offer.
-local function answer_field_of_grab(call, offer, id)
-  return call.has_own_ids and offer .. '/' .. id or id
+-- The field of the answer to a grab of pieces: its id belongs to its offer.
+local function answer_field_of_grab(offer, id)
+  return offer .. '/' .. id
 end
 
 -- Refusal: code 1, at 5, length of the digest 1 byte; the digest; then the offer's name (see offer_tail). The
@@ -100,28 +100,24 @@ do
   end
 end
 
--- A user's part of an envelope: place 3, amount 6, seq 5 bytes. From layout 4 on it is also the answer to the
--- grab, with further fields: at 5, length of the id 1 byte; the id of the grab; then its digest, empty for
--- PLAIN.
-local PART = '>I3I6I5'
-
-local function unpack_part(record)
-  local place, amount, seq = struct.unpack(PART, record)
-  return place, amount, seq
-end
-
-local pack_part_with_id, answer_of_part
+-- A user's part of an envelope, which is also the answer to the grab: place 3, amount 6, seq 5, at 5, length
+-- of the id 1 byte; the id of the grab; then its digest, empty for PLAIN.
+local pack_part, unpack_part, answer_of_part
 do
-  local PART_WITH_ID = '>I3I6I5I5I1c0'
+  local PART = '>I3I6I5I5I1c0'
 
-  function pack_part_with_id(place, amount, seq, at, id, digest)
-    return struct.pack(PART_WITH_ID, place, amount, seq, at - EPOCH_MS, #id, id)
-      .. (digest == PLAIN and '' or digest)
+  function pack_part(place, amount, seq, at, id, digest)
+    return struct.pack(PART, place, amount, seq, at - EPOCH_MS, #id, id) .. (digest == PLAIN and '' or digest)
+  end
+
+  function unpack_part(record)
+    local place, amount, seq = struct.unpack('>I3I6I5', record)
+    return place, amount, seq
   end
 
   -- The answer to the grab that got a part, if it has this id; else nil. `tail` is that of the offer.
   function answer_of_part(record, id, tail)
-    local place, amount, seq, at, its_id, digest_from = struct.unpack(PART_WITH_ID, record)
+    local place, amount, seq, at, its_id, digest_from = struct.unpack(PART, record)
     if its_id ~= id then return nil end
     return pack_answer(0, seq, at + EPOCH_MS, place, amount, string.sub(record, digest_from), tail)
   end
@@ -130,7 +126,7 @@ end
 -- Functions that return texts one after the other, for the records of plain grabs: the first with this place
 -- and seq, each next one with the next. They join bytes in place of packing numbers, which costs four times
 -- as much. `packer_of` gets what they pack:
---   parts: gets an amount and an id, and returns what `pack_part_with_id` does.
+--   parts: gets an amount and an id, and returns what `pack_part` does.
 --   rows: gets a packed row, and returns what `pack_row` does for a plain grab.
 --   refusals: gets a user, and returns what `pack_refusal` does for a plain grab of an offer.
 --   numbers: returns what `cmsgpack.pack` does of a number, and adds `step` to it.
@@ -273,10 +269,8 @@ local function new_grab(user, quantity, under)
 end
 
 -- A grab of pieces as a list of its fields; models/rules/state.py describes each. The last ones are there
--- only where a grab has them: metadata as JSON text (or false) while it is queued; its basket. From layout 5
--- on, the name
--- of a counter of the grab's user ends before the user, and `counted` has 0 in place of the counters of
--- `under`.
+-- only where a grab has them: metadata as JSON text (or false) while it is queued; its basket. The name of a
+-- counter of the grab's user ends before the user, and `counted` has 0 in place of the counters of `under`.
 local pack_grab, unpack_grab
 do
   local SLASH = 47
@@ -304,12 +298,9 @@ do
   end
 
   function pack_grab(grab)
-    local under, counted = grab.under, grab.counted
-    if key_layout > 4 then
-      under, counted = without_user(under, grab.user), {}
-      for i, entry in ipairs(grab.counted) do
-        counted[i] = {entry[1], entry[2] == grab.under and 0 or without_user(entry[2], grab.user)}
-      end
+    local under, counted = without_user(grab.under, grab.user), {}
+    for i, entry in ipairs(grab.counted) do
+      counted[i] = {entry[1], entry[2] == grab.under and 0 or without_user(entry[2], grab.user)}
     end
     return cmsgpack.pack({grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed,
       grab.lapsed, grab.deadline, grab.grace, grab.extensions, grab.price, grab.status, grab.ended_seq,
@@ -321,11 +312,9 @@ do
     spend(COST.grab_read + COST.record_byte * #record)
     local values = cmsgpack.unpack(record)
     local user, under, counted = values[1], values[17], values[18]
-    if key_layout > 4 then
-      add_user(under, user)
-      for _, entry in ipairs(counted) do
-        if entry[2] == 0 then entry[2] = under else add_user(entry[2], user) end
-      end
+    add_user(under, user)
+    for _, entry in ipairs(counted) do
+      if entry[2] == 0 then entry[2] = under else add_user(entry[2], user) end
     end
     -- All fields are named, so that the table is made in its size.
     return {user = user, place = values[2], quantity = values[3], held = values[4], taken = values[5],

@@ -9,10 +9,9 @@ local function refusal_field(campaign, id)
   return campaign .. '/' .. id
 end
 
--- The same of a grab: from layout 4 on, its id belongs to its offer and its user, so nobody else can use it
--- up.
-local function refusal_field_of_grab(call, offer, campaign, user, id)
-  return call.has_own_ids and offer .. '/' .. user .. '/' .. id or refusal_field(campaign, id)
+-- The same of a grab: its id belongs to its offer and its user, so nobody else can use it up.
+local function refusal_field_of_grab(offer, user, id)
+  return offer .. '/' .. user .. '/' .. id
 end
 
 -- The answer that is stored under an id, unless the offer it names has retired; then nil.
@@ -32,13 +31,13 @@ local function are_answered(campaign, fields)
   return answered
 end
 
--- The answer that is stored under the id of a grab, or false. `part` is what its user has of an envelope:
--- from layout 4 on, that is the answer, if the id is that of the grab.
+-- The answer that is stored under the id of a grab, or false. `part` is what its user has of an envelope,
+-- which is the answer, if the id is that of the grab.
 local function answer_to_grab(call, campaign, offer, name, part, id)
-  if call.has_own_ids and not (offer and offer.pieces) then
+  if not (offer and offer.pieces) then
     return part and answer_of_part(part, id, offer.tail) or false
   end
-  local field = answer_field_of_grab(call, name, id)
+  local field = answer_field_of_grab(name, id)
   if campaign.answers[field] == nil then
     campaign.answers[field] = answer_that_counts(call, campaign,
       redis.call('HGET', campaign.answers_key, field)) or false

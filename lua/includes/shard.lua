@@ -1,41 +1,19 @@
 -- The state of a shard: its key layout, its server epoch, its clock and its owner.
 -- Needs KEYS[1], the shard hash.
 
--- The layouts of keys and records that these scripts read and write: the newest and the oldest. A shard of
--- an older layout is rebuilt from the journal; a shard of a newer layout is left unchanged. 1: subkeys of an
--- offer and a campaign after ':'; 2: after '/', which no id contains; 3: the outbox has runs of grabs; 4: the
--- id of a grab belongs to its user, so a part of an envelope is its own answer, and answers and refusals of
--- other grabs have fields of their own (includes/repeats.lua); 5: all counters of a user are one field
--- (includes/limits.lua). Also in lua/keys.py.
-local LAYOUT, LAYOUT_MIN = 5, 2
+-- The layout of keys and records that these scripts read and write. A shard of an older layout is rebuilt
+-- from the journal; a shard of a newer layout is left unchanged. Also in lua/keys.py.
+local LAYOUT = 1
 
--- The layout of a shard. Layout 1 was not named in the shard hash. A shard without a seq was never
--- reconciled, so it is new.
+-- The layout of a shard: 0 if events were decided there, but it names none. A shard without a seq is new.
 local function layout_of(named, seq)
-  return tonumber(named or (seq and 1 or LAYOUT_MIN))
-end
-
--- The layout of the shard of this call; `set_layout` sets it before records are read or written, and returns
--- it.
---- @each_call
-local key_layout = 0
-
-local function set_layout(named, seq)
-  key_layout = layout_of(named, seq)
-  return key_layout
+  return tonumber(named or (seq and 0 or LAYOUT))
 end
 
 -- The number that a field of the shard hash has; nil if it has none, or what no script writes: numbers there
 -- have at most 15 digits, so that they are exact.
 local function number_in(text)
   return text and #text <= 15 and string.find(text, '^%d+$') and tonumber(text) or nil
-end
-
--- The layout in which an operator wants the shard to be rebuilt, if these scripts write it; else 0, also for
--- what is no number.
-local function raised_layout_of(named)
-  local raised = tonumber(named or '') or 0
-  return raised <= LAYOUT and raised or 0
 end
 
 -- The number of seqs that the lines of an entry of the outbox take. The field of a line is 'e', or the number

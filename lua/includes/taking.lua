@@ -161,10 +161,10 @@ do
       local has_id, fields = {}, {}
       for i = 1, #ids do
         if has_id[ids[i]] then return 0 end
-        has_id[ids[i]], fields[i] = true, answer_field_of_grab(call, offer.name, ids[i])
+        has_id[ids[i]], fields[i] = true, answer_field_of_grab(offer.name, ids[i])
       end
       local kept = are_answered(campaign, fields)
-      local refused = stored_refusals(call, offer, ids, users, campaign)
+      local refused = stored_refusals(offer, ids, users)
       local most = math.min(#ids, offer.units_left)
       for i = 1, most do
         if kept[i] or refused[i] then return i - 1, fields end
@@ -205,7 +205,7 @@ do
   -- The refusal, as a row, that each plain grab of an offer gets for which nothing is remembered; or nil.
   -- `of_all` is the one that all grabs get, whoever sends them.
   local function refusal_of_plain(call, offer, of_all)
-    if not call.has_own_ids or offer.total < 1 or not counts_by_user(offer) then return nil end
+    if offer.total < 1 or not counts_by_user(offer) then return nil end
     if of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then return of_all end
     return available(offer) == 0 and {CODE.sold_out, 0, call.now} or nil
   end
@@ -215,10 +215,10 @@ do
   -- `keep` in commands/grab.lua does, for all grabs at once.
   local function refuse_run(call, offer, ids, users, campaign, row, grab_cost)
     local name, fields, answers = offer.name, {}
-    for i = 1, #ids do fields[i] = refusal_field_of_grab(call, name, campaign.name, users[i], ids[i]) end
+    for i = 1, #ids do fields[i] = refusal_field_of_grab(name, users[i], ids[i]) end
     if offer.pieces then
       local answer_fields = {}
-      for i = 1, #ids do answer_fields[i] = answer_field_of_grab(call, name, ids[i]) end
+      for i = 1, #ids do answer_fields[i] = answer_field_of_grab(name, ids[i]) end
       answers = are_answered(campaign, answer_fields)
     else
       answers = redis.call('HMGET', KEYS[offer.base + KEY.users], unpack(users))
@@ -246,10 +246,7 @@ do
   local function is_takeable(call, offer)
     if offer.rules.audience or next(offer.loads) then return false end
     if not offer.pieces then return true end
-    -- Before layout 5, the records of grabs under limits have other forms.
-    if key_layout < 5 or offer.rules.codes or offer.queue_length > 0 or offer.units_left == 0 then
-      return false
-    end
+    if offer.rules.codes or offer.queue_length > 0 or offer.units_left == 0 then return false end
     return counts_by_user(offer)
   end
 
@@ -271,7 +268,7 @@ do
     end
     local texts = {ARGV[7], ARGV[8], grabs}
     if not offer.pieces then
-      return ids, users, grant_run(call, offer, ids, users, campaign, grab_cost, texts)
+      return ids, users, grant_run(call, offer, ids, users, grab_cost, texts)
     end
     local first, rows = take_run(call, offer, ids, users, campaign, grab_cost, texts)
     return ids, users, first, nil, rows

@@ -16,14 +16,13 @@
 --         offers retired before}; an event is a map of its fields. offer.opened has `row` in place of terms,
 --         in the form of `open`; offer.amended has `changes` in the form of `amend`; ledger.adjusted has
 --         `whole` in the form of `adjust`; grab.queued has `metadata` as JSON text; `parts` stands for many
---         events, from layout 4 on
+--         events
 -- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; '' when there are none, or when
 --   `apply_parts` has written them
 -- Outcomes: none, it decides nothing
 -- Events: none, it applies journaled events
 -- Returns the number of applied events of the list; the caller sends the others again. Or the error LOST when
---         the shard has another owner, HOLE when events of an offer are missing before these, or SAME_IDS
---         when two commands of a campaign have one id, which the layout of the shard cannot store.
+--         the shard has another owner, or HOLE when events of an offer are missing before these.
 --- @include "cost"
 --- @include "shard"
 --- @include "records"
@@ -39,7 +38,7 @@
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
-local shard = redis.call('HMGET', KEYS[1], 'life', 'seq', 'partial', 'layout')
+local shard = redis.call('HMGET', KEYS[1], 'life', 'seq', 'partial')
 if shard[1] then return redis.error_reply('LOST the shard is not fenced') end
 if ARGV[4] ~= '' and (shard[3] or (shard[2] or '0') ~= ARGV[4]) then
   return redis.error_reply('LOST the shard has changed')
@@ -48,8 +47,7 @@ end
 local names, campaign_of, campaign_names, events, offer_of, retired = unpack(cmsgpack.unpack(ARGV[7]))
 spend(COST.argument_byte * #ARGV[7])
 local offers, campaigns = load_offers(names, campaign_of, campaign_names)
-local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {},
-  has_own_ids = set_layout(shard[4], shard[2]) > 3}
+local call = {seq = 0, now = 0, lines = {}, refused_ids = {}, refused_fields = {}, demand = {}}
 local APPLY = {}
 -- The events after which the deciding call served the queue, or would have. (So it did with a grab that has
 -- waited.)
@@ -61,7 +59,7 @@ local MAKES = {['grab.granted'] = true, ['grab.held'] = true, ['grab.queued'] = 
 -- Stores the row of an event's command as the answer under its id.
 local function keep_row(offer, event, row)
   local field = event.command
-  if MAKES[event.type] then field = answer_field_of_grab(call, offer.name, field) end
+  if MAKES[event.type] then field = answer_field_of_grab(offer.name, field) end
   keep_answer(offer.campaign, field, pack_row(offer.name, row, event.digest, event.whole))
 end
 
@@ -337,16 +335,6 @@ local function leave_to_sweeper(offer)
   offer.due = due_when_open(offer, offer.served_at, refusal_of_offer(offer, offer.served_at))
 end
 
--- Whether the campaign knows another command with the id of an event's command. Before layout 4, no shard
--- decides so; but the events may have been decided in layout 4, if Redis has lost that the layout was raised.
-local function has_id_of_another(i)
-  local event = events[i]
-  if call.has_own_ids or not event.digest then return false end
-  local campaign, id = campaigns[campaign_of[offer_of[i]]], event.command
-  local record = campaign.answers[id] or redis.call('HGET', campaign.answers_key, id)
-  return record and redis.call('SISMEMBER', KEYS[10], offer_of_answer(record, campaign.name)) == 0
-end
-
 -- The shard is incomplete from the first write to the last: if this script fails in between, the shard is
 -- rebuilt from the beginning.
 redis.call('HSET', KEYS[1], 'partial', '1')
@@ -356,9 +344,6 @@ local gone, applied = {}, 0
 for i, event in ipairs(events) do
   if i > 1 and is_spent() then break end
   spend(COST.command + COST.event)
-  if has_id_of_another(i) then
-    return redis.error_reply('SAME_IDS two commands of one campaign have the id ' .. event.command)
-  end
   read_ahead(i)
   applied = i
   local o = offer_of[i]

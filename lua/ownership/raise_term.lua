@@ -4,18 +4,15 @@
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term that must be exceeded · ARGV[2] owner id ·
---   ARGV[3] why the owner runs plain scripts in place of functions; '' or absent if it uses functions ·
---   ARGV[4] the layout in which the shard is to be rebuilt, if it has an older one of those that these
---     scripts write; '' or absent to keep it. The caller then takes nothing over: whoever owned the shard
---     does so again, as a program that knows the layout, and rebuilds it
+--   ARGV[3] why the owner runs plain scripts in place of functions; '' or absent if it uses functions
 -- Returns {term, server epoch, server epoch in which the shard was last reconciled or '', seq, form of its
 --         state: complete, partial (a rebuild was interrupted) or outdated (an older key layout than these
---         scripts write, or than it is to have)}; or the error NEWER when a newer program has written the
---         shard, or DAMAGED when nobody can say which layout it has. A damaged term counts as none, as in an
---         emptied Redis: the journal has the highest one.
+--         scripts write)}; or the error NEWER when a newer program has written the shard, or DAMAGED when
+--         nobody can say which layout it has. A damaged term counts as none, as in an emptied Redis: the
+--         journal has the highest one.
 --- @include "shard"
 
-local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial', 'raised_layout')
+local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')
 local layout = layout_of(held[3], held[4])
 if held[3] and not number_in(held[3]) then
   local reason = 'the field layout of the shard (' .. KEYS[1]
@@ -26,18 +23,11 @@ if held[3] and not number_in(held[3]) then
 end
 if layout > LAYOUT then
   return redis.error_reply(string.format(
-    'NEWER the shard has key layout %d, this program writes %d to %d: upgrade it', layout, LAYOUT_MIN,
-    LAYOUT))
+    'NEWER the shard has key layout %d, this program writes layout %d: upgrade it', layout, LAYOUT))
 end
 local term = string.format('%d', math.max(number_in(held[1]) or 0, tonumber(ARGV[1])) + 1)
-local raised = raised_layout_of(held[6])
-local form = held[5] and 'partial'
-  or ((layout < LAYOUT_MIN or layout < raised) and 'outdated' or 'complete')
+local form = held[5] and 'partial' or (layout < LAYOUT and 'outdated' or 'complete')
 local epoch = server_epoch()
-local wanted = tonumber(ARGV[4] or '')
-if wanted and layout >= LAYOUT_MIN and layout < wanted then
-  redis.call('HSET', KEYS[1], 'raised_layout', math.min(wanted, LAYOUT))
-end
 redis.call('HSET', KEYS[1], 'term', term, 'owner', ARGV[2])
 if (ARGV[3] or '') ~= '' then
   redis.call('HSET', KEYS[1], 'plain', ARGV[3])

@@ -4,7 +4,7 @@
 --
 -- KEYS[1] shard hash
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] seq of the shard that was compared ·
---   ARGV[5] number of shards · ARGV[6] the layout of a shard that has none of those that these scripts write
+--   ARGV[5] number of shards
 -- Returns 1, or the error LOST when the shard has another owner, another seq or is incomplete.
 --- @include "shard"
 
@@ -17,8 +17,7 @@ end
 if redis.call('HEXISTS', KEYS[1], 'partial') == 1 then
   return redis.error_reply('LOST the shard is incomplete')
 end
-local layout = tonumber(redis.call('HGET', KEYS[1], 'layout') or 0)
 redis.call('HSET', KEYS[1], 'life', ARGV[3], 'history', ARGV[1], 'seq', ARGV[4], 'shards', ARGV[5], 'layout',
-  layout < LAYOUT_MIN and ARGV[6] or layout)
+  LAYOUT)
 redis.call('HDEL', KEYS[1], 'fault')
 return 1

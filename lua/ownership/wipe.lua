@@ -1,27 +1,20 @@
 #!lua flags=allow-oom
 -- Deletes keys of a shard that is to be rebuilt, a bounded number per call. Of the shard hash, only term,
--- owner, `plain` and `clock` remain, and the layout in which the shard is rebuilt: that which an operator has
--- raised it to, else its own.
+-- owner, `plain` and `clock` remain; it gets the layout in which the shard is rebuilt.
 --
 -- KEYS[1] shard hash · KEYS[2 …] keys to delete
--- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] reason in words ·
---   ARGV[5] the layout of a shard that has none of those that these scripts write ·
---   ARGV[6] the least layout in which the shard can be rebuilt
+-- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] reason in words
 -- Returns 1, or the error LOST when the shard has another owner.
 --- @include "shard"
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
-local plain, named, raised, clock = unpack(redis.call('HMGET', KEYS[1], 'plain', 'layout', 'raised_layout',
-  'clock'))
-local layout = tonumber(named or 0)
-if layout < LAYOUT_MIN then layout = tonumber(ARGV[5]) end
-layout = math.max(layout, raised_layout_of(raised), tonumber(ARGV[6]))
+local plain, clock = unpack(redis.call('HMGET', KEYS[1], 'plain', 'clock'))
 redis.call('DEL', KEYS[1])
 if plain then redis.call('HSET', KEYS[1], 'plain', plain) end
 if clock then redis.call('HSET', KEYS[1], 'clock', clock) end
 redis.call('HSET', KEYS[1], 'term', ARGV[1], 'owner', ARGV[2], 'partial', '1', 'fault', ARGV[4], 'layout',
-  layout)
+  LAYOUT)
 for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
 return 1

@@ -243,8 +243,6 @@ class ShardState:
 
     shard: int
     digests: Digests = field(default_factory=Digests)
-    #: Whether the id of a grab belongs to its user and offer, as from key layout 4 on.
-    has_own_ids: bool = True
     seq: int = 0
     time: int = 0
     offers: dict[str, Offer] = field(default_factory=dict)
@@ -263,14 +261,14 @@ class ShardState:
 
     def identity_of(self, command: Command) -> tuple[str, ...]:
         """What distinguishes a command from all others in this shard."""
-        return identity_of(command) if self.has_own_ids else (campaign_of(command.offer), command.id)
+        return identity_of(command)
 
     def answer_key(self, command: Command) -> tuple[str, str]:
         """The key in `answers`: that of a grab names its offer, and its user if the offer is an envelope, so
         that the id of a grab of pieces is known to all users.
         """
         campaign = campaign_of(command.offer)
-        if not (self.has_own_ids and isinstance(command, Grab)):
+        if not isinstance(command, Grab):
             return campaign, command.id
         offer = self.offers.get(command.offer)
         if offer is None or offer.is_envelope:

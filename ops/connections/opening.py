@@ -52,7 +52,7 @@ from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.connections.seal_keys import require_seal_keys
 from grabstream.ops.connections.user_keys import KeysOfUsers
 from grabstream.ops.settings import BadSettings, Settings, cluster_address, is_cluster
-from grabstream.projections.checking.snapshots import events_of, last_grab, newest, payments_of, trail_of
+from grabstream.projections.checking.snapshots import events_of, newest, payments_of, trail_of
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import Identity
@@ -416,10 +416,6 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
         async with connected() as connection:
             return await newest(connection, shard)
 
-    async def last_grab_of(shard: int) -> bytes | None:
-        async with connected() as connection:
-            return await last_grab(connection, shard)
-
     async def recorded_keys() -> Mapping[str, str]:
         try:
             async with checked_books(settings) as connection:
@@ -427,7 +423,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
         except (psycopg.Error, BadSettings) as error:
             raise OSError(f"PostgreSQL: {str(error).strip()}") from None
 
-    return Snapshots(open_snapshot, newest_cursor, last_grab_of, recorded_keys)
+    return Snapshots(open_snapshot, newest_cursor, recorded_keys)
 
 
 async def report_recovery(settings: Settings, recovered: Recovered) -> None:

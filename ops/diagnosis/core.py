@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, SHARD_FIELDS, KeySpace, ShardKeys
+from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
 from grabstream.lua.library import MISSING, library, missing_or_unusable
 from grabstream.lua.server import server_epoch_of
 from grabstream.lua.trouble import is_trouble
@@ -420,13 +420,11 @@ def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str,
 
 def _wrong_layout(shard: ShardReadings, settings: Settings) -> tuple[str, str, int | None] | None:
     """The same as _why_fenced, for a shard whose keys have another layout than the scripts write."""
-    layout = shard.fields["layout"] or ("1" if shard.fields["seq"] else str(LAYOUT_MIN))
-    if shard.fields["life"] is None or layout in map(str, range(LAYOUT_MIN, LAYOUT + 1)):
+    layout = shard.fields["layout"] or ("0" if shard.fields["seq"] else str(LAYOUT))
+    if shard.fields["life"] is None or layout == str(LAYOUT):
         return None
-    reason = (
-        f"its keys have layout {quoted(layout)}, but this program writes layouts {LAYOUT_MIN} to {LAYOUT}"
-    )
-    if layout.isascii() and layout.isdigit() and int(layout) < LAYOUT_MIN:
+    reason = f"its keys have layout {quoted(layout)}, but this program writes layout {LAYOUT}"
+    if layout.isascii() and layout.isdigit() and int(layout) < LAYOUT:
         return (
             reason,
             f"restart the worker {shard.relay or 'that relays it'}: the next takeover rebuilds the shard "

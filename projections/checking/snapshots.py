@@ -73,17 +73,6 @@ async def newest(connection: AsyncConnection[Any], shard: int) -> Cursor:
     return Cursor(row[0], bytes(row[1]), *row[2:]) if row else Cursor()
 
 
-async def last_grab(connection: AsyncConnection[Any], shard: int) -> bytes | None:
-    """The line of the last grab that a shard granted or held when it was sent; None if there is none."""
-    found = await connection.execute(
-        "SELECT body FROM audit WHERE shard = %s AND type IN ('grab.granted', 'grab.held') "
-        "AND body NOT LIKE '%%,\"waited\":true%%' ORDER BY seq DESC LIMIT 1",
-        (shard,),
-    )
-    row = await found.fetchone()
-    return row[0].encode() if row else None
-
-
 async def _has_gap(connection: AsyncConnection[Any], shard: int) -> bool:
     found = await connection.execute(
         "SELECT EXISTS (SELECT FROM set_aside WHERE projection = 'audit' AND shard = %s AND count > 0 AND "

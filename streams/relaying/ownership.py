@@ -160,11 +160,6 @@ class OwnedShard:
         keys = [self.keys.state] if key is None else [self.keys.state, key]
         return await self.run("read", keys, ownership, command, len(arguments), *arguments)
 
-    async def layout(self, ownership: Ownership) -> int | None:
-        """The key layout of the shard; None if it has none."""
-        [layout] = await self.read(ownership, "HMGET", self.keys.state, "layout")
-        return None if layout is None else int(layout)
-
     async def checkpoint(self, ownership: Ownership) -> Cursor:
         """The cursor of the last trim; the journal's beginning if there was none. Raises DamagedState."""
         fields = await self.read(

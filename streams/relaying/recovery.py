@@ -21,7 +21,6 @@ from grabstream.lua import restoring
 from grabstream.lua.gate.drawing import in_slices
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import pieces
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.lua.restoring import Applicable, Parts, in_columns, last_seq
 from grabstream.models.events import (
     OfferClosed,
@@ -89,11 +88,9 @@ class Snapshot(NamedTuple):
     events: AsyncIterator[Sequence[AnyLine]]
 
 
-#: OpenSnapshot opens the newest snapshot of a shard, None if there is none; NewestCursor returns its cursor;
-#: LastGrab returns the line of its last grab that was granted or held when it was sent.
+#: OpenSnapshot opens the newest snapshot of a shard, None if there is none; NewestCursor returns its cursor.
 OpenSnapshot = Callable[[int], AbstractAsyncContextManager[Snapshot | None]]
 NewestCursor = Callable[[int], Awaitable[Cursor]]
-LastGrab = Callable[[int], Awaitable[bytes | None]]
 RecordedKeys = Callable[[], Awaitable[Mapping[str, str]]]
 
 
@@ -116,12 +113,6 @@ class Impossible(Exception):
     """The events of the journal do not follow from each other."""
 
 
-class SameIds(Impossible):
-    """Two commands of one campaign have one id, which the shard's key layout cannot store: they were decided
-    in a newer one, and Redis has lost that.
-    """
-
-
 class Snapshots(NamedTuple):
     """The functions that read snapshots, and `keys`, which records the key that this process signs with, and
     returns the public keys of all relays by id.
@@ -129,7 +120,6 @@ class Snapshots(NamedTuple):
 
     open: OpenSnapshot
     newest: NewestCursor
-    last_grab: LastGrab
     keys: RecordedKeys
 
 
@@ -154,8 +144,6 @@ class Recovery:
         self._progress = progress
         self._step = step
         self._applied = 0
-        self._layout = LAYOUT
-        self._layout_least = LAYOUT_MIN
         self._seeds: dict[str, str] = {}
 
     async def recorded_keys(self) -> Mapping[str, str]:
@@ -174,16 +162,6 @@ class Recovery:
             log.warning("shard %d: no snapshot: %s", self._shard.keys.shard, error)
             return Cursor()
 
-    async def last_grab(self) -> bytes | None:
-        """The line of the last grab in the newest snapshot that was granted or held when it was sent."""
-        if self._snapshots is None:
-            return None
-        try:
-            return await self._snapshots.last_grab(self._shard.keys.shard)
-        except OSError as error:
-            log.warning("shard %d: no snapshot: %s", self._shard.keys.shard, error)
-            return None
-
     async def catch_up(self, ownership: Ownership, position: Position, journal: AcceptedEvents) -> None:
         """Applies the events of the journal after the seq of Redis."""
         began = time.monotonic()
@@ -192,26 +170,20 @@ class Recovery:
         await self._finish(ownership, position, seq, 0, began)
 
     async def rebuild(
-        self,
-        ownership: Ownership,
-        position: Position,
-        journal: Callable[[Cursor], AcceptedEvents],
-        layout: int,
+        self, ownership: Ownership, position: Position, journal: Callable[[Cursor], AcceptedEvents]
     ) -> None:
         """Deletes the keys of the shard and rebuilds them; `journal` returns the events after a cursor."""
         began = time.monotonic()
-        seq, base_seq = await self.make(ownership, journal, layout)
+        seq, base_seq = await self.make(ownership, journal)
         await self._finish(ownership, position, seq, base_seq, began)
 
     async def make(
-        self, ownership: Ownership, journal: Callable[[Cursor], AcceptedEvents], layout: int
+        self, ownership: Ownership, journal: Callable[[Cursor], AcceptedEvents]
     ) -> tuple[int, int]:
-        """Rebuilds the shard without a report, in its own layout, or in `layout` if it has none that the
-        scripts write. Returns its seq, and that of the snapshot it started from.
-        """
-        self._seeds, self._layout, self._layout_least = {}, layout, LAYOUT_MIN
+        """Rebuilds the shard without a report. Returns its seq, and that of the snapshot it started from."""
+        self._seeds = {}
         try:
-            return await self._make_in_layout(ownership, journal)
+            return await self._make(ownership, journal)
         except CannotOpen as error:
             self._seeds = await self._revealed(journal(Cursor()))
             if not self._seeds:
@@ -222,21 +194,6 @@ class Recovery:
                 error,
                 len(self._seeds),
             )
-        return await self._make_in_layout(ownership, journal)
-
-    async def _make_in_layout(
-        self, ownership: Ownership, journal: Callable[[Cursor], AcceptedEvents]
-    ) -> tuple[int, int]:
-        try:
-            return await self._make(ownership, journal)
-        except SameIds as error:
-            log.warning(
-                "shard %d: %s: it had key layout %d once, and gets it again",
-                self._shard.keys.shard,
-                error,
-                LAYOUT,
-            )
-        self._layout_least = LAYOUT
         return await self._make(ownership, journal)
 
     async def _revealed(self, journal: AcceptedEvents) -> dict[str, str]:
@@ -261,8 +218,6 @@ class Recovery:
         base = Cursor()
         try:
             base = await self._from_snapshot(ownership)
-        except SameIds:
-            raise
         except (OSError, Impossible, msgspec.DecodeError) as error:
             # If PostgreSQL cannot be reached, or its trail has a hole, the recovery does not wait: the
             # journal has all events.
@@ -274,7 +229,7 @@ class Recovery:
         try:
             seq = await self._from_journal(ownership, base, journal)
         except Impossible as error:
-            if base == Cursor() or isinstance(error, SameIds):
+            if base == Cursor():
                 raise
             log.warning(
                 "shard %d: the journal does not continue from the snapshot (%s): reading all of it",
@@ -307,9 +262,8 @@ class Recovery:
                 await self._apply_past(ownership, snapshot.past[start : start + RETIRED_A_STEP], ())
             async for payments in snapshot.payments:
                 await self._apply_past(ownership, (), payments)
-            layout = await self._layout_here(ownership)
             async for events in snapshot.events:
-                await self._apply_all(ownership, events, None, layout)
+                await self._apply_all(ownership, events, None)
             await self._apply(ownership, [], "", snapshot.cursor.seq, snapshot.at)
             await self._shard.trim(ownership, snapshot.cursor)
             return snapshot.cursor
@@ -319,25 +273,24 @@ class Recovery:
         waiting: list[bytes] = []
         cursor: Cursor | None = None
         read = seq
-        layout = await self._layout_here(ownership)
         try:
             async with aclosing(journal) as reading:
                 async for cursor, accepted in reading:
                     waiting += [line.line for line in accepted if line.seq > read]
                     read = max(read, accepted[-1].seq) if accepted else read
                     if read - seq >= APPLY_EVENTS_MAX:
-                        seq = await self._apply_lines(ownership, seq, waiting, cursor, layout)
+                        seq = await self._apply_lines(ownership, seq, waiting, cursor)
                         waiting = []
         except (Corrupt, Gap) as error:
             raise Impossible(str(error)) from None
         return (
-            await self._apply_lines(ownership, seq, waiting, cursor, layout)
+            await self._apply_lines(ownership, seq, waiting, cursor)
             if waiting and cursor is not None
             else seq
         )
 
     async def _apply_lines(
-        self, ownership: Ownership, seq: int, lines: Sequence[bytes], cursor: Cursor, layout: int
+        self, ownership: Ownership, seq: int, lines: Sequence[bytes], cursor: Cursor
     ) -> int:
         """Applies lines up to a cursor, which becomes the checkpoint: a recovery that is interrupted resumes
         there.
@@ -346,7 +299,7 @@ class Recovery:
             decoded = self._decoded(lines)
         except Impossible as error:
             raise Impossible(f"after seq {seq}: {error}") from None
-        seq = await self._apply_all(ownership, decoded, seq, layout)
+        seq = await self._apply_all(ownership, decoded, seq)
         await self._shard.trim(ownership, cursor)
         return seq
 
@@ -358,19 +311,13 @@ class Recovery:
 
     # -- applying --------------------------------------------------------------------------------------------
 
-    async def _layout_here(self, ownership: Ownership) -> int:
-        """The key layout of the shard. It does not change while events are applied."""
-        return await self._shard.layout(ownership) or LAYOUT_MIN
-
-    async def _apply_all(
-        self, ownership: Ownership, lines: Sequence[AnyLine], seq: int | None, layout: int
-    ) -> int:
+    async def _apply_all(self, ownership: Ownership, lines: Sequence[AnyLine], seq: int | None) -> int:
         """Applies events in calls of bounded size. `seq` is that of the event before them, and those up to it
         are left out: a recovery that was interrupted may have applied a part of a run. None if they are the
         events of some offers only. Returns the seq of the last.
         """
         at = seq or 0
-        for part in _parts(in_columns(lines, at, layout)):
+        for part in _parts(in_columns(lines, at)):
             done = 0
             while done < len(part):
                 rest = part[done:]
@@ -409,10 +356,7 @@ class Recovery:
                 )
             )
         except ResponseError as error:
-            text = str(error)
-            if text.startswith("SAME_IDS "):
-                raise SameIds(text.removeprefix("SAME_IDS ")) from None
-            raise Impossible(text) from None
+            raise Impossible(str(error)) from None
 
     async def _apply_past(
         self, ownership: Ownership, past: Sequence[RetiredOffer], payments: Sequence[KnownPayment]
@@ -430,8 +374,8 @@ class Recovery:
         await self._shard.run("apply_past", names, ownership, _pack(rows))
 
     async def wipe(self, ownership: Ownership) -> None:
-        """Deletes the keys of the shard, except term, owner and layout, and the counts of refusals that are
-        not in SQL yet.
+        """Deletes the keys of the shard, of any layout, except term, owner and the counts of refusals that
+        are not in SQL yet.
         """
         keys = self._shard.keys
         kept = {key.encode() for key in (keys.state, keys.lease, keys.present)}
@@ -439,17 +383,17 @@ class Recovery:
             kept.add(keys.demand.encode())
         step: list[str] = []
         weight = 0
-        arguments = ("the shard is being rebuilt from the journal", self._layout, self._layout_least)
-        await self._shard.run("wipe", [keys.state], ownership, *arguments)
+        reason = "the shard is being rebuilt from the journal"
+        await self._shard.run("wipe", [keys.state], ownership, reason)
         match = f"{literal(keys.tag)}:*"
         async for name in self._scanned(ownership, "SCAN", None, "MATCH", match):
             if name not in kept:
                 step.append(name.decode())
                 weight += WIPE_PARTS_WEIGHT if name.endswith(b"/parts") else 1
             if weight >= WIPE_KEYS_A_STEP:
-                await self._shard.run("wipe", [keys.state, *step], ownership, *arguments)
+                await self._shard.run("wipe", [keys.state, *step], ownership, reason)
                 step, weight = [], 0
-        await self._shard.run("wipe", [keys.state, *step], ownership, *arguments)
+        await self._shard.run("wipe", [keys.state, *step], ownership, reason)
         self._step("recovery.wiped")
 
     async def _has_sound_counts(self, ownership: Ownership) -> bool:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, STAGED, KeySpace, ShardKeys
+from grabstream.lua.keys import LAYOUT, STAGED, KeySpace, ShardKeys
 from grabstream.lua.records import Damaged, in_fields, offer_of_answer, offer_of_payment, unpacked
 from grabstream.lua.server import time_ms_of
 from grabstream.models.calendar import opens_next
@@ -185,7 +185,6 @@ class ShadowShard:
         self._pace = pace
         #: Called with the number of keys compared, of how many.
         self._compared = compared
-        self._layout: bytes | None = None
         self.seq = 0
 
     async def make(self) -> None:
@@ -197,13 +196,7 @@ class ShadowShard:
                 async for events in reading:
                     yield events
 
-        # Records of another layout cannot be compared, so the shadow gets that of the live shard, whatever a
-        # shadow had that was left.
-        self._layout = await self._redis.hget(self._live.state, "layout")
-        await self._redis.hdel(self._shadow.state, "layout")
-        layouts = {b"%d" % known: known for known in range(LAYOUT_MIN, LAYOUT + 1)}
-        layout = layouts.get(self._layout or b"", LAYOUT)
-        self.seq, _ = await self._recovery.make(self._ownership, journal, layout)
+        self.seq, _ = await self._recovery.make(self._ownership, journal)
 
     async def _paced(self, reading: AcceptedEvents) -> AcceptedEvents:
         async with aclosing(reading):
@@ -369,9 +362,8 @@ class ShadowShard:
             )
         if seq is not None and not seq.isdigit():
             raise NotComparable(f"its seq in Redis is {_text(seq)}, which is no number")
-        if layout != self._layout:
-            # An operator has raised it, or Redis has lost that.
-            await self.make()
+        if layout != b"%d" % LAYOUT:
+            raise NotComparable("its keys have another layout than this program writes")
         await self._follow(int(seq or 0))
         return values
 

@@ -18,9 +18,7 @@ from contextlib import aclosing
 from typing import Final, NamedTuple
 
 from grabstream.lua.gate.sealing import CannotOpen
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.journal import Accepted, Corrupt, Cursor, Gap, chain, is_signed_owner, marker_headers
-from grabstream.models.runs import is_run, is_single
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.journal_keys import journal_keys, lacking
 from grabstream.streams.relaying.ownership import (
@@ -31,7 +29,7 @@ from grabstream.streams.relaying.ownership import (
     Raised,
     SteppedDown,
 )
-from grabstream.streams.relaying.recovery import Impossible, Position, Recovery, SameIds
+from grabstream.streams.relaying.recovery import Impossible, Position, Recovery
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +83,6 @@ class Takeover:
         self._send = send
         self._drain = drain
         self._recovery = recovery
-        #: Whether the last grab in the journal is a line by itself; None if none was read.
-        self._has_singles: bool | None = None
         self._signs = journal_keys().signer is not None
         #: Whether it could not be read which keys relays sign with.
         self.keys_unread = False
@@ -112,9 +108,6 @@ class Takeover:
         truth = await self._read_truth(base, checkpoint, marker, raised)
         if self._met_signatures and not self._signs:
             raise NotReconciled(NO_KEY)
-        if self._has_singles is None and not raised.seq:
-            last_grab = await self._recovery.last_grab()
-            self._has_singles = last_grab is not None and is_single(last_grab)
         for _ in range(RAISES_MAX):
             if truth.cursor[3:] == raised.ownership[:2]:
                 break
@@ -277,11 +270,6 @@ class Takeover:
                     block = self._reader.block(record)
                     cursor, accepted = cursor.feed(record.offset, block)
                     self._met_signatures |= is_signed_owner(cursor.owner)
-                    for event in accepted:
-                        if is_single(event.line):
-                            self._has_singles = True
-                        elif is_run(event.line):
-                            self._has_singles = False
                     yield cursor, accepted
 
     # -- comparing Redis with it -----------------------------------------------------------------------------
@@ -305,7 +293,7 @@ class Takeover:
         elif (
             position.kind != "behind"
             or outdated
-            # An empty shard has no layout to continue in.
+            # A shard without a seq names no layout, and keys that it may have are of no known history.
             or not raised.seq
             or not await self._caught_up(ownership, truth, position)
         ):
@@ -313,13 +301,13 @@ class Takeover:
         return truth.cursor
 
     async def _caught_up(self, ownership: Ownership, truth: Truth, position: Position) -> bool:
-        """Applies the missing events. Returns False if a seed among them needs a key that is not set (a
-        rebuild then checks whether the seed was revealed), or if they need a newer key layout.
+        """Applies the missing events. Returns False if a seed among them needs a key that is not set: a
+        rebuild then checks whether the seed was revealed.
         """
         missing = self._accepted(truth.base, truth.cursor.next_offset - 1)
         try:
             await self._recovered(ownership, self._recovery.catch_up(ownership, position, missing))
-        except (CannotOpen, SameIds) as error:
+        except CannotOpen as error:
             log.warning("shard %d: %s; rebuilding it", self._shard.keys.shard, error)
             return False
         await self._finish(ownership, truth.cursor.seq)
@@ -330,7 +318,6 @@ class Takeover:
             ownership,
             position,
             lambda base: self._accepted(base, cursor.next_offset - 1),
-            self._layout_if_none(),
         )
         try:
             await self._recovered(ownership, rebuilding)
@@ -342,8 +329,6 @@ class Takeover:
         """Awaits a recovery; fences the shard if the events do not follow from each other."""
         try:
             await recovering
-        except SameIds:
-            raise
         except Impossible as error:
             raise await self._cannot_be_rebuilt(ownership, error) from None
 
@@ -355,14 +340,7 @@ class Takeover:
 
     async def _finish(self, ownership: Ownership, seq: int) -> None:
         """Lets the shard decide again."""
-        layout = self._layout_if_none()
-        await self._shard.run("reconcile", [self._shard.keys.state], ownership, seq, self._shards, layout)
-
-    def _layout_if_none(self) -> int:
-        """The layout of a shard that has lost its own: the newest. If the last grab in the journal is no run,
-        the shard had layout 2, and older programs may work beside, until an operator raises the layout.
-        """
-        return LAYOUT_MIN if self._has_singles else LAYOUT
+        await self._shard.run("reconcile", [self._shard.keys.state], ownership, seq, self._shards)
 
     async def _compare(
         self, ownership: Ownership, truth: Truth, checkpoint: Cursor, distrusted: bool = False

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from redis.asyncio.cluster import RedisCluster
 from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.lua.library import library, load
 from grabstream.lua.server import let_callers_set_time, raise_term
 from grabstream.models.commands import Grab, Open
@@ -45,17 +45,16 @@ def grabs(count: int, offer: str = "e", start: int = 0) -> list[Grab]:
     ]
 
 
-async def take_over(client: Any, keys: KeySpace, layouts: Sequence[int] = (LAYOUT,)) -> None:
-    """Takes over every shard as a relay does, without Kafka, so that the shards decide; with these layouts in
-    turn. Callers may name the time.
+async def take_over(client: Any, keys: KeySpace) -> None:
+    """Takes over every shard as a relay does, without Kafka, so that the shards decide. Callers may name the
+    time.
     """
     for number in range(keys.shards):
         state = keys.shard(number).state
         if not await client.hexists(state, "seq"):
             await let_callers_set_time(client, state)
         (term, server_epoch, *_), _ = await raise_term(client, state, 0, "test")
-        layout = layouts[number % len(layouts)]
-        await run_script(client, "reconcile", [state], [term, "test", server_epoch, "0", keys.shards, layout])
+        await run_script(client, "reconcile", [state], [term, "test", server_epoch, "0", keys.shards])
 
 
 @pytest.fixture

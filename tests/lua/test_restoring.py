@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grabstream.lua.keys import LAYOUT
-from grabstream.lua.restoring import PARTS_LAYOUT, PARTS_MAX, Applicable, Parts, in_columns, last_seq
+from grabstream.lua.restoring import PARTS_MAX, Applicable, Parts, in_columns, last_seq
 from grabstream.models.events import AnyEvent, GrabGranted, OfferPaused
 from grabstream.models.runs import AnyLine, GrantedRun, singles
 
@@ -85,9 +84,9 @@ def in_singles(events: Sequence[Applicable]) -> list[AnyEvent]:
     return found
 
 
-@given(histories(), st.integers(0, 400), st.sampled_from([PARTS_LAYOUT - 1, PARTS_LAYOUT, LAYOUT]))
-def test_columns_stand_for_the_same_events(lines: list[AnyLine], after: int, layout: int) -> None:
-    events = in_columns(lines, after, layout)
+@given(histories(), st.integers(0, 400))
+def test_columns_stand_for_the_same_events(lines: list[AnyLine], after: int) -> None:
+    events = in_columns(lines, after)
     expected = [event for line in lines for event in singles(line) if event.seq > after]
     assert [one.seq for one in in_singles(events)] == [one.seq for one in expected]
     for one, of_line in zip(in_singles(events), expected, strict=True):
@@ -98,16 +97,14 @@ def test_columns_stand_for_the_same_events(lines: list[AnyLine], after: int, lay
         assert one == of_line
     for event in events:
         if isinstance(event, Parts):
-            assert layout >= PARTS_LAYOUT
             assert 1 <= len(event.grabs) <= PARTS_MAX
             assert last_seq(event) == event.last_seq
 
 
 def test_columns_hold_what_follows_each_other_in_one_envelope() -> None:
     lines = [run(1, 7, "a", 2, {}, True), run(3, 7, "a", 1, {}, True), run(4, 9, "b", 1, {}, True)]
-    first, second = in_columns(lines, 1, LAYOUT)
+    first, second = in_columns(lines, 1)
     assert isinstance(first, Parts)
     assert (first.seq, first.times, first.grabs, first.place) == (2, [(7, 1), (7, 1)], ["g2", "g3"], 3)
     assert isinstance(second, Parts)
     assert (second.offer, second.seq) == ("b", 4)
-    assert not any(isinstance(event, Parts) for event in in_columns(lines, 0, PARTS_LAYOUT - 1))

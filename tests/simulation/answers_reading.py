@@ -154,19 +154,6 @@ class AnswersReading:
             state.demand.clear()
 
     def _by_rules(self, asked: _Asked) -> Iterable[Answer]:
-        """What the rules answer. Where the key layout is raised, no event says when: then in both layouts."""
-        if not (self._rules.may_be_raised and isinstance(asked.command, Grab)):
-            return self._in_layout(asked)
-        state = self._rules.state
-        saved = pickle.dumps(state)
-        answers = list(self._in_layout(asked))
-        vars(state).update(vars(pickle.loads(saved)))
-        self._rules.use_own_ids(not state.has_own_ids)
-        answers += self._in_layout(asked)
-        vars(state).update(vars(pickle.loads(saved)))
-        return answers
-
-    def _in_layout(self, asked: _Asked) -> Iterable[Answer]:
         """What the rules answer now; to a grab of a basket, in each list that had it."""
         command, state = asked.command, self._rules.state
         if not isinstance(command, Grab) or basket_of(command) is None:

@@ -523,7 +523,7 @@ OF_BOOKS: Final = (
         (
             (
                 "streams/relaying/recovery.py",
-                "            if base == Cursor() or isinstance(error, SameIds):\n                raise\n"
+                "            if base == Cursor():\n                raise\n"
                 "            log.warning(\n"
                 '                "shard %d: the journal does not continue',
                 "            raise\n            log.warning(\n"
@@ -533,22 +533,7 @@ OF_BOOKS: Final = (
     ),
 )
 
-#: Bugs of key layouts, which are found in plans where an operator raises the layout.
-OF_LAYOUTS: Final = (
-    Bug(
-        "two grabs with one id are stored in an older layout",
-        "Redis had lost that the layout was raised: the first answer of one of them was gone",
-        (
-            (
-                "lua/ownership/apply.lua",
-                "  if call.has_own_ids or not event.digest then return false end",
-                "  do return false end",
-            ),
-        ),
-    ),
-)
-
-BUGS: Final = (*OF_SCRIPTS, *OF_LAYOUTS, *OF_GATE, *OF_STREAMS, *OF_BOOKS)
+BUGS: Final = (*OF_SCRIPTS, *OF_GATE, *OF_STREAMS, *OF_BOOKS)
 
 #: Bugs that are not found, and why.
 NOT_FOUND: Final = {

@@ -330,16 +330,20 @@ async def journal_forged(world: "World", fault: Fault) -> None:
         await asyncio.sleep(fault.seconds / 3)
 
 
-async def layout_raised(world: "World", fault: Fault) -> None:
-    """An operator raises the layout of all shards; what cannot be reached, the operator leaves out."""
-    process, client = world.started("operator-init")
+async def layout_outdated(world: "World", fault: Fault) -> None:
+    """All shards have an older layout, as after an upgrade, and their owners take them over again. What
+    cannot be reached is left out.
+    """
+    process, client = world.started("upgrade")
 
-    async def raise_layout() -> None:
+    async def upgrade() -> None:
         for shard in range(SHARDS):
+            state = world.keys.shard(shard).state
             with suppressed_trouble():
-                await raise_term(client, world.keys.shard(shard).state, 0, "operator", LAYOUT)
+                await client.hset(state, "layout", LAYOUT - 1)
+                await raise_term(client, state, 0, "upgrade")
 
-    await asyncio.wait({world.loop.spawn(process, raise_layout())}, timeout=10.0)
+    await asyncio.wait({world.loop.spawn(process, upgrade())}, timeout=10.0)
     world.loop.kill(process)
 
 

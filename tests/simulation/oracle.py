@@ -37,8 +37,6 @@ from tests.simulation.redis_server import Server, SimulatedScript
 from tests.simulation.rules_reading import SWEEP, Difference, RulesReading, all_sent, is_of
 
 LINE_BYTES_MAX: Final = 262_144
-#: The key layout since which the ids of grabs belong to their users.
-OWN_IDS_SINCE: Final = 4
 #: How far the clocks of Redis and a caller may differ.
 CLOCK_SKEW_MS_MAX: Final = 5_000
 
@@ -212,10 +210,7 @@ class Given:
 class Oracle:
     """Watches a run."""
 
-    def __init__(self, shards: int, has_whole_entries: bool = False, has_own_ids: bool = True) -> None:
-        #: Whether ids of grabs belong to their users from the beginning, and when an event was decided.
-        self._has_own_ids = has_own_ids
-        self._own_ids: dict[bytes, bool] = {}
+    def __init__(self, shards: int, has_whole_entries: bool = False) -> None:
         #: Whether each record of the journal has whole entries of the outbox.
         self._has_whole_entries = has_whole_entries
         #: By shard, seqs after which no entry ends, as far as that is known.
@@ -238,8 +233,8 @@ class Oracle:
         #: The processes that live when everything is at rest: what they gave as decided, they report if it is
         #: lost.
         self.survivors: set[object] = set()
-        #: Set when Redis loses what it has: then decisions may be lost. Refusals are also lost when an
-        #: operator has shards rebuilt in a newer layout.
+        #: Set when Redis loses what it has: then decisions may be lost. Refusals are also lost when shards of
+        #: an older layout are rebuilt.
         self.loses = self.loses_refusals = False
         #: Each line that was decided until then.
         self._decided: dict[tuple[int, int], bytes] = {}
@@ -280,7 +275,7 @@ class Oracle:
         """
         # The shard is rebuilt without what the call has made, perhaps without all that is not journaled.
         self.loses |= isinstance(reply, Exception) and "BROKEN OFF" in str(reply)
-        (was_seq, was_life, _), (seq, _, layout) = before[0], after[0]
+        (was_seq, was_life), (seq, _) = before[0], after[0]
         shard = int(args[3].rpartition("}")[0].rpartition("-s")[2])
         self._calls[shard].add(Call(server.time_ms(), int(was_seq or 0), int(seq or 0)))
         if int(seq or 0) <= int(was_seq or 0):
@@ -313,7 +308,6 @@ class Oracle:
             self.made.add(name)
             self._moments[name].setdefault(line, next(self._count))
             self._made[shard][decided].add(line)
-            self._own_ids[line] = int(layout) >= OWN_IDS_SINCE
             if not self.loses and self._decided.setdefault((shard, decided), line) != line:
                 self.violations.append(
                     f"{server.name}: {script.name} decided seq {decided} again ({args[3]})"
@@ -376,7 +370,7 @@ class Oracle:
             if given.answer.shard is None and (problem := _of_door(given, may_fail)):
                 self.violations.append(problem)
         for reading in self.journal:
-            rules = RulesReading(reading.shard, sent, self._has_own_ids, self._own_ids)
+            rules = RulesReading(reading.shard, sent)
             answers = AnswersReading(
                 rules, reading.lines, self._calls[reading.shard], self._made[reading.shard]
             )

@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.commands import (
     AnyCommand,
@@ -38,7 +37,6 @@ PREFIX: Final = "sim"
 SHARDS: Final = 2
 #: How many workers a run may have: a third one waits for leases, and takes them over.
 WORKERS: Final = (2, 2, 2, 3)
-LAYOUTS: Final = (LAYOUT_MIN, LAYOUT, LAYOUT)
 #: On average, one of so many callbacks of processes finds the machine busy, in plans with faults (0: none).
 BUSY_EVERY: Final = (0, 0, 3_000, 400)
 GATES: Final = 2
@@ -59,16 +57,13 @@ NEIGHBOURS_SHARE: Final = 0.03
 STRANGERS_SHARE: Final = 0.2
 #: Share of plans in which relays sign, and somebody who cannot writes to the journal.
 FORGER_SHARE: Final = 0.1
-#: Relays end records also within entries, as those of the release before, where a record has at most so many
-#: events, and shards have its layout.
-BLOCK_EVENTS_OF_FORMER: Final = 2
-#: Share of the plans of such relays, of those with a verifier, and of those with books, that have three
-#: meetings more, which only they can have.
+#: Share of the plans with a verifier, and of those with books, that have three meetings more, which only they
+#: can have.
 RARE_MEETING_SHARE: Final = 0.6
-#: Share of the plans with shards of an older layout in which an operator raises it.
-RAISED_SHARE: Final = 0.6
+#: Share of the plans in which shards are found in an older layout, and pairs of users grab under one id.
+OUTDATED_SHARE: Final = 0.13
 #: Share of these in which Redis loses a part of what it has soon after.
-RAISE_LOST_SHARE: Final = 0.5
+OUTDATED_LOST_SHARE: Final = 0.5
 #: Commands in one step; a storm of more costs time and shows nothing else.
 COMMANDS_MAX: Final = 12
 #: The chance that each way of sending commands has a caller.
@@ -137,8 +132,6 @@ class Plan(NamedTuple):
     workers: int = 2
     #: One of so many callbacks finds the machine busy; 0: none does.
     busy_every: int = 0
-    #: The layout of keys and records that the shards have at first.
-    layout: int = LAYOUT
     #: Whether deciders read few records beyond those that wait.
     has_small_backlogs: bool = True
 
@@ -275,10 +268,6 @@ MEETINGS: Final[Sequence[Sequence[Part]]] = (
         Part(("redis full",), (0.5, 3.0), after=0.2),
     ),
 )
-#: An owner ends when it has acknowledged the first events of an entry, and trimmed them.
-MEETING_OF_FORMER_RELAYS: Final[Sequence[Part]] = (
-    Part(("worker pause", "worker crash"), (1.5, 4.0), steps=("relay.acknowledged", "relay.trimmed")),
-)
 _COMMITTED: Final = ("ledger.committed", "balances.committed", "audit.committed", "events.committed")
 _LOST_BOOKS: Final = ("postgresql away", "postgresql tail lost", "postgresql tail lost")
 #: Many events are published at once, and some are not taken.
@@ -346,28 +335,23 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
         faults = [Fault(0.6, "kafka leaderless", draw.randrange(SHARDS), 2.0, 1.0)]
     draw = random.Random(f"{seed} machine")
     workers, busy_every = draw.choice(WORKERS), draw.choice(BUSY_EVERY) if faults else 0
-    layout = draw.choice(LAYOUTS)
     draw = random.Random(f"{seed} rare meeting")
     rare: Sequence[Part] = ()
-    if block_events_max == BLOCK_EVENTS_OF_FORMER and layout == LAYOUT_MIN:
-        rare = MEETING_OF_FORMER_RELAYS
-    elif is_verified:
+    if is_verified:
         rare = MEETING_OF_VERIFIER
     elif has_books:
         rare = MEETING_OF_PUBLISHER
     if rare and not has_neighbours and draw.random() < RARE_MEETING_SHARE:
         faults = sorted([*faults, *(fault for _ in range(3) for fault in _meeting(draw, seconds, rare))])
-    draw = random.Random(f"{seed} layout raised")
-    if layout == LAYOUT_MIN and block_events_max != BLOCK_EVENTS_OF_FORMER and len(RELEASES) == 1:
-        layout = draw.choice(range(LAYOUT_MIN, LAYOUT))
-        if not has_neighbours and draw.random() < RAISED_SHARE:
-            at = round(draw.uniform(0.1, seconds), 4)
-            raised = [Fault(at, "layout raised", 0, 0.3, 1.0)]
-            if draw.random() < RAISE_LOST_SHARE:
-                lost_at = round(at + draw.uniform(0.2, 2.0), 4)
-                raised.append(Fault(lost_at, draw.choice(_LOSSES), draw.randrange(4), 0.2, 0.6))
-            faults = sorted([*faults, *raised])
-            made = _with_scene(made, draw, of_one_id(draw))
+    draw = random.Random(f"{seed} layout outdated")
+    if draw.random() < OUTDATED_SHARE and not has_neighbours and len(RELEASES) == 1:
+        at = round(draw.uniform(0.1, seconds), 4)
+        outdated = [Fault(at, "layout outdated", 0, 0.3, 1.0)]
+        if draw.random() < OUTDATED_LOST_SHARE:
+            lost_at = round(at + draw.uniform(0.2, 2.0), 4)
+            outdated.append(Fault(lost_at, draw.choice(_LOSSES), draw.randrange(4), 0.2, 0.6))
+        faults = sorted([*faults, *outdated])
+        made = _with_scene(made, draw, of_one_id(draw))
     draw = random.Random(f"{seed} forger")
     if draw.random() < FORGER_SHARE and not has_neighbours and len(RELEASES) == 1:
         forged = [
@@ -384,7 +368,6 @@ def plan_of(seed: int, length: int | None = None) -> Plan:
         is_verified,
         workers,
         busy_every,
-        layout,
         has_small_backlogs=not has_neighbours,
     )
 

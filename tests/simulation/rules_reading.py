@@ -7,7 +7,7 @@ it with the rules.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -66,20 +66,8 @@ def all_sent(lists: Iterator[Sequence[AnyCommand]]) -> dict[tuple[str, str], lis
 class RulesReading:
     """A shard's journal, decided once more. `answers` are those of the rules, by campaign, id and seq."""
 
-    def __init__(
-        self,
-        shard: int,
-        sent: dict[tuple[str, str], list[Sent]],
-        has_own_ids: bool = True,
-        own_ids: Mapping[bytes, bool] = {},
-    ) -> None:
-        """`has_own_ids`: the ids of grabs belong to their users from the beginning; `own_ids` says whether
-        they did when an event was decided.
-        """
-        self.state = ShardState(shard, SEALER.digests, has_own_ids)
-        #: Whether the key layout of the shard may change, and so whose the ids are.
-        self.may_be_raised = not has_own_ids
-        self._own_ids = own_ids
+    def __init__(self, shard: int, sent: dict[tuple[str, str], list[Sent]]) -> None:
+        self.state = ShardState(shard, SEALER.digests)
         self.answers: dict[tuple[str, str, int], Answer] = {}
         self._sent = sent
 
@@ -91,8 +79,6 @@ class RulesReading:
         while seq < len(lines):
             before(seq)
             event: Any = decode_event(lines[seq])
-            if self.may_be_raised:
-                self.use_own_ids(self._own_ids.get(lines[seq], self.state.has_own_ids))
             made = self._swept(event) if event.command == SWEEP else self._decided(event)
             if not made:
                 raise Difference(f"the rules make no such event: {lines[seq].decode()}")
@@ -105,20 +91,6 @@ class RulesReading:
                     raise Difference(f"the rules make {line.decode()}, the journal has {lines[seq].decode()}")
                 seq += 1
         before(seq)
-
-    def use_own_ids(self, has_own_ids: bool) -> None:
-        """From now on, the ids of grabs belong to their users, or not."""
-        state = self.state
-        if state.has_own_ids == has_own_ids:
-            return
-        known, state.answers = state.answers, {}
-        state.has_own_ids = has_own_ids
-        for key, kept in known.items():
-            answer = kept.answer
-            if answer.outcome in ("granted", "held", "waiting"):
-                command = Grab(id=answer.id, offer=answer.offer or "", user=answer.user or "")
-                key = state.answer_key(command)
-            state.answers[key] = kept
 
     def baskets_of(self, command: Grab) -> Iterator[list[Grab]]:
         """The baskets that callers have sent with a grab."""
@@ -152,8 +124,7 @@ class RulesReading:
         if event.at < offer.due:
             return []
         if offer.closed_reason and offer.queue:
-            # Each waiter that leaves is a decision of its own: a record of a former relay may end after one,
-            # and Redis may lose the others.
+            # Each waiter that leaves is a decision of its own.
             return [leave_queue(self.state, offer, offer.queue[0], SWEEP, None, event.at)]
         return fall_due(self.state, offer, event.at)
 

@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from grabstream.lua.gate.calls import run_script
-from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.lua.trouble import is_trouble
 from grabstream.ops.settings import Settings
 from grabstream.projections.database import sessions
@@ -354,7 +354,7 @@ async def a_term_is_raised_and_announced(client: Any, keys: KeySpace) -> Any:
         await pubsub.subscribe(of_shard.channel)
         term, epoch, *rest = await run_script(client, "raise_term", [of_shard.state], [4, "me"])
         arguments = (term, "me", epoch)
-        await run_script(client, "reconcile", [of_shard.state], (*arguments, "0", 1, LAYOUT))
+        await run_script(client, "reconcile", [of_shard.state], (*arguments, "0", 1))
         checkpoint = (0, "00", 1, of_shard.channel, term, "me", 1)
         trimmed = await run_script(
             client, "trim", [of_shard.state, of_shard.outbox], (*arguments, *checkpoint)

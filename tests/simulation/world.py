@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import (
     AnyCommand,
@@ -45,13 +45,11 @@ from tests.lua.histories.recovered import align_postponed_due_times, contents, d
 from tests.lua.histories.strategies import TICKET_KEYS, TICKETS
 from tests.simulation import faults, postgresql_server, smaller
 from tests.simulation.books import Books, prepare
-from tests.simulation.former_relays import entries_divided
 from tests.simulation.kafka_broker import Broker, Consumer, Producer
 from tests.simulation.loop import PROCESS, Endless, Process, SimulatedLoop
 from tests.simulation.machine import Clock, Trace, quietly_freed, signals_wait, simulated_machine
 from tests.simulation.oracle import Given, Identity, Oracle
 from tests.simulation.plan import (
-    BLOCK_EVENTS_OF_FORMER,
     CALLERS,
     DECISION,
     GATES,
@@ -129,13 +127,7 @@ class World:
         self.loop = SimulatedLoop(random.Random(f"{plan.seed} order"), plan.busy_every)
         self.clock = Clock(self.loop)
         self.trace = Trace(self.loop)
-        # Another release knows the older layout only.
-        self._layout = self.plan.layout if len(RELEASES) == 1 else LAYOUT_MIN
-        self._has_former_relays = (
-            self.plan.block_events_max == BLOCK_EVENTS_OF_FORMER and self._layout == LAYOUT_MIN
-        )
-        has_whole_entries = not self._has_former_relays and len(RELEASES) == 1
-        self.oracle = Oracle(SHARDS, has_whole_entries, self._layout == LAYOUT)
+        self.oracle = Oracle(SHARDS, has_whole_entries=len(RELEASES) == 1)
         self.keys = KeySpace(PREFIX, SHARDS)
         self.topics = Topics(PREFIX)
         self._store = store
@@ -167,12 +159,6 @@ class World:
         self.replica.is_master = False
         self.replica.replication_id = self.master.replication_id
         self.replicates = True
-        if self._layout < LAYOUT:
-            # A shard that nobody has used gets the newest one.
-            named = [
-                ("HSET", self.keys.shard(shard).state, "layout", self._layout) for shard in range(SHARDS)
-            ]
-            store.run(self.master.database, named)
         self.processes: dict[str, Process] = {}
         self.clients: dict[str, Client] = {}
         self._starts: dict[str, int] = Counter()
@@ -199,7 +185,7 @@ class World:
         #: How long the trace was when everything was at rest.
         self._lines_at_rest = 0
         self._planned = {fault.kind for fault in plan.faults}
-        self.oracle.loses_refusals = "layout raised" in self._planned
+        self.oracle.loses_refusals = "layout outdated" in self._planned
         self._time_goes_back = "redis clock" in self._planned or any(step.pass_ms < 0 for step in plan.steps)
         self.met: Counter[tuple[str, str]] = Counter()
         self.awaited: Counter[str] = Counter()
@@ -233,8 +219,6 @@ class World:
                 if hasattr(encoding, "granted_answers"):  # an older release makes each answer by itself
                     of_run = partial(self._noted_of_run, encoding.granted_answers)
                     stack.enter_context(mock.patch.object(encoding, "granted_answers", of_run))
-            if self._has_former_relays:
-                stack.enter_context(entries_divided())
             asyncio.set_event_loop(self.loop)
             try:
                 self.loop.run_until_complete(self.loop.create_task(self._drive()))
@@ -905,7 +889,7 @@ class World:
 
     def _has_lost_refusals(self) -> bool:
         """Whether refusals may be gone: with what Redis had, or by the rebuild of a shard."""
-        return self.oracle.loses or not self._planned.isdisjoint(("redis breaks off", "layout raised"))
+        return self.oracle.loses or not self._planned.isdisjoint(("redis breaks off", "layout outdated"))
 
     def _check_counts(self) -> None:
         """No refusal is missing in the counts of Redis and SQL together: each that callers got was counted in
@@ -1023,12 +1007,13 @@ class World:
         scratch = KeySpace("fold", SHARDS)
         for shard in range(SHARDS):
             # The sweeper forgets by the clock, also when no event follows; a shard's clock never goes back.
-            look = ("HMGET", self.keys.shard(shard).state, "time", "layout")
-            [[time_ms, layout]] = self._store.run(self.master.database, [look])
+            [time_ms] = self._store.run(
+                self.master.database, [("HGET", self.keys.shard(shard).state, "time")]
+            )
             now_ms = max(self.clock.ms(), int(time_ms or 0))
             live = await contents(client, self.keys.shard(shard), now_ms)
             try:
-                await fold(client, scratch.shard(shard), lines[shard], SEALER, SHARDS, None, int(layout))
+                await fold(client, scratch.shard(shard), lines[shard], SEALER, SHARDS)
             except Exception as error:
                 self.oracle.violations.append(f"shard {shard}: a recovery fails: {error!r}")
                 continue

@@ -4,7 +4,6 @@ import asyncio
 
 import click
 
-from grabstream.lua.keys import LAYOUT
 from grabstream.lua.library import library
 from grabstream.ops.connections.libraries import ServerLibraries
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
@@ -28,16 +27,8 @@ from grabstream.ops.settings import load_settings
     is_flag=True,
     help="Delete the function libraries of other releases in Redis: only when no process of them runs.",
 )
-@click.option(
-    "--raise-layout",
-    is_flag=True,
-    help="Rebuild all shards of an older key layout in the newest: only when no process of an older release "
-    "runs, since those cannot read it. There is no way back.",
-)
 @json_option
-def init(
-    replication: int | None, new_journal: bool, drop_libraries: bool, raise_layout: bool, as_json: bool
-) -> None:
+def init(replication: int | None, new_journal: bool, drop_libraries: bool, as_json: bool) -> None:
     """Create the topics and tables that are missing, and load the function library into Redis; a second call
     does nothing. The number of shards cannot be changed later.
 
@@ -46,10 +37,9 @@ def init(
     """
     settings = load_settings()
     made = asyncio.run(
-        make_system(settings, replication or settings.replication, new_journal, drop_libraries, raise_layout)
+        make_system(settings, replication or settings.replication, new_journal, drop_libraries)
     )
     shared = keys_that_a_copy_shares(settings) if new_journal else []
-    raised, outdated = (made.outdated, []) if raise_layout else ([], made.outdated)
     if as_json:
         servers = None if made.libraries is None else [server._asdict() for server in made.libraries]
         print_json(
@@ -58,9 +48,6 @@ def init(
                 "migrations_applied": made.migrations,
                 "library": library().name,
                 "libraries": servers,
-                "layout": LAYOUT,
-                "shards_of_older_layout": outdated,
-                "shards_raised": raised,
                 "seal_keys_recorded": made.seal_keys,
                 "keys_that_a_copy_shares": shared,
             }
@@ -79,21 +66,6 @@ def init(
         console.print("Redis cannot be reached: the first worker loads the function library.")
     for server in made.libraries or ():
         console.print(f"{_of(server)}: {_in_words(server, drop_libraries)}.")
-    if raised:
-        console.print(
-            f"The workers rebuild shards {_listed(raised)} in key layout {LAYOUT} now: `grabstream status` "
-            "shows when all decide again."
-        )
-    if outdated:
-        console.print(
-            f"Shards {_listed(outdated)} write an older key layout than {LAYOUT}: ids of grabs do not belong "
-            "to their users there. `grabstream init --raise-layout` raises it when all processes are of this "
-            "release; each shard is rebuilt meanwhile."
-        )
-
-
-def _listed(shards: list[int]) -> str:
-    return ", ".join(map(str, shards))
 
 
 def _of(server: ServerLibraries) -> str:

@@ -1,30 +1,15 @@
 """What identifies a command: campaign and id; of a grab, offer, user and id."""
 
-from collections.abc import Iterator
-from itertools import count
-
-import pytest
 from msgspec.structs import replace
 
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Close, Confirm, Grab, Open, Pause, Release, Resume
 from grabstream.models.offers import EnvelopeTerms
-from tests.lua.conftest import SEALER
-from tests.lua.histories.recovered import contents, differences, fold
 from tests.lua.histories.scene import DAY, Scene, coupon, stock
 
 ENVELOPE = EnvelopeTerms(
     issuer="alice", funding="pay", asset="CNY", total=1_000, parts=10, seed="5e" * 16, retire_after_ms=DAY
 )
-
-
-def campaigns(scene: Scene, has_own_ids: bool) -> Iterator[str]:
-    """Names of campaigns of shards where the ids of grabs belong to their users, or not."""
-    names = (f"c{number}" for number in count())
-    return (
-        name for name in names if scene.states[scene.keys.shard_of_offer(name)].has_own_ids == has_own_ids
-    )
 
 
 async def decided(scene: Scene, *commands: AnyCommand) -> list[str]:
@@ -37,9 +22,8 @@ async def assert_repeated(scene: Scene, *firsts: tuple[AnyCommand, Answer]) -> N
 
 
 async def test_nobody_can_use_up_an_id_of_an_envelope(scene: Scene) -> None:
-    campaign = next(campaigns(scene, True))
-    await scene.decide_both([Open(id="open", offer=campaign, terms=ENVELOPE)])
-    mallory, ann = (Grab(id="g", offer=campaign, user=user) for user in ("mallory", "ann"))
+    await scene.decide_both([Open(id="open", offer="c", terms=ENVELOPE)])
+    mallory, ann = (Grab(id="g", offer="c", user=user) for user in ("mallory", "ann"))
     answers = await scene.decide_both([mallory, ann])
     assert [(answer.outcome, answer.user, answer.place) for answer in answers] == [
         ("granted", "mallory", 1), ("granted", "ann", 2)
@@ -47,19 +31,18 @@ async def test_nobody_can_use_up_an_id_of_an_envelope(scene: Scene) -> None:
     # Alone, in a list, and with others between: these take different paths through the script.
     await assert_repeated(scene, (ann, answers[1]))
     await assert_repeated(scene, (ann, answers[1]), (mallory, answers[0]))
-    assert await decided(scene, Grab(id="g", offer=campaign, user="bob"), replace(ann, id="h"), ann) == [
+    assert await decided(scene, Grab(id="g", offer="c", user="bob"), replace(ann, id="h"), ann) == [
         "granted", "already_taken", "granted"
     ]  # fmt: skip
     assert await decided(scene, replace(ann, attributes={"card": "7"}), replace(ann, quantity=2)) == [
         "conflict", "invalid"
     ]  # fmt: skip
-    await scene.decide_both([Close(id="close", offer=campaign)])
+    await scene.decide_both([Close(id="close", offer="c")])
     await assert_repeated(scene, (ann, answers[1]), (mallory, answers[0]))
 
 
 async def test_a_grab_of_pieces_has_its_id_alone_in_its_offer(scene: Scene) -> None:
-    campaign = next(campaigns(scene, True))
-    first, second = f"{campaign}:1", f"{campaign}:2"
+    first, second = "c:1", "c:2"
     for offer in (first, second):
         await scene.open(stock(5, hold_ms=DAY), offer)
     ann = Grab(id="g", offer=first, user="ann")
@@ -79,16 +62,15 @@ async def test_a_grab_of_pieces_has_its_id_alone_in_its_offer(scene: Scene) -> N
 
 
 async def test_grabs_and_other_commands_may_have_one_id(scene: Scene) -> None:
-    campaign = next(campaigns(scene, True))
-    await scene.decide_both([Open(id="x", offer=campaign, terms=ENVELOPE)])
-    await scene.open(coupon(5), f"{campaign}:c")
+    await scene.decide_both([Open(id="x", offer="c", terms=ENVELOPE)])
+    await scene.open(coupon(5), "c:c")
     commands: list[AnyCommand] = [
-        Grab(id="x", offer=campaign, user="x"),
-        Pause(id="p", offer=f"{campaign}:c"),
-        Resume(id="g", offer=f"{campaign}:c"),
-        Grab(id="g", offer=f"{campaign}:c", user="ann"),
-        Grab(id="p", offer=f"{campaign}:c", user="p"),
-        Pause(id="s", offer=campaign),
+        Grab(id="x", offer="c", user="x"),
+        Pause(id="p", offer="c:c"),
+        Resume(id="g", offer="c:c"),
+        Grab(id="g", offer="c:c", user="ann"),
+        Grab(id="p", offer="c:c", user="p"),
+        Pause(id="s", offer="c"),
     ]
     firsts = await scene.decide_both(commands)
     assert [first.outcome for first in firsts] == [
@@ -96,17 +78,14 @@ async def test_grabs_and_other_commands_may_have_one_id(scene: Scene) -> None:
     ]  # fmt: skip
     await assert_repeated(scene, *zip(commands, firsts, strict=True))
     # Other commands have their id for themselves in the whole campaign.
-    assert await decided(scene, Pause(id="g", offer=campaign)) == ["conflict"]
+    assert await decided(scene, Pause(id="g", offer="c")) == ["conflict"]
 
 
 async def test_a_refusal_is_that_of_its_user_and_offer(scene: Scene) -> None:
-    campaign = next(campaigns(scene, True))
-    await scene.open(coupon(1), f"{campaign}:c")
-    await scene.open(coupon(9), f"{campaign}:d")
-    grabs = [
-        Grab(id="g", offer=f"{campaign}:{offer}", user=user) for offer in "cd" for user in ("ann", "bob")
-    ]
-    taker = Grab(id="taker", offer=f"{campaign}:c", user="eve")
+    await scene.open(coupon(1), "c:c")
+    await scene.open(coupon(9), "c:d")
+    grabs = [Grab(id="g", offer=f"c:{offer}", user=user) for offer in "cd" for user in ("ann", "bob")]
+    taker = Grab(id="taker", offer="c:c", user="eve")
     assert await decided(scene, taker, grabs[0], grabs[1]) == ["granted", "sold_out", "sold_out"]
     assert await decided(scene, grabs[2]) == ["granted"]
     refused = await scene.decide_both(grabs[:2])
@@ -115,44 +94,13 @@ async def test_a_refusal_is_that_of_its_user_and_offer(scene: Scene) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("terms", [ENVELOPE, coupon(5)])
-async def test_before_layout_4_an_id_is_that_of_the_campaign(scene: Scene, terms: EnvelopeTerms) -> None:
-    campaign = next(campaigns(scene, False))
-    await scene.decide_both([Open(id="open", offer=campaign, terms=terms)])
-    ann = Grab(id="g", offer=campaign, user="ann")
-    [first] = await scene.decide_both([ann])
-    assert await decided(scene, replace(ann, user="bob"), Grab(id="open", offer=campaign, user="eve")) == [
-        "conflict", "conflict"
-    ]  # fmt: skip
-    await assert_repeated(scene, (ann, first))
-
-
-@pytest.mark.parametrize(("has_own_ids", "outcome"), [(True, "held"), (False, "conflict")])
-async def test_a_basket_may_have_one_id_for_grabs_of_two_offers(
-    scene: Scene, has_own_ids: bool, outcome: str
-) -> None:
-    campaign = next(campaigns(scene, has_own_ids))
-    offers = [f"{campaign}:{name}" for name in "ab"]
+async def test_a_basket_may_have_one_id_for_grabs_of_two_offers(scene: Scene) -> None:
+    offers = ["c:a", "c:b"]
     for offer in offers:
         await scene.open(stock(5, hold_ms=DAY), offer)
     basket = [Grab(id="g", offer=offer, user="ann", basket="B") for offer in offers]
     firsts = await scene.decide_both(basket)
-    assert [answer.outcome for answer in firsts] == [outcome] * 2
-    if has_own_ids:
-        await assert_repeated(scene, *zip(basket, firsts, strict=True))
+    assert [answer.outcome for answer in firsts] == ["held"] * 2
+    await assert_repeated(scene, *zip(basket, firsts, strict=True))
     of_bob = [replace(grab, user="bob", basket="C") for grab in basket]
-    assert await decided(scene, *of_bob) == ["conflict" if has_own_ids else outcome] * 2
-
-
-async def test_a_journal_with_two_grabs_of_one_id_is_rebuilt_in_layout_4(scene: Scene) -> None:
-    """Redis may have lost that the layout was raised; no answer may be lost with it."""
-    campaign = next(campaigns(scene, True))
-    number = scene.keys.shard_of_offer(campaign)
-    await scene.decide_both([Open(id="open", offer=campaign, terms=ENVELOPE)])
-    await scene.decide_both([Grab(id="g", offer=campaign, user=user) for user in ("ann", "bob")])
-    await scene.decide_both([Pause(id="g", offer=campaign)])
-    keys = KeySpace(f"{scene.keys.prefix}-again", scene.keys.shards).shard(number)
-    await fold(scene.client, keys, scene.lines[number], SEALER, scene.keys.shards, layout=LAYOUT_MIN)
-    assert int(await scene.client.hget(keys.state, "layout")) == LAYOUT
-    live = await contents(scene.client, scene.keys.shard(number), scene.now)
-    assert not differences(live, await contents(scene.client, keys, scene.now))
+    assert await decided(scene, *of_bob) == ["conflict"] * 2

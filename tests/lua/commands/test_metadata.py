@@ -3,7 +3,6 @@ them. When a test ends, the scene compares state, events, and what recoveries ma
 """
 
 import json
-from itertools import count
 from typing import Any
 
 import pytest
@@ -21,14 +20,10 @@ OTHER = {"form_id": "f-2"}
 ENVELOPE = EnvelopeTerms(issuer="i", funding="f", asset="CNY", total=1_000, parts=5, seed="5e" * 16)
 
 
-@pytest.fixture(params=[True, False], ids=["runs", "lines"])
-def offer(request: pytest.FixtureRequest, scene: Scene) -> str:
-    """The name of an offer, in a shard of the newest key layout, and of the oldest one, which has no runs."""
-    names = (f"c{number}:o" for number in count())
-    states = scene.states
-    return next(
-        name for name in names if states[scene.keys.shard_of_offer(name)].has_own_ids == request.param
-    )
+@pytest.fixture
+def offer() -> str:
+    """The name of an offer."""
+    return "c:o"
 
 
 def metadata_in(line: bytes) -> Any:
@@ -129,6 +124,5 @@ async def test_many_grabs_with_the_longest_ones_stay_within_a_line(scene: Scene,
     shard = scene.keys.shard_of_offer(offer)
     lines = await outbox_lines(scene.client, scene.keys, shard)
     assert max(map(len, lines)) <= EVENT_LINE_BYTES_MAX
-    if scene.states[shard].has_own_ids:
-        assert len(lines) < 20, "the grabs are in runs"
-        assert max(map(len, lines)) > 50_000
+    assert len(lines) < 20, "the grabs are in runs"
+    assert max(map(len, lines)) > 50_000

@@ -15,7 +15,7 @@ from grabstream.lua import loader
 from grabstream.lua.gate import calls, encoding
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import AT_ONCE_MAX, Gate
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
     Amend,
@@ -164,12 +164,9 @@ def history(terms: Any) -> list[tuple[int, list[AnyCommand]]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [*((name, LAYOUT) for name in OFFERS), *(("priced", layout) for layout in range(LAYOUT_MIN, LAYOUT))],
-)
+@pytest.mark.parametrize("name", OFFERS)
 async def test_confirmations_leave_together_what_they_leave_one_by_one(
-    private_redis: tuple[Any, KeySpace], name: str, layout: int, monkeypatch: pytest.MonkeyPatch
+    private_redis: tuple[Any, KeySpace], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = private_redis
     system, terms = keys._replace(prefix="same", shards=1), OFFERS[name]
@@ -181,7 +178,7 @@ async def test_confirmations_leave_together_what_they_leave_one_by_one(
 
     async def decided(is_run: bool, most: int) -> Any:
         await client.flushall()
-        await take_over(client, system, (layout,))
+        await take_over(client, system)
         now = [NOW]
         gate = Gate(
             client, system, SEALER, GateLimits(timeout_ms=60_000, batch_commands_max=most), lambda: now[0]
@@ -222,7 +219,7 @@ async def test_a_crowd_of_confirmations_is_decided_together(
     """As many as are sent in a call fit into it, and none of them reads and writes its records by itself."""
     client, keys = private_redis
     system, terms = keys._replace(prefix="same", shards=1), OFFERS["priced"]
-    await take_over(client, system, (LAYOUT,))
+    await take_over(client, system)
     gate = Gate(client, system, SEALER, GateLimits(timeout_ms=60_000))
     crowd = [Grab(id=f"g{n:031}", offer="c:o", user=f"u{n:031}") for n in range(300)]
     await gate.decide([Open(id="open", offer="c:o", terms=terms)], "decided")

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from grabstream.lua.gate import encoding
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Amend, AnyCommand, Close, Grab, Open, Pause, Resume, offer_of_plain
 from grabstream.models.identifiers import ID_LENGTH_MAX
@@ -117,11 +117,9 @@ async def everything(client: Any, keys: KeySpace) -> dict[str, Any]:
     return found
 
 
-async def decided(
-    client: Any, keys: KeySpace, terms: Terms, layout: int, monkeypatch: Any, in_runs: bool
-) -> Any:
+async def decided(client: Any, keys: KeySpace, terms: Terms, monkeypatch: Any, in_runs: bool) -> Any:
     """Answers, contents, and how many plain grabs each call had."""
-    await take_over(client, keys, (layout,))
+    await take_over(client, keys)
     now, calls = [NOW], []
     with monkeypatch.context() as patch:
         run = encoding._plain_arguments
@@ -166,23 +164,16 @@ async def decided(
     return answers, await everything(client, keys), calls
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *((name, LAYOUT) for name in OFFERS),
-        *((name, layout) for name in list(OFFERS)[:2] for layout in range(LAYOUT_MIN, LAYOUT)),
-        ("limits of the campaign", LAYOUT - 1),
-    ],
-)
+@pytest.mark.parametrize("name", OFFERS)
 async def test_a_run_leaves_what_single_decisions_leave(
-    private_redis: tuple[Any, KeySpace], name: str, layout: int, monkeypatch: pytest.MonkeyPatch
+    private_redis: tuple[Any, KeySpace], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = private_redis
     system = keys._replace(prefix="same", shards=1)
     terms = OFFERS[name]
-    single, contents, _ = await decided(client, system, terms, layout, monkeypatch, in_runs=False)
+    single, contents, _ = await decided(client, system, terms, monkeypatch, in_runs=False)
     await client.flushall()
-    in_runs, contents_in_runs, calls = await decided(client, system, terms, layout, monkeypatch, in_runs=True)
+    in_runs, contents_in_runs, calls = await decided(client, system, terms, monkeypatch, in_runs=True)
     assert max(calls) == 512
     assert in_runs == single
     assert contents_in_runs.keys() == contents.keys()

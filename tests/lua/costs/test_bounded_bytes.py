@@ -15,12 +15,11 @@ import pytest
 
 from grabstream.lua.gate import calls
 from grabstream.lua.gate.sizes import CALL_BYTES_MAX, size_of_all
-from grabstream.lua.keys import LAYOUT_MIN
 from grabstream.lua.loader import Script, assemble, script_names
 from grabstream.models.bounds import CODES_PER_GRAB_MAX
 from grabstream.models.commands import Adjust, AnyCommand, Close, Confirm, Grab, Load, Open, Release, Return
 from grabstream.models.journal import Cursor
-from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
+from grabstream.models.offers import CouponTerms, Limit, StockTerms, Terms
 from grabstream.streams.relaying.ownership import OwnedShard
 from tests.lua.conftest import SEALER, event_lines
 from tests.lua.costs.longest_texts import ATTRIBUTES, ENTRIES, METADATA, codes, loads
@@ -259,24 +258,21 @@ async def test_long_answers_of_retired_offers_are_deleted_in_bounded_calls(syste
 
 @pytest.mark.long
 async def test_calls_for_plain_grabs_whose_ids_have_long_answers_are_bounded(system: MeasuredShard) -> None:
-    """The ids have stored answers with codes, in the same campaign. Before layout 4, the script asks whether
-    they exist, without reading them.
+    """The ids have stored answers with codes. The script asks whether they exist, without reading them, and
+    refuses the others together, since nothing is left.
     """
     with_codes = [Grab(id=f"g{n}", offer="c:o", user=f"u{n}", quantity=100) for n in range(12)]
-    again = [Grab(id=grab.id, offer="c:e", user=f"v{n}") for n, grab in enumerate(with_codes)]
-    new = [Grab(id=f"n{n}", offer="c:e", user=f"w{n}") for n in range(100)]
+    again = [Grab(id=grab.id, offer="c:o", user=f"v{n}") for n, grab in enumerate(with_codes)]
+    new = [Grab(id=f"n{n}", offer="c:o", user=f"w{n}") for n in range(100)]
 
     async def prepare() -> None:
-        await system.redis.hset(system.keys.state, "layout", LAYOUT_MIN)
         await decided(system, [Open(id="open", offer="c:o", terms=coupons(1_200))], "opened")
         await decided(system, loads("c:o", "codes", codes(1_200)), "loaded")
         await decided(system, with_codes, "granted")
-        envelope = EnvelopeTerms(issuer="a", funding="f", asset="CNY", total=10**6, parts=1_000)
-        await decided(system, [Open(id="open-e", offer="c:e", terms=envelope)], "opened")
 
     async def act() -> None:
         answers = await system.decide([*new, *again])
-        assert [answer.outcome for answer in answers] == 100 * ["granted"] + 12 * ["conflict"]
+        assert [answer.outcome for answer in answers] == 100 * ["sold_out"] + 12 * ["conflict"]
 
     check_bounded(await shortest_of(system, prepare, act))
 

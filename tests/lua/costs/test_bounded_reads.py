@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
 from grabstream.models.bounds import CALL_READ_BYTES_MAX
 from grabstream.models.commands import (
     Adjust,
@@ -258,10 +257,9 @@ def _with(terms: Terms, **changes: Any) -> Terms:
 
 
 async def _play(port: int, draw: random.Random) -> None:
-    system, layout = MeasuredShard(port), draw.choice((LAYOUT, LAYOUT, LAYOUT_MIN))
+    system = MeasuredShard(port)
     try:
         await system.begin()
-        await system.redis.hset(system.keys.state, "layout", layout)
         with counting_bytes(system) as calls:
             sender = Sender(system)
             await sender.open()
@@ -270,9 +268,8 @@ async def _play(port: int, draw: random.Random) -> None:
             if draw.random() < 0.3:
                 space = type(system.space)("fold", 1)
                 await fold(
-                    system.redis, space.shard(0), await event_lines(system.redis, system.space, 0), SEALER, 1,
-                    layout=layout,
-                )  # fmt: skip
+                    system.redis, space.shard(0), await event_lines(system.redis, system.space, 0), SEALER, 1
+                )
         check_bounded(calls)
     finally:
         await system.end()

@@ -12,7 +12,7 @@ from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.decided import LostDecision
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
-from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.models.commands import Confirm, Grab, Open, Release
 from grabstream.models.offers import StockTerms
 from grabstream.models.outcomes import OutcomeUnknown
@@ -93,7 +93,7 @@ async def test_a_journaled_answer_waits_for_its_own_history(private_redis: Any) 
     # A recovery starts another history with the same state.
     term, server_epoch, *_ = await run_script(client, "raise_term", [shard.state], [0, "second"])
     seq = await client.hget(shard.state, "seq")
-    await run_script(client, "reconcile", [shard.state], [term, "second", server_epoch, seq, 1, LAYOUT])
+    await run_script(client, "reconcile", [shard.state], [term, "second", server_epoch, seq, 1])
     await run_script(
         client,
         "trim",

@@ -16,7 +16,7 @@ from grabstream.lua.gate.calls import GateLimits, run_script
 from grabstream.lua.gate.encoding import drawing_parts
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, PIECE_BYTES, STAGED_MS, pieces
-from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.commands import Close, Grab, Open
 from grabstream.models.events import decode_event
@@ -253,17 +253,17 @@ async def test_a_recovery_that_stops_between_pieces_is_repeated(private_redis: A
     dies = Dies(client, shard.keys)
     ownership = (await dies.raise_term(0)).ownership
     with pytest.raises(SteppedDown):
-        await Recovery(dies, SEALER).rebuild(ownership, Position("other", 0), journal, LAYOUT)
+        await Recovery(dies, SEALER).rebuild(ownership, Position("other", 0), journal)
     events = [decode_event(line) for line in lines]
     arguments_of_apply = restoring.build(shard.keys, events[1:], SEALER)
     assert [len(staged_parts.parts) for staged_parts in arguments_of_apply.staged] == [6 * PARTS]
     await client.unlink(shard.keys.parts("a"))
     ownership = (await shard.raise_term(ownership.term)).ownership
-    await run_script(client, "wipe", [shard.keys.state], [*ownership.arguments, "why", 4, 2])
+    await run_script(client, "wipe", [shard.keys.state], [*ownership.arguments, "why"])
     with pytest.raises(redis.ResponseError, match="PARTS 0 bytes"):
         arguments = [*ownership.arguments, "", "", "", *arguments_of_apply.arguments]
         await run_script(client, "apply", [*shard.keys.deciding(), *arguments_of_apply.keys], arguments)
-    await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal, LAYOUT)
+    await Recovery(shard, SEALER).rebuild(ownership, Position("other", 0), journal)
     assert not differences(live, await contents(client, shard.keys))
 
 

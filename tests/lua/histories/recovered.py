@@ -9,7 +9,7 @@ import msgspec
 
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import LAYOUT, STAGED, ShardKeys
+from grabstream.lua.keys import STAGED, ShardKeys
 from grabstream.lua.records import offer_of_answer, unpacked
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.calendar import opens_next
@@ -45,7 +45,6 @@ async def fold(
     sealer: Sealer,
     shards: int,
     cut: random.Random | None = None,
-    layout: int = LAYOUT,
 ) -> None:
     """Recovers an empty shard from these events; with `cut`, in random steps. Callers may name the time."""
     if not await client.hexists(keys.state, "seq"):
@@ -65,12 +64,10 @@ async def fold(
     end = len(events)
     stops = sorted({cut.randint(0, end) for _ in range(3)} | {end}) if cut else [end]
     last_seqs = [0, *(event.seq for event in events)]
-    await recovery.rebuild(ownership, Position("other", 0), lambda base: journal(stops[0]), layout)
+    await recovery.rebuild(ownership, Position("other", 0), lambda base: journal(stops[0]))
     for before, after in pairwise(stops):
         await recovery.catch_up(ownership, Position("behind", last_seqs[before]), journal(after))
-    await run_script(
-        client, "reconcile", [keys.state], (*ownership.arguments, last_seqs[end], shards, layout)
-    )
+    await run_script(client, "reconcile", [keys.state], (*ownership.arguments, last_seqs[end], shards))
 
 
 async def contents(client: Any, keys: ShardKeys, now_ms: int | None = None) -> dict[str, Any]:

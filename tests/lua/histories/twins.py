@@ -14,7 +14,7 @@ import msgspec
 
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
+from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import GRAB_FIELDS
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open, encode_metadata
@@ -59,16 +59,12 @@ class Twins:
         self.now = NOW
         self.recoveries = 0
         self.answered: list[tuple[AnyCommand, Answer]] = []
-        layouts = (LAYOUT, LAYOUT_MIN)
-        self.states = [
-            ShardState(number, SEALER.digests, has_own_ids=layouts[number % 2] > 3)
-            for number in range(keys.shards)
-        ]
+        self.states = [ShardState(number, SEALER.digests) for number in range(keys.shards)]
         self.lines: list[list[bytes]] = [[] for _ in range(keys.shards)]
         self.servings = [Servings() for _ in range(keys.shards)]
         self.first_answers: dict[tuple[str, ...], tuple[AnyCommand, Answer]] = {}
         await client.initialize()
-        await take_over(self.client, self.keys, layouts)
+        await take_over(self.client, self.keys)
         self.gate = Gate(self.client, self.keys, SEALER, limits, clock=lambda: self.now, tickets=TICKETS)
 
     async def sweep_both(self) -> None:
@@ -281,14 +277,13 @@ class Twins:
 
     async def compare_recovered(self, number: int, seed: int | None = None) -> None:
         """Recovers the shard's events into empty keys, in random steps (of `seed`, or else of the number of
-        lines), grabs in runs of any length, and compares the state.
+        lines), with runs of at most 1 to 1,000 grabs, and compares the state.
         """
         cut = random.Random(len(self.lines[number]) if seed is None else seed)
         lines = as_runs(self.lines[number], cut.choice((1, 2, 3, 1_000)))
         self.recoveries += 1
         keys = KeySpace(f"{self.keys.prefix}-fold{self.recoveries}", self.keys.shards).shard(number)
-        layout = int(await self.client.hget(self.keys.shard(number).state, "layout"))
-        await fold(self.client, keys, lines, SEALER, self.keys.shards, cut, layout)
+        await fold(self.client, keys, lines, SEALER, self.keys.shards, cut)
         live, recovered = (
             await contents(self.client, self.keys.shard(number), self.now),
             await contents(self.client, keys, self.now),
@@ -424,8 +419,6 @@ class Twins:
             )
         } == {user: tuple(part) for user, part in offer.users.items()}
         state = self.states[of_shard.shard]
-        if not state.has_own_ids:
-            return
         # A part is the answer to its grab, too.
         of_offer = {
             tuple(field.split("/")[1:]): kept
@@ -447,15 +440,14 @@ class Twins:
         return {name.decode(): int(at) for name, at in await self.client.zrange(key, 0, -1, withscores=True)}
 
     async def _counters(self, key: str) -> dict[str, tuple[int, ...]]:
-        """The counters of a hash by their names: in fields of their own, or all of a value in one."""
+        """The counters of a hash by their names; all of a value are one field."""
         found = {}
         for name, value in (await self.client.hgetall(key)).items():
-            by, *period, counted = name.decode().split("/")
-            texts = [(period[0], value.decode())] if period else _COUNTER.findall(value.decode())
-            assert period or value.decode() == "".join(letter + text for letter, text in sorted(texts))
-            for per, text in texts:
-                field = f"{by}/{_PERIODS.get(per, per)}/{counted}"
-                found[field] = tuple(map(int, text.split(":")))
+            by, counted = name.decode().split("/")
+            texts = _COUNTER.findall(value.decode())
+            assert value.decode() == "".join(letter + text for letter, text in sorted(texts))
+            for letter, text in texts:
+                found[f"{by}/{_PERIODS[letter]}/{counted}"] = tuple(map(int, text.split(":")))
         return found
 
 
@@ -485,8 +477,8 @@ def _counters(under: Any) -> list[list[Any]]:
 
 
 def _name_counters(record: list[Any]) -> None:
-    """Names the counters of a record in full: from layout 5 on, a name ends before the grab's user, and 0
-    stands for the counters under which the grab was counted first.
+    """Names the counters of a record in full: a name ends before the grab's user, and 0 stands for the
+    counters under which the grab was counted first.
     """
     user, under, counted = (record[GRAB_FIELDS.index(name)] for name in ("user", "under", "counted"))
     counted[:] = [[units, under if counters == 0 else counters] for units, counters in counted]

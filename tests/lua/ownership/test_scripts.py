@@ -119,7 +119,7 @@ async def test_owner_scripts_refuse_another_term_owner_or_server_epoch(
             ("trim", [shard.state, shard.outbox], [1, "aa", 1, shard.channel, 1, "x", 1]),
             ("read", [shard.state, shard.state], ["HMGET", 1, "seq"]),
             ("fence", [shard.state], ["why"]),
-            ("reconcile", [shard.state], ["0", 3, LAYOUT]),
+            ("reconcile", [shard.state], ["0", 3]),
             ("wipe", [shard.state], ["why", 4, 2]),
             ("apply", shard.deciding(), ["0", "0", "0", NO_EVENTS]),
             ("apply_past", [shard.state, shard.past], [msgspec.msgpack.encode([[], []])]),
@@ -147,11 +147,11 @@ async def test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last
     with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
     with pytest.raises(redis.ResponseError, match="LOST the shard is incomplete"):
-        await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3, LAYOUT])
+        await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3])
     await run_script(client, "apply", shard.deciding(), [*ownership, "", "0", "0", NO_EVENTS])
     with pytest.raises(redis.ResponseError, match="LOST the shard has changed"):
-        await run_script(client, "reconcile", [shard.state], [*ownership, "1", 3, LAYOUT])
-    assert await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3, LAYOUT]) == 1
+        await run_script(client, "reconcile", [shard.state], [*ownership, "1", 3])
+    assert await run_script(client, "reconcile", [shard.state], [*ownership, "0", 3]) == 1
 
 
 async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: KeySpace) -> None:
@@ -172,50 +172,42 @@ async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: 
     assert await client.hget(shard.state, "partial") == b"1"
 
 
-async def test_a_shard_without_a_layout_is_outdated_and_an_empty_shard_is_new(
-    make_gate: Any, client: Any, keys: KeySpace
-) -> None:
-    """A state without a layout has the first layout: deciding, takeover and lease report it without an error.
-    A shard without state is new, and has the present layout.
+async def test_a_shard_of_another_layout_decides_nothing(make_gate: Any, client: Any, keys: KeySpace) -> None:
+    """A shard without a layout that has decided events has an older one; one without any state is new. A
+    takeover and a lease leave a newer one alone.
     """
     gate = make_gate()
     await gate.decide([opening()], "decided")
     shard = keys.shard(keys.shard_of_offer("e"))
-    await client.hdel(shard.state, "layout")
-    assert (await gate.decide(grabs(1), "decided"))[0].outcome == "fenced"
-    assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == b"outdated"
-    assert (await request_lease(client, shard, "me", 1_000)).holder == "me"
-    for layout, form in (("1", "outdated"), ("2", "complete")):
-        await client.hset(shard.state, "layout", layout)
-        [answer] = await gate.decide(grabs(1, start=int(layout) + 1), "decided")
-        assert answer.outcome == ("granted" if form == "complete" else "fenced")
-        assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == form.encode()
+
+    async def form() -> bytes:
+        return (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4]  # type: ignore[no-any-return]
+
+    for layout in (None, "0", str(LAYOUT + 1)):
+        if layout is None:
+            await client.hdel(shard.state, "layout")
+        else:
+            await client.hset(shard.state, "layout", layout)
+        before = await client.hgetall(shard.state)
+        [answer] = await gate.decide(grabs(1), "decided")
+        assert answer.outcome == "fenced"
+        assert f"has key layout {layout or 0}, this program writes layout {LAYOUT}" in (answer.message or "")
+        assert await Sweeper(client, shard, keys.shards, 10**15).sweep(10**12) == 0
+        assert await client.hgetall(shard.state) == before
+        if layout == str(LAYOUT + 1):
+            assert "upgrade it" in (answer.message or "")
+            with pytest.raises(redis.ResponseError, match="NEWER the shard has key layout 2"):
+                await form()
+            assert (await request_lease(client, shard, "me", 1_000)).holder == "a newer program"
+            assert await client.hgetall(shard.state) == before
+        else:
+            assert await form() == b"outdated"
+            assert (await request_lease(client, shard, "me", 1_000)).holder == "me"
+    await client.hset(shard.state, "layout", LAYOUT)
+    assert [answer.outcome for answer in await gate.decide(grabs(1), "decided")] == ["granted"]
+    assert await form() == b"complete"
     await client.delete(shard.state)
-    assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == b"complete"
-
-
-async def test_a_shard_is_outdated_while_a_newer_layout_is_wanted(
-    make_gate: Any, client: Any, keys: KeySpace
-) -> None:
-    """It decides in its own layout meanwhile. A layout that these scripts do not write, or that is no number,
-    is not wanted.
-    """
-    gate = make_gate()
-    await gate.decide([opening()], "decided")
-    shard = keys.shard(keys.shard_of_offer("e"))
-    await client.hset(shard.state, "layout", LAYOUT - 1)
-    forms = {
-        str(LAYOUT): b"outdated",
-        str(LAYOUT - 1): b"complete",
-        str(LAYOUT + 1): b"complete",
-        "x": b"complete",
-    }
-    for number, (wanted, form) in enumerate(forms.items()):
-        await client.hset(shard.state, "raised_layout", wanted)
-        assert (await run_script(client, "raise_term", [shard.state], [0, "x"]))[4] == form
-        assert [answer.outcome for answer in await gate.decide(grabs(1, start=number), "decided")] == [
-            "granted"
-        ]
+    assert await form() == b"complete"
 
 
 async def test_a_full_outbox_is_busy_until_it_is_trimmed(make_gate: Any, client: Any, keys: KeySpace) -> None:
@@ -482,5 +474,5 @@ async def test_a_caller_cannot_set_the_clock_of_a_shard(make_gate: Any, client: 
         await let_callers_set_time(client, shard.state)
     await client.hset(shard.state, "clock", "caller")
     ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
-    await run_script(client, "wipe", [shard.state], [*ownership, "a test", LAYOUT, LAYOUT])
+    await run_script(client, "wipe", [shard.state], [*ownership, "a test"])
     assert await client.hget(shard.state, "clock") == b"caller"

@@ -11,7 +11,7 @@ import pytest
 
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import LAYOUT, KeySpace, ShardKeys
+from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.server import let_callers_set_time
 from grabstream.models.answers import Answer
 from grabstream.models.commands import decode_command
@@ -52,7 +52,7 @@ class OneShard:
         shard = OwnedShard(self.redis, self.keys)
         await let_callers_set_time(self.redis, self.keys.state)
         raised = await shard.raise_term(0)
-        await shard.run("reconcile", [self.keys.state], raised.ownership, 0, 1, LAYOUT)
+        await shard.run("reconcile", [self.keys.state], raised.ownership, 0, 1)
 
     async def decide(self, type: str, id: str, offer: str, **fields: Any) -> Answer:
         command = decode_command(json.dumps({"type": type, "id": id, "offer": offer} | fields).encode())

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from grabstream.lua import loader
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, SHARD_FIELDS
+from grabstream.lua.keys import LAYOUT, SHARD_FIELDS
 from grabstream.lua.library import MISSING
 from grabstream.models.bounds import quoted
 from grabstream.models.commands import Grab, Open
@@ -532,7 +532,7 @@ async def test_a_shard_changed_by_hand_names_the_field_and_the_command_mends_it(
 
         for field, value, words in (
             ("life", "another", "its server epoch is 'another'"),
-            ("layout", "1", "its keys have layout '1'"),
+            ("layout", "0", "its keys have layout '0'"),
         ):
             await redis.hset(shard.state, field, value)
             assert await outcome() == "fenced"
@@ -549,7 +549,7 @@ async def test_a_shard_changed_by_hand_names_the_field_and_the_command_mends_it(
         assert (
             newer.what
             == f"shard {shard.shard}: fenced: its keys have layout '{LAYOUT + 7}', but this program writes "
-            f"layouts {LAYOUT_MIN} to {LAYOUT}"
+            f"layout {LAYOUT}"
         )
         assert f"HSET {shard.state} layout {LAYOUT}" in newer.command
         await redis.hset(shard.state, "layout", LAYOUT)
@@ -559,8 +559,8 @@ async def test_a_shard_changed_by_hand_names_the_field_and_the_command_mends_it(
     await redis.aclose()
 
 
-def test_the_layouts_are_the_numbers_that_the_scripts_write() -> None:
-    assert f"\nlocal LAYOUT, LAYOUT_MIN = {LAYOUT}, {LAYOUT_MIN}\n" in loader.load("server_epoch").text
+def test_the_layout_is_the_number_that_the_scripts_write() -> None:
+    assert f"\nlocal LAYOUT = {LAYOUT}\n" in loader.load("server_epoch").text
 
 
 # -- servers -------------------------------------------------------------------------------------------------

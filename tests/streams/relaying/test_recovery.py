@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN
+from grabstream.lua.keys import LAYOUT
 from grabstream.models.commands import Close, Confirm, Grab, Open, Release
 from grabstream.models.journal import Accepted, Cursor, parse_block
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
@@ -460,7 +460,7 @@ async def test_a_checkpoint_within_another_term_hides_no_event(
 
     try:
         ownership = (await shard.raise_term(100)).ownership
-        await Recovery(shard, sealer(system)).make(ownership, lambda base: first_step(), LAYOUT)
+        await Recovery(shard, sealer(system)).make(ownership, lambda base: first_step())
         checkpoint = await shard.checkpoint(ownership)
         assert checkpoint == steps[-1]
         assert 0 < checkpoint.term < ownership.term
@@ -535,25 +535,24 @@ def next_release(folder: Path) -> Path:
     copy_package(copy)
     include = copy / "lua/includes/shard.lua"
     text = include.read_text()
-    this_layout = f"local LAYOUT, LAYOUT_MIN = {LAYOUT}, {LAYOUT_MIN}\n"
+    this_layout = f"local LAYOUT = {LAYOUT}\n"
     assert this_layout in text
-    include.write_text(
-        text.replace(this_layout, f"local LAYOUT, LAYOUT_MIN = {NEXT_LAYOUT}, {NEXT_LAYOUT}\n")
-    )
-    # Its takeovers name the layout that a rebuilt shard gets.
+    include.write_text(text.replace(this_layout, f"local LAYOUT = {NEXT_LAYOUT}\n"))
+    # Libraries of both layouts are beside each other.
     names = copy / "lua/keys.py"
-    text = names.read_text()
-    for name, layout in (("LAYOUT", LAYOUT), ("LAYOUT_MIN", LAYOUT_MIN)):
-        text = text.replace(f"\n{name}: Final = {layout}\n", f"\n{name}: Final = {NEXT_LAYOUT}\n")
+    text = names.read_text().replace(f"\nLAYOUT: Final = {LAYOUT}\n", f"\nLAYOUT: Final = {NEXT_LAYOUT}\n")
     names.write_text(text)
     return copy
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layout", [0, None])
 async def test_a_shard_of_an_older_key_layout_is_journaled_and_rebuilt(
-    with_retired_offers: Any, worker: Callable[..., Any]
+    with_retired_offers: Any, worker: Callable[..., Any], layout: int | None
 ) -> None:
-    """An upgrade loses no event that the previous release decided and has not journaled."""
+    """An upgrade loses no event that the previous release decided and has not journaled, and keeps nothing of
+    the keys of its shards. A shard that names no layout has an older one.
+    """
     system, deciding = with_retired_offers
     assert deciding.stop() == 0
     redis, shard = open_redis(system), key_space(system).shard(key_space(system).shard_of_offer("here"))
@@ -561,7 +560,13 @@ async def test_a_shard_of_an_older_key_layout_is_journaled_and_rebuilt(
         async with open_gate(system) as gate:
             decided = await gate.decide(by("joe", "kim", offer="here"), "decided")
             assert {answer.outcome for answer in decided} == {"granted"}
-            await redis.hset(shard.state, "layout", 0)
+            of_older = [f"{shard.tag}:offer:here:older", f"{shard.tag}:older"]
+            for key in of_older:
+                await redis.set(key, "of another form")
+            if layout is None:
+                await redis.hdel(shard.state, "layout")
+            else:
+                await redis.hset(shard.state, "layout", layout)
             worker(system, "relay,sweep")
             asked = {"patience_ms": 60_000, "timeout_ms": 60_000}
             again = await gate.decide(by("joe", "kim", offer="here"), **asked)
@@ -569,6 +574,7 @@ async def test_a_shard_of_an_older_key_layout_is_journaled_and_rebuilt(
             ("granted", answer.seq, True) for answer in decided
         ]
         assert await redis.hget(shard.state, "layout") == str(LAYOUT).encode()
+        assert await redis.exists(*of_older) == 0
     finally:
         await redis.aclose()
     await assert_state_is_the_journal_s(system)
