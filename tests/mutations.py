@@ -74,7 +74,7 @@ _LAYOUT: Final = _in(RECOVERY, "test_a_shard_of_a_newer_key_layout_is_left_to_th
 _ANOTHER: Final = _in(RECOVERY, "test_another_history_is_replaced_and_its_lost_decisions_are_reported")
 
 IDENTITIES: Final = "tests/lua/commands/test_identities.py"
-LAYOUTS: Final = "tests/streams/relaying/test_layouts.py"
+REBUILDS: Final = "tests/streams/relaying/test_rebuilds_of_shards.py"
 COUNTERS: Final = "tests/lua/commands/test_counters.py"
 CALLERS: Final = "tests/gateway/test_authentication.py"
 
@@ -126,14 +126,14 @@ MUTATIONS: Final = (
         "streams/relaying/recovery.py",
         "if await self._has_sound_counts(ownership):",
         "if True:",
-        _in(LAYOUTS, "test_a_rebuild_keeps_sound_counts_of_refusals_only"),
+        _in(REBUILDS, "test_a_rebuild_keeps_sound_counts_of_refusals_only"),
     ),
     Mutation(
         "user of a story",
         "ops/diagnosis/evidence.py",
         "named == user if named is not None else",
         "named == user or",
-        _in(LAYOUTS, "test_each_user_of_one_id_has_a_story_of_its_own"),
+        _in(REBUILDS, "test_each_user_of_one_id_has_a_story_of_its_own"),
     ),
     Mutation(
         "term of an owner's script",

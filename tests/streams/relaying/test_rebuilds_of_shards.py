@@ -1,21 +1,20 @@
-"""Key layouts: a shard of an older one is rebuilt when an operator raises it, under traffic. Layout 2 writes
-single events, later ones write runs; from layout 4 on, the ids of grabs belong to their users; from layout 5
-on, the counters of a user are one field.
-"""
+"""Shards that are rebuilt from the journal while their callers go on: found in an older key layout."""
 
 import asyncio
 import contextlib
 import json
+import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
-from grabstream.lua.keys import LAYOUT, LAYOUT_MIN, KeySpace
+from grabstream.lua.keys import LAYOUT, KeySpace
+from grabstream.lua.server import raise_term
 from grabstream.models.commands import AnyCommand, Confirm, Grab, Open
 from grabstream.models.offers import EnvelopeTerms, Limit, StockTerms
-from grabstream.models.runs import is_run
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import open_reader
@@ -27,9 +26,7 @@ from tests.streams.state import assert_state_is_the_journal_s, journal_lines
 from tests.support.command_line import env_of, grabstream
 
 ASKED: dict[str, Any] = {"patience_ms": 20_000, "timeout_ms": 20_000}
-#: The key layout since which the ids of grabs belong to their users.
-OWN_IDS = 4
-#: Lists of grabs that are sent while the layout is raised, and the grabs of each.
+#: Lists of grabs that are sent while shards are rebuilt, and the grabs of each.
 LISTS, GRABS = 40, 5
 
 
@@ -44,57 +41,48 @@ def crowd(offer: str, number: int) -> list[AnyCommand]:
     return [Grab(id=f"{offer}-{number}.{n}", offer=offer, user=f"{number}.{n}") for n in range(GRABS)]
 
 
+async def _find_in_an_older_layout(system: Settings, redis: Any) -> None:
+    """Gives all shards an older layout, and has their owners take them over again."""
+    for number in range(system.shards):
+        state = key_space(system).shard(number).state
+        await redis.hset(state, "layout", LAYOUT - 1)
+        await raise_term(redis, state, 0, secrets.token_hex(8))
+
+
+async def _are_rebuilt(system: Settings, redis: Any) -> bool:
+    states = [key_space(system).shard(number).state for number in range(system.shards)]
+    layouts = [await redis.hmget(state, "layout", "partial") for state in states]
+    return layouts == [[str(LAYOUT).encode(), None]] * system.shards
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "old",
-    # By day, the oldest one and the last one.
-    [
-        pytest.param(old, marks=[pytest.mark.nightly] if LAYOUT_MIN < old < LAYOUT - 1 else [])
-        for old in range(LAYOUT_MIN, LAYOUT)
-    ],
-)
-async def test_the_layout_is_raised_under_traffic(
-    system: Settings, worker: Callable[..., Any], old: int
+async def test_shards_of_an_older_layout_are_rebuilt_under_traffic(
+    system: Settings, worker: Callable[..., Any]
 ) -> None:
     redis, keys = open_redis(system), key_space(system)
-
-    async def are_raised() -> bool:
-        states = [keys.shard(number).state for number in range(system.shards)]
-        layouts = [await redis.hmget(state, "layout", "partial") for state in states]
-        return layouts == [[str(LAYOUT).encode(), None]] * system.shards
-
     try:
-        for number in range(system.shards):
-            await redis.hset(keys.shard(number).state, "layout", old)
         worker(system)
         async with open_gate(system) as gate:
             assert [one.outcome for one in await gate.decide(openings(), **ASKED)] == ["opened"] * 2
             await _grant(gate, 0)
             shards = sorted({keys.shard_of_offer(offer) for offer in "es"})
             before = {shard: await journal_lines(system, shard) for shard in shards}
-            assert any(is_run(line) for lines in before.values() for line in lines) is (old > LAYOUT_MIN)
-            assert await _init(system) == (list(range(system.shards)), [])
             [first] = await gate.decide(crowd("e", 0)[:1], **ASKED)
-            [other] = await gate.decide([_of_mallory("e")], **ASKED)
-            assert (first.repeated, other.outcome) == (True, "conflict" if old < OWN_IDS else "granted")
             granting = asyncio.create_task(_grant_many(gate))
-            assert await _init(system, "--raise-layout") == ([], list(range(system.shards)))
+            await _find_in_an_older_layout(system, redis)
             await granting
-            await until(are_raised, 30, "shards of the newest layout")
+            await until(partial(_are_rebuilt, system, redis), 30, "shards of this layout")
             await _grant(gate, LISTS + 1)
-            # Answers from before the raise are given again; the id belongs to its user now.
+            # Answers from before the rebuild are given again; an id belongs to its user.
             assert await gate.decide(crowd("e", 0)[:1], **ASKED) == [first]
             answers = await gate.decide([_of_mallory("e"), _of_mallory("s")], **ASKED)
             assert [answer.outcome for answer in answers] == ["granted", "conflict"]
-            # Units that were counted before the raise still count.
+            # Units that were counted before the rebuild still count.
             more = [Grab(id=f"more{number}", offer="s", user="0.0") for number in range(2)]
             answers = await gate.decide(more, **ASKED)
             assert [answer.outcome for answer in answers] == ["held", "limit_reached"]
         for shard in shards:
-            lines = await journal_lines(system, shard)
-            assert lines[: len(before[shard])] == before[shard]
-            assert is_run(lines[-1])
-        assert await _init(system, "--raise-layout") == ([], [])
+            assert (await journal_lines(system, shard))[: len(before[shard])] == before[shard]
         await assert_state_is_the_journal_s(system)
         verified = await asyncio.to_thread(grabstream, "verify", **env_of(system))
         assert verified.returncode == 0, verified.stdout + verified.stderr
@@ -119,15 +107,6 @@ async def _grant_many(gate: Any) -> None:
         await _grant(gate, number)
 
 
-async def _init(system: Settings, *options: str) -> tuple[list[int], list[int]]:
-    """The shards of an older layout, and those that were raised, as `grabstream init` says."""
-    done = await asyncio.to_thread(grabstream, "init", "--json", *options, **env_of(system))
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["layout"] == LAYOUT
-    return said["shards_of_older_layout"], said["shards_raised"]
-
-
 async def _no_room_needed(key: str) -> str:
     return ""
 
@@ -139,16 +118,12 @@ async def _booked(system: Settings) -> None:
 
 
 @pytest.mark.long
-async def test_comparisons_survive_a_raise(system: Settings, worker: Callable[..., Any]) -> None:
-    """A comparison that goes on after the raise, and one that begins where a killed one has left its shadow,
-    find no difference.
+async def test_comparisons_survive_a_rebuild(system: Settings, worker: Callable[..., Any]) -> None:
+    """A comparison that continues after the rebuild, and one that begins where a killed one has left its
+    shadow, find no difference.
     """
     redis, keys = open_redis(system), key_space(system)
     number = keys.shard_of_offer("e")
-    state = keys.shard(number).state
-
-    async def is_raised() -> bool:
-        return await redis.hmget(state, "layout", "partial") == [str(LAYOUT).encode(), None]
 
     async def compared(shadow: Any) -> list[str]:
         while True:
@@ -157,8 +132,6 @@ async def test_comparisons_survive_a_raise(system: Settings, worker: Callable[..
             await asyncio.sleep(0.1)
 
     try:
-        for shard in range(system.shards):
-            await redis.hset(keys.shard(shard).state, "layout", LAYOUT_MIN)
         worker(system)
         async with (
             open_gate(system) as gate,
@@ -178,40 +151,13 @@ async def test_comparisons_survive_a_raise(system: Settings, worker: Callable[..
                 shadows.append(await stack.enter_async_context(opened))
                 await shadows[-1].make()
             assert await compared(shadows[0]) == []
-            await _init(system, "--raise-layout")
-            await until(is_raised, 30, "the newest layout")
+            await _find_in_an_older_layout(system, redis)
+            await until(partial(_are_rebuilt, system, redis), 30, "shards of this layout")
             async with asyncio.timeout(90):
                 assert await compared(shadows[0]) == []
             # The second one was killed, and its lease is over.
             await redis.delete(KeySpace(keys.prefix + SHADOW, keys.shards).shard(number).lease)
             await _booked(system)
-    finally:
-        await redis.aclose()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("old", [LAYOUT_MIN, LAYOUT])
-async def test_an_emptied_shard_has_its_layout_again(
-    system: Settings, worker: Callable[..., Any], old: int
-) -> None:
-    """The recovery reads only what follows the audit trail: no grab."""
-    redis, keys = open_redis(system), key_space(system)
-    of_shard = keys.shard(keys.shard_of_offer("e"))
-    try:
-        for shard in range(system.shards):
-            await redis.hset(keys.shard(shard).state, "layout", old)
-        running = worker(system)
-        async with open_gate(system) as gate:
-            await gate.decide(openings(), **ASKED)
-            await _grant(gate, 0)
-        await _booked(system)
-        running.process.terminate()
-        running.process.wait()
-        async for key in redis.scan_iter(match=f"{of_shard.tag}:*"):
-            await redis.delete(key)
-        worker(system)
-        await until(lambda: redis.hexists(of_shard.state, "life"), 40, "a recovery")
-        assert await redis.hget(of_shard.state, "layout") == str(old).encode()
     finally:
         await redis.aclose()
 
