@@ -173,7 +173,9 @@ async def _seconds_away(settings: Settings) -> float:
     keys = key_space(settings)
     await client.flushall()
     began = time.perf_counter()
-    while not all([await client.hget(keys.shard(number).state, "life") for number in range(keys.shards)]):
+    while not all(
+        [await client.hget(keys.shard(number).state, "server_epoch") for number in range(keys.shards)]
+    ):
         await asyncio.sleep(0.02)
     async with open_gate(settings) as gate:
         answers = await gate.decide(

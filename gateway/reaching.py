@@ -41,7 +41,7 @@ class Reached:
         with suppressed_trouble():
             async with asyncio.timeout(ANSWER_SECONDS_MAX):
                 seq, epoch, partial, fault = await self._redis.hmget(
-                    state, ["seq", "life", "partial", "fault"]
+                    state, ["seq", "server_epoch", "partial", "fault"]
                 )
                 may_know = partial is None and fault is None and (seq or b"").isdigit()
                 # Asked last: the epoch does not come back, so the server had it when it told the seq.

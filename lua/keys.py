@@ -19,7 +19,7 @@ SHARD_FIELDS: Final = (
     "time",  # of the last event, ms: the shard's clock never runs below it
     "term",
     "owner",
-    "life",  # server epoch in which the shard was last reconciled; in another epoch the shard is fenced
+    "server_epoch",  # in which the shard was last reconciled; in another epoch the shard is fenced
     "history",  # the term of that reconciliation; an answer names the history it was decided in
     "journaled_seq",  # checkpoint: the last event that Kafka acknowledged …
     "journaled_head",  # … the chain's hash there, hex …

@@ -61,7 +61,7 @@ do
   local function break_off(words)
     local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
     local seq = last and tonumber(string.match(last[1], '^%d+')) + seqs_of(last[2]) - 1 or 0
-    redis.call('HDEL', KEYS[1], 'life', 'history')
+    redis.call('HDEL', KEYS[1], 'server_epoch', 'history')
     redis.call('HSET', KEYS[1], 'partial', '1', 'fault', 'a script broke off while it wrote: ' .. words,
       'seq', string.format('%d', math.max(seq, tonumber(redis.call('HGET', KEYS[1], 'seq') or 0))))
     error({err = 'BROKEN OFF ' .. words})
@@ -118,7 +118,7 @@ do
     local reason = 'the field ' .. damaged .. ' of the shard (' .. KEYS[1]
       .. ') has a value that no program writes: '
       .. (MENDED[damaged] or 'the shard is rebuilt from the journal')
-    redis.call('HDEL', KEYS[1], 'life', 'history')
+    redis.call('HDEL', KEYS[1], 'server_epoch', 'history')
     redis.call('HSET', KEYS[1], 'partial', '1', 'fault', reason)
     return reason
   end
@@ -139,7 +139,8 @@ do
             ARGV[4])}
       end
     end
-    local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'life', 'history', 'journaled_seq', 'fault',
+    local shard = redis.call('HMGET', KEYS[1], 'seq', 'time', 'server_epoch', 'history', 'journaled_seq',
+      'fault',
       'shards',
       'layout')
     if shard[3] ~= server_epoch() then

@@ -10,6 +10,8 @@
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')
 end
-if redis.call('HGET', KEYS[1], 'life') then return redis.error_reply('LOST the shard is not fenced') end
+if redis.call('HGET', KEYS[1], 'server_epoch') then
+  return redis.error_reply('LOST the shard is not fenced')
+end
 redis.call('SETRANGE', KEYS[2], ARGV[4], ARGV[5])
 return 1

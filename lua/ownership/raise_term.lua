@@ -12,12 +12,12 @@
 --         journal has the highest one.
 --- @include "shard"
 
-local held = redis.call('HMGET', KEYS[1], 'term', 'life', 'layout', 'seq', 'partial')
+local held = redis.call('HMGET', KEYS[1], 'term', 'server_epoch', 'layout', 'seq', 'partial')
 local layout = layout_of(held[3], held[4])
 if held[3] and not number_in(held[3]) then
   local reason = 'the field layout of the shard (' .. KEYS[1]
     .. ') has a value that no program writes: set it to that of another shard'
-  redis.call('HDEL', KEYS[1], 'life', 'history')
+  redis.call('HDEL', KEYS[1], 'server_epoch', 'history')
   redis.call('HSET', KEYS[1], 'fault', reason)
   return redis.error_reply('DAMAGED ' .. reason)
 end

@@ -17,7 +17,7 @@ end
 if redis.call('HEXISTS', KEYS[1], 'partial') == 1 then
   return redis.error_reply('LOST the shard is incomplete')
 end
-redis.call('HSET', KEYS[1], 'life', ARGV[3], 'history', ARGV[1], 'seq', ARGV[4], 'shards', ARGV[5], 'layout',
-  LAYOUT)
+redis.call('HSET', KEYS[1], 'server_epoch', ARGV[3], 'history', ARGV[1], 'seq', ARGV[4], 'shards', ARGV[5],
+  'layout', LAYOUT)
 redis.call('HDEL', KEYS[1], 'fault')
 return 1

@@ -376,7 +376,7 @@ def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str,
     """Why a shard is fenced, the command that mends it, and since when (ms since 1970 UTC); None when it is
     not fenced.
     """
-    server_epoch, fault = shard.fields["life"], shard.fields["fault"]
+    server_epoch, fault = shard.fields["server_epoch"], shard.fields["fault"]
     # A shard that was never taken over and has no relay is a finding of not_relayed.
     if server_epoch == shard.server_epoch or (server_epoch is None and shard.relay is None):
         return None
@@ -421,7 +421,7 @@ def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str,
 def _wrong_layout(shard: ShardReadings, settings: Settings) -> tuple[str, str, int | None] | None:
     """The same as _why_fenced, for a shard whose keys have another layout than the scripts write."""
     layout = shard.fields["layout"] or ("0" if shard.fields["seq"] else str(LAYOUT))
-    if shard.fields["life"] is None or layout == str(LAYOUT):
+    if shard.fields["server_epoch"] is None or layout == str(LAYOUT):
         return None
     reason = f"its keys have layout {quoted(layout)}, but this program writes layout {LAYOUT}"
     if layout.isascii() and layout.isdigit() and int(layout) < LAYOUT:
@@ -483,7 +483,7 @@ def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:
     without = [shard for shard in readings.shards if shard.relay is None]
     if without:
         waiting = sum(shard.waiting for shard in without)
-        decides = all(shard.fields["life"] == shard.server_epoch for shard in without)
+        decides = all(shard.fields["server_epoch"] == shard.server_epoch for shard in without)
         findings.append(
             Finding(
                 "stuck",

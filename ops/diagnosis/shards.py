@@ -21,7 +21,7 @@ async def _shard(redis: Any, keys: ShardKeys) -> dict[str, Any]:
     holder = await redis.get(keys.lease)
     seq, journaled = int(fields["seq"] or 0), int(fields["journaled_seq"] or 0)
     [(server, server_epoch)] = (await _server_epochs(redis, keys.state)).items()
-    fault = fields["fault"] or _why_fenced(fields["life"], server_epoch)
+    fault = fields["fault"] or _why_fenced(fields["server_epoch"], server_epoch)
     if fault is None and holder is None:
         fault = "no relay: start a worker"
     return {

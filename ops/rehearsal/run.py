@@ -330,7 +330,7 @@ async def read_progress(redis: Any, keys: KeySpace, connection: AsyncConnection[
     shards = range(keys.shards)
     async with redis.pipeline(transaction=False) as pipe:
         for shard in shards:
-            pipe.hmget(keys.shard(shard).state, ["seq", "journaled_seq", "life"])
+            pipe.hmget(keys.shard(shard).state, ["seq", "journaled_seq", "server_epoch"])
         states = await pipe.execute()
     rows = await (await connection.execute("SELECT projection, shard, seq FROM cursors")).fetchall()
     cursors = {(projection, shard): seq for projection, shard, seq in rows}

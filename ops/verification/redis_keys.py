@@ -91,7 +91,7 @@ async def redis_check(
         if shard in books.ahead or shard in books.not_journaled:
             notes.append(f"shard {shard} is not compared: Redis and the journal end at different events")
             continue
-        seq, server_epoch = await redis.hmget(key_space(settings).shard(shard).state, ["seq", "life"])
+        seq, server_epoch = await redis.hmget(key_space(settings).shard(shard).state, ["seq", "server_epoch"])
         if seq is None and server_epoch is None:
             if books.ends[shard]:
                 problems.append(
@@ -128,7 +128,7 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
     """
 
     async def compare(shard: int, share: float) -> list[str] | None:
-        if await redis.hget(key_space(settings).shard(shard).state, "life") is None:
+        if await redis.hget(key_space(settings).shard(shard).state, "server_epoch") is None:
             return None
         try:
             async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:

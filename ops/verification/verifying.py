@@ -41,7 +41,8 @@ from grabstream.streams.topics import Topics
 
 #: What a shard stores of its position, in the order of `RedisShard`.
 POSITION_FIELDS: Final = (
-    "seq", "journaled_seq", "journaled_head", "journaled_offset", "journaled_term", "journaled_owner", "life"
+    "seq", "journaled_seq", "journaled_head", "journaled_offset", "journaled_term", "journaled_owner",
+    "server_epoch",
 )  # fmt: skip
 
 

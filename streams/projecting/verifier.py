@@ -559,7 +559,7 @@ class Verifier:
         """History and seq of a shard, and the numbers of offers; None while the shard is not reconciled."""
         keys = self._keys.shard(shard)
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(keys.state, ["life", "history", "seq"])
+            pipe.hmget(keys.state, ["server_epoch", "history", "seq"])
             for state in states:
                 pipe.hmget(
                     keys.offer(state.offer), ["offer_seq", "amount_left", "units_left", "held", "places"]

@@ -350,7 +350,7 @@ class ShadowShard:
     async def _at_one_seq(self, parts: Sequence[Part]) -> list[Value]:
         """The live shard's values of these parts, all at one seq; then the shadow is at that seq, too."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(self._live.state, ["seq", "partial", "life", "fault", "layout"])
+            pipe.hmget(self._live.state, ["seq", "partial", "server_epoch", "fault", "layout"])
             for part in parts:
                 _ask(pipe, self._live, part)
             answers: list[Value] = await pipe.execute()

@@ -14,7 +14,7 @@ LOOK_EVERY_SECONDS: Final = 0.02
 LOOK: Final = (
     "#!lua flags=no-writes\n"
     + (SCRIPTS / "includes" / "shard.lua").read_text()
-    + "local held = redis.call('HMGET', KEYS[1], 'life', 'term')\n"
+    + "local held = redis.call('HMGET', KEYS[1], 'server_epoch', 'term')\n"
     + "local epoch = server_epoch()\n"
     + "return {held[1] == epoch and 0 or 1, epoch, held[2] or '0', string.format('%.0f', time_of_server())}\n"
 )

@@ -83,7 +83,7 @@ async def check_level(settings: Settings, redis: Any) -> None:
     await redis.hset(keys.shard(full[0]).state, mapping=states[full[0]])
     await redis.hset(keys.shard(full[1]).state, mapping=states[full[1]])
     assert await level(settings, redis)
-    await redis.hdel(keys.shard(full[0]).state, "life")
+    await redis.hdel(keys.shard(full[0]).state, "server_epoch")
     assert not await level(settings, redis), "a shard is being recovered"
 
 

@@ -516,9 +516,9 @@ async def test_a_shard_that_may_have_lost_events_does_not_say_how_far_it_is(sett
     reached = Reached(redis, keys)
     try:
         assert await reached.last_seq(1) is None, "there is nothing of it"
-        good = {"seq": "17", "life": await server_epoch_of(redis, state)}
+        good = {"seq": "17", "server_epoch": await server_epoch_of(redis, state)}
         for changed, last in (
-            ({}, 17), ({"life": "of a server before"}, None), ({"partial": "1"}, None),
+            ({}, 17), ({"server_epoch": "of a server before"}, None), ({"partial": "1"}, None),
             ({"fault": "x"}, None), ({"seq": "x"}, None),
         ):  # fmt: skip
             await redis.delete(state)

@@ -253,7 +253,10 @@ async def test_the_owner_says_that_it_may_not_load_the_library(
     assert await client.hget(state, "plain") == plain.encode()
     assert await decide(gate, *grabs(2)) == ["granted", "granted"]
     # The shard is wiped and rebuilt: what its owner said stays.
-    term, epoch = (await client.hget(state, "term")).decode(), (await client.hget(state, "life")).decode()
+    term, epoch = (
+        (await client.hget(state, "term")).decode(),
+        (await client.hget(state, "server_epoch")).decode(),
+    )
     await run_script(owner, "wipe", [state], [term, "owner", epoch, "a test", 4, 2])
     assert await client.hget(state, "plain") == plain.encode()
     # An owner that may load it takes that back, and the gate uses functions after a time.

@@ -46,8 +46,8 @@ GUARDS: Final = (
     Guard(
         "the server epoch changes with the replication id", "lua/includes/shard.lua",
         "  return run_id .. replication_id",
-        "  local life = redis.pcall('HGET', KEYS[1], 'life')\n"
-        "  if type(life) == 'string' and string.sub(life, 1, #run_id) == run_id then return life end\n"
+        "  local epoch = redis.pcall('HGET', KEYS[1], 'server_epoch')\n"
+        "  if type(epoch) == 'string' and string.sub(epoch, 1, #run_id) == run_id then return epoch end\n"
         "  return run_id .. replication_id",
     ),
     _in_mutations("a script of an owner checks the server epoch", "server epoch of an owner's script"),

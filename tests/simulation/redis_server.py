@@ -622,7 +622,7 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
         look: tuple[tuple[Any, ...], ...] = ()
         if script is not None and script.decides and self._observe:
             look = (
-                ("HMGET", args[3], "seq", "life"),
+                ("HMGET", args[3], "seq", "server_epoch"),
                 ("XREVRANGE", args[4], "+", "-", "COUNT", ENTRIES_OF_CALL_MAX),
             )
         reply, before, after = server.carry_out(args, look)

@@ -689,7 +689,7 @@ class World:
         for shard in range(SHARDS):
             keys = self.keys.shard(shard)
             look: list[Sequence[Any]] = [
-                ("HMGET", keys.state, "seq", "journaled_seq", "life", "fault"),
+                ("HMGET", keys.state, "seq", "journaled_seq", "server_epoch", "fault"),
                 ("XLEN", keys.outbox),
                 ("ZRANGE", keys.holds, "-inf", now_ms, "BYSCORE", "LIMIT", 0, 1),
                 ("ZRANGE", keys.due, "-inf", now_ms, "BYSCORE", "LIMIT", 0, 1),
@@ -706,9 +706,9 @@ class World:
         """
         holders = set()
         for shard, found in enumerate(self._shards()):
-            (seq, journaled, life, fault), entries, hold, offer, past, cleaning, lease, demand = found
+            (seq, journaled, epoch, fault), entries, hold, offer, past, cleaning, lease, demand = found
             lines = len(self.oracle.journal[shard].lines)
-            is_decided = (life or b"").decode() == self.master.epoch
+            is_decided = (epoch or b"").decode() == self.master.epoch
             if not is_decided or {int(seq or 0), int(journaled or 0), lines} != {lines}:
                 yield f"shard {shard}: seq {seq}, journaled {journaled}, journal {lines}, fault {fault}"
             # Everything is acknowledged, so the last trim leaves nothing.

@@ -56,11 +56,11 @@ async def _is_equal(settings: Settings, redis: Any, scratch: KeySpace, number: i
     are not journaled.
     """
     keys = key_space(settings).shard(number)
-    before = await redis.hmget(keys.state, ["seq", "journaled_seq", "life"])
+    before = await redis.hmget(keys.state, ["seq", "journaled_seq", "server_epoch"])
     if before[2] is None or (before[0] or b"0") != (before[1] or b"0"):
         return False
     live = await contents(redis, keys)
-    if await redis.hmget(keys.state, ["seq", "journaled_seq", "life"]) != before:
+    if await redis.hmget(keys.state, ["seq", "journaled_seq", "server_epoch"]) != before:
         return False
     lines = await journal_lines(settings, number)
     seq = decode_line(lines[-1]).last_seq if lines else 0

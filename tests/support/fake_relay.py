@@ -58,7 +58,7 @@ class FakeRelay:
             await self._announce()
 
     async def _announce(self) -> None:
-        ownership = await self.client.hmget(self.shard.state, ["term", "owner", "life"])
+        ownership = await self.client.hmget(self.shard.state, ["term", "owner", "server_epoch"])
         if None in ownership:
             return  # fenced again in the meantime: the next recovery announces
         await run_script(

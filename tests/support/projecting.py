@@ -138,7 +138,9 @@ async def live_schemas(connection: AsyncConnection[Any]) -> dict[str, str]:
     """
     return dict(
         await (
-            await connection.execute("SELECT projection, schema FROM read_models WHERE state = 'live'")
+            await connection.execute(
+                "SELECT projection, schema FROM read_models WHERE state = 'live' ORDER BY projection"
+            )
         ).fetchall()
     )
 

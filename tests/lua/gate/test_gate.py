@@ -130,15 +130,15 @@ async def test_commands_sent_to_a_server_that_hangs_are_unknown(
 async def test_a_patient_caller_waits_until_the_shard_is_no_longer_fenced(private_redis: Any) -> None:
     client, keys = private_redis
     state = keys.shard(0).state
-    server_epoch = await client.hget(state, "life")
+    server_epoch = await client.hget(state, "server_epoch")
     gate = Gate(client, keys, SEALER)
     await gate.decide([opening("p")], "decided")
-    await client.hdel(state, "life")
+    await client.hdel(state, "server_epoch")
     waiting = asyncio.create_task(
         gate.decide([*grabs(3, "p"), Close(id="c", offer="p")], "decided", patience_ms=20_000)
     )
     assert (await gate.decide(grabs(1, "p", 5), "decided"))[0].outcome == "fenced"
-    await client.hset(state, "life", server_epoch)
+    await client.hset(state, "server_epoch", server_epoch)
     assert [answer.outcome for answer in await waiting] == ["granted"] * 3 + ["closed"]
     await gate.close()
 
@@ -166,7 +166,7 @@ class LosesReplies:
 
 
 async def fence(client: Any, keys: KeySpace) -> None:
-    await client.hdel(keys.shard(0).state, "life")
+    await client.hdel(keys.shard(0).state, "server_epoch")
 
 
 async def test_commands_sent_without_a_reply_are_unknown_if_then_fenced(private_redis: Any) -> None:
@@ -200,14 +200,14 @@ async def test_commands_sent_without_a_reply_are_unknown_if_the_outbox_is_full(p
 async def test_commands_sent_without_a_reply_wait_while_the_shard_is_fenced(private_redis: Any) -> None:
     client, keys = private_redis
     state = keys.shard(0).state
-    server_epoch = await client.hget(state, "life")
+    server_epoch = await client.hget(state, "server_epoch")
     await Gate(client, keys, SEALER).decide([opening("e")], "decided")
     gate = Gate(
         LosesReplies(client, 1, lambda: fence(client, keys)), keys, SEALER, GateLimits(timeout_ms=20_000)
     )
     waiting = asyncio.create_task(gate.decide(grabs(2), "decided"))
     await until(lambda: client.hexists(keys.shard(0).users("e"), grabs(2)[1].user))
-    await client.hset(state, "life", server_epoch)
+    await client.hset(state, "server_epoch", server_epoch)
     assert [(answer.outcome, answer.repeated) for answer in await waiting] == [("granted", True)] * 2
     await gate.close()
 

@@ -24,7 +24,7 @@ async def journal(client: Any, keys: KeySpace, number: int, seq: int) -> None:
     """Announces, as a relay does, that Kafka has all events up to `seq`."""
     shard = keys.shard(number)
     term, owner, server_epoch = [
-        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
     ]
     await run_script(
         client,
@@ -342,7 +342,7 @@ async def test_a_command_of_a_lost_history_is_unknown_if_then_fenced(private_red
     waiting = asyncio.create_task(gate.decide(grabs(1, "j")))
     await until(lambda: client.hexists(shard.users("j"), grabs(1)[0].user))
     await client.hset(shard.state, "history", 99)
-    await client.hdel(shard.state, "life")
+    await client.hdel(shard.state, "server_epoch")
     with pytest.raises(OutcomeUnknown, match="under their ids"):
         await waiting
     await gate.close()

@@ -212,11 +212,11 @@ async def test_commands_after_a_fenced_grab_in_its_list_are_fenced(relay: FakeRe
     """The shard decides again between two calls of a list; a confirmation whose grab was answered `fenced`
     gets `fenced` too.
     """
-    server_epoch = await relay.client.hget(relay.shard.state, "life")
-    await relay.client.hdel(relay.shard.state, "life")
+    server_epoch = await relay.client.hget(relay.shard.state, "server_epoch")
+    await relay.client.hdel(relay.shard.state, "server_epoch")
 
     async def lift_fence() -> None:
-        await relay.client.hset(relay.shard.state, "life", server_epoch)
+        await relay.client.hset(relay.shard.state, "server_epoch", server_epoch)
 
     gate = gate_over(relay, InterruptedClient(relay.client, "grab", lift_fence))
     assert [answer.outcome for answer in await gate.decide(steps_of("ann"), "decided")] == ["fenced"] * 4
@@ -276,14 +276,14 @@ async def test_only_a_reader_waits_while_its_shard_is_fenced(relay: FakeRelay) -
     """`busy` and `fenced` are not stored as answers, so a reader's commands wait instead. Another caller
     without patience, queued after the reader, gets `fenced`.
     """
-    server_epoch = await relay.client.hget(relay.shard.state, "life")
+    server_epoch = await relay.client.hget(relay.shard.state, "server_epoch")
     gate, reader = gate_over(relay), CallOrder()
-    await relay.client.hdel(relay.shard.state, "life")
+    await relay.client.hdel(relay.shard.state, "server_epoch")
     waiting = asyncio.create_task(gate.decide(steps_of("ann")[:3], "decided", reader=reader))
     assert (await gate.decide(steps_of("bob")[:1], "decided"))[0].outcome == "fenced"
     await asyncio.wait({waiting}, timeout=0.3)
     assert not waiting.done()
-    await relay.client.hset(relay.shard.state, "life", server_epoch)
+    await relay.client.hset(relay.shard.state, "server_epoch", server_epoch)
     assert [answer.outcome for answer in await waiting] == CARRIED_OUT
     await gate.close()
 

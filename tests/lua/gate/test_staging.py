@@ -121,7 +121,7 @@ async def test_staged_parts_that_are_not_used_are_deleted(
         assert conflict.outcome == "conflict"
     shard = keys.shard(keys.shard_of_offer("e"))
     assert await client.get(shard.parts("e")) == parts_of(large())
-    await client.hset(shard.state, "life", "another server's")
+    await client.hset(shard.state, "server_epoch", "another server's")
     [fenced] = await gate.decide([large("e:2")], "decided")
     assert fenced.outcome == "fenced"
     assert await staged(client, keys) == []
@@ -270,7 +270,7 @@ async def test_a_recovery_that_stops_between_pieces_is_repeated(private_redis: A
 async def test_parts_from_a_former_owner_are_refused(private_redis: Any) -> None:
     client, keys = private_redis
     shard = keys.shard(0)
-    fields = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    fields = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])]
     for wrong, why in (([fields[0], "stranger", fields[2]], "another owner"), (fields, "not fenced")):
         with pytest.raises(redis.ResponseError, match=f"LOST .*{why}"):
             await run_script(client, "apply_parts", [shard.state, shard.parts("e")], [*wrong, 0, b"x"])

@@ -226,7 +226,7 @@ async def test_an_error_after_the_first_write_fences_the_shard_at_once(
     gate = gate_over(relay)
     deciding = asyncio.create_task(gate.decide([*grabs(2), undecidable(), *grabs(2, start=2)], "decided"))
     await until(lambda: relay.client.hget(relay.shard.state, "partial"))
-    assert await relay.client.hget(relay.shard.state, "life") is None
+    assert await relay.client.hget(relay.shard.state, "server_epoch") is None
     assert b"injected" in await relay.client.hget(relay.shard.state, "fault")
     assert (await gate.decide(grabs(1, start=8), "decided"))[0].outcome == "fenced"
     assert int(await relay.client.hget(relay.shard.state, "seq")) == 2 + len(

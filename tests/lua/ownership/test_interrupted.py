@@ -317,7 +317,7 @@ async def _torn(twins: Twins, commands: list[AnyCommand]) -> list[list[bytes]]:
             if not await _breaks(client, keys, commands, twins.now):
                 return lines_of_copies  # the script has fewer writes
             lines = await event_lines(twins.client, keys, number)
-            fields = await twins.client.hmget(shard.state, ["partial", "life", "fault", "seq"])
+            fields = await twins.client.hmget(shard.state, ["partial", "server_epoch", "fault", "seq"])
             assert (fields[0], fields[1]) == (b"1", None)
             assert fields[2].startswith(b"a script broke off while it wrote")
             assert int(fields[3]) == len(lines)
@@ -375,7 +375,7 @@ async def test_a_shard_whose_outbox_is_ahead_of_its_state_is_fenced(servers: Set
         await client.hset(shard.state, "seq", 1)
         with pytest.raises(OutcomeUnknown):
             await gate.decide(grabs(1, start=2), "decided")
-        assert await client.hmget(shard.state, ["partial", "life", "seq"]) == [b"1", None, b"3"]
+        assert await client.hmget(shard.state, ["partial", "server_epoch", "seq"]) == [b"1", None, b"3"]
         events = await event_lines(client, keys, 0)
         assert len(events) == 3
         rebuilt = KeySpace(f"{keys.prefix}-rebuilt", 1).shard(0)

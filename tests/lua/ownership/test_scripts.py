@@ -85,7 +85,7 @@ async def test_a_shard_decides_nothing_in_another_server_epoch(
     shard = keys.shard(keys.shard_of_offer("e"))
     await gate.decide([opening(), *grabs(2)], "decided")
     before = await event_lines(client, keys, shard.shard)
-    await client.hset(shard.state, "life", "another server's")
+    await client.hset(shard.state, "server_epoch", "another server's")
     answers = await gate.decide([*grabs(1, start=2), Close(id="c", offer="e")], "decided")
     assert [answer.outcome for answer in answers] == ["fenced", "fenced"]
     assert await event_lines(client, keys, shard.shard) == before
@@ -108,11 +108,11 @@ async def test_owner_scripts_refuse_another_term_owner_or_server_epoch(
 ) -> None:
     make_gate()
     shard = keys.shard(0)
-    fields = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    fields = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])]
     for wrong in (
         ["99", fields[1], fields[2]],
         [fields[0], "stranger", fields[2]],
-        [fields[0], fields[1], "life"],
+        [fields[0], fields[1], "server_epoch"],
     ):
         for name, script_keys, rest in (
             ("read_outbox", [shard.state, shard.outbox], [1, 1]),
@@ -136,7 +136,9 @@ async def test_events_are_applied_only_to_a_fenced_shard_directly_after_its_last
 ) -> None:
     make_gate()
     shard = keys.shard(0)
-    ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    ownership = [
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
+    ]
     with pytest.raises(redis.ResponseError, match="LOST the shard is not fenced"):
         await run_script(client, "apply", shard.deciding(), [*ownership, "0", "0", "0", NO_EVENTS])
     await run_script(client, "fence", [shard.state], [*ownership, "why", 4, 2])
@@ -159,7 +161,9 @@ async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: 
     await gate.decide([opening(), *grabs(3)], "decided")
     shard = keys.shard(keys.shard_of_offer("e"))
     events = [decode_event(line) for line in await event_lines(client, keys, shard.shard)]
-    ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    ownership = [
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
+    ]
     await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*ownership, "why", 4, 2])
     arguments_of_apply = restoring.build(shard, [events[0], events[2]], SEALER)
     with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
@@ -221,7 +225,7 @@ async def test_a_full_outbox_is_busy_until_it_is_trimmed(make_gate: Any, client:
     # After trimming, grabs and the close of the offer work again.
     shard = keys.shard(keys.shard_of_offer("e"))
     term, owner, server_epoch = [
-        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
     ]
     await run_script(
         client,
@@ -249,7 +253,7 @@ async def test_a_trim_reads_what_an_owner_would_read_after_it(
         assert all(answer.positive for answer in await gate.decide(commands, "decided"))
     shard = keys.shard(keys.shard_of_offer("e"))
     term, owner, server_epoch = [
-        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
     ]
     owned, ownership = OwnedShard(client, shard), Ownership(int(term), owner, server_epoch)
     expected = {seq: await owned.read_outbox(ownership, seq) for seq in (0, 1, 4, 6, 7)}
@@ -335,7 +339,7 @@ async def test_full_memory_is_busy_until_there_is_room(private_redis: Any) -> No
     )
     # The owner's scripts still run; otherwise the outbox could never shrink.
     term, owner, server_epoch = [
-        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
     ]
     await run_script(
         client,
@@ -473,6 +477,8 @@ async def test_a_caller_cannot_set_the_clock_of_a_shard(make_gate: Any, client: 
     with pytest.raises(ValueError, match="has events already"):
         await let_callers_set_time(client, shard.state)
     await client.hset(shard.state, "clock", "caller")
-    ownership = [value.decode() for value in await client.hmget(shard.state, ["term", "owner", "life"])]
+    ownership = [
+        value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
+    ]
     await run_script(client, "wipe", [shard.state], [*ownership, "a test"])
     assert await client.hget(shard.state, "clock") == b"caller"

@@ -54,6 +54,7 @@ from tests.support.projecting import (
     JournalWriter,
     granted,
     journal,  # noqa: F401 - a fixture
+    live_schemas,
     open_tables,
     opened,
     rows,
@@ -267,7 +268,8 @@ async def test_a_verifier_that_rests_is_not_missing(system: Settings) -> None:
     its lock meanwhile; one that does not get on for an hour is reported too.
     """
     async with await open_tables(system) as connection:
-        await connection.execute("UPDATE projection_cursors SET seq = 1 WHERE projection = 'audit'")
+        audit = (await live_schemas(connection))["audit"]
+        await connection.execute(f"UPDATE {audit}.projection_cursors SET seq = 1".encode())
         await verified.begin(connection, system.shards)
 
     async def reported(minutes: int) -> list[str]:
@@ -310,7 +312,7 @@ async def test_a_lost_decision_is_reported_by_doctor_and_why(
         [granted] = await gate.decide([Grab(id="g", offer="x", user="u")], "decided")
         assert granted.outcome == "granted"
         # Another server epoch, and under the same seq another event than the journal will have.
-        await redis.hset(shard.state, "life", "another")
+        await redis.hset(shard.state, "server_epoch", "another")
         [entry, *_] = (await redis.xrevrange(shard.outbox, count=1))[0]
         await redis.xdel(shard.outbox, entry)
         worker(system, "relay,sweep")
@@ -433,7 +435,7 @@ def test_a_journal_that_lost_its_end_is_deleted_before_the_restore(settings: Set
 def shard_readings(number: int, relay: str | None = "w-1", **fields: str) -> ShardReadings:
     return ShardReadings(
         number,
-        "life",
+        "server_epoch",
         dict.fromkeys(SHARD_FIELDS) | {"layout": str(LAYOUT)} | fields,
         relay,
         None,
@@ -483,9 +485,9 @@ def test_fenced_shards_name_their_reason_and_command(settings: Settings) -> None
         shard_readings(1, fault=ends.format(0, 9), seq="9", time="2000"),
         shard_readings(2, **wiped),
         shard_readings(3, fault="the shard cannot be rebuilt from the journal: no key k1 to open it with"),
-        shard_readings(4, relay=None, life="before", seq="1", time="4000"),
-        shard_readings(5, life="before", seq="1", time="4000"),
-        shard_readings(6, life="life", seq="1"),
+        shard_readings(4, relay=None, server_epoch="before", seq="1", time="4000"),
+        shard_readings(5, server_epoch="before", seq="1", time="4000"),
+        shard_readings(6, server_epoch="server_epoch", seq="1"),
     ]
     fenced = {
         finding.what.partition(": ")[0]: finding
@@ -531,7 +533,7 @@ async def test_a_shard_changed_by_hand_names_the_field_and_the_command_mends_it(
             return await outcome() == "granted"
 
         for field, value, words in (
-            ("life", "another", "its server epoch is 'another'"),
+            ("server_epoch", "another", "its server epoch is 'another'"),
             ("layout", "0", "its keys have layout '0'"),
         ):
             await redis.hset(shard.state, field, value)

@@ -1021,7 +1021,7 @@ async def test_a_shard_at_another_seq_than_its_journal_is_reported(
         )
         await redis.hset(state, "seq", seq)
         await redis.hset(state, "fault", "somebody said so")
-        await redis.hdel(state, "life")
+        await redis.hdel(state, "server_epoch")
         assert_only_problem(
             await verify(whole, 0, share=1),
             FOLD,

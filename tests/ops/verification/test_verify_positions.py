@@ -30,7 +30,7 @@ async def prefix(redis: Any) -> AsyncIterator[str]:
 @pytest.mark.parametrize("fields", [3, 700], ids=["small", "large"])
 async def test_a_key_that_expires_is_reported(redis: Any, prefix: str, fields: int) -> None:
     live, made = KeySpace(prefix, 1).shard(0), KeySpace(f"{prefix}/made", 1).shard(0)
-    await redis.hset(live.state, mapping={"seq": 0, "life": "x"})
+    await redis.hset(live.state, mapping={"seq": 0, "server_epoch": "x"})
     for keys in (live, made):
         for offer in ("a", "b"):
             await redis.hset(keys.offer(offer), mapping={str(n): n for n in range(fields)})

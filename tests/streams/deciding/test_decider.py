@@ -401,12 +401,12 @@ async def test_commands_of_a_topic_wait_while_their_shard_is_fenced(stage: Stage
     state = stage.keys.shard(0).state
     async with stage.decider():
         await stage.stop_relay(0)
-        server_epoch = await stage.redis.hget(state, "life")
-        await stage.redis.hdel(state, "life")
+        server_epoch = await stage.redis.hget(state, "server_epoch")
+        await stage.redis.hdel(state, "server_epoch")
         await stage.send([steps_of("ann", offer.offer)[:3], crowd(offer.offer, 3), crowd(other.offer, 9)])
         answered = await stage.until_answered(9)
         assert all(id.startswith(other.offer) for id in answered)
-        await stage.redis.hset(state, "life", server_epoch)
+        await stage.redis.hset(state, "server_epoch", server_epoch)
         stage.relay(0)
         answered = await stage.until_answered(15)
         assert Counter(answered.values()) == {"held": 13, "confirmed": 1, "redeemed": 1}

@@ -549,11 +549,11 @@ async def test_who_was_never_to_pay_or_has_no_time_is_not_asked_for(shard: Shard
 async def test_answers_are_carried_out_when_the_shard_decides_again(shard: Shard) -> None:
     await shard.hold("a")
     shard.states = {"a": paid("p-a")}
-    life = await shard.client.hget(shard.keys.state, "life")
-    assert life
+    epoch = await shard.client.hget(shard.keys.state, "server_epoch")
+    assert epoch
 
     async def fence() -> None:
-        await shard.client.hdel(shard.keys.state, "life")
+        await shard.client.hdel(shard.keys.state, "server_epoch")
 
     async def until_refused() -> bool:
         [answer] = await shard.gate.decide([Release(id="r", offer="s", grab="none")], "decided")
@@ -563,6 +563,6 @@ async def test_answers_are_carried_out_when_the_shard_decides_again(shard: Shard
     asking = asyncio.create_task(shard.queries().ask_all())
     await until(until_refused, 10, "a fenced shard")
     assert not asking.done()
-    await shard.client.hset(shard.keys.state, "life", life)
+    await shard.client.hset(shard.keys.state, "server_epoch", epoch)
     assert await asking == 1
     assert (await shard.ended_as("a"))[0] == "not_held"

@@ -53,7 +53,7 @@ async def test_an_idle_system_loads_a_deleted_library_by_itself(
     try:
 
         async def all_decide() -> bool:
-            lives = [await client.hget(keys.shard(n).state, "life") for n in range(private.shards)]
+            lives = [await client.hget(keys.shard(n).state, "server_epoch") for n in range(private.shards)]
             return None not in lives
 
         await until(all_decide, 60, "the first takeover")

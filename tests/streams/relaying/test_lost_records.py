@@ -92,7 +92,7 @@ async def test_a_relay_whose_record_gets_an_offset_again_fences_its_shard(
 
 async def owner_of(shard: Any, redis: Any) -> relay.Ownership:
     """The ownership of the shard as Redis has it."""
-    term, owner, epoch = await redis.hmget(shard.state, "term", "owner", "life")
+    term, owner, epoch = await redis.hmget(shard.state, "term", "owner", "server_epoch")
     return relay.Ownership(int(term), owner.decode(), epoch.decode())
 
 

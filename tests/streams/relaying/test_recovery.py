@@ -406,7 +406,8 @@ async def test_a_shard_stays_fenced_when_the_journal_lost_events(with_retired_of
     redis, shard = open_redis(system), key_space(system).shard(key_space(system).shard_of_offer("here"))
     try:
         await redis.hset(
-            shard.state, mapping={"journaled_seq": 10_000, "journaled_offset": 10_000, "life": "another"}
+            shard.state,
+            mapping={"journaled_seq": 10_000, "journaled_offset": 10_000, "server_epoch": "another"},
         )
         relay = ShardRelay(
             redis,
@@ -501,7 +502,7 @@ async def test_a_shard_of_a_newer_key_layout_is_left_to_the_newer_program(
 
         async def taken_over() -> bool:
             states = [
-                await redis.hmget(keys.shard(number).state, ["layout", "life"])
+                await redis.hmget(keys.shard(number).state, ["layout", "server_epoch"])
                 for number in range(keys.shards)
             ]
             return all(
