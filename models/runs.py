@@ -177,19 +177,12 @@ decode_lines = LINES.decode_list
 
 
 #: How the scripts begin a line that is a run.
-_SINGLE_BEGINS: Final = tuple(b'{"type":"%s","v":1,' % tag.encode() for tag in RUN_TYPES)
 _RUN_BEGINS: Final = tuple(b'{"type":"%s","v":%d,' % (tag.encode(), RUN_VERSION) for tag in RUN_TYPES)
 
 
 def is_run(line: bytes) -> bool:
     """Whether a line that a script has written is a run, also of one grab."""
     return line.startswith(_RUN_BEGINS)
-
-
-def is_single(line: bytes) -> bool:
-    """Whether a line that a script has written is a grab by itself, as before key layout 3."""
-    # Before runs of the waiting list, what was served from it was no run in any layout.
-    return line.startswith(_SINGLE_BEGINS) and b',"waited":true' not in line
 
 
 def singles(event: AnyEvent | AnyRun) -> Sequence[AnyEvent]:
