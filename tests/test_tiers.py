@@ -138,9 +138,8 @@ def test_every_verb_and_outcome_is_named_by_a_test_of_every_change(source: str) 
 def test_every_requirement_has_a_test_of_every_change(source: str) -> None:
     marks = re.findall(r"^@pytest\.mark\.requirement\((.*)\)$", source, re.MULTILINE)
     tested = set(re.findall(r"[A-F][0-9]+", " ".join(marks)))
-    built = {name for name, row in requirements.rows().items() if not row.endswith(requirements.NOT_BUILT)}
-    # An example, and boards, which make lint checks: their tests are long.
-    assert built - tested == {"F2", "F8"}
+    # An example, boards, which `make lint` checks, and the loss of a master: their tests are long.
+    assert requirements.rows().keys() - tested == {"F2", "F8", "F12"}
     assert tested
 
 
