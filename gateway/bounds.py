@@ -1,4 +1,4 @@
-"""Bounds of the gateway that are no settings. `docs/limits.md` is generated from these numbers."""
+"""Bounds of the gateway that are no settings. `docs/limits.md` names each with its value."""
 
 from typing import Final
 

@@ -1,5 +1,5 @@
-"""Bounds of all input and output, and functions that quote input in messages. `docs/limits.md` is generated
-from these numbers.
+"""Bounds of all input and output, and functions that quote input in messages. `docs/limits.md` names
+each with its value.
 
 Bounds of a single field are defined beside the field (`models/offers.py`, `models/commands.py`). This module
 has the bounds of whole commands, records and event lines.

@@ -22,6 +22,16 @@ from grabstream.streams.clients import started
 TOPIC_SECONDS_MAX: Final = 120.0
 _POLL_SECONDS: Final = 0.05
 DAY_MS: Final = 24 * 3600 * 1000
+#: How long each topic keeps its records; -1 is for ever.
+RETENTION_MS: Final = {
+    "commands": 7 * DAY_MS,
+    "operations": 7 * DAY_MS,
+    "results": 7 * DAY_MS,
+    "journal": -1,
+    "events": -1,
+    "rejected": 90 * DAY_MS,
+    "refusals": 7 * DAY_MS,
+}
 #: Brokers refuse records whose time is more than an hour ahead of their clocks, which may differ from ours.
 AHEAD_MS_MAX: Final = 1_800_000
 REPLICATION_MAX: Final = 3
@@ -84,15 +94,8 @@ def retention_ms(topics: Topics, refusals: bool = True) -> dict[str, int]:
     """How long each topic keeps its records, in milliseconds; -1 is for ever. Without `refusals`, only the
     topics that every system has.
     """
-    kept = {
-        topics.commands: 7 * DAY_MS,
-        topics.operations: 7 * DAY_MS,
-        topics.results: 7 * DAY_MS,
-        topics.journal: -1,
-        topics.events: -1,
-        topics.rejected: 90 * DAY_MS,
-    }
-    return kept | ({topics.refusals: 7 * DAY_MS} if refusals else {})
+    wanted = (name for name in RETENTION_MS if refusals or name != "refusals")
+    return {getattr(topics, name): RETENTION_MS[name] for name in wanted}
 
 
 async def create_topics(

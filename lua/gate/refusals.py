@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 FLUSH_EVERY_SECONDS: Final = 1.0
 CLOSE_SECONDS_MAX: Final = 2.0
+#: Refusals that are not written yet to a place.
+WAITING_MAX: Final = 50_000
 BATCH_MAX: Final = 5_000
 #: A write usually takes 0.1 s. A write that takes this long is retried, since its server may never answer.
 WRITE_SECONDS_MAX: Final = 30.0
@@ -59,7 +61,7 @@ class RefusalSample(NamedTuple):
 
     one_in: int = 1
     per_second_max: int = 2_000
-    waiting_max: int = 50_000
+    waiting_max: int = WAITING_MAX
 
 
 class RefusalLog:

@@ -2,7 +2,8 @@
 -- Needs KEYS[2], the outbox stream, and the include shard.
 
 -- Lua hashes every line that it reads. An entry that begins below a bound is read whole.
-local LINES_MAX, BYTES_MAX = 1000, 131072
+local LINES_MAX = 1000
+local BYTES_MAX = 131072
 
 -- The entry that holds a seq, if there is one; else the last one before it, or nil.
 local function entry_at(seq)
