@@ -3,7 +3,8 @@
 uvicorn's protocol parses with httptools and calls the application. This subclass adds what it lacks: a bound
 of the request's head and of the whole request, time limits for reading a request and for taking an answer,
 bounds of connections, and problem details for what is not HTTP. It also drops trailer fields, which uvicorn
-would add to the headers.
+would add to the headers. No other file uses what uvicorn does not document, and pyproject.toml pins the
+version with which this one was tested.
 
 An answer that is complete goes out in one piece (`REPLY`). What the application answers from its memory
 (`answer_now`) goes out without a task, and so does the answer to a request of which it takes head and body
@@ -14,15 +15,18 @@ one for each answer of Redis or Kafka; so a crowd that is refused must not make 
 """
 
 import asyncio
+import contextlib
 import logging
+import socket
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import (
     HEADER_RE,
     HEADER_VALUE_RE,
@@ -592,3 +596,21 @@ async def keep_checking(connections: Iterable[Any]) -> None:
                 # One connection must not keep the others from being checked.
                 log.exception("a connection cannot be checked; it is aborted")
                 connection.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """A server that leaves signals to its process, and calls `ready` when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures nothing."""
+        yield

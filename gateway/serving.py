@@ -1,11 +1,10 @@
 """Runs the server of the gateway in the event loop of its gate, until it is stopped."""
 
 import asyncio
-import contextlib
 import logging
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import uvicorn
@@ -14,29 +13,11 @@ from starlette.types import ASGIApp
 from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.bounds import ACCEPTED_AT_ONCE, BACKLOG, DRAIN_SECONDS_MAX, IDLE_SECONDS_MAX
 from grabstream.gateway.measures import GatewayMeasures
-from grabstream.gateway.protocol import bounded, keep_checking
+from grabstream.gateway.protocol import Server, bounded, keep_checking
 from grabstream.lua.ending import first_to_end, running
 
 #: Open files of the process beside the connections of clients.
 FILES_BESIDE: Final = 512
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to its process, and calls `ready` when it accepts connections."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections."""
-        await super().startup(sockets)
-        self._ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures nothing."""
-        yield
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -90,7 +71,7 @@ async def serve(
     )
     # What clients do wrong is answered, not logged.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    server = _Server(config, ready)
+    server = Server(config, ready)
     if measures is not None:
         measures.connections = lambda: len(server.server_state.connections)
 

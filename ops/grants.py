@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple
 
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import for_code
-from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest
 from psycopg import AsyncConnection, sql
 
 from grabstream.lua.keys import readable_patterns
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
+from grabstream.streams.kafka_internals import create_acl, delete_acls
 from grabstream.streams.relaying.shadow import SHADOW
 
 #: Rights on Redis by role, beside the keys and channels of the prefix. @dangerous has FLUSHALL, CONFIG, ACL,
@@ -75,9 +75,10 @@ class Acl(NamedTuple):
             f"--resource-pattern-type {self.pattern}"
         )
 
-    def request(self, kind: type[CreateAclsRequest] | type[DeleteAclsRequest]) -> Any:
-        """The request that adds or removes it."""
-        return kind(
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """Its fields as the protocol of Kafka has them."""
+        return (
             _RESOURCES[self.resource], self.name, _PATTERNS[self.pattern], self.principal, "*",
             _OPERATIONS[self.operation], _ALLOW,
         )  # fmt: skip
@@ -148,10 +149,10 @@ async def apply_kafka(bootstrap: str, acls: Sequence[Acl], former: Sequence[Acl]
     """Adds permissions, then removes the `former`; others stay as they are. Raises aiokafka's errors."""
     async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
         for acl in acls:
-            answer = await client._send_request(acl.request(CreateAclsRequest))
+            answer = await create_acl(client, *acl.fields)
             _require_success(answer.creation_responses)
         for acl in former:
-            answer = await client._send_request(acl.request(DeleteAclsRequest))
+            answer = await delete_acls(client, *acl.fields)
             _require_success(answer.filter_responses)
             for *_, matching in answer.filter_responses:
                 for found in matching:

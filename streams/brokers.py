@@ -9,13 +9,12 @@ import time
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from aiokafka.conn import AbstractTokenProvider
+from aiokafka.abc import AbstractTokenProvider
 
-from grabstream.streams import record_batches, token_logins
+from grabstream.streams import kafka_internals
 
 #: Whoever makes a client of Kafka asks this module for its options, so this holds for every client.
-record_batches.install()
-token_logins.install()
+kafka_internals.install()
 
 #: A token is replaced so long before it ends, so that none ends on its way.
 TOKEN_MARGIN_SECONDS: Final = 30.0

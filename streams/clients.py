@@ -15,7 +15,8 @@ from weakref import WeakSet
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaConnectionError
+
+from grabstream.streams.kafka_internals import until_controller_is_known
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,6 @@ CLOSE_SECONDS_MAX: Final = 5.0
 FETCHER_IDLE_MS: Final = 60_000
 #: How long it may take until an outage of a server is logged.
 UNEXPLAINED_SECONDS: Final = 10.0
-#: How often brokers that name no controller are asked again.
-CONTROLLER_POLL_SECONDS: Final = 0.2
 #: Trouble that comes back within this time is the same one, though something has succeeded in between. If it
 #: comes back more often than a few times, it is logged again only after this time.
 STEADY_SECONDS: Final = 30.0
@@ -50,24 +49,10 @@ async def started(client: Client) -> AsyncIterator[Client]:
     try:
         await client.start()
         if isinstance(client, AIOKafkaAdminClient):
-            await _until_controller_is_known(client)
+            await until_controller_is_known(client)
         yield client
     finally:
         await close(client.close() if isinstance(client, AIOKafkaAdminClient) else client.stop())
-
-
-async def _until_controller_is_known(client: AIOKafkaAdminClient) -> None:
-    """Asks until the brokers name their controller; raises KafkaConnectionError if they do not within the
-    time of a request. A broker that has stood still for seconds names none until it has found it again, and
-    requests of aiokafka then end with an AttributeError.
-    """
-    connection = client._client
-    deadline = time.monotonic() + connection._request_timeout_ms / 1000
-    while connection.cluster.controller is None:
-        if time.monotonic() > deadline:
-            raise KafkaConnectionError(f"the brokers at {connection._bootstrap_servers} name no controller")
-        await asyncio.sleep(CONTROLLER_POLL_SECONDS)
-        await connection.force_metadata_update()
 
 
 async def close(closing: Coroutine[Any, Any, Any]) -> None:

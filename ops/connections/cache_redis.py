@@ -13,8 +13,9 @@ from redis.backoff import NoBackoff
 
 from grabstream.gateway.bounds import CACHE_SERVER_CONNECTIONS_MAX, CACHE_SERVER_SECONDS_MAX
 from grabstream.gateway.cache_server import CacheServer, IsTheCore
+from grabstream.lua.script_client import cancellable
 from grabstream.ops.connections.logins import tls_options
-from grabstream.ops.connections.opening import cancellable, open_redis
+from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.connections.redis_servers import information
 from grabstream.ops.settings import BadSettings, Settings
 

@@ -11,9 +11,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import redis.asyncio
-from aiokafka.conn import create_conn
 from aiokafka.errors import KafkaError, SaslAuthenticationFailed, UnsupportedSaslMechanismError
-from aiokafka.protocol.admin import SaslHandShakeRequest
 from psycopg import OperationalError
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
@@ -22,6 +20,7 @@ from redis.exceptions import AuthenticationError, RedisError
 
 from grabstream.ops.settings import LoginRefused, Settings, cluster_address, host_and_port, is_cluster
 from grabstream.streams.brokers import TokenRefused, login_options, tls_context
+from grabstream.streams.kafka_internals import connect, wants_login
 
 PROBE_SECONDS_MAX: Final = 5.0
 #: OpenSSL's codes of a certificate that has ended (or does not count yet), and of one of another host.
@@ -137,9 +136,9 @@ async def kafka_refusal(settings: Settings) -> str:
             host, port = host_and_port(broker)
             try:
                 options = login_options(settings.brokers)
-                connection = await create_conn(host, port, request_timeout_ms=5_000, **options)
+                connection = await connect(host, port, request_timeout_ms=5_000, **options)
                 try:
-                    if "sasl_mechanism" not in options and await _wants_login(connection):
+                    if "sasl_mechanism" not in options and await wants_login(connection):
                         return (
                             f"Kafka at {broker} serves nobody without a login: set "
                             "GRAB_KAFKA_SECURITY_PROTOCOL to SASL_SSL, GRAB_KAFKA_USERNAME and "
@@ -168,14 +167,6 @@ async def kafka_refusal(settings: Settings) -> str:
                 if words := await _tls_refusal(error, f"Kafka at {broker}", host, port, "KAFKA", own):
                     return words
     return ""
-
-
-async def _wants_login(connection: Any) -> bool:
-    """Whether a broker asks for SASL on this connection, on which nobody has logged in. One that does not
-    refuses the question.
-    """
-    answer = await connection.send(SaslHandShakeRequest("PLAIN"))
-    return answer.error_code in (0, UnsupportedSaslMechanismError.errno)
 
 
 def _unusable(setting: str, error: OSError) -> str:

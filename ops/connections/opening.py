@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-import redis.asyncio
 from aiokafka.errors import KafkaError
 from psycopg import AsyncConnection, IsolationLevel
 from psycopg.rows import tuple_row
@@ -29,7 +28,7 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.signing import SigningKeys
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.script_client import ScriptClient
+from grabstream.lua.script_client import ScriptClient, cancellable
 from grabstream.lua.trouble import is_trouble
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import encode_event
@@ -74,32 +73,6 @@ log = logging.getLogger(__name__)
 CHECK_AGAIN_SECONDS = 2.0
 
 
-class _Cancellable:
-    """A connection that does not lose a cancellation. redis-py sends with `asyncio.wait_for`, which may
-    swallow a cancellation before Python 3.12, whether the sending succeeds or fails: a worker that was asked
-    to stop would then never end.
-    """
-
-    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        task = asyncio.current_task()
-        before = task.cancelling() if task else 0
-        try:
-            await super().send_packed_command(command, check_health)  # type: ignore[misc]
-        finally:
-            if task and task.cancelling() > before:
-                # The reply may still arrive, but no caller will read it.
-                await self.disconnect(nowait=True)  # type: ignore[attr-defined]
-                raise asyncio.CancelledError
-
-
-class PlainConnection(_Cancellable, redis.asyncio.Connection):  # type: ignore[misc]
-    """A connection over TCP."""
-
-
-class EncryptedConnection(_Cancellable, redis.asyncio.SSLConnection):  # type: ignore[misc]
-    """A connection over TLS."""
-
-
 def open_redis(settings: Settings) -> Any:
     """A client of the core Redis. It never repeats a command by itself, because an argument may describe a
     state of the server that is outdated by then.
@@ -123,16 +96,6 @@ def open_redis(settings: Settings) -> Any:
         return cancellable(ScriptClient(host=host, port=port, **login, **options))
 
     return ClusterClient(address.nodes, open_server)
-
-
-def cancellable(client: Any) -> Any:
-    """The client, whose connections do not lose a cancellation."""
-    pool = client.connection_pool
-    if pool.connection_class is redis.asyncio.Connection:
-        pool.connection_class = PlainConnection
-    elif pool.connection_class is redis.asyncio.SSLConnection:
-        pool.connection_class = EncryptedConnection
-    return client
 
 
 async def require_core(client: Any) -> None:

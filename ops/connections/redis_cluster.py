@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
 from redis.asyncio import Redis
-from redis.commands.core import AsyncCoreCommands
+from redis.commands import AsyncCoreCommands
 from redis.crc import key_slot
 from redis.exceptions import (
     AskError,
@@ -30,7 +30,7 @@ from redis.exceptions import (
 )
 
 from grabstream.lua.ending import end
-from grabstream.lua.script_client import ScriptClient
+from grabstream.lua.script_client import ScriptClient, is_of_closed_stream
 from grabstream.lua.trouble import is_trouble
 
 SLOTS: Final = 16_384
@@ -46,10 +46,6 @@ TRY_AGAIN_SECONDS: Final = 0.05
 SILENT_SECONDS_MAX: Final = 1.0
 RETRY_SECONDS: Final = 0.2
 
-#: Methods that redis-py calls on the streams of a connection, which are None once it is closed.
-_STREAM_METHODS: Final = frozenset(
-    {"writelines", "write", "drain", "read", "readline", "readexactly", "close", "wait_closed"}
-)
 #: Commands without a key. The caller has to send them to a server of its choice.
 _KEYLESS: Final = frozenset(
     {"CONFIG GET", "CONFIG SET", "DBSIZE", "FLUSHALL", "FLUSHDB", "INFO", "PING", "SCAN", "TIME"}
@@ -243,7 +239,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
                 | AttributeError,
             ):
                 self.refresh_slots()
-            if _is_of_closed_stream(error):
+            if is_of_closed_stream(error):
                 raise ConnectionError("the connection was closed while it was used") from error
             raise
 
@@ -533,7 +529,3 @@ def _ignore_failure(task: asyncio.Future[None]) -> None:
     """Retrieves the error of a background task that no caller awaits, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
-
-
-def _is_of_closed_stream(error: BaseException) -> bool:
-    return isinstance(error, AttributeError) and error.obj is None and error.name in _STREAM_METHODS

@@ -16,7 +16,8 @@ import grabstream
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import Record as JournalRecord
 from grabstream.streams.journal import open_reader
-from grabstream.streams.record_batches import Records, read_records
+from grabstream.streams.kafka_internals import Records
+from grabstream.streams.record_batches import read_records
 from grabstream.streams.topics import make_topics
 from tests.support.raw_batches import RawRecord, produce_batch, raw_batch
 
