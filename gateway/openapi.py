@@ -432,47 +432,57 @@ def _schemas() -> dict[str, Node]:
         "description": "Of a hold for which something is due, where the gateway has payment keys: a compact "
         "JWS for the payment side, in a compact JWE where the gateway has a key for its encryption.",
     }
-    schemas["ReceiptBody"] = _object(
-        "A receipt of the payment side.",
-        {
-            "receipt": {
-                "type": "string", "minLength": 1, "maxLength": TOKEN_LENGTH_MAX,
-                "description": "A compact JWS, signed with a key of GRAB_PAYMENT_KEYS.",
-            }
+    return schemas | _fixed_schemas()
+
+
+def _fixed_schemas() -> dict[str, Node]:
+    """The schemas of bodies and answers that follow from no model."""
+    return {
+        "ReceiptBody": _object(
+            "A receipt of the payment side.",
+            {
+                "receipt": {
+                    "type": "string",
+                    "minLength": 1,
+                    "maxLength": TOKEN_LENGTH_MAX,
+                    "description": "A compact JWS, signed with a key of GRAB_PAYMENT_KEYS.",
+                }
+            },
+            ["receipt"],
+        ),
+        "WebhookBody": _object(
+            "A change of a webhook.", {"state": {"type": "string", "enum": ["active", "paused"]}}, ["state"]
+        ),
+        "ResendBody": _object(
+            "What is sent again: all that is parked or has failed, or that of one offer.",
+            {"offer": _reference("Id")},
+            [],
+        ),
+        "DiscardBody": _object(
+            "An event that is given up, as SHARD-SEQ.",
+            {"event": {"type": "string", "pattern": EVENT_PATTERN}},
+            ["event"],
+        ),
+        "ProblemType": _object(
+            "What a type of problems means.",
+            {
+                "title": {"type": "string"},
+                "status": {"type": "integer"},
+                "outcome": {"type": "string"},
+                "code": {"type": "integer"},
+            },
+            ["title", "status"],
+        ),
+        "Health": _object(
+            "The gateway takes requests.", {"status": {"type": "string", "const": "ok"}}, ["status"]
+        ),
+        "Document": {"type": "object", "description": "An OpenAPI document."},
+        "EventSchema": {
+            "type": "object",
+            "description": "A JSON Schema (2020-12) of the values of `grab.events`. Its `$id` is the "
+            "`ce_dataschema` of their records.",
         },
-        ["receipt"],
-    )  # fmt: skip
-    schemas["WebhookBody"] = _object(
-        "A change of a webhook.", {"state": {"type": "string", "enum": ["active", "paused"]}}, ["state"]
-    )
-    schemas["ResendBody"] = _object(
-        "What is sent again: all that is parked or has failed, or that of one offer.",
-        {"offer": _reference("Id")},
-        [],
-    )
-    schemas["DiscardBody"] = _object(
-        "An event that is given up, as SHARD-SEQ.",
-        {"event": {"type": "string", "pattern": EVENT_PATTERN}},
-        ["event"],
-    )
-    schemas["ProblemType"] = _object(
-        "What a type of problems means.",
-        {
-            "title": {"type": "string"}, "status": {"type": "integer"},
-            "outcome": {"type": "string"}, "code": {"type": "integer"},
-        },
-        ["title", "status"],
-    )  # fmt: skip
-    schemas["Health"] = _object(
-        "The gateway takes requests.", {"status": {"type": "string", "const": "ok"}}, ["status"]
-    )
-    schemas["Document"] = {"type": "object", "description": "An OpenAPI document."}
-    schemas["EventSchema"] = {
-        "type": "object",
-        "description": "A JSON Schema (2020-12) of the values of `grab.events`. Its `$id` is the "
-        "`ce_dataschema` of their records.",
     }
-    return schemas
 
 
 def _object(description: str, properties: Node, required: Sequence[str]) -> Node:
