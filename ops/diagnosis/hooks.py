@@ -1,6 +1,6 @@
 """Checks of webhooks: what is parked, what fails, what comes near a bound, and what nobody sends."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
@@ -96,74 +96,78 @@ def not_delivered(hooks: Sequence[HookReading], now_ms: int) -> list[Finding]:
     return [finding for hook in hooks for finding in _of(hook, now_ms)]
 
 
-def _of(hook: HookReading, now_ms: int) -> list[Finding]:
-    findings = []
-    name = f"webhook {hook.webhook}"
-    why = f": {hook.problem}" if hook.problem else ""
+def _of(hook: HookReading, now_ms: int) -> Iterator[Finding]:
     if hook.parked:
-        findings.append(
-            Finding(
-                "stuck",
-                f"{name}: {counted(hook.parked, 'events')} of {counted(hook.parked_offers, 'offers')} are "
-                f"parked{why}",
-                "its receiver gets no events of these offers until they are sent again",
-                f"grabstream webhooks resend {hook.webhook}   # once the receiver takes them; {_SHOW} "
-                f"{hook.webhook} --state parked shows them",
-                hook.parked_since,
-            )
-        )  # fmt: skip
-    if hook.state == "paused":
-        if hook.reason:
-            findings.append(
-                Finding(
-                    "stuck", f"{name} was paused: {hook.reason}",
-                    "its receiver gets nothing; after a resume, it gets everything since",
-                    f"grabstream webhooks resume {hook.webhook}   # or, if it is no longer wanted: "
-                    f"grabstream webhooks remove {hook.webhook}",
-                )
-            )  # fmt: skip
-        return findings
-    show = f"{_SHOW} {hook.webhook}"
+        yield _parked(hook)
+    if hook.state != "paused":
+        yield from _nearly_full(hook)
+        yield from _late(hook, now_ms)
+    elif hook.reason:
+        yield Finding(
+            "stuck",
+            f"webhook {hook.webhook} was paused: {hook.reason}",
+            "its receiver gets nothing; after a resume, it gets everything since",
+            f"grabstream webhooks resume {hook.webhook}   # or, if it is no longer wanted: "
+            f"grabstream webhooks remove {hook.webhook}",
+        )
+
+
+def _why(hook: HookReading) -> str:
+    return f": {hook.problem}" if hook.problem else ""
+
+
+def _parked(hook: HookReading) -> Finding:
+    events, offers = counted(hook.parked, "events"), counted(hook.parked_offers, "offers")
+    return Finding(
+        "stuck",
+        f"webhook {hook.webhook}: {events} of {offers} are parked{_why(hook)}",
+        "its receiver gets no events of these offers until they are sent again",
+        f"grabstream webhooks resend {hook.webhook}   # once the receiver takes them; {_SHOW} "
+        f"{hook.webhook} --state parked shows them",
+        hook.parked_since,
+    )
+
+
+def _nearly_full(hook: HookReading) -> Iterator[Finding]:
+    """Half of what may be parked, or may wait, is."""
+    name, show = f"webhook {hook.webhook}", f"{_SHOW} {hook.webhook}"
     if hook.parked >= PARKED_MAX / 2:
-        findings.append(
-            Finding(
-                "risk", f"{name}: {hook.parked:,} events are parked; with {PARKED_MAX:,} it is paused",
-                "its receiver then gets no events of any offer until it is resumed",
-                f"{show} --state parked   # give up what cannot be taken: grabstream webhooks discard "
-                f"{hook.webhook} EVENT; then grabstream webhooks resend {hook.webhook}",
-                hook.parked_since,
-            )
-        )  # fmt: skip
+        yield Finding(
+            "risk",
+            f"{name}: {hook.parked:,} events are parked; with {PARKED_MAX:,} it is paused",
+            "its receiver then gets no events of any offer until it is resumed",
+            f"{show} --state parked   # give up what cannot be taken: grabstream webhooks discard "
+            f"{hook.webhook} EVENT; then grabstream webhooks resend {hook.webhook}",
+            hook.parked_since,
+        )
     if hook.places >= WAITING_MAX / 2 or hook.waiting >= WAITING_EVENTS_MAX / 2:
-        findings.append(
-            Finding(
-                "risk",
-                f"{name}: {hook.waiting:,} events wait, of at most {WAITING_EVENTS_MAX:,}, and take "
-                f"{hook.places:,} of {WAITING_MAX:,} places, an offer at most {OFFER_PLACES_MAX}",
-                "with no more room, its receiver gets new events, of all offers, only as fast as it takes "
-                "those that wait; nothing is lost",
-                f"{show} --state waiting   # which offers they are of, and what its receiver "
-                "answered",
-            )
-        )  # fmt: skip
+        yield Finding(
+            "risk",
+            f"{name}: {hook.waiting:,} events wait, of at most {WAITING_EVENTS_MAX:,}, and take "
+            f"{hook.places:,} of {WAITING_MAX:,} places, an offer at most {OFFER_PLACES_MAX}",
+            "with no more room, its receiver gets new events, of all offers, only as fast as it takes "
+            "those that wait; nothing is lost",
+            f"{show} --state waiting   # which offers they are of, and what its receiver answered",
+        )
+
+
+def _late(hook: HookReading, now_ms: int) -> Iterator[Finding]:
+    """The receiver fails, or events wait, for LATE_MS."""
     if hook.failing_since is not None and now_ms - hook.failing_since > LATE_MS:
-        findings.append(
-            Finding(
-                "risk",
-                f"{name} fails, after {counted(hook.attempts, 'attempts')}{why}",
-                "its receiver gets events late; they are parked in the end",
-                f"{show}   # mend the receiver: the events are sent again by themselves, or at once by "
-                f"grabstream webhooks resend {hook.webhook}",
-                hook.failing_since,
-            )
+        yield Finding(
+            "risk",
+            f"webhook {hook.webhook} fails, after {counted(hook.attempts, 'attempts')}{_why(hook)}",
+            "its receiver gets events late; they are parked in the end",
+            f"{_SHOW} {hook.webhook}   # mend the receiver: the events are sent again by themselves, or at "
+            f"once by grabstream webhooks resend {hook.webhook}",
+            hook.failing_since,
         )
     # While the receiver fails, few requests are sent to it, and the other deliveries wait for that.
     elif late := [at for at in (hook.due_since, hook.unread_since) if at and now_ms - at > LATE_MS]:
-        findings.append(
-            Finding(
-                "stuck", f"{name} lags: {counted(hook.waiting, 'events')} waiting, others are not read",
-                "its receiver gets events late; nothing is lost",
-                "grabstream worker --roles webhooks", min(late),
-            )
-        )  # fmt: skip
-    return findings
+        yield Finding(
+            "stuck",
+            f"webhook {hook.webhook} lags: {counted(hook.waiting, 'events')} waiting, others are not read",
+            "its receiver gets events late; nothing is lost",
+            "grabstream worker --roles webhooks",
+            min(late),
+        )
