@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import metadata
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 import uvloop
@@ -40,6 +40,7 @@ from grabstream.gateway.shared_answers import SharedAnswers
 from grabstream.gateway.tokens import Tokens, UserNames
 from grabstream.gateway.watching import Watching
 from grabstream.lua.ending import running
+from grabstream.lua.gate.gate import Gate
 from grabstream.ops.commands.operate.examiners import open_examiners
 from grabstream.ops.connections.cache_redis import open_cache
 from grabstream.ops.connections.identity import require_schema
@@ -58,7 +59,7 @@ from grabstream.ops.connections.watching import watch_servers
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
 from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
-from grabstream.ops.metrics.answering import open_answering
+from grabstream.ops.metrics.answering import Answering, open_answering
 from grabstream.ops.schemas.documents import event_documents
 from grabstream.ops.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
 from grabstream.ops.tracing import tracing
@@ -235,61 +236,54 @@ def _rates(text: str) -> Rates:
     return read_rates(text) if text else ()
 
 
-async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[int]:
-    """Serves; returns the signals that stopped it."""
-    stop, signals = stop_on_signals(EXIT_HANGS)
-    connections_max = connections_possible(settings.gateway_connections_max)
-    async with (
-        open_gate(settings) as gate,
-        _open_checked_cache(settings) as cache_server,
-        AsyncExitStack() as stack,
-    ):
-        key_files, release = KeyFiles(settings), metadata.version("grabstream")
-        proxies = _proxies(settings)
-        shared = None
-        if cache_server is not None:
-            shared = SharedAnswers(cache_server, release, settings.prefix, settings.schema_)
+class _Opened(NamedTuple):
+    """The application, and what is measured or runs beside it."""
+
+    application: Application
+    bounds: Bounds
+    cache: Cache
+    answering: Answering
+    redis: Any
+    key_files: KeyFiles
+    by_address: ConnectionsByAddress
+
+
+@asynccontextmanager
+async def _open_application(
+    settings: Settings, host: str, gate: Gate, cache_server: CacheServer | None, connections_max: int
+) -> AsyncIterator[_Opened]:
+    """Opens all that the application needs besides its gate and the cache Redis."""
+    key_files, release = KeyFiles(settings), metadata.version("grabstream")
+    proxies = _proxies(settings)
+    shared = None
+    if cache_server is not None:
+        shared = SharedAnswers(cache_server, release, settings.prefix, settings.schema_)
+    async with AsyncExitStack() as stack:
+        check = functools.partial(_check_books, settings, shared)
         books = await stack.enter_async_context(
-            open_books(
-                settings.postgres,
-                settings.schema_,
-                settings.gateway_sessions_max,
-                functools.partial(_check_books, settings, shared),
-            )
+            open_books(settings.postgres, settings.schema_, settings.gateway_sessions_max, check)
         )
         counters = Counters(cache_server, settings.prefix)
         admission = await stack.enter_async_context(_open_admission(settings, counters))
-        forged = Failures(
-            counters,
-            _rates(settings.gateway_failures_rate),
-            proxies,
-            "receipts",
-            "with receipts that are not signed",
-        )
+        failure_rates = _rates(settings.gateway_failures_rate)
+        forged = Failures(counters, failure_rates, proxies, "receipts", "with receipts that are not signed")
         examiners = await stack.enter_async_context(open_examiners(settings))
-        streams = EventStreams(books, settings.shards)
-        keys = payment_keys(settings)
-        receipts_for = gate.authority.audience
+        keys, audience = payment_keys(settings), gate.authority.audience
         tokens = PaymentTokens(
-            keys, settings.payment_callback_url, receipts_for, payment_encryption_key(settings)
+            keys, settings.payment_callback_url, audience, payment_encryption_key(settings)
         )
         if (keys_of_users := user_keys(settings)) is not None:
             stack.push_async_callback(keys_of_users.close)
+        existing = None if keys_of_users is None else keys_of_users.existing
         cache, bounds = Cache(shared=shared), Bounds(settings.gateway_requests_max, connections_max)
         answering = await stack.enter_async_context(open_answering(settings, books))
         redis = open_redis(settings)
         stack.push_async_callback(redis.aclose)
         application = Application(
             Commands(gate, settings.gate_timeout_ms, tokens),
-            Questions(
-                books,
-                cache,
-                tokens,
-                None if keys_of_users is None else keys_of_users.existing,
-                Reached(redis, key_space(settings)),
-            ),
-            Receipts(gate, settings.gate_timeout_ms, keys, forged, receipts_for),
-            streams,
+            Questions(books, cache, tokens, existing, Reached(redis, key_space(settings))),
+            Receipts(gate, settings.gate_timeout_ms, keys, forged, audience),
+            EventStreams(books, settings.shards),
             # What operators are told stays in this process.
             Watching(books, Cache(), examiners),
             ChangesOfWebhooks(books),
@@ -303,40 +297,65 @@ async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[
             event_documents,
             proxies,
         )
-        if settings.metrics_listen is not None:
-            # What serves metrics takes a while to import.
-            from grabstream.ops.metrics.listening import listening
-            from grabstream.ops.metrics.of_gateway import GatewayMetrics
+        by_address = ConnectionsByAddress(settings.gateway_address_connections_max, proxies)
+        yield _Opened(application, bounds, cache, answering, redis, key_files, by_address)
 
-            metrics = GatewayMetrics(application, gate, cache, answering, bounds, key_files)
-            await stack.enter_async_context(
-                listening(settings.metrics_listen, metrics.exposition, metrics.state, log)
-            )
 
-        def ready() -> None:
-            address, port = bound.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
-            log.info(
-                "listening on http://%s:%d; prefix %s, schema %s; authentication %s; bounds: %d requests, "
-                "%d connections%s",
-                shown,
-                port,
-                settings.prefix,
-                settings.schema_,
-                settings.gateway_authentication,
-                settings.gateway_requests_max,
-                connections_max,
-                f"; receipts for {receipts_for}" if receipts_for else "",
-            )
+@asynccontextmanager
+async def _open_metrics(settings: Settings, opened: _Opened, gate: Gate) -> AsyncIterator[None]:
+    """Serves metrics, where the settings want it."""
+    if settings.metrics_listen is None:
+        yield
+        return
+    # What serves metrics takes a while to import.
+    from grabstream.ops.metrics.listening import listening
+    from grabstream.ops.metrics.of_gateway import GatewayMetrics
 
+    metrics = GatewayMetrics(
+        opened.application, gate, opened.cache, opened.answering, opened.bounds, opened.key_files
+    )
+    async with listening(settings.metrics_listen, metrics.exposition, metrics.state, log):
+        yield
+
+
+def _log_listening(settings: Settings, bound: socket.socket, connections_max: int, receipts_for: str) -> None:
+    address, port = bound.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    log.info(
+        "listening on http://%s:%d; prefix %s, schema %s; authentication %s; bounds: %d requests, "
+        "%d connections%s",
+        shown,
+        port,
+        settings.prefix,
+        settings.schema_,
+        settings.gateway_authentication,
+        settings.gateway_requests_max,
+        connections_max,
+        f"; receipts for {receipts_for}" if receipts_for else "",
+    )
+
+
+async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[int]:
+    """Serves; returns the signals that stopped it."""
+    stop, signals = stop_on_signals(EXIT_HANGS)
+    connections_max = connections_possible(settings.gateway_connections_max)
+    async with (
+        open_gate(settings) as gate,
+        _open_checked_cache(settings) as cache_server,
+        _open_application(settings, host, gate, cache_server, connections_max) as opened,
+        _open_metrics(settings, opened, gate),
+    ):
+        application, streams = opened.application, opened.application.streams
+        ready = functools.partial(_log_listening, settings, bound, connections_max, gate.authority.audience)
         async with running(
             streams.keep_reading(),
             streams.positions.keep_telling(),
             streams.end_after(stop),
-            key_files.keep_fresh(stop),
-            watch_servers(settings, redis, stop, has_kafka=False, log=log),
+            opened.key_files.keep_fresh(stop),
+            watch_servers(settings, opened.redis, stop, has_kafka=False, log=log),
         ):
-            by_address = ConnectionsByAddress(settings.gateway_address_connections_max, proxies)
-            await serve(application, bound, connections_max, by_address, stop, ready, application.measures)
+            await serve(
+                application, bound, connections_max, opened.by_address, stop, ready, application.measures
+            )
         log.info("stopped")
     return signals
