@@ -320,30 +320,50 @@ class Server:
             del self.expiries[key]
         return [("UNLINK", key) for key in due]
 
+    def _script_of(self, args: Sequence[Any]) -> SimulatedScript | None:
+        """The script that a command runs; None for another command."""
+        if args[0] == "EVAL":
+            return self.store.by_text[args[1]]
+        return self.store.scripts[args[1]] if args[0] == "EVALSHA" else None
+
+    def _refusal(self, args: Sequence[Any]) -> Exception | None:
+        """The error with which this server refuses a command; None if it runs it."""
+        if args[0] in ("FCALL", "FUNCTION"):
+            # Servers here have no functions, so plain scripts run, whose texts this world changes.
+            return ResponseError(f"unknown command '{args[0]}', with args beginning with: ")
+        script = self._script_of(args)
+        if script is None:
+            is_refused = args[0] in _WRITING_COMMANDS and not self.is_master
+            return ReadOnlyError("You can't write against a read only replica.") if is_refused else None
+        if args[0] == "EVAL":
+            self.known.add(script.sha)
+        elif script.sha not in self.known:
+            return NoScriptError("No matching script.")
+        if script.writes and not self.is_master:
+            return ReadOnlyError("You can't write against a read only replica.")
+        if self._raises(script, args):
+            return ResponseError("it is poisoned script: simulated, on @user_script:1.")
+        return None
+
+    def _in_order(self, name: str, reply: Any) -> Any:
+        """The reply to a command, where a server's order is drawn or made the same on every server."""
+        if name == "HRANDFIELD" and not isinstance(reply, Exception):
+            return self._draw.choice(sorted(reply)) if reply else None
+        if name == "SCAN" and not isinstance(reply, Exception):
+            # A server has its keys in another order each time it starts.
+            return [reply[0], sorted(reply[1])]
+        return reply
+
     def carry_out(self, args: Sequence[Any], look: Sequence[tuple[Any, ...]] = ()) -> tuple[Any, Any, Any]:
         """Carries a command out; returns its reply (or error), what the first command of `look` reads before
         it, and what all read after it.
         """
-        script = None
+        if (refusal := self._refusal(args)) is not None:
+            return refusal, None, None
+        script = self._script_of(args)
         command = list(args)
-        if args[0] in ("FCALL", "FUNCTION"):
-            # Servers here have no functions, so plain scripts run, whose texts this world changes.
-            return ResponseError(f"unknown command '{args[0]}', with args beginning with: "), None, None
-        if args[0] in ("EVALSHA", "EVAL"):
-            if args[0] == "EVAL":
-                script = self.store.by_text[args[1]]
-                self.known.add(script.sha)
-            else:
-                script = self.store.scripts[args[1]]
-                if script.sha not in self.known:
-                    return NoScriptError("No matching script."), None, None
+        if script is not None:
             command[:2] = ["EVALSHA", script.sha]
-            if script.writes and not self.is_master:
-                return ReadOnlyError("You can't write against a read only replica."), None, None
-            if self._raises(script, args):
-                return ResponseError("it is poisoned script: simulated, on @user_script:1."), None, None
-        elif args[0] in _WRITING_COMMANDS and not self.is_master:
-            return ReadOnlyError("You can't write against a read only replica."), None, None
         if args[0] == "HRANDFIELD":
             command[0] = "HKEYS"
         micros = self._clock.micros() + self.skew_ms * 1_000
@@ -379,11 +399,7 @@ class Server:
                 self.expiries[expiring] = self._loop.now + _lifetime_ms(script, args) / 1_000
             elif left_ms == -2:
                 self.expiries.pop(expiring, None)
-        if args[0] == "HRANDFIELD" and not isinstance(reply, Exception):
-            reply = self._draw.choice(sorted(reply)) if reply else None
-        if args[0] == "SCAN" and not isinstance(reply, Exception):
-            # A server has its keys in another order each time it starts.
-            reply = [reply[0], sorted(reply[1])]
+        reply = self._in_order(args[0], reply)
         if script is not None:
             if script.announces and not isinstance(reply, Exception):
                 channel, data = self.store.announcement()
