@@ -41,6 +41,12 @@ FORGOTTEN_SECONDS: Final = 150.0
 Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
 
 
+class DoesNotStop(Exception):
+    """A client of Kafka has not stopped. It would keep its place in its group, and partitions that nobody
+    reads then, until the process ends: so the process must end. The text states which client.
+    """
+
+
 @asynccontextmanager
 async def started(client: Client) -> AsyncIterator[Client]:
     """Starts a client, and closes it at the end, also when starting fails or is cancelled; raises the errors

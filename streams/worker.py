@@ -10,7 +10,8 @@
 - `webhooks` sends events to the URLs that subscribed to them.
 
 If one of the first three fails, all end: a process that plays half of its roles looks alive but is not. The
-others only concern the books: they are restarted, and deciding continues.
+others only concern the books: they are restarted, and deciding continues. If one of them leaves a client of
+Kafka that does not stop, all end, too: only the end of the process ends the client's membership of its group.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.lua.trouble import is_trouble
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import DoesNotStop, Trouble, in_words
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide
 from grabstream.streams.deciding.sweeper import RecordDemand, Sweeper
@@ -215,7 +216,7 @@ async def decide_topics(
 
 def restarting(name: str, role: Role, restarts: dict[str, int] | None = None) -> Role:
     """The role, restarted whenever it fails or ends before `stop`: after a second, then after ever longer
-    pauses. `restarts` counts them, by name.
+    pauses. `restarts` counts them, by name. It raises DoesNotStop: another start would not help.
     """
 
     if restarts is not None:
@@ -235,6 +236,8 @@ def restarting(name: str, role: Role, restarts: dict[str, int] | None = None) ->
                         name,
                         pause_seconds,
                     )
+            except DoesNotStop:
+                raise
             except BaseException as error:
                 if not isinstance(error, Exception) and not is_trouble(error):
                     raise

@@ -16,7 +16,8 @@ from grabstream.ops.settings import BadSettings, LoginRefused, load_settings
 from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import NoReadModel
 from grabstream.streams.buckets import StoreAway, StoreRefused
-from grabstream.streams.clients import in_words
+from grabstream.streams.clients import DoesNotStop, in_words
+from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 
 
 def ending_of(error: Exception) -> tuple[int, str] | None:
@@ -75,6 +76,11 @@ def ending_of(error: Exception) -> tuple[int, str] | None:
             )
         case NoReadModel():
             return 2, str(error)
+        case DoesNotStop():
+            return EXIT_UNKNOWN_ERROR, (
+                f"a client of Kafka does not stop: {error}. The process ends, so that its group assigns its "
+                "partitions to other workers; start it again"
+            )
     return None
 
 

@@ -14,18 +14,13 @@ from functools import partial
 from typing import Any, Final
 
 import faust
-from faust.sensors import Monitor
-from faust.transport.drivers import aiokafka as faust_kafka
-from faust.utils.urls import urllist
-from mode import Service
-from mode.utils.futures import maybe_async
 
 from grabstream.lua.ending import end
 from grabstream.lua.trouble import is_trouble
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
 from grabstream.streams.brokers import Brokers, faust_credentials
-from grabstream.streams.clients import FETCHER_IDLE_MS, close
+from grabstream.streams.clients import DoesNotStop
 from grabstream.streams.journal import Record
 from grabstream.streams.measures import WorkerMeasures
 from grabstream.streams.projecting.projector import CatchUp, Projector
@@ -37,20 +32,17 @@ log = logging.getLogger(__name__)
 
 PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
 _APPLY: Final = {name: model.apply for name, model in READ_MODELS.items()}
-STOP_SECONDS: Final = 8.0
+#: How long an app may take to stop. After a minute, Faust takes a service that has not stopped for one that
+#: has, so this must be less.
+STOP_SECONDS: Final = 30.0
 STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
 PAUSE_SECONDS_MAX: Final = 5.0
-LEFT_APP_PAUSE_SECONDS: Final = 5.0
 #: How often Faust looks whether there are offsets to commit, and after 2.5 times this whether partitions
 #: move, which it only logs. After a crash, records of this time are read again and ignored.
 COMMIT_SECONDS: Final = 5.0
-#: How long Faust waits for records before it asks again.
-POLL_SECONDS: Final = 30.0
 #: How long Faust's client waits for a request: longer than the 60 s that it allows a rebalance.
 REQUEST_SECONDS: Final = 90.0
-#: The number of apps of this process that did not stop when asked.
-_apps_left = 0
 
 Step = Callable[[str], None]
 
@@ -87,113 +79,6 @@ async def _at_once() -> None:
     """Returns at once: there is nothing to wait for."""
 
 
-class _ConsumerService(faust_kafka.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """Faust's client of Kafka in the event loop of the app. Faust would run it in a thread of its own, which
-    wakes up several times a second to pass on calls, and competes with this one for the interpreter.
-    """
-
-    wait_for_shutdown = False
-
-    def __init__(self, consumer: Any, **options: Any) -> None:
-        super().__init__(consumer, thread_loop=consumer.loop, **options)
-        #: The poll that waits for records, if any.
-        self._polling: asyncio.Timeout | None = None
-
-    def _create_worker_consumer(self, transport: Any) -> Any:
-        consumer = super()._create_worker_consumer(transport)
-        # Faust has no setting for `consumer_timeout_ms`.
-        consumer._consumer_timeout = FETCHER_IDLE_MS / 1000
-        return consumer
-
-    async def getmany(self, active_partitions: Any, timeout: float) -> Any:
-        """Returns records as soon as there are any: at the latest after POLL_SECONDS, or when Faust stops or
-        continues to take records. (Faust would ask every second.)
-        """
-        records: Any = {}
-        polling = self._polling = asyncio.timeout(None)
-        try:
-            async with polling:
-                # Cancelled, it takes no records.
-                records = await super().getmany(active_partitions, POLL_SECONDS)
-        except TimeoutError:
-            if not polling.expired():
-                raise
-        finally:
-            self._polling = None
-        return records
-
-    def end_poll(self) -> None:
-        """Ends the poll that waits for records, if any."""
-        if self._polling is not None and not self._polling.expired():
-            self._polling.reschedule(0)
-
-    async def call_thread(self, call: Any, *arguments: Any, **options: Any) -> Any:
-        """Calls a method of the client: there is no thread to pass it to."""
-        return await maybe_async(call(*arguments, **options))
-
-    async def start(self) -> None:
-        """Starts the client; raises its errors."""
-        self._thread_started.set()
-        await self._default_start()
-
-    async def on_stop(self) -> None:
-        """Stops the client, whose broker may never answer."""
-        if self._consumer is not None:
-            await close(self._consumer.stop())
-
-    async def crash(self, reason: BaseException) -> None:
-        """Ends the app."""
-        await Service.crash(self, reason)
-
-    def _stopped_set(self) -> None:
-        self._stopped.set()
-
-    def set_shutdown(self) -> None:
-        """The service has stopped."""
-        self._shutdown.set()
-
-    async def _stop_children(self) -> None:
-        await self._default_stop_children()
-
-    async def _stop_futures(self) -> None:
-        await self._default_stop_futures()
-
-    async def _stop_exit_stacks(self) -> None:
-        await self._default_stop_exit_stacks()
-
-    @Service.task  # type: ignore[untyped-decorator]
-    async def _thread_keepalive(self) -> None:
-        """Returns at once: the loop has other work."""
-
-
-class _Consumer(faust_kafka.Consumer):  # type: ignore[misc]
-    def _new_consumer_thread(self) -> Any:
-        return _ConsumerService(self, loop=self.loop, beacon=self.beacon)
-
-    def stop_flow(self) -> None:
-        """Takes no more records: at the beginning of a rebalance, which waits for the poll."""
-        super().stop_flow()
-        self._thread.end_poll()
-
-    def resume_flow(self) -> None:
-        """Takes records again."""
-        super().resume_flow()
-        self._thread.end_poll()
-
-    def resume_partitions(self, partitions: Any) -> None:
-        """Takes records of these partitions, too."""
-        super().resume_partitions(partitions)
-        self._thread.end_poll()
-
-
-class _Monitor(Monitor):  # type: ignore[misc]
-    """Faust's statistics without rates, which nobody reads and which wake the process every second."""
-
-    @Service.task  # type: ignore[untyped-decorator]
-    async def _sampler(self) -> None:
-        """Returns at once."""
-
-
 def _times_of(kafka: str) -> dict[str, float]:
     """Settings of Faust from the brokers' times."""
     if not isinstance(kafka, Brokers):
@@ -205,12 +90,6 @@ def _times_of(kafka: str) -> dict[str, float]:
     }
 
 
-class _Transport(faust_kafka.Transport):  # type: ignore[misc]
-    """Faust's way to Kafka, with consumers that do nothing while nothing happens."""
-
-    Consumer = _Consumer
-
-
 def build_app(
     kafka: str, prefix: str, shards: int, projectors: Sequence[Projector],
     ready: Callable[[], Awaitable[None]] = _at_once
@@ -218,10 +97,9 @@ def build_app(
     """The app with an agent for each projector, not connected yet. The projectors start with the app, after
     `ready` has returned.
     """
-    brokers = urllist([f"kafka://{server}" for server in kafka.split(",")])
     app = faust.App(
         group_of(prefix, [projector.name for projector in projectors]),
-        broker=brokers,
+        broker=[f"kafka://{server}" for server in kafka.split(",")],
         broker_credentials=faust_credentials(kafka),
         store="memory://",
         value_serializer="raw",
@@ -235,13 +113,11 @@ def build_app(
         **_times_of(kafka),
         broker_heartbeat_interval=2.0,
         broker_commit_interval=COMMIT_SECONDS,
-        Monitor=_Monitor,
         # An agent may wait for a projector that waits for PostgreSQL. Neither a rebalance nor our end may
         # wait for that, and need not, because our cursors say what is written.
         stream_wait_empty=False,
         datadir=tempfile.gettempdir(),
     )
-    app.transport = _Transport(brokers, app)
     journal = app.topic(Topics(prefix).journal, key_serializer="raw", value_serializer="raw")
     for projector in projectors:
         app.agent(journal, name=f"{prefix}.{projector.name}")(_agent_of(projector))
@@ -297,9 +173,9 @@ async def run_projections(
 ) -> None:
     """Runs the app in this event loop until `stop` is set. When the app stalls or ends, a new one is started.
 
-    Raises RuntimeError if apps keep ending.
+    Raises RuntimeError if apps keep ending, and DoesNotStop if one does not stop: it keeps its place in the
+    group, and the partitions that it was assigned, for as long as this process runs.
     """
-    global _apps_left
     ends_in_a_row = 0
     while not stop.is_set():
         began = time.monotonic()
@@ -324,25 +200,17 @@ async def run_projections(
             why = _why_it_ended(app, watching, running)
         finally:
             # Nothing that a task or the app raises may prevent this: an app that is not stopped keeps its
-            # sessions and place in the group.
+            # threads, its sessions and its place in the group.
             for task in (watching, stopping, running):
                 task.cancel()
-            if not await _stop(app):
-                _apps_left += 1
-                log.error(
-                    "Faust does not stop and is abandoned; the group reassigns its partitions when its "
-                    "session ends"
-                )
-            # They are cancelled, but waited for only so long.
-            await asyncio.wait({watching, stopping, running}, timeout=STOP_SECONDS)
+            await _stop(app)
+            await end((watching, stopping, running))
         if not stop.is_set():
             ends_in_a_row = ends_in_a_row + 1 if time.monotonic() - began < STEADY_SECONDS else 1
             if ends_in_a_row > ENDS_IN_A_ROW_MAX and not _is_servers_fault(app, running):
                 raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
             log.error("starting Faust again: %s", why)
-            # An abandoned app keeps its tasks, so the pause grows: a few such apps an hour at most.
-            pause_seconds = min(ends_in_a_row, PAUSE_SECONDS_MAX) + LEFT_APP_PAUSE_SECONDS * _apps_left**2
-            await _wait_for(stop, pause_seconds)
+            await _wait_for(stop, min(ends_in_a_row, PAUSE_SECONDS_MAX))
 
 
 async def _wait_for(stop: asyncio.Event, seconds: float) -> None:
@@ -379,9 +247,9 @@ async def _run(app: faust.App) -> None:
     await app.wait_first()
 
 
-async def _stop(app: faust.App) -> bool:
-    """Stops the app and its projectors; returns whether Faust stopped. It may wait for a broker for ever.
-    Raises none of the app's errors.
+async def _stop(app: faust.App) -> None:
+    """Stops the app and its projectors. Raises DoesNotStop if Faust, which may wait for a broker for ever,
+    has not stopped after STOP_SECONDS, or fails; none of the app's other errors.
     """
     for task in app.projector_tasks:
         task.cancel()
@@ -389,26 +257,8 @@ async def _stop(app: faust.App) -> bool:
     # read models would stop without a message.
     stopping = asyncio.create_task(app.stop())
     await asyncio.wait({stopping}, timeout=STOP_SECONDS)
-    if not stopping.done():
-        stopping.cancel()
-        _end_heartbeats(app)
-        return False
-    if not stopping.cancelled() and (error := stopping.exception()):
-        log.error("Faust failed while it stopped", exc_info=error)
-        _end_heartbeats(app)
-        return False
-    return not stopping.cancelled()
-
-
-def _end_heartbeats(app: faust.App) -> None:
-    """Ends the membership of an app in its group.
-
-    Otherwise the group would keep assigning partitions to it, which nothing reads. Now the group reassigns
-    them when the session of this member ends.
-    """
-    service = getattr(app.consumer, "_thread", None)  # none if the app did not come that far
-    coordinator = getattr(getattr(service, "_consumer", None), "_coordinator", None)
-    for name in ("_coordination_task", "_heartbeat_task"):
-        task = getattr(coordinator, name, None)
-        if task is not None:
-            task.cancel()
+    failed = stopping.exception() if stopping.done() and not stopping.cancelled() else None
+    if failed is None and stopping.done():
+        return
+    stopping.cancel()
+    raise DoesNotStop(f"Faust ({failed!r})" if failed else f"Faust, within {STOP_SECONDS:.0f} s") from failed

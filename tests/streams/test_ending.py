@@ -137,8 +137,8 @@ async def _booked(settings: Settings, seq: int) -> bool:
 async def test_run_worker_names_roles_that_do_not_end_and_restarts_failed_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A role that ignores the stop is named within the bound; a role wrapped in `again` is restarted after an
-    error.
+    """A role that ignores the stop is named within the bound; a role that is `restarting` is restarted after
+    an error.
     """
     monkeypatch.setattr("grabstream.streams.worker.STOP_SECONDS", 0.5)
     stop, begun = asyncio.Event(), 0

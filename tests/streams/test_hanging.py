@@ -21,9 +21,10 @@ from grabstream.projections.database.sessions import session_name
 from grabstream.projections.versions import use_read_model
 from grabstream.streams.clients import started
 from grabstream.streams.projecting import agents
-from grabstream.streams.projecting.projector import HANGS_MS_MAX, QUEUE_RECORDS_MAX
+from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, HANGS_MS_MAX, QUEUE_RECORDS_MAX
 from grabstream.streams.projecting.watchdog import STALLED_SECONDS
 from tests.conftest import until
+from tests.support.command_line import env_of
 from tests.support.projecting import (
     JournalWriter,
     granted,
@@ -99,53 +100,55 @@ async def test_waiting_for_locked_rows_does_not_restart_faust(
     assert projecting.stop() == 0
 
 
-#: An app that is a member of its consumer group and hangs when it is stopped; its process continues.
+#: A worker whose app of Faust is said to stall when a line comes, and then hangs when it is stopped.
 HANGS_IN_STOPPING = """
 import asyncio, sys
+from grabstream.ops import main
 from grabstream.streams.projecting import agents
 
-async def main(kafka, prefix, postgres):
-    projectors = agents.make_projectors(kafka, prefix, 8, postgres, prefix, ["ledger"])
-    app = agents.build_app(kafka, prefix, 8, projectors)
-    app.finalize()
-    running = asyncio.create_task(agents._run(app))
-    print("started", flush=True)
+async def stalled(*_):
     await asyncio.to_thread(sys.stdin.readline)
-    app.stop = asyncio.Event().wait
-    agents.STOP_SECONDS = 0.1
-    print("stopped" if await agents._stop(app) else "given up", flush=True)
+    return "a line came"
+
+async def hang(app):
     await asyncio.Event().wait()
 
-asyncio.run(main(*sys.argv[1:]))
+agents.until_stalled = stalled
+agents.faust.App.stop = hang
+agents.STOP_SECONDS = 0.1
+sys.argv[1:] = ["worker", "--roles", "decide,project"]
+main()
 """
 
 
-async def test_an_app_that_does_not_stop_leaves_its_consumer_group(system: Settings) -> None:
-    """Otherwise it would send heartbeats for ever, and its partitions would have no reader."""
-    words = (sys.executable, "-c", HANGS_IN_STOPPING, system.kafka, system.prefix, system.postgres)
+async def test_a_worker_whose_app_does_not_stop_ends_and_leaves_its_consumer_group(system: Settings) -> None:
+    """Otherwise the app would send heartbeats for ever, and its partitions would have no reader."""
     process = await asyncio.create_subprocess_exec(
-        *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment()
-    )
+        *(sys.executable, "-c", HANGS_IN_STOPPING), stdin=PIPE, stdout=DEVNULL, stderr=PIPE,
+        env=child_environment(**env_of(system), shards=str(system.shards)),
+    )  # fmt: skip
     try:
         async with started(AIOKafkaAdminClient(bootstrap_servers=system.kafka)) as client:
 
             async def members() -> int:
                 [response] = await client.describe_consumer_groups(
-                    [agents.group_of(system.prefix, ["ledger"])]
+                    [agents.group_of(system.prefix, ["ledger", "balances", "audit"])]
                 )
                 return len(response.groups[0][5])
 
             assert process.stdin is not None
-            assert process.stdout is not None
-            await until(members, 30, "the group")
-            process.stdin.write(b"\n")
+            await until(members, 60, "the group")
+            async with asyncio.timeout(60):
+                _, log = await process.communicate(b"\n")
+            assert process.returncode == EXIT_UNKNOWN_ERROR
+            assert b"Faust, within 0 s" in log
+            assert b"stopping the others" in log
 
             async def is_empty() -> bool:
                 return await members() == 0
 
             await until(is_empty, 30, "an empty group")
-        assert (await process.stdout.read(100)).split() == [b"started", b"given", b"up"]
-        assert process.returncode is None
     finally:
-        process.kill()
-        await process.wait()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

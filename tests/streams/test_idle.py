@@ -3,7 +3,6 @@ are known to come, and never against the time.
 """
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +37,6 @@ from tests.support.projecting import (
     SHARD,
     JournalWriter,
     journal,  # noqa: F401 - a fixture
-    until_at_seq,
 )
 
 FETCHES = 3
@@ -56,87 +54,6 @@ def counted(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, counts: Cou
 
 
 # -- Kafka ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-async def test_the_fetcher_of_faust_sleeps_while_a_fetch_waits(
-    system: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the time-out that aiokafka has by default, it wakes up seven times in each of Faust's fetches."""
-    app = agents.build_app(system.kafka, system.prefix, system.shards, [])
-    app.finalize()
-    consumer = app.consumer._thread._create_worker_consumer(app.transport)
-    consumer.assign([TopicPartition(Topics(system.prefix).journal, SHARD)])
-    counts: Counter[str] = Counter()
-    async with started(consumer):
-        counted(monkeypatch, consumer._fetcher, "_proc_fetch_request", counts)
-        await until(lambda: counts["_proc_fetch_request"])
-        first = counts["_proc_fetch_request"]
-        counted(monkeypatch, consumer._fetcher, "_get_actions_per_node", counts)
-        await until(lambda: counts["_proc_fetch_request"] >= first + FETCHES)
-    # The end of a fetch wakes it up, and the partition that can be fetched again may do so once more.
-    assert counts["_get_actions_per_node"] <= 2 * FETCHES
-
-
-@pytest.mark.long
-async def test_faust_polls_once_until_there_are_records_or_it_stops_taking_them(
-    system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rebalance waits for the poll, so the poll ends when Faust stops or continues to take records."""
-    projectors = agents.make_projectors(
-        system.kafka, system.prefix, system.shards, system.postgres, system.schema_, ["ledger"]
-    )
-    app = agents.build_app(system.kafka, system.prefix, system.shards, projectors)
-    app.finalize()
-    counts: Counter[str] = Counter()
-    running = asyncio.create_task(agents._run(app))
-    try:
-        await journal.marker(1, "a")
-        await journal.block(LINES, 1, 10)
-        await until_at_seq(system, 10, "ledger")
-        service = app.consumer._thread
-        counted(monkeypatch, service, "getmany", counts)
-        counted(monkeypatch, service._consumer._fetcher, "_proc_fetch_request", counts)
-        await until(lambda: counts["_proc_fetch_request"] >= FETCHES)
-        assert counts["getmany"] == 0
-        app.consumer.stop_flow()
-        await until(lambda: service._polling is None)
-        app.consumer.resume_flow()
-        await until(lambda: counts["getmany"] == 1)
-        await journal.block(LINES, 11, 20)
-        await until_at_seq(system, 20, "ledger")
-    finally:
-        await agents._stop(app)
-        running.cancel()
-        await asyncio.wait({running}, timeout=10)
-
-
-async def test_faust_runs_no_thread(system: Settings) -> None:
-    """A thread of its own wakes up several times a second, and has to be woken for each call."""
-    app = agents.build_app(system.kafka, system.prefix, system.shards, [])
-    app.finalize()
-    before = threading.active_count()
-    async with asyncio.timeout(90):
-        await app.consumer._thread.start()
-    assert threading.active_count() <= before  # a thread of an earlier test may end meanwhile
-    await app.consumer._thread.stop()
-
-
-async def test_faust_gathers_no_rates(system: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its statistics have no timer; the one of Faust wakes up every second."""
-    app = agents.build_app(system.kafka, system.prefix, system.shards, [])
-    timers: list[str] = []
-
-    async def itertimer(interval: float, name: str = "", **options: Any) -> Any:
-        timers.append(name)
-        for _ in ():
-            yield
-
-    monkeypatch.setattr(app.monitor, "itertimer", itertimer)
-    await app.monitor.start()
-    await asyncio.sleep(0)
-    await app.monitor.stop()
-    assert timers == []
 
 
 async def test_a_reader_does_not_fetch_behind_the_end_of_a_read(

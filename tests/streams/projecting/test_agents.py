@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from aiokafka.errors import OffsetOutOfRangeError
 
+from grabstream.ops.console.endings import ending_of
 from grabstream.ops.settings import Settings
-from grabstream.streams.journal import open_reader
+from grabstream.streams.clients import DoesNotStop
+from grabstream.streams.journal import Record, open_reader
 from grabstream.streams.projecting import agents, watchdog
 from grabstream.streams.projecting.publisher import (
     CURSOR_HEADER,
@@ -20,6 +22,7 @@ from grabstream.streams.projecting.publisher import (
     newest_cursor,
 )
 from grabstream.streams.topics import Topics
+from grabstream.streams.worker import restarting, run_worker
 from tests.conftest import until
 from tests.support.projecting import (
     LINES,
@@ -188,16 +191,110 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
             stop.set()
         raise ValueError("of the watchdog")
 
-    async def stopping(app: Any) -> bool:
-        stopped.append(await stop_app(app))
-        return stopped[-1]
+    async def stopping(app: Any) -> None:
+        await stop_app(app)
+        stopped.append(app)
 
     monkeypatch.setattr(agents, "until_stalled", failing)
     monkeypatch.setattr(agents, "_stop", stopping)
     monkeypatch.setattr(agents, "PAUSE_SECONDS_MAX", 0.1)
     async with asyncio.timeout(300):
         await _run(system, stop, ["ledger"])
-    assert stopped == [True, True, True]
+    assert len(stopped) == 3
+
+
+class _Hangs:
+    """An app of Faust that ends by itself, and does not stop."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.projector_tasks: list[Any] = []
+        self.assignment = watchdog.Assignment(0.0)
+        self.crash_reason = None
+        self._error = error
+
+    def finalize(self) -> None:
+        pass
+
+    async def start(self) -> None:
+        pass
+
+    async def wait_first(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        if self._error is not None:
+            raise self._error
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("error", [None, ValueError("of the consumer")])
+async def test_an_app_that_does_not_stop_ends_all_roles_of_the_process(
+    error: BaseException | None, servers: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its consumer would keep partitions that nobody reads. The other roles are told to stop, and may take
+    their time for it; the error then ends the process.
+    """
+    monkeypatch.setattr(agents, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(agents, "build_app", lambda *_: _Hangs(error))
+    stop, stopped = asyncio.Event(), []
+
+    async def project(stop: asyncio.Event) -> None:
+        await agents.run_projections(servers.kafka, "none", 2, servers.postgres, "none", stop, ["ledger"])
+
+    async def decide(stop: asyncio.Event) -> None:
+        await stop.wait()
+        await asyncio.sleep(0)
+        stopped.append("decide")
+
+    restarts = {"project": 0}
+    async with asyncio.timeout(20):
+        with pytest.raises(DoesNotStop, match="of the consumer" if error else "within 0 s") as failed:
+            await run_worker({"decide": decide, "project": restarting("project", project, restarts)}, stop)
+    assert (stopped, restarts) == (["decide"], {"project": 0})
+    code, words = ending_of(failed.value) or (0, "")
+    assert (code, "start it again" in words) == (70, True)
+
+
+@pytest.mark.long
+async def test_an_agent_that_fails_at_a_shard_does_not_end_the_others(
+    system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faust has acknowledged the record by then. It starts the agent again, and the next record of the shard
+    shows that one is missing.
+    """
+    failed = []
+
+    class Failing(agents.Projector):
+        async def put(self, item: Any) -> None:
+            if isinstance(item, Record) and not failed:
+                failed.append(item.offset)
+                raise ValueError("of an agent")
+            await super().put(item)
+
+    monkeypatch.setattr(agents, "Projector", Failing)
+    monkeypatch.setattr(watchdog, "STALLED_SECONDS", 3600.0)
+    apps, build_app = [], agents.build_app
+
+    def counting(*arguments: Any) -> Any:
+        apps.append(build_app(*arguments))
+        return apps[-1]
+
+    monkeypatch.setattr(agents, "build_app", counting)
+    await journal.marker(1, "a")
+    await journal.block(LINES, 1, 10)
+    stop = asyncio.Event()
+    running = _run(system, stop, ["ledger"])
+    try:
+        await until_at_seq(system, 10, "ledger")
+        await until(lambda: apps[0].assignment.shards)
+        await journal.block(LINES, 11, 20)
+        await until(lambda: failed, 30, "the failure")
+        await journal.block(LINES, 21, 30)
+        await until_at_seq(system, 30, "ledger")
+        assert len(apps) == 1
+    finally:
+        stop.set()
+        await running
 
 
 @pytest.mark.long
