@@ -1,28 +1,25 @@
 """`follow_into`: hands the events of a system on to a sink, from the cursor that the sink has stored."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Final
 
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import Cursor
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.event_cursor import EventCursor
 from grabstream.ops.settings import Settings
-from grabstream.projections.cursors import CursorMoved, single_facts
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.projections.cursors import single_facts
+from grabstream.streams.clients import Trouble
 from grabstream.streams.following.sinks import EventSink, SinkDamaged
 from grabstream.streams.history.chunks import gathered
 from grabstream.streams.history.sources import JournalSource, Start
-from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.journal import JournalReader
+from grabstream.streams.projecting.follower import Look, poll_journal
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS: Final = 0.2
-RETRY_SECONDS: Final = 1.0
 #: How many events are handed on at once, as far as there are more: at least so many, in whole records.
 BATCH_SEQS: Final = 4_000
 
@@ -41,21 +38,18 @@ async def follow_into(
     records were deleted, and all other errors of the sink.
     """
     identity = await check_system(settings)
-    trouble = Trouble(log, "follow")
-    while True:
-        try:
-            async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
-                stored = await sink.load()
-                cursor = _cursor(stored, settings, identity.journal if identity else None)
-                await _hand_on(settings, sink, reader, stored, cursor, trouble, step, report)
-        except CursorMoved as moved:
-            log.info("%s; reading it again", moved)
-            await asyncio.sleep(POLL_SECONDS)
-        except BaseException as error:
-            if not is_trouble(error):
-                raise
-            trouble.say(in_words(error))
-            await asyncio.sleep(RETRY_SECONDS)
+
+    async def begin(reader: JournalReader) -> Look:
+        stored = await sink.load()
+        cursor = _cursor(stored, settings, identity.journal if identity else None)
+
+        async def hand_on() -> None:
+            nonlocal stored
+            stored = await _hand_on(settings, sink, reader, stored, cursor, step, report)
+
+        return hand_on
+
+    await poll_journal(settings.brokers, Topics(settings.prefix).journal, begin, Trouble(log, "follow"))
 
 
 def _cursor(stored: str | None, settings: Settings, journal: str | None) -> EventCursor:
@@ -69,30 +63,29 @@ def _cursor(stored: str | None, settings: Settings, journal: str | None) -> Even
 
 async def _hand_on(
     settings: Settings, sink: EventSink, reader: JournalReader, stored: str | None, cursor: EventCursor,
-    trouble: Trouble, step: Callable[[str], None], report: Callable[[int, int], None],
-) -> None:  # fmt: skip
+    step: Callable[[str], None], report: Callable[[int, int], None],
+) -> str | None:  # fmt: skip
+    """Hands on what is new in each shard; returns the cursor that the sink has stored."""
     source = JournalSource(reader, None)
-    while True:
-        ends = await reader.ends(range(settings.shards))
-        for shard, end in ends.items():
-            position = cursor.positions().get(shard, Cursor())
-            if end <= position.next_offset:
-                continue
-            read = gathered(source.chunks(shard, Start(position, end)), BATCH_SEQS)
-            async with aclosing(read) as chunks:
-                async for chunk in chunks:
-                    # The cursor of a program may stand within a run of grabs.
-                    taken = cursor.seq(shard)
-                    facts = [fact for fact in single_facts(chunk.facts) if fact.event.seq > taken]
-                    cursor.move(shard, chunk.after.seq, chunk.after)
-                    if facts:
-                        after = cursor.encode()
-                        await sink.apply(facts, stored, after)
-                        stored = after
-                        step("sink.applied")
-                    report(len(facts), _records_left(ends, cursor))
-        trouble.over()
-        await asyncio.sleep(POLL_SECONDS)
+    ends = await reader.ends(range(settings.shards))
+    for shard, end in ends.items():
+        position = cursor.positions().get(shard, Cursor())
+        if end <= position.next_offset:
+            continue
+        read = gathered(source.chunks(shard, Start(position, end)), BATCH_SEQS)
+        async with aclosing(read) as chunks:
+            async for chunk in chunks:
+                # The cursor of a program may stand within a run of grabs.
+                taken = cursor.seq(shard)
+                facts = [fact for fact in single_facts(chunk.facts) if fact.event.seq > taken]
+                cursor.move(shard, chunk.after.seq, chunk.after)
+                if facts:
+                    after = cursor.encode()
+                    await sink.apply(facts, stored, after)
+                    stored = after
+                    step("sink.applied")
+                report(len(facts), _records_left(ends, cursor))
+    return stored
 
 
 def _records_left(ends: Mapping[int, int], cursor: EventCursor) -> int:

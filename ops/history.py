@@ -19,7 +19,8 @@ from grabstream.ops.connections.opening import check_system
 from grabstream.ops.event_cursor import EventCursor
 from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import Fact
-from grabstream.streams.history.chunks import Chunk, Point, up_to
+from grabstream.streams.history.chunks import Point, up_to
+from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.replaying.replay import Stretch, plan
 from grabstream.streams.replaying.selection import Selection, Wanted
 

@@ -1,6 +1,6 @@
 """Cursors: the position of a projection in each shard, written in the transaction that writes its rows."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import repeat
@@ -31,6 +31,9 @@ class Fact(NamedTuple):
     event: AnyEvent | AnyRun
     transfers: Transfers
 
+
+#: Writes what facts lead to, in the caller's transaction.
+Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
 
 #: Makes a Fact from a tuple, in half the time of its constructor.
 _fact = partial(tuple.__new__, Fact)
@@ -176,6 +179,22 @@ async def stopped(connection: AsyncConnection[Any], projection: str) -> set[int]
     """The shards at which a projection has stopped."""
     rows = await connection.execute("SELECT shard FROM stopped_shards WHERE projection = %s", (projection,))
     return {shard for (shard,) in await rows.fetchall()}
+
+
+async def write(
+    connection: AsyncConnection[Any],
+    projection: str,
+    moves: Mapping[int, tuple[Cursor, Cursor]],
+    facts: Sequence[Fact],
+    apply: Apply,
+    frozen: bool = False,
+) -> None:
+    """Moves cursors and applies the facts between them, in the caller's transaction; raises like `advance`,
+    which is first: so no two processes apply the same facts.
+    """
+    await advance(connection, projection, moves, frozen)
+    if facts:
+        await apply(connection, facts)
 
 
 async def advance(

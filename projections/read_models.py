@@ -2,16 +2,14 @@
 build.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 
 from grabstream.projections import audit, ledger
 from grabstream.projections.balances import users as balances
-from grabstream.projections.cursors import Fact
-
-Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
+from grabstream.projections.cursors import Apply
 
 
 class ReadModel(NamedTuple):

@@ -13,7 +13,7 @@ from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import facts_of
 from grabstream.streams.history.archive_source import open_archive_source
 from grabstream.streams.history.sources import Source, open_source
-from grabstream.streams.projecting.projector import FactsOf
+from grabstream.streams.projecting.follower import FactsOf
 from grabstream.streams.topics import Topics
 
 

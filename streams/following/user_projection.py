@@ -11,26 +11,27 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import psycopg
 from psycopg import AsyncConnection, sql
 
 from grabstream.lua.ending import first_to_end, running
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
-from grabstream.projections.cursors import Fact
+from grabstream.projections.cursors import Apply, Fact
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import cursor_tables
 from grabstream.projections.versions import may_be_version
-from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.clients import Trouble
 from grabstream.streams.following.user_transaction import Misbehaves, guard, only_read, write
 from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, Apply, CatchUp, Group, Projector
+from grabstream.streams.projecting.follower import RETRY_SECONDS, Group, Look, poll_journal
+from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from grabstream.streams.replaying.replay import Done, ReportReplay, Stretch, plan, replay
 from grabstream.streams.replaying.replay_schema import is_schema
@@ -40,10 +41,8 @@ from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS: Final = 0.2
 #: How often `follow` checks that its version of the projection has not been replaced.
 CHECK_VERSION_SECONDS: Final = 2.0
-RETRY_SECONDS: Final = 1.0
 #: Suffixes of the schema in which a new version is built, and of the replaced schema until it is removed.
 _BUILDING: Final = "_rebuild"
 _REPLACED: Final = "_replaced"
@@ -117,9 +116,9 @@ class _UserProjector(Projector):
         return loaded
 
     async def _save(self, group: Group) -> Group:
-        facts = [fact for of_shard in group.facts.values() for fact in of_shard]
+        connection = await self._connected()
         try:
-            await write(await self._connected(), self.name, self._schema, group.moves, facts, self._apply)
+            await write(connection, self.name, self._schema, group.moves, group.facts, self._apply)
         except Misbehaves as error:
             await self._disconnect()
             await self._end(str(error))
@@ -279,27 +278,18 @@ async def _watch_version(projector: _UserProjector, projection: Projection, syst
 async def _watch_journal(projector: Projector, system: System, journal: str) -> None:
     """Asks the projector to catch up whenever the journal has grown, until cancelled."""
     seen = dict.fromkeys(range(system.shards), -1)
-    trouble = Trouble(log, f"projection {projector.name}")
-    while True:
-        try:
-            async with open_reader(system.kafka, journal) as reader:
-                while True:
-                    await _queue_growth(projector, reader, seen)
-                    trouble.over()
-                    await asyncio.sleep(POLL_SECONDS)
-        except BaseException as error:
-            if not is_trouble(error):
-                raise
-            trouble.say(in_words(error))
-            await asyncio.sleep(RETRY_SECONDS)
+
+    async def begin(reader: JournalReader) -> Look:
+        return partial(_queue_growth, projector, reader, seen)
+
+    await poll_journal(system.kafka, journal, begin, Trouble(log, f"projection {projector.name}"))
 
 
 async def _queue_growth(projector: Projector, reader: JournalReader, seen: dict[int, int]) -> None:
     """Queues the shards whose journal has grown; the projector reads from its cursor by itself."""
-    for shard, end in seen.items():
-        now = await reader.end(shard)
-        if now > end:
-            seen[shard] = now
+    for shard, end in (await reader.ends(seen)).items():
+        if end > seen[shard]:
+            seen[shard] = end
             await projector.put(CatchUp(shard))
 
 

@@ -17,8 +17,7 @@ from psycopg import AsyncConnection, sql
 from psycopg.pq import TransactionStatus
 
 from grabstream.models.journal import Cursor
-from grabstream.projections.cursors import CursorMoved, Fact, single_facts
-from grabstream.streams.projecting.projector import Apply
+from grabstream.projections.cursors import Apply, CursorMoved, Fact, single_facts
 
 #: `frozen` marks a cursor while the transaction is open; other transactions never see the mark.
 _GUARD: Final = """

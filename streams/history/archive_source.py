@@ -9,7 +9,7 @@ from typing import Final
 from grabstream.models.journal import Corrupt, Cursor, chain
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.streams.history.archive import Archive, ArchiveSystem, BadArchive, open_archive
-from grabstream.streams.history.chunks import Chunk, Point
+from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import (
     PATIENCE_SECONDS,
     JournalSource,
@@ -19,6 +19,7 @@ from grabstream.streams.history.sources import (
 )
 from grabstream.streams.history.stores import Store, in_thread
 from grabstream.streams.journal import open_reader
+from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.topic_ids import find_topic
 
 #: Lines that are decoded at once.

@@ -1,18 +1,16 @@
-"""The form in which history is read: chunks of consecutive events, and the points at which a stretch begins
-and ends.
-"""
+"""Streams of chunks of history, and the points at which a stretch begins and ends."""
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import NamedTuple
 
 from grabstream.lua.ending import end
 from grabstream.models.events import AnyEvent
-from grabstream.models.journal import Cursor
 from grabstream.models.runs import AnyRun
 from grabstream.projections.cursors import Fact
+from grabstream.streams.projecting.follower import Chunk
 
 
 class Point(NamedTuple):
@@ -44,20 +42,6 @@ class Point(NamedTuple):
     def of_end(self, event: AnyEvent | AnyRun) -> int:
         """The number of an event that is compared with `value` where the stretch begins."""
         return event.at if self.seq is None else event.last_seq
-
-
-class Chunk(NamedTuple):
-    """Consecutive events of a shard, with the cursors before and after them.
-
-    `read` is the number of units of the source that the chunk was made from. Events that operators had set
-    aside may be missing.
-    """
-
-    shard: int
-    before: Cursor
-    after: Cursor
-    facts: Sequence[Fact]
-    read: int
 
 
 async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> AsyncGenerator[Chunk, None]:

@@ -29,9 +29,9 @@ from grabstream.projections import cursors
 from grabstream.projections.checking import trail
 from grabstream.projections.cursors import Fact, facts_of, follow
 from grabstream.projections.records.set_aside import SetAside
-from grabstream.streams.history.chunks import Chunk, Point
+from grabstream.streams.history.chunks import Point
 from grabstream.streams.journal import JournalReader, Record, open_reader
-from grabstream.streams.projecting.projector import Decoded, FactsOf
+from grabstream.streams.projecting.follower import Chunk, Decoded, FactsOf, next_chunk
 
 #: The search for a point ends within so many records: reading them is as quick as one more step.
 NEAR_RECORDS: Final = 32
@@ -267,17 +267,14 @@ def _follow(
     """A chunk for each record that follows a cursor; raises Corrupt or Gap."""
     for record in records:
         try:
-            decoded = Decoded(record, reader.block(record))
-            after, accepted = cursor.feed(record.offset, decoded.block)
-            # What is accepted is always the end of the block.
-            facts = decoded.facts_by(facts_of)[-len(accepted) :] if accepted else []
+            chunk = next_chunk(cursor, record, Decoded(record, reader.block(record)), facts_of)
         except (Corrupt, Gap):
             skipped = _after_set_aside(cursor, record, set_aside)
             if skipped is None:
                 raise
-            after, facts = skipped, []
-        yield Chunk(record.shard, cursor, after, without(facts, set_aside), 1)
-        cursor = after
+            chunk = Chunk(record.shard, cursor, skipped, [], 1)
+        yield chunk._replace(facts=without(chunk.facts, set_aside)) if set_aside else chunk
+        cursor = chunk.after
 
 
 def _after_set_aside(cursor: Cursor, record: Record, set_aside: Sequence[SetAside]) -> Cursor | None:
@@ -288,7 +285,7 @@ def _after_set_aside(cursor: Cursor, record: Record, set_aside: Sequence[SetAsid
     return None
 
 
-def without(facts: list[Fact], set_aside: Sequence[SetAside]) -> list[Fact]:
+def without(facts: Sequence[Fact], set_aside: Sequence[SetAside]) -> Sequence[Fact]:
     """The facts whose events were not set aside."""
     for skipped in set_aside:
         facts = [fact for fact in facts if not skipped.first_seq <= fact.event.seq <= skipped.last_seq]

@@ -11,8 +11,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -21,26 +20,22 @@ from psycopg import AsyncConnection
 
 from grabstream.lua.traces import traces
 from grabstream.lua.trouble import is_trouble
-from grabstream.models.journal import Block, Corrupt, Cursor, Gap, Headers
-from grabstream.models.runs import LINES, AnyLine, LineDecoder
+from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
 from grabstream.projections.checking.verified import Problem
-from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
+from grabstream.projections.cursors import Apply, CursorMoved
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.journal import JournalReader, Record, open_reader
-from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys
 from grabstream.streams.measures import ProjectionMeasures
+from grabstream.streams.projecting.follower import Decoder, Follower, Group, next_chunk
 
 log = logging.getLogger(__name__)
 
-GROUP_EVENTS_MAX: Final = 4_000
 QUEUE_RECORDS_MAX: Final = 256
-#: Bytes of journal text whose decoded form a process keeps; the decoded form is several times as large.
-DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
 #: A transaction costs as much as some hundred rows. So records that arrive soon join the group of a record
 #: that is smaller than SMALL_BYTES: those within the time that the last transaction took, between these
 #: bounds. Where processor time is short, transactions take longer, so there are fewer of them. If
@@ -64,100 +59,11 @@ NOT_SIGNED_SUBJECT: Final = "records that no known relay signed"
 #: PostgreSQL rolls back a transaction that is idle for so long.
 HANGS_MS_MAX: Final = 5_000
 
-Apply = Callable[[AsyncConnection[Any], Sequence[Fact]], Awaitable[None]]
-
 
 class CatchUp(NamedTuple):
     """Asks to read a shard's journal from the cursor to its end, whether or not a new record comes."""
 
     shard: int
-
-
-class Group(NamedTuple):
-    """The contents of one transaction: cursor moves and facts, by shard.
-
-    `records` are the same facts record by record, each with the cursor after it. `ignored` are records that
-    are reported.
-    """
-
-    moves: dict[int, tuple[Cursor, Cursor]]
-    facts: dict[int, list[Fact]]
-    records: dict[int, list[tuple[Cursor, Sequence[Fact]]]]
-    ignored: dict[int, "Ignored"]
-
-
-class Ignored(NamedTuple):
-    """The last record of a shard in a group that does not count because no known relay signed it."""
-
-    offset: int
-    seq: int
-    fault: str
-
-
-FactsOf = Callable[[Sequence[bytes], Sequence[bytes], Sequence[AnyLine]], list[Fact]]
-
-
-class Decoded:
-    """A decoded record: its block immediately, the facts of its events on demand, if the block counts."""
-
-    def __init__(self, record: Record, block: Block, lines: LineDecoder = LINES) -> None:
-        """Takes the block in the record; raises Corrupt if it is of another partition."""
-        self.block = block
-        self._lines = lines
-        self.size = len(record.value) or 1_000  # a marker has no text, but takes memory
-        self._facts: list[Fact] = []
-        if self.block.shard != record.shard and self.block.authority == "unchecked":
-            raise Corrupt(
-                f"offset {record.offset}: a block of shard {self.block.shard} in partition {record.shard}"
-            )
-
-    @property
-    def facts(self) -> list[Fact]:
-        """A fact for each line; raises Corrupt if an event cannot be decoded, or has other seqs or another
-        shard than its block says.
-        """
-        return self.facts_by(facts_of)
-
-    def facts_by(self, facts_of: FactsOf) -> list[Fact]:
-        """The facts as `facts_of` makes them, at the first call."""
-        block = self.block
-        if block.count and not self._facts:
-            try:
-                events = self._lines.decode_list(b"[" + b",".join(block.lines) + b"]")
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
-            # Rows are written under the numbers in the text, and the chain counts by the header: both must
-            # agree.
-            reach = [event.last_seq for event in events]
-            if reach != list(block.last_seqs) or not follow(block.shard, block.first_seq - 1, events):
-                raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
-            self._facts = facts_of(block.lines, block.hashes, events)
-        return self._facts
-
-
-class Decoder:
-    """Decodes records. All projections of a process read the same records, so each is decoded once, and the
-    newest are kept.
-    """
-
-    def __init__(self, bytes_max: int = DECODED_BYTES_MAX, lines: LineDecoder = LINES) -> None:
-        self._bytes_max = bytes_max
-        self._lines = lines
-        self._bytes = 0
-        self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
-
-    def decode(self, topic: str, record: Record) -> Decoded:
-        """The decoded record; raises Corrupt if it contradicts itself."""
-        # The headers contain the hash that the text was checked against, so they replace the text in the key.
-        key = (topic, record.shard, record.offset, tuple(record.headers))
-        decoded = self._newest.get(key)
-        if decoded is None:
-            block = journal_keys().block(topic, record.shard, record.headers, record.value)
-            decoded = self._newest[key] = Decoded(record, block, self._lines)
-            self._bytes += decoded.size
-            while self._bytes > self._bytes_max:
-                self._bytes -= self._newest.popitem(last=False)[1].size
-        return decoded
 
 
 _decoder = Decoder()
@@ -443,73 +349,54 @@ class Projector:
     # -- records ---------------------------------------------------------------------------------------------
 
     async def _process(self, items: Sequence[Record | CatchUp], reader: JournalReader) -> None:
-        group = Group({}, {}, {}, {})
+        follower = Follower(self._write, self._position)
         for item in items:
             if self._is_paused(item.shard):
                 continue
-            if isinstance(item, CatchUp):
-                group = await self._read_journal(group, item.shard, await reader.end(item.shard), reader)
-                continue
-            if item.offset > self._cursor(group, item.shard).next_offset:
-                group = await self._read_journal(group, item.shard, item.offset, reader)
-            group = await self._add(group, item)
-        await self._write(group)
+            to_offset = item.offset if isinstance(item, Record) else await reader.end(item.shard)
+            await self._read_journal(follower, item.shard, to_offset, reader)
+            if isinstance(item, Record):
+                await self._follow(follower, item)
+        await follower.flush()
 
-    async def _read_journal(self, group: Group, shard: int, to_offset: int, reader: JournalReader) -> Group:
+    async def _read_journal(
+        self, follower: Follower, shard: int, to_offset: int, reader: JournalReader
+    ) -> None:
         """Reads the records between the cursor and an offset from the journal."""
-        async for records in reader.read(shard, self._cursor(group, shard).next_offset, to_offset):
+        async for records in reader.read(shard, follower.cursor(shard).next_offset, to_offset):
             for record in records:
-                if not self._is_paused(shard):
-                    group = await self._add(group, record)
-        return group
+                await self._follow(follower, record)
+
+    async def _follow(self, follower: Follower, record: Record) -> None:
+        """Takes the events of a record; stops its shard if the record contradicts the cursor."""
+        if self._is_paused(record.shard):
+            return
+        cursor = follower.cursor(record.shard)
+        if record.offset < cursor.next_offset:
+            return
+        try:
+            chunk = next_chunk(cursor, record, self._decoder.decode(self._journal, record))
+        except (Corrupt, Gap) as error:
+            await follower.flush()
+            await self._stop(record.shard, cursor, str(error))
+        else:
+            await follower.take(chunk)
 
     def _is_paused(self, shard: int) -> bool:
         """Whether records of a shard are passed over now: it catches up later."""
         return shard in self._stopped
 
-    def _cursor(self, group: Group, shard: int) -> Cursor:
-        moved = group.moves.get(shard)
-        if moved is None and shard not in self._cursors:
+    def _position(self, shard: int) -> Cursor:
+        if shard not in self._cursors:
             raise NoReadModel(
                 f"{self._version_schema or self._schema} has no cursor of shard {shard}: run "
                 f"`grabstream init`, or rebuild {self.name}"
             )
-        return moved[1] if moved else self._cursors[shard]
-
-    async def _add(self, group: Group, record: Record) -> Group:
-        """Adds a record to the group; writes the group when it is full."""
-        shard = record.shard
-        if self._is_paused(shard):
-            return group
-        cursor = self._cursor(group, shard)
-        if record.offset < cursor.next_offset:
-            return group
-        try:
-            decoded = self._decoder.decode(self._journal, record)
-            after, accepted = cursor.feed(record.offset, decoded.block)
-            # The accepted events are always the end of the block.
-            news = decoded.facts[-len(accepted) :] if accepted else []
-        except (Corrupt, Gap) as error:
-            await self._write(group)
-            await self._stop(shard, cursor, str(error))
-            return Group({}, {}, {}, {})
-        if cursor.ignores(decoded.block):
-            self.measures.ignored += 1
-            fault = decoded.block.fault or NOT_SIGNED
-            group.ignored[shard] = Ignored(record.offset, cursor.seq, fault)
-        group.moves[shard] = (group.moves[shard][0] if shard in group.moves else self._cursors[shard], after)
-        group.facts.setdefault(shard, []).extend(news)
-        group.records.setdefault(shard, []).append((after, news))
-        if sum(after.seq - before.seq for before, after in group.moves.values()) >= GROUP_EVENTS_MAX:
-            await self._write(group)
-            return Group({}, {}, {}, {})
-        return group
+        return self._cursors[shard]
 
     # -- transactions ----------------------------------------------------------------------------------------
 
     async def _write(self, group: Group) -> None:
-        if not group.moves:
-            return
         try:
             await self._commit(group)
         except self.refusals:
@@ -517,27 +404,25 @@ class Projector:
 
     async def _write_record_by_record(self, group: Group) -> None:
         """Finds the record that cannot be written. Only its shard stops, before that record."""
-        for shard, records in group.records.items():
-            cursor, _ = group.moves[shard]
-            for after, facts in records:
+        for shard, chunks in group.chunks.items():
+            for chunk in chunks:
                 if self._is_paused(shard):
                     break
                 try:
-                    await self._commit(Group({shard: (cursor, after)}, {shard: list(facts)}, {}, {}))
+                    await self._commit(Group([chunk]))
                 except psycopg.Error as error:
                     if not isinstance(error, self.refusals):
                         raise
-                    await self._stop(shard, cursor, f"PostgreSQL refuses its events: {error}")
+                    await self._stop(shard, chunk.before, f"PostgreSQL refuses its events: {error}")
                     break
                 except self.refusals as error:
                     log.critical("projection %s: shard %d", self.name, shard, exc_info=True)
                     await self._stop(
                         shard,
-                        cursor,
+                        chunk.before,
                         f"its events cannot be turned into rows: {type(error).__name__}: {error}",
                     )
                     break
-                cursor = after
 
     async def _commit(self, group: Group) -> None:
         began = time.perf_counter()
@@ -550,6 +435,7 @@ class Projector:
                 traced.add("project", shard, seqs, seconds, projection=self.name)
         self._step(f"{self.name}.committed")
         for shard, (before, after) in group.moves.items():
+            self.measures.ignored += sum(bool(chunk.fault) for chunk in group.chunks[shard])
             self._moved(shard, before, after)
 
     def _moved(self, shard: int, before: Cursor, after: Cursor) -> None:
@@ -560,22 +446,21 @@ class Projector:
     async def _save(self, group: Group) -> Group:
         """Writes the group; returns what of it is written."""
         connection = await self._connected()
-        facts = [fact for of_shard in group.facts.values() for fact in of_shard]
         async with connection.transaction():
-            await cursors.advance(connection, self.name, group.moves)
-            if facts:
-                await self._apply(connection, facts)
-            if group.ignored and self.name == REPORTS_IGNORED:
-                await self._report_ignored(connection, group.ignored)
+            await cursors.write(connection, self.name, group.moves, group.facts, self._apply)
+            if self.name == REPORTS_IGNORED:
+                await self._report_ignored(connection, group)
         return group
 
-    async def _report_ignored(self, connection: AsyncConnection[Any], ignored: Mapping[int, Ignored]) -> None:
+    async def _report_ignored(self, connection: AsyncConnection[Any], group: Group) -> None:
         """Records a finding for each shard: the last record that no known relay signed."""
-        for shard, record in ignored.items():
-            what = f"the record at journal offset {record.offset} does not count: {record.fault}"
+        last = {shard: chunk for shard, chunks in group.chunks.items() for chunk in chunks if chunk.fault}
+        for shard, chunk in last.items():
+            offset = chunk.after.next_offset - 1
+            what = f"the record at journal offset {offset} does not count: {chunk.fault}"
             log.warning("shard %d: %s", shard, what)
             await verified.record_finding(
-                connection, "journal", shard, Problem(NOT_SIGNED_SUBJECT, what, record.seq)
+                connection, "journal", shard, Problem(NOT_SIGNED_SUBJECT, what, chunk.before.seq)
             )
 
     async def _stop(self, shard: int, cursor: Cursor, reason: str) -> None:

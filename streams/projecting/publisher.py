@@ -32,13 +32,8 @@ from grabstream.projections.records import set_aside
 from grabstream.streams import brokers
 from grabstream.streams.clients import Trouble, close, in_words
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.projector import (
-    RETRY_SECONDS,
-    RETRY_SECONDS_MAX,
-    CatchUp,
-    Group,
-    Projector,
-)
+from grabstream.streams.projecting.follower import Chunk, Group
+from grabstream.streams.projecting.projector import RETRY_SECONDS, RETRY_SECONDS_MAX, CatchUp, Projector
 from grabstream.streams.topics import record_time_ms
 
 log = logging.getLogger(__name__)
@@ -131,21 +126,21 @@ class Publisher(Projector):
         """Writes the events of each shard; returns the group without the shards that are held now."""
         connection = await self._connected()
         sending = {
-            shard: asyncio.create_task(self._send(shard, facts, _after_last_event(group, shard)))
-            for shard, facts in group.facts.items()
-            if facts
+            shard: asyncio.create_task(self._send(shard, facts, _after_last_event(chunks)))
+            for shard, chunks in group.chunks.items()
+            if (facts := Group(chunks).facts)
         }
         # Who failed the last time is not waited for.
         awaited = [task for shard, task in sending.items() if not self._is_in_trouble(shard)]
         try:
             if awaited:
                 await asyncio.wait(awaited, timeout=ACKNOWLEDGED_SECONDS_MAX)
-            moves = dict(group.moves)
+            moves = group.moves
             for shard, task in sending.items():
                 if _is_written(task):
                     self._end_trouble(shard)
                     continue
-                _, after = moves.pop(shard)
+                _, after = moves[shard]
                 # Publishing needs no PostgreSQL: without the lock, a watchdog may start Faust again.
                 with suppressed_trouble():
                     await locks.take(connection, held_lock(self._schema, shard))
@@ -154,7 +149,9 @@ class Publisher(Projector):
         except BaseException:
             await end([task for shard, task in sending.items() if shard not in self._held])
             raise
-        return group._replace(moves=moves)
+        return Group(
+            chunk for shard, chunks in group.chunks.items() if shard not in self._held for chunk in chunks
+        )
 
     async def _send(self, shard: int, facts: Sequence[Fact], after: Cursor) -> None:
         """Writes events to a shard's partition; raises the client's errors."""
@@ -362,12 +359,12 @@ class PublishedOffsets:
         return journal_end
 
 
-def _after_last_event(group: Group, shard: int) -> Cursor:
-    """The cursor directly after the record with the last event of a group. Thousands of markers may follow
-    it, and then nobody would find the event of a cursor behind them (`JournalReader.confirms`).
+def _after_last_event(chunks: Sequence[Chunk]) -> Cursor:
+    """The cursor directly after the record with the last event of chunks. Thousands of markers may follow it,
+    and then nobody would find the event of a cursor behind them (`JournalReader.confirms`).
     """
-    with_events = (after for after, facts in reversed(group.records.get(shard, ())) if facts)
-    return next(with_events, group.moves[shard][1])
+    with_events = (chunk.after for chunk in reversed(chunks) if chunk.facts)
+    return next(with_events, chunks[-1].after)
 
 
 def event_source(prefix: str) -> str:

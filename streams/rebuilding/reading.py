@@ -17,9 +17,10 @@ from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.streams.history.archive import BadArchive
 from grabstream.streams.history.archive_source import ArchiveSource, open_archive_source
-from grabstream.streams.history.chunks import Chunk, Point, up_to
+from grabstream.streams.history.chunks import Point, up_to
 from grabstream.streams.history.sources import Source, open_source
 from grabstream.streams.history.stores import Store
+from grabstream.streams.projecting.follower import Chunk
 
 #: How long the audit trail may lag behind the live version of the read model that is rebuilt from it.
 AUDIT_LAG_SECONDS: Final = 5.0

@@ -25,18 +25,19 @@ from psycopg import AsyncConnection, IsolationLevel, sql
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors, versions
 from grabstream.projections.checking.difference import TableDifference, compare
-from grabstream.projections.cursors import CursorMoved
+from grabstream.projections.cursors import Apply, CursorMoved
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import definition_of
-from grabstream.projections.read_models import READ_MODELS, Apply
+from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
 from grabstream.projections.versions import Version
-from grabstream.streams.history.chunks import Chunk, gathered, read_ahead
+from grabstream.streams.history.chunks import gathered, read_ahead
 from grabstream.streams.history.stores import Store
+from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.rebuilding.loading import deal, in_processes
 from grabstream.streams.rebuilding.reading import RebuildRefused, RebuildSource, Servers, open_rebuild_source
 from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of
@@ -335,13 +336,10 @@ class Rebuild:
             async with self._writer.transaction():
                 if apply is self._model.apply:
                     await plan_by_keys(self._writer, local=True)
-                await cursors.advance(
-                    self._writer, self._projection, {shard: (self._cursors[shard], after)}, frozen
-                )
+                moves = {shard: (self._cursors[shard], after)}
+                await cursors.write(self._writer, self._projection, moves, chunk.facts, apply, frozen)
                 if skipped:
                     await set_aside.carry_over(self._writer, skipped)
-                if chunk.facts:
-                    await apply(self._writer, chunk.facts)
         except (psycopg.IntegrityError, psycopg.DataError) as error:
             raise RebuildRefused(
                 f"shard {shard}, seq {self._cursors[shard].seq + 1} to {after.seq}: PostgreSQL refuses its "

@@ -33,7 +33,6 @@ from grabstream.streams.history.archive import (
     manifest_of,
     unlisted,
 )
-from grabstream.streams.history.chunks import Chunk
 from grabstream.streams.history.stores import (
     MANIFEST,
     ArchiveInUse,
@@ -42,6 +41,7 @@ from grabstream.streams.history.stores import (
     Writing,
     in_thread,
 )
+from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.replaying.archive_columns import schema, table_of
 from grabstream.streams.replaying.sinks import events_in
 

@@ -15,10 +15,9 @@ from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line, is_run
 from grabstream.projections import cursors
-from grabstream.projections.cursors import Fact, single_facts
-from grabstream.streams.history.chunks import Chunk
+from grabstream.projections.cursors import Apply, Fact, single_facts
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projecting.projector import GROUP_EVENTS_MAX, Apply
+from grabstream.streams.projecting.follower import Chunk, Follower, Group
 from grabstream.streams.projecting.publisher import event_batches
 from grabstream.streams.replaying.filters import FILTERS_HEADER, Filters, decode_filters
 from grabstream.streams.topics import Topics, partitions_of, retention_ms
@@ -184,34 +183,27 @@ class RowSink:
         self._connection = connection
         self._projections = projections
         self._use = use
-        self._moves: dict[int, tuple[Cursor, Cursor]] = {}
-        self._facts: list[Fact] = []
+        self._follower = Follower(self._written, positions.__getitem__)
 
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> int:
         """Takes events, and returns how many; commits when enough are waiting."""
-        before = self._moves[chunk.shard][0] if chunk.shard in self._moves else chunk.before
-        self._moves[chunk.shard] = (before, chunk.after)
-        self._facts.extend(facts)
-        if sum(after.seq - before.seq for before, after in self._moves.values()) >= GROUP_EVENTS_MAX:
-            await self.flush()
+        await self._follower.take(chunk._replace(facts=facts))
         return events_in(facts)
 
     async def flush(self) -> None:
         """Commits; raises psycopg's errors if the database refuses."""
-        moves, facts = self._moves, self._facts
-        self._moves, self._facts = {}, []
-        if not moves:
-            return
-        await self._save(moves, facts)
+        await self._follower.flush()
+
+    async def _written(self, group: Group) -> None:
+        moves = group.moves
+        await self._save(moves, group.facts)
         self.positions.update({shard: after for shard, (_, after) in moves.items()})
 
     async def _save(self, moves: Mapping[int, tuple[Cursor, Cursor]], facts: Sequence[Fact]) -> None:
         async with self._connection.transaction():
             for name, apply in self._projections.items():
                 await self._use(name)
-                await cursors.advance(self._connection, name, moves)
-                if facts:
-                    await apply(self._connection, facts)
+                await cursors.write(self._connection, name, moves, facts, apply)
 
 
 def written_lines(file: Path, mend: bool = False) -> dict[int, int]:

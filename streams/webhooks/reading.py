@@ -22,14 +22,13 @@ from grabstream.projections.records import set_aside
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import NewEvent, Queue, Webhook
 from grabstream.streams.clients import Trouble, in_words
-from grabstream.streams.history.chunks import Chunk, Point
+from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.projecting.follower import RETRY_SECONDS, Chunk, Look, poll_journal
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS: Final = 0.2
-RETRY_SECONDS: Final = 1.0
 #: Events that one group of subscriptions reads before the next group has its turn.
 SLICE_EVENTS: Final = 5_000
 #: How often the backlogs are counted anew, and how long a shard rests whose journal contradicts itself.
@@ -67,23 +66,18 @@ class Reader:
     async def run(self) -> None:
         """Reads until cancelled; waits while Kafka or PostgreSQL is away."""
         try:
-            while True:
-                try:
-                    if not await self._active():
-                        await asyncio.sleep(RETRY_SECONDS)
-                        continue
-                    async with open_reader(self._kafka, self._journal) as reader:
-                        while active := await self._active():
-                            await self._read_all(reader, active)
-                            self._trouble.over()
-                            await asyncio.sleep(POLL_SECONDS)
-                except BaseException as error:
-                    if not is_trouble(error):
-                        raise
-                    self._trouble.say(in_words(error))
-                    await asyncio.sleep(RETRY_SECONDS)
+            await poll_journal(self._kafka, self._journal, self._begin_reading, self._trouble)
         finally:
             await end(self._beginning.values())
+
+    async def _begin_reading(self, reader: JournalReader) -> Look:
+        async def look() -> None:
+            if active := await self._active():
+                await self._read_all(reader, active)
+            else:
+                await asyncio.sleep(RETRY_SECONDS)
+
+        return look
 
     async def _active(self) -> list[Webhook]:
         async with self._pool.connection() as connection:

@@ -28,7 +28,7 @@ from grabstream.models.journal import (
 from grabstream.models.runs import decode_line
 from grabstream.streams.journal import Record
 from grabstream.streams.journal_keys import JournalKeys, Signer
-from grabstream.streams.projecting.projector import Decoded
+from grabstream.streams.projecting.follower import Decoded
 from tests.support.runs import as_lines
 
 FOLDER: Final = Path(__file__).parents[1] / "golden" / "journal"

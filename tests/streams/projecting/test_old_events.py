@@ -16,7 +16,8 @@ from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections import audit, ledger
 from grabstream.projections.balances import users as balances
-from grabstream.streams.projecting.projector import CatchUp, Decoder, Projector
+from grabstream.streams.projecting.follower import Decoder
+from grabstream.streams.projecting.projector import CatchUp, Projector
 from grabstream.streams.topics import Topics
 from tests.conftest import make_system, take_down, until
 from tests.models.old_events import UPCASTERS, as_it_was

@@ -16,7 +16,8 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.versions import use_read_model
 from grabstream.streams.journal import Record, open_reader
-from grabstream.streams.projecting.projector import CatchUp, Decoder
+from grabstream.streams.projecting.follower import Decoder
+from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream

@@ -15,8 +15,8 @@ from grabstream.models.runs import decode_line
 from grabstream.ops.services.servers import PROJECT
 from grabstream.projections.cursors import facts_without_transfers
 from grabstream.streams.history.archive import ArchiveSystem
-from grabstream.streams.history.chunks import Chunk
 from grabstream.streams.history.stores import FolderStore
+from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.replaying.archive_sink import ArchiveSink, exporting
 from tests.streams.replaying.test_documented import examples
 from tests.support.projecting import SHARD

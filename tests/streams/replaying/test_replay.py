@@ -34,9 +34,10 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.database.locks import hold
-from grabstream.streams.history.chunks import Chunk, Point
+from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource
 from grabstream.streams.journal import JournalReader, open_reader
+from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.replaying import replay as replaying
 from grabstream.streams.replaying.replay import Stretch

@@ -21,6 +21,7 @@ from grabstream.ops.settings import Settings
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Webhook
+from grabstream.streams.projecting import follower
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, create_topics
 from grabstream.streams.webhooks import reading, role, sending
@@ -109,9 +110,10 @@ class Hooks:
 
 @pytest.fixture
 async def hooks(system: Settings, monkeypatch: pytest.MonkeyPatch) -> Hooks:
-    for module in (reading, sending):
+    for module in (follower, sending):
         monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
         monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(reading, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(reading, "COUNT_SECONDS", 0.0)
     # A topic that was just made may look empty for a moment, which contradicts a cursor.
     monkeypatch.setattr(reading, "REST_SECONDS", 0.5)

@@ -1,0 +1,208 @@
+"""Following a journal: records are verified by a cursor, and what their events lead to is written in the
+transaction that moves the cursor.
+
+`Follower` does that for whoever drives it: projectors with records of Faust, replays and rebuilds with what a
+source has read.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, NamedTuple, NoReturn
+
+import msgspec
+
+from grabstream.lua.trouble import is_trouble
+from grabstream.models.journal import Block, Corrupt, Cursor, Headers
+from grabstream.models.runs import LINES, AnyLine, LineDecoder
+from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
+from grabstream.streams.clients import Trouble, in_words
+from grabstream.streams.journal import JournalReader, Record, open_reader
+from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys
+
+log = logging.getLogger(__name__)
+
+#: How often a journal is polled, and after which pause it is opened again.
+POLL_SECONDS: Final = 0.2
+RETRY_SECONDS: Final = 1.0
+#: The number of events after which a group is written.
+GROUP_EVENTS_MAX: Final = 4_000
+#: Bytes of journal text whose decoded form a process keeps; the decoded form is several times as large.
+DECODED_BYTES_MAX: Final = 16 * 1024 * 1024
+
+FactsOf = Callable[[Sequence[bytes], Sequence[bytes], Sequence[AnyLine]], list[Fact]]
+
+
+class Decoded:
+    """A decoded record: its block immediately, the facts of its events on demand, if the block counts."""
+
+    def __init__(self, record: Record, block: Block, lines: LineDecoder = LINES) -> None:
+        """Takes the block in the record; raises Corrupt if it is of another partition."""
+        self.block = block
+        self._lines = lines
+        self.size = len(record.value) or 1_000  # a marker has no text, but takes memory
+        self._facts: list[Fact] = []
+        if self.block.shard != record.shard and self.block.authority == "unchecked":
+            raise Corrupt(
+                f"offset {record.offset}: a block of shard {self.block.shard} in partition {record.shard}"
+            )
+
+    @property
+    def facts(self) -> list[Fact]:
+        """A fact for each line; raises Corrupt if an event cannot be decoded, or has other seqs or another
+        shard than its block says.
+        """
+        return self.facts_by(facts_of)
+
+    def facts_by(self, facts_of: FactsOf) -> list[Fact]:
+        """The facts as `facts_of` makes them, at the first call."""
+        block = self.block
+        if block.count and not self._facts:
+            try:
+                events = self._lines.decode_list(b"[" + b",".join(block.lines) + b"]")
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise Corrupt(f"an event from seq {block.first_seq} on cannot be decoded: {error}") from None
+            # Rows are written under the numbers in the text, and the chain counts by the header: both must
+            # agree.
+            reach = [event.last_seq for event in events]
+            if reach != list(block.last_seqs) or not follow(block.shard, block.first_seq - 1, events):
+                raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
+            self._facts = facts_of(block.lines, block.hashes, events)
+        return self._facts
+
+
+class Decoder:
+    """Decodes records. All projections of a process read the same records, so each is decoded once, and the
+    newest are kept.
+    """
+
+    def __init__(self, bytes_max: int = DECODED_BYTES_MAX, lines: LineDecoder = LINES) -> None:
+        self._bytes_max = bytes_max
+        self._lines = lines
+        self._bytes = 0
+        self._newest: OrderedDict[tuple[str, int, int, Headers], Decoded] = OrderedDict()
+
+    def decode(self, topic: str, record: Record) -> Decoded:
+        """The decoded record; raises Corrupt if it contradicts itself."""
+        # The headers contain the hash that the text was checked against, so they replace the text in the key.
+        key = (topic, record.shard, record.offset, tuple(record.headers))
+        decoded = self._newest.get(key)
+        if decoded is None:
+            block = journal_keys().block(topic, record.shard, record.headers, record.value)
+            decoded = self._newest[key] = Decoded(record, block, self._lines)
+            self._bytes += decoded.size
+            while self._bytes > self._bytes_max:
+                self._bytes -= self._newest.popitem(last=False)[1].size
+        return decoded
+
+
+class Chunk(NamedTuple):
+    """Consecutive events of a shard, with the cursors before and after them.
+
+    `read` is the number of units of the source that the chunk was made from. Events that operators had set
+    aside may be missing. `fault` is why a record adds none, if no known relay signed it.
+    """
+
+    shard: int
+    before: Cursor
+    after: Cursor
+    facts: Sequence[Fact]
+    read: int
+    fault: str = ""
+
+
+def next_chunk(cursor: Cursor, record: Record, decoded: Decoded, facts_of: FactsOf = facts_of) -> Chunk:
+    """What a record adds after a cursor; raises Corrupt or Gap if it contradicts the cursor or itself."""
+    block = decoded.block
+    after, accepted = cursor.feed(record.offset, block)
+    # The accepted events are always the end of the block.
+    facts = decoded.facts_by(facts_of)[-len(accepted) :] if accepted else []
+    fault = block.fault or NOT_SIGNED if cursor.ignores(block) else ""
+    return Chunk(record.shard, cursor, after, facts, 1, fault)
+
+
+class Group:
+    """Consecutive chunks of each of some shards: the contents of one transaction."""
+
+    def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
+        self.chunks: dict[int, list[Chunk]] = {}
+        self.seqs = 0
+        for chunk in chunks:
+            self.add(chunk)
+
+    def add(self, chunk: Chunk) -> None:
+        """Adds a chunk, which follows those of its shard."""
+        self.chunks.setdefault(chunk.shard, []).append(chunk)
+        self.seqs += chunk.after.seq - chunk.before.seq
+
+    @property
+    def moves(self) -> dict[int, tuple[Cursor, Cursor]]:
+        """By shard: the cursors before and after its chunks."""
+        return {shard: (chunks[0].before, chunks[-1].after) for shard, chunks in self.chunks.items()}
+
+    @property
+    def facts(self) -> list[Fact]:
+        """The facts of all shards."""
+        return [fact for chunks in self.chunks.values() for chunk in chunks for fact in chunk.facts]
+
+
+class Follower:
+    """Gathers chunks, and hands groups of them on to `save`, which writes them and their cursors, all or
+    nothing. `position` has the cursor of a shard of which no chunk waits.
+
+    An error of `save` loses the group: its chunks are read again from the cursors that are stored.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[Group], Awaitable[None]],
+        position: Callable[[int], Cursor],
+    ) -> None:
+        self._save = save
+        self._position = position
+        self._group = Group()
+
+    def cursor(self, shard: int) -> Cursor:
+        """The cursor after what was taken of a shard."""
+        chunks = self._group.chunks.get(shard)
+        return chunks[-1].after if chunks else self._position(shard)
+
+    async def take(self, chunk: Chunk) -> None:
+        """Takes a chunk that follows the cursor; saves when the group is full."""
+        self._group.add(chunk)
+        if self._group.seqs >= GROUP_EVENTS_MAX:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Saves what was taken."""
+        group, self._group = self._group, Group()
+        if group.chunks:
+            await self._save(group)
+
+
+Look = Callable[[], Awaitable[None]]
+
+
+async def poll_journal(
+    kafka: str, journal: str, begin: Callable[[JournalReader], Awaitable[Look]], trouble: Trouble
+) -> NoReturn:
+    """Opens a reader, calls `begin` with it, and what that returns again and again, until cancelled. While a
+    server is away, and when another process has moved a cursor, it waits, and begins again.
+    """
+    while True:
+        try:
+            async with open_reader(kafka, journal) as reader:
+                look = await begin(reader)
+                while True:
+                    await look()
+                    trouble.over()
+                    await asyncio.sleep(POLL_SECONDS)
+        except CursorMoved as moved:
+            log.info("%s; reading it again", moved)
+            await asyncio.sleep(POLL_SECONDS)
+        except BaseException as error:
+            if not is_trouble(error):
+                raise
+            trouble.say(in_words(error))
+            await asyncio.sleep(RETRY_SECONDS)
