@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -20,7 +21,7 @@ from psycopg import AsyncConnection, sql
 from grabstream.lua.ending import first_to_end, running
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
-from grabstream.projections.cursors import Apply, Fact
+from grabstream.projections.cursors import Apply
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
@@ -28,15 +29,14 @@ from grabstream.projections.definitions import cursor_tables
 from grabstream.projections.versions import may_be_version
 from grabstream.streams.clients import Trouble
 from grabstream.streams.following.user_transaction import Misbehaves, guard, only_read, write
-from grabstream.streams.history.sources import JournalSource
+from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.follower import RETRY_SECONDS, Group, Look, poll_journal
+from grabstream.streams.projecting.follower import RETRY_SECONDS, Follower, Group, Look, poll_journal
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
-from grabstream.streams.replaying.replay import Done, ReportReplay, Stretch, plan, replay
+from grabstream.streams.replaying.replay import ReportReplay
 from grabstream.streams.replaying.replay_schema import is_schema
-from grabstream.streams.replaying.selection import Selection, Wanted
-from grabstream.streams.replaying.sinks import RowSink
+from grabstream.streams.replaying.sinks import events_in
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -136,28 +136,6 @@ class _UserProjector(Projector):
         self.over.set()
         while True:
             await asyncio.Event().wait()
-
-
-class _UserSink(RowSink):
-    """Writes a projection that is being rebuilt as `follow` does: with its cursor, or not at all."""
-
-    def __init__(
-        self, connection: AsyncConnection[Any], projection: Projection, positions: dict[int, Cursor]
-    ) -> None:
-        async def use(name: str) -> None:
-            """Does nothing: the connection uses the projection's schema already."""
-
-        super().__init__(connection, {}, use, positions)
-        self._projection = projection
-
-    async def _save(self, moves: Mapping[int, tuple[Cursor, Cursor]], facts: Sequence[Fact]) -> None:
-        projection = self._projection
-        try:
-            await write(
-                self._connection, projection.cursor_name, projection.schema, moves, facts, projection.apply
-            )
-        except Misbehaves as error:
-            raise CannotRun(f"{projection.cursor_name}: {error}; none of these rows were written") from None
 
 
 async def prepare(projection: Projection, system: System) -> bool:
@@ -405,18 +383,29 @@ async def _catch_up(
     """Reads the journal repeatedly, until few new records have arrived meanwhile; returns the number of
     events.
     """
-    sink = _UserSink(connection, building, await cursors.load(connection, building.cursor_name))
-    events = 0
+    name, schema = building.cursor_name, building.schema
+    positions, events = await cursors.load(connection, name), 0
+
+    async def save(group: Group) -> None:
+        try:
+            await write(connection, name, schema, group.moves, group.facts, building.apply)
+        except Misbehaves as error:
+            raise CannotRun(f"{name}: {error}; none of these rows were written") from None
+        positions.update((shard, after) for shard, (_, after) in group.moves.items())
+
+    follower = Follower(save, positions.__getitem__)
     async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
         source = JournalSource(reader, None)
         while True:
-            planned = await plan(
-                source, [Stretch(shard) for shard in range(system.shards)], True, sink.positions
-            )
-            records = sum(plan_of_shard.units for plan_of_shard in planned)
+            ends = await reader.ends(positions)
+            records = sum(end - positions[shard].next_offset for shard, end in ends.items())
             expect(records)
-            done: dict[int, Done] = {}
-            await replay(source, planned, Selection(Wanted(), True), sink, report, done)
-            events += sum(shard_done.events for shard_done in done.values())
+            for shard, end in ends.items():
+                async with aclosing(source.chunks(shard, Start(positions[shard], end))) as chunks:
+                    async for chunk in chunks:
+                        await follower.take(chunk)
+                        events += (found := events_in(chunk.facts))
+                        report(chunk.read, found)
+                await follower.flush()
             if records <= LEFT_RECORDS_MAX:
                 return events

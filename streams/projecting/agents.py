@@ -10,6 +10,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -31,7 +32,6 @@ from grabstream.streams.topics import Topics
 log = logging.getLogger(__name__)
 
 PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
-_APPLY: Final = {name: model.apply for name, model in READ_MODELS.items()}
 #: How long an app may take to stop. After a minute, Faust takes a service that has not stopped for one that
 #: has, so this must be less.
 STOP_SECONDS: Final = 30.0
@@ -60,7 +60,9 @@ def make_projectors(
             measures=measured[name], **where,
         )
         if name == "events"
-        else Projector(name=name, apply=_APPLY[name], kafka=kafka, measures=measured[name], **where)
+        else Projector(
+            name=name, apply=READ_MODELS[name].apply, kafka=kafka, measures=measured[name], **where
+        )
         for name in names
     ]  # fmt: skip
 
@@ -210,16 +212,9 @@ async def run_projections(
             if ends_in_a_row > ENDS_IN_A_ROW_MAX and not _is_servers_fault(app, running):
                 raise RuntimeError(f"Faust ended {ends_in_a_row} times in a row: {why}") from app.crash_reason
             log.error("starting Faust again: %s", why)
-            await _wait_for(stop, min(ends_in_a_row, PAUSE_SECONDS_MAX))
-
-
-async def _wait_for(stop: asyncio.Event, seconds: float) -> None:
-    """Returns when `stop` is set, after `seconds` at the latest."""
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({stopping}, timeout=seconds)
-    finally:
-        stopping.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(ends_in_a_row, PAUSE_SECONDS_MAX)):
+                    await stop.wait()
 
 
 def _why_it_ended(app: faust.App, watching: "asyncio.Task[str]", running: "asyncio.Task[None]") -> str:

@@ -17,18 +17,20 @@ import psycopg
 from psycopg import AsyncConnection, sql
 
 from grabstream.models.journal import Cursor
-from grabstream.projections import audit, cursors, ledger
-from grabstream.projections.balances import users as balances
+from grabstream.projections import cursors
+from grabstream.projections.cursors import Fact
 from grabstream.projections.database.locks import Held, hold, release
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
+from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.reports import describe
 from grabstream.projections.versions import create_flat, may_be_version
 from grabstream.streams.history.chunks import Point
+from grabstream.streams.projecting.follower import Chunk, Follower, Group
 from grabstream.streams.replaying.selection import Wanted
-from grabstream.streams.replaying.sinks import ReplayRefused, RowSink
+from grabstream.streams.replaying.sinks import ReplayRefused, events_in
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,6 @@ log = logging.getLogger(__name__)
 #: removes it.
 DROP_LOCK_MS: Final = 2_000
 is_schema: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}\Z").match
-_APPLY: Final = {"ledger": ledger.apply, "balances": balances.apply, "audit": audit.apply}
 
 # Only a session that has declared to replay this schema may move its cursors. A worker that was given the
 # schema by mistake is refused.
@@ -124,14 +125,31 @@ def what_users_get(definition: Definition, shards: int) -> str | None:
     )
 
 
-class SchemaSink(RowSink):
-    """Applies events to the read models of a schema; `open_schema` makes it."""
+class SchemaSink:
+    """Applies events to the read models of a schema, which the connection uses; `open_schema` makes it. Rows,
+    and the cursors of all of them, move in one transaction. `positions` are the cursors, of all the same.
+    """
 
-    def __init__(self, connection: AsyncConnection[Any], schema: str, positions: dict[int, Cursor]) -> None:
-        async def use(projection: str) -> None:
-            await use_projection(connection, schema, projection)
+    def __init__(self, connection: AsyncConnection[Any], positions: dict[int, Cursor]) -> None:
+        self.positions = positions
+        self._connection = connection
+        self._follower = Follower(self._save, positions.__getitem__)
 
-        super().__init__(connection, _APPLY, use, positions)
+    async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> int:
+        """Takes events, and returns how many; commits when enough are waiting."""
+        await self._follower.take(chunk._replace(facts=facts))
+        return events_in(facts)
+
+    async def flush(self) -> None:
+        """Commits; raises psycopg's errors if the database refuses."""
+        await self._follower.flush()
+
+    async def _save(self, group: Group) -> None:
+        moves, facts = group.moves, group.facts
+        async with self._connection.transaction():
+            for name, model in READ_MODELS.items():
+                await cursors.write(self._connection, name, moves, facts, model.apply)
+        self.positions.update((shard, after) for shard, (_, after) in moves.items())
 
     async def grabs(self, users: Sequence[str]) -> list[tuple[str, str]]:
         """The grabs of these users that the schema has already."""
@@ -139,13 +157,6 @@ class SchemaSink(RowSink):
             "SELECT offer, grab FROM grabs WHERE user_id = ANY(%s)", (list(users),)
         )
         return [(offer, grab) for offer, grab in await rows.fetchall()]
-
-
-async def use_projection(connection: AsyncConnection[Any], schema: str, projection: str) -> None:
-    """Makes unqualified names mean a projection's tables in a schema; only this function decides where they
-    are.
-    """
-    await use_schema(connection, schema)
 
 
 @asynccontextmanager
@@ -177,7 +188,7 @@ async def open_schema(
         if exists and "limits" not in partial_views(definition, shards):
             # It was bounded before, and continues to the end now.
             await connection.execute("ALTER VIEW IF EXISTS limits_partial RENAME TO limits")
-        yield SchemaSink(connection, schema, await cursors.load(connection, "audit"))
+        yield SchemaSink(connection, await cursors.load(connection, "audit"))
 
 
 async def check_schema(

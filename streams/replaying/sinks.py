@@ -1,23 +1,22 @@
-"""Sinks of a replay: lines on a stream, CloudEvents on a user's topic, or rows in PostgreSQL."""
+"""Sinks of a replay: lines on a stream, or CloudEvents on a user's topic. `replay_schema.py` has that of rows
+in PostgreSQL.
+"""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
 import msgspec
 from aiokafka import AIOKafkaProducer
-from psycopg import AsyncConnection
 
 from grabstream.models.events import decode_event
-from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line, is_run
-from grabstream.projections import cursors
-from grabstream.projections.cursors import Apply, Fact, single_facts
+from grabstream.projections.cursors import Fact, single_facts
 from grabstream.streams.journal import open_reader
-from grabstream.streams.projecting.follower import Chunk, Follower, Group
+from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.projecting.publisher import event_batches
 from grabstream.streams.replaying.filters import FILTERS_HEADER, Filters, decode_filters
 from grabstream.streams.topics import Topics, partitions_of, retention_ms
@@ -32,8 +31,6 @@ FILE_LINE_BYTES_MAX: Final = 16 * 1024 * 1024
 LINE_BEGINS: Final = b'{"type":"'
 #: How many of a topic's last offsets are read to find its last event.
 LAST_RECORDS: Final = 10
-
-Use = Callable[[str], Awaitable[None]]
 
 
 class ReplayRefused(Exception):
@@ -162,48 +159,6 @@ class PacedSink:
     async def flush(self) -> None:
         """Returns when all events taken are stored."""
         await self._sink.flush()
-
-
-class RowSink:
-    """Read models in PostgreSQL: rows, and the cursors of all `projections` (name → apply), move in one
-    transaction.
-
-    `use(name)` makes unqualified names mean those of a projection. `positions` are the cursors; all
-    projections have the same.
-    """
-
-    def __init__(
-        self,
-        connection: AsyncConnection[Any],
-        projections: Mapping[str, Apply],
-        use: Use,
-        positions: dict[int, Cursor],
-    ) -> None:
-        self.positions = positions
-        self._connection = connection
-        self._projections = projections
-        self._use = use
-        self._follower = Follower(self._written, positions.__getitem__)
-
-    async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> int:
-        """Takes events, and returns how many; commits when enough are waiting."""
-        await self._follower.take(chunk._replace(facts=facts))
-        return events_in(facts)
-
-    async def flush(self) -> None:
-        """Commits; raises psycopg's errors if the database refuses."""
-        await self._follower.flush()
-
-    async def _written(self, group: Group) -> None:
-        moves = group.moves
-        await self._save(moves, group.facts)
-        self.positions.update({shard: after for shard, (_, after) in moves.items()})
-
-    async def _save(self, moves: Mapping[int, tuple[Cursor, Cursor]], facts: Sequence[Fact]) -> None:
-        async with self._connection.transaction():
-            for name, apply in self._projections.items():
-                await self._use(name)
-                await cursors.write(self._connection, name, moves, facts, apply)
 
 
 def written_lines(file: Path, mend: bool = False) -> dict[int, int]:
