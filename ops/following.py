@@ -15,7 +15,7 @@ from grabstream.streams.following.sinks import EventSink, SinkDamaged
 from grabstream.streams.history.chunks import gathered
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader
-from grabstream.streams.projecting.follower import Look, poll_journal
+from grabstream.streams.projecting.follower import poll_journal
 from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -38,18 +38,17 @@ async def follow_into(
     records were deleted, and all other errors of the sink.
     """
     identity = await check_system(settings)
+    stored, cursor, loaded_for = None, EventCursor(), None
 
-    async def begin(reader: JournalReader) -> Look:
-        stored = await sink.load()
-        cursor = _cursor(stored, settings, identity.journal if identity else None)
+    async def look(reader: JournalReader) -> None:
+        nonlocal stored, cursor, loaded_for
+        if loaded_for is not reader:
+            stored = await sink.load()
+            cursor = _cursor(stored, settings, identity.journal if identity else None)
+            loaded_for = reader
+        stored = await _hand_on(settings, sink, reader, stored, cursor, step, report)
 
-        async def hand_on() -> None:
-            nonlocal stored
-            stored = await _hand_on(settings, sink, reader, stored, cursor, step, report)
-
-        return hand_on
-
-    await poll_journal(settings.brokers, Topics(settings.prefix).journal, begin, Trouble(log, "follow"))
+    await poll_journal(settings.brokers, Topics(settings.prefix).journal, look, Trouble(log, "follow"))
 
 
 def _cursor(stored: str | None, settings: Settings, journal: str | None) -> EventCursor:

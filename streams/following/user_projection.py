@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import aclosing
-from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import psycopg
@@ -31,7 +30,7 @@ from grabstream.streams.clients import Trouble
 from grabstream.streams.following.user_transaction import Misbehaves, guard, only_read, write
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.follower import RETRY_SECONDS, Follower, Group, Look, poll_journal
+from grabstream.streams.projecting.follower import RETRY_SECONDS, Follower, Group, poll_journal
 from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR, CatchUp, Projector
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
 from grabstream.streams.replaying.replay import ReportReplay
@@ -257,18 +256,13 @@ async def _watch_journal(projector: Projector, system: System, journal: str) -> 
     """Asks the projector to catch up whenever the journal has grown, until cancelled."""
     seen = dict.fromkeys(range(system.shards), -1)
 
-    async def begin(reader: JournalReader) -> Look:
-        return partial(_queue_growth, projector, reader, seen)
+    async def look(reader: JournalReader) -> None:
+        for shard, end in (await reader.ends(seen)).items():
+            if end > seen[shard]:
+                seen[shard] = end
+                await projector.put(CatchUp(shard))
 
-    await poll_journal(system.kafka, journal, begin, Trouble(log, f"projection {projector.name}"))
-
-
-async def _queue_growth(projector: Projector, reader: JournalReader, seen: dict[int, int]) -> None:
-    """Queues the shards whose journal has grown; the projector reads from its cursor by itself."""
-    for shard, end in (await reader.ends(seen)).items():
-        if end > seen[shard]:
-            seen[shard] = end
-            await projector.put(CatchUp(shard))
+    await poll_journal(system.kafka, journal, look, Trouble(log, f"projection {projector.name}"))
 
 
 async def rebuild(

@@ -181,21 +181,17 @@ class Follower:
             await self._save(group)
 
 
-Look = Callable[[], Awaitable[None]]
-
-
 async def poll_journal(
-    kafka: str, journal: str, begin: Callable[[JournalReader], Awaitable[Look]], trouble: Trouble
+    kafka: str, journal: str, look: Callable[[JournalReader], Awaitable[None]], trouble: Trouble
 ) -> NoReturn:
-    """Opens a reader, calls `begin` with it, and what that returns again and again, until cancelled. While a
-    server is away, and when another process has moved a cursor, it waits, and begins again.
+    """Calls `look` with a reader again and again, until cancelled. After trouble with a server, and when
+    another process has moved a cursor, it waits, and continues with another reader.
     """
     while True:
         try:
             async with open_reader(kafka, journal) as reader:
-                look = await begin(reader)
                 while True:
-                    await look()
+                    await look(reader)
                     trouble.over()
                     await asyncio.sleep(POLL_SECONDS)
         except CursorMoved as moved:

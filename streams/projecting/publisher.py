@@ -10,7 +10,7 @@ is retried with growing pauses, while the others continue.
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, get_args
@@ -73,15 +73,17 @@ class Publisher(Projector):
     async def _open(self, connection: AsyncConnection[Any]) -> dict[int, Cursor]:
         await self._start_producer()
         records = await set_aside.load(connection, self.name)
+        newest = await self._newest_cursors(range(self._shards))
+        return {shard: set_aside.past(records, shard, cursor) for shard, cursor in newest.items()}
+
+    async def _newest_cursors(self, shards: Iterable[int]) -> dict[int, Cursor]:
         async with (
             open_reader(self._kafka, self._events) as reader,
             open_reader(self._kafka, self._journal) as journal,
         ):
-            newest = {
-                shard: await newest_cursor(reader, shard, self._source.decode(), journal)
-                for shard in range(self._shards)
+            return {
+                shard: await newest_cursor(reader, shard, self._source.decode(), journal) for shard in shards
             }
-        return {shard: set_aside.past(records, shard, cursor) for shard, cursor in newest.items()}
 
     async def _start_producer(self) -> None:
         await self._stop_producers()
@@ -199,11 +201,7 @@ class Publisher(Projector):
         """Gives a shard a producer of its own; returns where it continues. Raises the client's errors."""
         if (before := self._own_producers.pop(shard, None)) is not None:
             await close(before.stop())
-        async with (
-            open_reader(self._kafka, self._events) as reader,
-            open_reader(self._kafka, self._journal) as journal,
-        ):
-            newest = await newest_cursor(reader, shard, self._source.decode(), journal)
+        newest = (await self._newest_cursors([shard]))[shard]
         self._own_producers[shard] = await self._started()
         # Records that an operator has set aside are behind our cursor, and may be before the newest one.
         return max(newest, self._cursors.get(shard, newest), key=lambda cursor: cursor.next_offset)

@@ -25,7 +25,7 @@ from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.follower import RETRY_SECONDS, Chunk, Look, poll_journal
+from grabstream.streams.projecting.follower import RETRY_SECONDS, Chunk, poll_journal
 
 log = logging.getLogger(__name__)
 
@@ -66,22 +66,17 @@ class Reader:
     async def run(self) -> None:
         """Reads until cancelled; waits while Kafka or PostgreSQL is away."""
         try:
-            await poll_journal(self._kafka, self._journal, self._begin_reading, self._trouble)
+            await poll_journal(self._kafka, self._journal, self._look, self._trouble)
         finally:
             await end(self._beginning.values())
 
-    async def _begin_reading(self, reader: JournalReader) -> Look:
-        async def look() -> None:
-            if active := await self._active():
-                await self._read_all(reader, active)
-            else:
-                await asyncio.sleep(RETRY_SECONDS)
-
-        return look
-
-    async def _active(self) -> list[Webhook]:
+    async def _look(self, reader: JournalReader) -> None:
         async with self._pool.connection() as connection:
-            return [one for one in await records.find_all(connection) if one.state == "active"]
+            active = [one for one in await records.find_all(connection) if one.state == "active"]
+        if active:
+            await self._read_all(reader, active)
+        else:
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _read_all(self, reader: JournalReader, active: Sequence[Webhook]) -> None:
         """Reads each shard up to its end, or a slice of it, for each group of subscriptions."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from grabstream.models.journal import Cursor
 from grabstream.projections.cursors import CursorMoved
 from grabstream.streams.clients import Trouble
 from grabstream.streams.projecting import follower
-from grabstream.streams.projecting.follower import Chunk, Follower, Group, Look, poll_journal
+from grabstream.streams.projecting.follower import Chunk, Follower, Group, poll_journal
 
 
 def chunk(shard: int, first: int, last: int) -> Chunk:
@@ -87,24 +86,16 @@ async def test_a_loop_begins_again_after_trouble(error: Exception, monkeypatch: 
     monkeypatch.setattr(follower, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(follower, "RETRY_SECONDS", 0.0)
 
-    def raising(*errors: Exception | None) -> Callable[[], Any]:
-        left = iter(errors)
+    errors = iter([None, error, None, None, LookupError("unknown")])
 
-        async def look() -> None:
-            looks.append(reader.opened)
-            if (raised := next(left)) is not None:
-                raise raised
-
-        return look
-
-    looking = iter([raising(None, error), raising(None, None, LookupError("unknown"))])
-
-    async def begin(_: Any) -> Look:
-        return next(looking)
+    async def look(_: Any) -> None:
+        looks.append(reader.opened)
+        if (raised := next(errors)) is not None:
+            raise raised
 
     trouble = Trouble(logging.getLogger(__name__), "a loop")
     async with asyncio.timeout(10):
         with pytest.raises(LookupError, match="unknown"):
-            await poll_journal("", "", begin, trouble)
+            await poll_journal("", "", look, trouble)
     assert looks == [1, 1, 2, 2, 2]
     assert not trouble.is_present
