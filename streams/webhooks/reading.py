@@ -25,7 +25,7 @@ from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource, Start
 from grabstream.streams.journal import JournalReader, open_reader
-from grabstream.streams.projecting.follower import RETRY_SECONDS, Chunk, poll_journal
+from grabstream.streams.projecting.follower import RETRY_SECONDS, Chunk, Follower, Group, poll_journal
 
 log = logging.getLogger(__name__)
 
@@ -132,27 +132,37 @@ class Reader:
         the audit trail), it is read from its beginning up to the cursor's event, whose hash must be the same.
         Returns whether it has reached the end.
         """
-        first_seq, is_placed = cursor.seq, await self._confirms(reader, shard, cursor)
+        last_seq, is_placed = cursor.seq + SLICE_EVENTS, await self._confirms(reader, shard, cursor)
         start = Start(cursor if is_placed else Cursor(), journal_end)
+
+        async def save(group: Group) -> None:
+            nonlocal cursor
+            _, after = group.moves[shard]
+            await self._move(shard, cursor, after, group.facts, webhooks)
+            self._confirmed[shard] = cursor = after
+
+        follower = Follower(save, lambda _: cursor)
         try:
             async with aclosing(JournalSource(reader, None).chunks(shard, start, aside)) as chunks:
                 async for chunk in chunks:
-                    if chunk.after.seq < cursor.seq:
+                    before = follower.cursor(shard)
+                    if chunk.after.seq < before.seq:
                         continue
-                    if not is_placed and _head_at(chunk, cursor.seq) != cursor.head:
-                        raise Corrupt(f"the journal has another event at seq {cursor.seq}")
+                    if not is_placed and _head_at(chunk, before.seq) != before.head:
+                        raise Corrupt(f"the journal has another event at seq {before.seq}")
                     is_placed = True
-                    facts = [fact for fact in chunk.facts if fact.event.last_seq > cursor.seq]
-                    await self._move(shard, cursor, chunk.after, facts, webhooks)
-                    self._confirmed[shard] = cursor = chunk.after
-                    if cursor.seq - first_seq >= SLICE_EVENTS:
-                        return False
+                    facts = [fact for fact in chunk.facts if fact.event.last_seq > before.seq]
+                    await follower.take(chunk._replace(before=before, facts=facts))
+                    if chunk.after.seq >= last_seq:
+                        break
             if not is_placed:
                 raise Gap(f"the journal ends before seq {cursor.seq}")
+            await follower.flush()
             return cursor.next_offset >= journal_end
         except CursorMoved as moved:
             log.info("%s; reading it again", moved)
         except (Corrupt, Gap) as error:
+            await follower.flush()
             log.error(
                 "webhooks, shard %d: the journal contradicts the cursor at seq %d: %s; no event after it is "
                 "sent", shard, cursor.seq, error,

@@ -753,6 +753,25 @@ async def test_another_history_is_never_sent(
     assert seqs(receiver) == [1, 2, 3, 4]
 
 
+async def test_what_is_read_before_a_contradiction_is_sent(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is read together with the record that contradicts it."""
+    lines = lines_of(*["e"] * 6)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 2)
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 2)
+        await until(hooks.is_idle, 10, "an empty queue")
+    await journal.block(lines, 3, 4)
+    await journal.block(lines, 6, 6)
+    async with hooks.delivering():
+        await got(receiver, 4)
+        await until(lambda: "contradicts the cursor at seq 4" in caplog.text, 10, "it is logged")
+    assert seqs(receiver) == [1, 2, 3, 4]
+
+
 @pytest.mark.long
 async def test_a_full_queue_stops_its_subscription_alone_and_loses_nothing(
     hooks: Hooks,
