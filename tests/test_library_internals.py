@@ -21,8 +21,6 @@ FILES: Final = {
 }
 #: Not aiohttp: services have it, too, in a version of theirs. tests/lua/test_bounded_http.py tests its use.
 PINNED: Final = ("aiokafka", "redis", "uvicorn")
-#: Faust is pinned for these, which use it as its agents do.
-OF_FAUST: Final = "streams/projecting/"
 #: Modules of the libraries that are not for their users, each with a dot at its end.
 INTERNAL: Final = (
     "aiohttp.client_proto.", "aiohttp.helpers.", "aiokafka.conn.", "aiokafka.consumer.", "aiokafka.protocol.",
@@ -98,11 +96,7 @@ def test_internals_of_libraries_are_used_in_one_file_each() -> None:
     own = {name for module in modules.values() for name in module.defined}
     used = {path: module.internals(own) for path, module in modules.items()}
     assert {path: bool(used[path]) for path in FILES.values()} == dict.fromkeys(FILES.values(), True)
-    elsewhere = {
-        path: found
-        for path, found in used.items()
-        if found and path not in FILES.values() and not path.startswith(OF_FAUST)
-    }
+    elsewhere = {path: found for path, found in used.items() if found and path not in FILES.values()}
     assert elsewhere == {}, "move these into the file of the library (FILES)"
 
 
