@@ -14,7 +14,8 @@ from psycopg import AsyncConnection, sql
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import GENESIS, Cursor, block_headers, chain, marker_headers
-from grabstream.ops.commands.rebuild.read_models import few_collections, where_of
+from grabstream.ops.commands.rebuild.read_models import few_collections
+from grabstream.ops.connections.opening import where_of
 from grabstream.ops.initialization import make_system
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, load_settings

@@ -66,6 +66,7 @@ from grabstream.streams.topics import Topics
 
 if TYPE_CHECKING:
     from grabstream.streams.following.user_projection import System
+    from grabstream.streams.rebuilding.reading import Servers
     from grabstream.streams.worker import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -311,6 +312,17 @@ def worker_settings(settings: Settings, audience: str) -> "WorkerSettings":
         lease_ms=settings.lease_ms,
         operations_on_commands=settings.operations_on_commands,
     )
+
+
+def where_of(settings: Settings) -> "Servers":
+    """The servers of the settings, in the form that a rebuild uses."""
+    # Imported here: readers of all sources come with it, and other processes connect too.
+    from grabstream.streams.rebuilding.reading import Servers
+
+    return Servers(
+        settings.brokers, Topics(settings.prefix).journal, settings.postgres, settings.schema_,
+        settings.shards, settings.prefix,
+    )  # fmt: skip
 
 
 def refusal_log(settings: Settings) -> RefusalLog | None:

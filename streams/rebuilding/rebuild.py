@@ -410,7 +410,7 @@ class Rebuild:
             if await self.is_lost(version):
                 raise RebuildRefused(
                     f"the tables in schema {version.schema} are gone: run `grabstream rebuild "
-                    f"{self._projection}` without --undo"
+                    f"{self._projection}`"
                 )
         await self._use(previous)
         ours = previous.definition == definition_of(self._projection).number

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from psycopg import sql
 
-from grabstream.ops.commands.rebuild.read_models import where_of
+from grabstream.ops.connections.opening import where_of
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.definitions import definition_of

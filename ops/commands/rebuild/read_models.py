@@ -6,18 +6,18 @@ import functools
 import gc
 import os
 import sys
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import click
-import msgspec
 
 from grabstream.ops.commands.operate.worker import step_of
 from grabstream.ops.commands.rebuild.redis_shards import redis_command
-from grabstream.ops.connections.opening import check_system, key_space, open_redis
-from grabstream.ops.console.output import WholeNumber, console, json_option, print_json, table
+from grabstream.ops.commands.rebuild.results import RebuildResult, print_result
+from grabstream.ops.commands.rebuild.steps import STATES, EventSource, ModelRebuild, SwitchOptions
+from grabstream.ops.connections.opening import check_system, key_space, open_redis, where_of
+from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
 from grabstream.ops.console.progress import ProgressLine
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import archive_option, require_archive
@@ -28,136 +28,190 @@ from grabstream.ops.initialization import (
     take_new_journal,
 )
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.projections.checking.difference import TableDifference
-from grabstream.projections.definitions import PROJECTIONS, definition_of
-from grabstream.projections.versions import NoReadModel, Version
-from grabstream.streams.rebuilding.reading import open_rebuild_source
-from grabstream.streams.rebuilding.rebuild import (
-    Rebuild,
-    RebuildProgress,
-    RebuildRefused,
-    Servers,
-    open_rebuild,
-)
+from grabstream.projections.definitions import PROJECTIONS
+from grabstream.projections.versions import NoReadModel
+from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild
 from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics, create_topics
 
-_source_option = click.option(
-    "--from", "source", type=click.Choice(["journal", "audit", "archive"]), default="journal",
-    show_default=True,
-    help="What to read the events from: the journal in Kafka, the audit trail if the journal is lost, or an "
-    "archive and the journal after it.",
+ALL: Final = "all"
+
+_dry_run = click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
+_patience = click.option(
+    "--patience", "patience_seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
+    help="Seconds to wait for readers that use the views.",
 )  # fmt: skip
+_jobs = click.option(
+    "--jobs", type=WholeNumber(min=1), default=os.cpu_count() or 1, show_default="one for each core",
+    help="How many processes load events.",
+)  # fmt: skip
+_model = click.argument("model", type=click.Choice((*PROJECTIONS, ALL)))
+
+
+def _source_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options that say what is read; the command takes them as `source`, an EventSource."""
+
+    @click.option(
+        "--from", "source", type=click.Choice(["journal", "audit", "archive"]), default="journal",
+        show_default=True,
+        help="What to read the events from: the journal in Kafka, the audit trail if the journal is lost, or "
+        "an archive and the journal after it.",
+    )  # fmt: skip
+    @archive_option
+    @click.option(
+        "--keep-set-aside",
+        is_flag=True,
+        help="Skip the records that operators have set aside, instead of reading them again.",
+    )
+    @functools.wraps(command)
+    def with_source(source: str, archive: Path | str | None, keep_set_aside: bool, **rest: Any) -> None:
+        require_archive("--from", source, archive)
+        command(source=EventSource(source, archive, keep_set_aside), **rest)
+
+    return with_source
+
+
+def _switch_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options of a switch; the command takes them as `how`, a SwitchOptions."""
+
+    @click.option("--accept", is_flag=True, help="Switch even if rows differ in a way that is not declared.")
+    @click.option(
+        "--keep/--no-keep", default=True, show_default=True, help="Keep the old version, for `rebuild undo`."
+    )
+    @_patience
+    @functools.wraps(command)
+    def with_options(accept: bool, keep: bool, patience_seconds: float, **rest: Any) -> None:
+        command(how=SwitchOptions(accept, keep, patience_seconds), **rest)
+
+    return with_options
 
 
 @click.group()
 def rebuild() -> None:
     """Rebuild read models from the events, beside the live versions. Readers are not disturbed.
 
-    The new version is loaded in bulk, follows the journal until it has caught up, is compared with the live
-    version row by row at the same cursors, and then replaces it in one transaction. The switch is refused if
-    rows differ in a way that the definition does not declare. After Ctrl-C, the same command continues.
-    Nothing is published again.
+    `rebuild MODEL` is the whole way: the new version is loaded in bulk, follows the journal until it has
+    caught up, is compared with the live version row by row at the same cursors, and then replaces it in one
+    transaction. The switch is refused if rows differ in a way that the definition does not declare. `build`,
+    `compare` and `switch` are its steps. After Ctrl-C, the same command continues. Nothing is published
+    again.
     """
 
 
-def _options(command: Callable[..., None]) -> Callable[..., None]:
-    options = (
-        _source_option,
-        archive_option,
-        click.option(
-            "--accept", is_flag=True, help="Switch even if rows differ in a way that is not declared."
-        ),
-        click.option(
-            "--keep-set-aside",
-            is_flag=True,
-            help="Skip the records that operators have set aside, instead of reading them again.",
-        ),
-        click.option(
-            "--no-switch",
-            is_flag=True,
-            help="Only build and compare; the same command without this option then switches.",
-        ),
-        click.option(
-            "--keep/--no-keep",
-            default=True,
-            show_default=True,
-            help="Keep the old version, for --undo.",
-        ),
-        click.option(
-            "--undo",
-            is_flag=True,
-            help="Switch back to the previous version; the live version becomes the previous one.",
-        ),
-        click.option("--drop-previous", is_flag=True, help="Drop the previous version, and do nothing else."),
-        click.option("--discard", is_flag=True, help="Drop an unfinished version, and do nothing else."),
-        click.option(
-            "--patience",
-            type=click.FloatRange(min=0),
-            default=60.0,
-            show_default=True,
-            help="Seconds to wait for readers that use the views.",
-        ),
-        click.option(
-            "--jobs",
-            type=WholeNumber(min=1),
-            default=os.cpu_count() or 1,
-            show_default="one for each core",
-            help="How many processes load events.",
-        ),
-        click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
-        json_option,
-    )
-    return functools.reduce(lambda made, option: option(made), reversed(options), command)
-
-
-class Request(msgspec.Struct, kw_only=True):
-    """The options of the command line."""
-
-    source: str
-    archive: Path | str | None
-    accept: bool
-    keep_set_aside: bool
-    no_switch: bool
-    keep: bool
-    undo: bool
-    drop_previous: bool
-    discard: bool
-    patience: float
-    jobs: int
-    dry_run: bool
-    as_json: bool
-
-
-def _verb(name: str, projections: tuple[str, ...]) -> None:
-    words = "every read model, one after the other" if len(projections) > 1 else f"the {name}"
+def _whole_way(name: str) -> None:
+    words = "every read model, one after the other" if name == ALL else f"the {name}"
 
     @rebuild.command(
-        name, help=f"Rebuild {words}. Exit code 1: refused, or rows differ in a way that is not declared."
+        name,
+        help=f"Rebuild {words}: build, compare and switch. Exit code 1: refused, or rows differ in a way "
+        "that is not declared.",
     )
-    @_options
-    def command(**asked: Any) -> None:
-        request = Request(**asked)
-        require_archive("--from", request.source, request.archive)
-        if sum((request.undo, request.drop_previous, request.discard, request.no_switch)) > 1:
-            raise click.UsageError(
-                "--undo, --drop-previous, --discard and --no-switch exclude each other: choose one"
-            )
-        if (
-            request.source == "audit"
-            and "audit" in projections
-            and not (request.undo or request.drop_previous or request.discard)
-        ):
-            raise click.UsageError(
-                "--from audit: the audit trail cannot be rebuilt from itself; rebuild ledger or balances"
-            )
-        _run_until_stopped(_run(load_settings(), projections, request), "repeat the command to continue")
+    @_source_options
+    @_switch_options
+    @_jobs
+    @_dry_run
+    @json_option
+    def command(source: EventSource, how: SwitchOptions, jobs: int, dry_run: bool, as_json: bool) -> None:
+        _require_other_source(name, source)
+
+        async def rebuilt(model: ModelRebuild) -> RebuildResult:
+            if dry_run:
+                return await model.plan(source)
+            return await model.rebuild(source, how)
+
+        _run(Call(name, as_json, source.name != "audit", jobs), rebuilt)
 
 
-for _name in PROJECTIONS:
-    _verb(_name, (_name,))
-_verb("all", PROJECTIONS)
+for _name in (*PROJECTIONS, ALL):
+    _whole_way(_name)
 rebuild.add_command(redis_command)
+
+
+@rebuild.command()
+@_model
+@_source_options
+@_jobs
+@_dry_run
+@json_option
+def build(model: str, source: EventSource, jobs: int, dry_run: bool, as_json: bool) -> None:
+    """Build a new version of MODEL, or continue an unfinished one, and do not show it."""
+    _require_other_source(model, source)
+
+    async def built(one: ModelRebuild) -> RebuildResult:
+        return await (one.plan_build(source) if dry_run else one.build(source))
+
+    _run(Call(model, as_json, source.name != "audit", jobs), built)
+
+
+@rebuild.command()
+@_model
+@json_option
+def compare(model: str, as_json: bool) -> None:
+    """Compare the new version of MODEL that `rebuild build` has made with the live one, row by row.
+
+    Exit code 1: refused, or rows differ in a way that is not declared.
+    """
+    _run(Call(model, as_json), ModelRebuild.compare)
+
+
+@rebuild.command()
+@_model
+@_switch_options
+@_dry_run
+@json_option
+def switch(model: str, how: SwitchOptions, dry_run: bool, as_json: bool) -> None:
+    """Compare the new version of MODEL that `rebuild build` has made, and show it in one transaction.
+
+    Exit code 1: refused, or rows differ in a way that is not declared.
+    """
+
+    async def switched(one: ModelRebuild) -> RebuildResult:
+        return await (one.plan_switch() if dry_run else one.switch(how))
+
+    _run(Call(model, as_json), switched)
+
+
+@rebuild.command()
+@_model
+@_source_options
+@click.option("--accept", is_flag=True, help="Switch back even if readers go back in time.")
+@_patience
+@_dry_run
+@json_option
+def undo(
+    model: str, source: EventSource, accept: bool, patience_seconds: float, dry_run: bool, as_json: bool
+) -> None:
+    """Switch back to the previous version of MODEL; the live version becomes the previous one.
+
+    The previous version is first brought up to date. With `all`, nothing is changed unless every read model
+    has a previous version. Exit code 1: refused.
+    """
+
+    async def undone(one: ModelRebuild) -> RebuildResult:
+        return await (one.plan_undo() if dry_run else one.undo(source, accept, patience_seconds))
+
+    _run(Call(model, as_json, source.name != "audit", required="previous"), undone)
+
+
+@rebuild.command()
+@_model
+@click.argument("which", type=click.Choice(tuple(STATES)), nargs=-1, required=True)
+@_dry_run
+@json_option
+def drop(model: str, which: Sequence[str], dry_run: bool, as_json: bool) -> None:
+    """Drop versions of MODEL that are not live: the `previous` one, an `unfinished` one, or both."""
+
+    async def dropped(one: ModelRebuild) -> RebuildResult:
+        return await one.drop(which, dry_run)
+
+    _run(Call(model, as_json), dropped)
+
+
+def _require_other_source(model: str, source: EventSource) -> None:
+    if source.name == "audit" and model in ("audit", ALL):
+        raise click.UsageError(
+            "--from audit: the audit trail cannot be rebuilt from itself; rebuild ledger or balances"
+        )
 
 
 @rebuild.command("journal")
@@ -302,212 +356,60 @@ def few_collections() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def where_of(settings: Settings) -> Servers:
-    """The servers of the settings, in the form that a rebuild uses."""
-    return Servers(
-        settings.brokers,
-        Topics(settings.prefix).journal,
-        settings.postgres,
-        settings.schema_,
-        settings.shards,
-        settings.prefix,
-    )
+# -- running the steps ---------------------------------------------------------------------------------------
 
 
-# -- doing it ------------------------------------------------------------------------------------------------
+class Call(NamedTuple):
+    """A call of a verb: a read model or `all`, whether results are printed as JSON, whether the journal must
+    exist, the number of processes that load, and the state in which every read model must have a version.
+    """
+
+    model: str
+    as_json: bool
+    reads_journal: bool = False
+    jobs: int = 1
+    required: str | None = None
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The read models, in the order in which they are handled."""
+        return PROJECTIONS if self.model == ALL else (self.model,)
 
 
-async def _run(settings: Settings, projections: tuple[str, ...], request: Request) -> int:
-    results: list[dict[str, Any]] = []
+def _run(call: Call, work: Callable[[ModelRebuild], Awaitable[RebuildResult]]) -> NoReturn:
+    _run_until_stopped(_each(load_settings(), call, work), "repeat the command to continue")
+
+
+async def _each(
+    settings: Settings, call: Call, work: Callable[[ModelRebuild], Awaitable[RebuildResult]]
+) -> int:
+    """Handles one read model after the other, until one is refused; returns the exit code."""
+    await check_system(settings, journal=call.reads_journal)
+    if call.required is not None:
+        # All or none: checked for each before the first is changed.
+        for projection in call.projections:
+            async with open_rebuild(where_of(settings), projection) as control:
+                await control.in_state(call.required)
+    results: list[RebuildResult] = []
     line = ProgressLine()
-    await check_system(
-        settings, journal=request.source != "audit" and not (request.drop_previous or request.discard)
-    )
-    if request.undo:
-        # All or none: checks that each can be switched back before the first is.
-        for projection in projections:
-            async with open_rebuild(where_of(settings), projection) as work:
-                await work.in_state("previous")
-    for projection in projections:
+    for projection in call.projections:
         report = functools.partial(_show, line, projection)
         try:
             async with open_rebuild(
-                where_of(settings), projection, report, step_of(settings), request.jobs
-            ) as work:
-                result = await _one(settings, work, projection, request)
+                where_of(settings), projection, report, step_of(settings), call.jobs
+            ) as control:
+                result = await work(await ModelRebuild.of(settings, projection, control))
         except RebuildRefused as error:
-            if not (results and request.as_json):
+            if not (results and call.as_json):
                 raise
             # Read models rebuilt before stay rebuilt, and the JSON output must contain them.
-            result = {"projection": projection, "done": str(error), "refused": True}
+            result = RebuildResult(projection=projection, done=str(error), refused=True)
         results.append(result)
-        if not request.as_json:
-            _print(result)
-        if result["refused"]:
+        if not call.as_json:
+            print_result(result)
+        if result.refused:
             break
-    if request.as_json:
-        print_json(results if len(projections) > 1 else results[0])
-    return 1 if results[-1]["refused"] else 0
-
-
-async def _one(settings: Settings, work: Rebuild, projection: str, request: Request) -> dict[str, Any]:
-    live = await work.live()
-    result: dict[str, Any] = {
-        "projection": projection, "before": live._asdict(), "new": None, "done": "nothing", "refused": False,
-        "difference": [],
-    }  # fmt: skip
-    lost = await work.is_lost(live) and not (request.drop_previous or request.discard)
-    if lost and (request.undo or request.no_switch):
-        raise RebuildRefused(
-            f"the tables in schema {live.schema} are gone: run `grabstream rebuild {projection}` to rebuild "
-            "them"
-        )
-    if lost and request.dry_run:
-        return result | {
-            "done": f"would build a new version from the {request.source} and show it: the tables in schema "
-            f"{live.schema} are gone"
-        }
-    if request.dry_run:
-        return result | {"done": await _plan(work, projection, live, request)}
-    if request.drop_previous or request.discard:
-        dropped = await work.drop("previous" if request.drop_previous else "building")
-        return result | {
-            "done": f"dropped {dropped.schema}" if dropped else "nothing: there was no such version"
-        }
-    where = where_of(settings)
-    began = time.monotonic()
-    past = projection if request.keep_set_aside else None
-    archive = None if request.archive is None else settings.store(request.archive)
-    async with open_rebuild_source(request.source, where, past, archive) as source:
-        if request.undo:
-            was, now = await work.undo(source, request.accept, request.patience)
-            return result | {
-                "new": now._asdict(),
-                "done": f"{now.schema} is live again, {was.schema} is the previous version",
-            }
-        if lost:
-            new = await work.restore(source, request.patience)
-            done = (
-                f"{new.schema} is live, rebuilt from the {request.source}: the tables in schema "
-                f"{live.schema} were gone"
-            )
-            return result | {
-                "new": new._asdict(),
-                "build_seconds": round(time.monotonic() - began, 2),
-                "done": done,
-            }
-        new = await work.build(source)
-        result |= {"new": new._asdict(), "build_seconds": round(time.monotonic() - began, 2)}
-        if new.phase != "agreed":
-            tables = await work.difference(source, new)
-            undeclared = [difference.table for difference in tables if difference.undeclared]
-            result["difference"] = [msgspec.to_builtins(difference) for difference in tables]
-            if undeclared and not request.accept:
-                set_aside = [] if request.keep_set_aside else await work.set_aside()
-                lacking = [record.in_words() for record in set_aside]
-                done = f"refused: rows of {', '.join(undeclared)} differ, see above"
-                return result | {"refused": True, "done": done, "set_aside": lacking}
-            if request.no_switch:
-                return result | {"done": f"{new.schema} is complete and compared, and not shown"}
-            new = await work.agree(new)
-        elif request.no_switch:
-            return result | {"done": f"{new.schema} is complete and was compared before, and not shown"}
-        old = await work.switch(source, new, request.keep, request.patience)
-    kept = f"{old.schema} is kept: --undo shows it again" if request.keep else f"{old.schema} was dropped"
-    return result | {"new": new._replace(state="live")._asdict(), "done": f"{new.schema} is live; {kept}"}
-
-
-async def _plan(work: Rebuild, projection: str, live: Version, request: Request) -> str:
-    if request.undo:
-        previous = await work.in_state("previous")
-        return (
-            f"would show {previous.schema} (definition {previous.definition}) again; {live.schema} would "
-            "be the previous version"
-        )
-    if request.drop_previous or request.discard:
-        try:
-            return (
-                "would drop "
-                f"{(await work.in_state('previous' if request.drop_previous else 'building')).schema}"
-            )
-        except RebuildRefused as error:
-            return f"nothing: {error}"
-    kept_as = "audit" if request.source == "audit" else "journal"
-    begun = await work.begun(kept_as, request.keep_set_aside)
-    number = definition_of(projection).number
-    declared = ", ".join(sorted(definition_of(projection).declared_since(live.definition))) or "no columns"
-    how = f"continue {begun.schema} ({begun.phase})" if begun else "build a new version"
-    return (
-        f"would {how} of definition {number} from the {request.source}, with the {await work.events():,} "
-        f"events of {live.schema} (definition {live.definition}) and newer ones; {declared} may differ; then "
-        + ("only compare" if request.no_switch else "compare and switch")
-    )
-
-
-def _print(result: dict[str, Any]) -> None:
-    tables = msgspec.convert(result["difference"], list[TableDifference])
-    if any(difference.undeclared or difference.declared for difference in tables):
-        _print_difference(result["projection"], tables)
-    elif tables:
-        counts = ", ".join(f"{difference.rows_new:,} of {difference.table}" for difference in tables)
-        console.print(
-            f"{result['projection']}: old and new version are equal in every row: {counts}.",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-    seconds = f" It was built in {result['build_seconds']:,.1f} s." if "build_seconds" in result else ""
-    console.print(
-        f"{result['projection']}: {result['done']}.{seconds}", highlight=False, markup=False, soft_wrap=True
-    )
-    if result["refused"]:
-        console.print("  --accept switches anyway; --discard drops the new version.", highlight=False)
-        for words in result.get("set_aside", ()):
-            console.print(
-                "  Rows that only the new version has may be from a record that was set aside; then use "
-                f"--accept: {words}",
-                highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
-
-
-def _print_difference(projection: str, tables: list[TableDifference]) -> None:
-    rows = []
-    for difference in tables:
-        declared = ", ".join(f"{name} {count:,}" for name, count in difference.declared.items())
-        changed = ", ".join(f"{name} {count:,}" for name, count in difference.changed.items())
-        changed += "".join(f" {name}: {where}" for name, where in difference.columns.items())
-        rows.append(
-            (
-                difference.table,
-                difference.rows_old,
-                difference.rows_new,
-                difference.missing,
-                difference.extra,
-                difference.rows_changed,
-                changed,
-                declared,
-            )
-        )
-    columns = (
-        "table",
-        "rows old",
-        "rows new",
-        "missing",
-        "extra",
-        "changed",
-        "columns changed",
-        "as declared",
-    )
-    console.print(table(f"{projection}: old and new version compared", columns, rows))
-    for difference in tables:
-        for example in difference.examples:
-            key = ", ".join(f"{name} {value}" for name, value in example["key"].items())
-            if "only" in example:
-                what = f"only in the {example['only']} version"
-            else:
-                what = ", ".join(
-                    f"{name}: {before!r} → {after!r}" for name, (before, after) in example["changed"].items()
-                )
-            console.print(
-                f"  {difference.table}, {key}: {what}", highlight=False, markup=False, soft_wrap=True
-            )
+    if call.as_json:
+        as_json = [result.as_json() for result in results]
+        print_json(as_json if call.model == ALL else as_json[0])
+    return 1 if results[-1].refused else 0

@@ -71,7 +71,8 @@ CALLS = {
 MORE_CALLS = (
     ("rebuild", "redis"), ("rebuild", "journal", "--from", "audit"),
     ("rebuild", "journal", "--from", "audit", "--new-journal"),
-    ("rebuild", "all", "--discard"), ("replay", "--source", "audit", "--into", "-"),
+    *(("rebuild", verb, "all") for verb in ("build", "compare", "switch", "undo")),
+    ("rebuild", "drop", "all", "unfinished"), ("replay", "--source", "audit", "--into", "-"),
     ("export", "archive", "--dry-run", "--source", "audit"),
     ("init", "--new-journal"), ("keys", "create", "k", "--scope", "read"), ("keys", "revoke", "k"),
 )  # fmt: skip

@@ -56,7 +56,7 @@ async def test_a_dropped_version_is_reported_and_rebuilt(booked: Settings, proje
             booked, f"SELECT count(DISTINCT projection) FROM cursors WHERE projection <> '{projection}'"
         ) == [(2,)]
         assert grabstream("status", "--json", **env_of(booked)).returncode in (0, 1)
-        refused = grabstream("rebuild", projection, "--undo", **env_of(booked))
+        refused = grabstream("rebuild", "undo", projection, **env_of(booked))
         assert refused.returncode == 1
         done = grabstream("rebuild", projection, **env_of(booked))
         assert done.returncode == 0, done.stderr
@@ -72,7 +72,7 @@ async def test_a_dropped_version_is_reported_and_rebuilt(booked: Settings, proje
 async def test_a_rebuild_succeeds_after_live_and_building_schemas_were_dropped(booked: Settings) -> None:
     live = await version_in(booked, "ledger")
     before = await digests(booked, live)
-    assert grabstream("rebuild", "ledger", "--no-switch", **env_of(booked)).returncode == 0
+    assert grabstream("rebuild", "build", "ledger", **env_of(booked)).returncode == 0
     building = await version_in(booked, "ledger", "building")
     await execute(booked, f"DROP SCHEMA {building.schema} CASCADE; DROP SCHEMA {live.schema} CASCADE")
     done = grabstream("rebuild", "ledger", "--from", "audit", **env_of(booked))

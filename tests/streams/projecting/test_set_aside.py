@@ -257,8 +257,8 @@ async def test_a_rebuild_applies_the_record_set_aside_and_undo_removes_it(
     assert refused.returncode == 1
     words_printed = refused.stdout.replace("\n", " ")
     assert "may be from a record that was set aside; then use --accept: 1 event (3)" in words_printed
-    for words, posted, lacking in (((), 1000 - 290, 0), (("--undo",), 1000 - 280, 1)):
-        done = await asyncio.to_thread(grabstream, "rebuild", "ledger", "--accept", *words, **env_of(system))
+    for words, posted, lacking in ((("ledger",), 1000 - 290, 0), (("undo", "ledger"), 1000 - 280, 1)):
+        done = await asyncio.to_thread(grabstream, "rebuild", *words, "--accept", **env_of(system))
         assert done.returncode == 0, done.stderr
         assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(posted,)]
         assert len((await call_json(system, "set-aside", "--list"))[1]) == lacking
@@ -327,10 +327,14 @@ async def test_a_rebuild_from_the_audit_trail_keeps_set_aside_records_under_a_ne
         for name in ("ledger", "audit"):
             await until_at_seq(system, 5, name)
     before = await rows(system, "SELECT * FROM transfers ORDER BY seq")
-    for words in (("--no-switch",), ("--discard",), ()):
-        code, done = await call_json(
-            system, "rebuild", "ledger", "--from", "audit", "--keep-set-aside", *words
-        )
+    from_audit = ("ledger", "--from", "audit", "--keep-set-aside")
+    for words in (
+        ("build", *from_audit),
+        ("compare", "ledger"),
+        ("drop", "ledger", "unfinished"),
+        from_audit,
+    ):
+        code, done = await call_json(system, "rebuild", *words)
         assert code == 0, done
     assert done["new"]["version"] == 3
     assert await rows(system, "SELECT * FROM transfers ORDER BY seq") == before

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from psycopg import AsyncConnection, IsolationLevel, sql
 
-from grabstream.ops.commands.rebuild.read_models import where_of
+from grabstream.ops.connections.opening import where_of
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, child_environment, load_settings
@@ -112,29 +112,70 @@ async def test_a_rebuild_with_differences_is_refused_accepted_and_undone(booked:
     accepted = grabstream("rebuild", "ledger", "--accept", **env_of(booked))
     assert accepted.returncode == 0, accepted.stderr
     assert await rows(booked, query) == [(wrong - 7,)]
-    everything = grabstream("rebuild", "all", "--undo", **env_of(booked))
+    everything = grabstream("rebuild", "undo", "all", **env_of(booked))
     assert (everything.returncode, "balances has no previous version" in everything.stderr) == (1, True)
-    planned = grabstream("rebuild", "ledger", "--undo", "--dry-run", **env_of(booked))
+    planned = grabstream("rebuild", "undo", "ledger", "--dry-run", **env_of(booked))
     assert f"would show {booked.schema_}_ledger_1 (definition 1) again" in planned.stdout.replace("\n", " ")
     assert await rows(booked, query) == [(wrong - 7,)]
-    undone = grabstream("rebuild", "ledger", "--undo", "--json", **env_of(booked))
+    undone = grabstream("rebuild", "undo", "ledger", "--json", **env_of(booked))
     assert undone.returncode == 0
     new = json.loads(undone.stdout)["new"]
     assert (new["version"], new["state"]) == (1, "live")
     assert await rows(booked, query) == [(wrong,)]
-    assert grabstream("rebuild", "ledger", "--undo", **env_of(booked)).returncode == 0
+    assert grabstream("rebuild", "undo", "ledger", **env_of(booked)).returncode == 0
     assert await rows(booked, query) == [(wrong - 7,)]
-    planned = grabstream("rebuild", "ledger", "--drop-previous", "--dry-run", **env_of(booked))
+    planned = grabstream("rebuild", "drop", "ledger", "previous", "--dry-run", **env_of(booked))
     assert f"would drop {booked.schema_}_ledger_1" in planned.stdout
-    dropped = grabstream("rebuild", "ledger", "--drop-previous", **env_of(booked))
+    dropped = grabstream("rebuild", "drop", "ledger", "previous", **env_of(booked))
     assert f"dropped {booked.schema_}_ledger_1" in dropped.stdout
-    for words in (("--undo",), ("--undo", "--dry-run")):
-        assert grabstream("rebuild", "ledger", *words, **env_of(booked)).returncode == 1
+    for words in ((), ("--dry-run",)):
+        assert grabstream("rebuild", "undo", "ledger", *words, **env_of(booked)).returncode == 1
     assert [version.state for version in await all_versions(booked, "ledger")] == ["live"]
     # The previous version is kept until the next switch, whether that switch keeps a version or not.
     for words in ((), ("--no-keep",)):
         assert grabstream("rebuild", "ledger", *words, **env_of(booked)).returncode == 0
     assert [version.state for version in await all_versions(booked, "ledger")] == ["live"]
+
+
+@pytest.mark.long
+async def test_a_rebuild_in_steps_shows_nothing_before_its_switch(booked: Settings) -> None:
+    """`compare` and `switch` need a complete version that `build` has made. A switch compares again, and is
+    refused while rows differ; it reads what the build has read.
+    """
+    before = await version_in(booked, "ledger")
+    for words in (("compare", "ledger"), ("switch", "ledger"), ("switch", "ledger", "--dry-run")):
+        refused = grabstream("rebuild", *words, **env_of(booked))
+        assert (refused.returncode, "`grabstream rebuild build ledger`" in refused.stderr) == (1, True)
+    killed = grabstream("rebuild", "build", "ledger", **env_of(booked), fail_at="rebuild.committed:3")
+    assert killed.returncode == -signal.SIGKILL
+    refused = grabstream("rebuild", "compare", "ledger", **env_of(booked))
+    assert (refused.returncode, "ledger_2 is not complete" in refused.stderr) == (1, True)
+    built = grabstream("rebuild", "build", "ledger", "--from", "audit", "--json", **env_of(booked))
+    result = json.loads(built.stdout)
+    assert (result["new"]["version"], result["new"]["state"], result["difference"]) == (2, "building", [])
+    compared = json.loads(grabstream("rebuild", "compare", "ledger", "--json", **env_of(booked)).stdout)
+    assert {one["table"] for one in compared["difference"] if one["rows_new"]} >= {"accounts_1", "transfers"}
+    assert (compared["refused"], compared["new"]["source"]) == (False, "audit")
+    await damage_ledger(booked, "UPDATE accounts_1 SET posted = posted + 7 WHERE account = 'wallet:u3'")
+    for verb in ("compare", "switch"):
+        refused = grabstream("rebuild", verb, "ledger", "--json", **env_of(booked))
+        result = json.loads(refused.stdout)
+        assert (refused.returncode, "rows of accounts_1 differ" in result["done"]) == (1, True)
+    assert await version_in(booked, "ledger") == before
+    planned = grabstream("rebuild", "switch", "ledger", "--dry-run", **env_of(booked))
+    assert f"switch to {booked.schema_}_ledger_2" in planned.stdout.replace("\n", " ")
+    assert await version_in(booked, "ledger") == before
+    switched = grabstream("rebuild", "switch", "ledger", "--accept", "--json", **env_of(booked))
+    assert switched.returncode == 0, switched.stderr
+    live = await version_in(booked, "ledger")
+    assert (live.version, live.source) == (2, "audit")
+    assert json.loads(switched.stdout)["new"] == live._replace(phase="agreed")._asdict()
+    assert grabstream("rebuild", "build", "ledger", **env_of(booked)).returncode == 0
+    words = ("rebuild", "drop", "ledger", "previous", "unfinished")
+    dropped = json.loads(grabstream(*words, "--json", **env_of(booked)).stdout)
+    assert dropped["done"] == f"dropped {booked.schema_}_ledger_1, {booked.schema_}_ledger_3"
+    assert [version.state for version in await all_versions(booked, "ledger")] == ["live"]
+    assert grabstream("rebuild", "drop", "ledger", **env_of(booked)).returncode == 2
 
 
 async def all_versions(settings: Settings, projection: str) -> list[Version]:
@@ -146,8 +187,8 @@ async def all_versions(settings: Settings, projection: str) -> list[Version]:
 async def test_undo_applies_newer_events_to_the_previous_version_first(
     booked: Settings, journal: JournalWriter
 ) -> None:
-    """Workers write only the live version of a definition. `--undo` first applies the newer events to the
-    previous version.
+    """Workers write only the live version of a definition. `rebuild undo` first applies the newer events
+    to the previous version.
     """
     async with running(booked, "ledger") as [ledger]:
         await ledger.put(CatchUp(0))
@@ -164,7 +205,7 @@ async def test_undo_applies_newer_events_to_the_previous_version_first(
         assert await rows(booked, f"SELECT count(*) FROM {old.schema}.transfers WHERE shard = 0") == [
             (GRANTS + 1,)
         ]
-        assert grabstream("rebuild", "ledger", "--undo", **env_of(booked)).returncode == 0
+        assert grabstream("rebuild", "undo", "ledger", **env_of(booked)).returncode == 0
         assert (await version_in(booked, "ledger")).schema == old.schema
         assert await rows(booked, "SELECT count(*) FROM transfers WHERE shard = 0") == [(GRANTS + 6,)]
         await of_shard.block(lines_of(0, GRANTS + 8), GRANTS + 7, GRANTS + 9)

@@ -141,7 +141,7 @@ async def test_a_switch_under_load_shows_no_mixture_of_versions(
         assert {table for table in before if before[table] != after[table]} == {"offers_1"}
         # In a thread: the readers must continue, or the switch would wait for their snapshots.
         assert (
-            await asyncio.to_thread(grabstream, "rebuild", "balances", "--undo", **env_of(system))
+            await asyncio.to_thread(grabstream, "rebuild", "undo", "balances", **env_of(system))
         ).returncode == 0
         await until(lambda: readers.forms.count("old") > 1, 30, "a read of the previous version")
     finally:

@@ -12,8 +12,7 @@ from aiokafka import AIOKafkaProducer
 
 from grabstream.models.commands import Grab
 from grabstream.models.journal import marker_headers
-from grabstream.ops.commands.rebuild.read_models import where_of
-from grabstream.ops.connections.opening import key_space, open_gate, open_redis
+from grabstream.ops.connections.opening import key_space, open_gate, open_redis, where_of
 from grabstream.ops.initialization import take_new_journal
 from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
