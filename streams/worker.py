@@ -19,8 +19,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 from grabstream.lua.ending import end, running
 from grabstream.lua.gate.calls import GateLimits
@@ -71,169 +71,199 @@ class WorkerSettings(NamedTuple):
     operations_on_commands: bool = False
 
 
-Role = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+class Role(Protocol):
+    """What a worker plays until `stop`. It may be played again after it has ended."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Plays the role until `stop`; raises the error that ends it before."""
 
 
-def roles_of(
-    settings: WorkerSettings,
-    roles: Sequence[str],
-    redis: Any,
-    sealer: Sealer,
-    tickets: TicketKeys,
-    record_demand: RecordDemand | None,
-    refusals: RefusalLog | None,
-    of_books: Mapping[str, Role],
-    step: Step = lambda name: None,
-    snapshots: Snapshots | None = None,
-    report_recovery: Callable[[Recovered], Any] | None = None,
-    ready: Callable[[str], None] = lambda role: None,
-    relays: Callable[[Sequence[int]], None] = lambda shards: None,
-    payment_side: PaymentSide | None = None,
-    measures: WorkerMeasures | None = None,
-    user_keys: UserKeys | None = None,
-    relays_change: Callable[[Change], None] = lambda change: None,
-) -> dict[str, Role]:
-    """The roles to play as functions of a stop event; raises ValueError for a role that does not exist.
+class Service(NamedTuple):
+    """A function of a stop event, run beside the roles as they are."""
 
-    `ready` is called with each of the roles returned once it has started, also when it starts again; before
-    it, `relays` is called with the shards that this worker relays and sweeps then, and `relays_change` when
-    these are others. `payment_side` is asked
-    about holds that end soon. `measures` counts what the roles do. `user_keys` has the keys under which the
-    decider seals the metadata of grabs, if it does.
+    work: Callable[[asyncio.Event], Awaitable[None]]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Calls the function."""
+        await self.work(stop)
+
+
+class WorkerParts(NamedTuple):
+    """What the roles that decide share. `ready` is called with the name of a role once it has started, also
+    when it starts again; `measures` counts what the roles do.
     """
-    counted = measures or WorkerMeasures()
-    for role in roles:
-        if role not in ROLES:
-            raise ValueError(f"role {role!r}: must be one of {', '.join(ROLES)}")
-    if "sweep" in roles and "relay" not in roles:
-        raise ValueError(SWEEPS_WITHOUT_RELAY)
-    keys, topics = (
-        KeySpace(settings.prefix, settings.shards, settings.redis_database),
-        Topics(settings.prefix),
-    )
-    played: dict[str, Role] = {}
 
-    if "decide" in roles:
+    settings: WorkerSettings
+    redis: Any
+    sealer: Sealer
+    measures: WorkerMeasures
+    ready: Callable[[str], None] = lambda role: None
 
-        async def decide(stop: asyncio.Event) -> None:
-            gate = Gate(
-                redis, keys, sealer, settings.gate, tickets=tickets, refusals=refusals,
-                measures=counted.gate,
-                user_keys=user_keys,
-            )  # fmt: skip
-            counted.gate_load = lambda: (gate.queued, gate.calls_in_flight)
-            gate.start()
-            try:
-                async with writing(refusals):
-                    await decide_topics(
-                        gate, settings, topics, functools.partial(ready, "decide"), counted, stop
-                    )
-            finally:
-                await gate.close()
+    @property
+    def keys(self) -> KeySpace:
+        """The keys of the system in Redis."""
+        return KeySpace(self.settings.prefix, self.settings.shards, self.settings.redis_database)
 
-        played["decide"] = decide
-
-    if "relay" in roles:
-        queries_of: Callable[[ShardKeys], HoldQueries] | None = None
-
-        def tasks_of(shard: int, duty: Duty) -> list[Any]:
-            of_shard = keys.shard(shard)
-            relay = ShardRelay(
-                redis, of_shard, settings.shards, settings.kafka, topics.journal, sealer,
-                settings.block_events_max, step,
-                snapshots, report_recovery, duty=duty, measures=counted.relay,
-            )  # fmt: skip
-            tasks: list[Any] = [relay.run()]
-            if "sweep" in roles:
-                skew_ms_max = settings.gate.clock_skew_ms_max
-                sweeper = Sweeper(
-                    redis, of_shard, settings.shards, skew_ms_max, record_demand, duty.decided,
-                    lambda: duty.is_waiting, queries_of(of_shard) if queries_of else None, counted.swept,
-                )  # fmt: skip
-                tasks.append(sweeper.run())
-            return tasks
-
-        def requested(shards: Sequence[int]) -> None:
-            relays(shards)
-            ready("relay")
-
-        async def relay(stop: asyncio.Event) -> None:
-            nonlocal queries_of
-            async with contextlib.AsyncExitStack() as stack:
-                if payment_side is not None and "sweep" in roles:
-                    # An HTTP client takes a while to import, and only this needs one.
-                    from grabstream.streams.deciding.payment_side import open_queries
-
-                    queries_of = await stack.enter_async_context(
-                        open_queries(payment_side, redis, keys, sealer, settings.gate)
-                    )
-                leases = Leases(redis, keys, settings.lease_ms, tasks_of, requested, relays_change)
-                counted.leases_held, counted.shards_relayed = lambda: leases.held, lambda: leases.relayed
-                await leases.run(stop)
-
-        played["relay"] = relay
-
-    played.update(
-        (role, restarting(role, of_books[role], counted.restarts))
-        for role in ("project", "publish", "verify", "webhooks")
-        if role in roles and role in of_books
-    )
-    return played
+    @property
+    def topics(self) -> Topics:
+        """The topics of the system."""
+        return Topics(self.settings.prefix)
 
 
-async def decide_topics(
-    gate: Gate,
-    settings: WorkerSettings,
-    topics: Topics,
-    ready: Callable[[], None],
-    measures: WorkerMeasures,
-    stop: asyncio.Event,
-) -> None:
-    """Decides the commands of both topics until `stop`; calls `ready` when both are read. Raises the first
-    error of a decider.
+class DecideRole:
+    """Answers the commands of both topics. `user_keys` has the keys under which the metadata of grabs are
+    sealed, if they are.
     """
-    authority = Authority(topics, settings.operations_on_commands)
-    reading: set[str] = set()
 
-    def reads(topic: str) -> None:
-        reading.add(topic)
-        if len(reading) == len(deciders):
-            ready()
+    def __init__(
+        self, parts: WorkerParts, tickets: TicketKeys, refusals: RefusalLog | None = None,
+        user_keys: UserKeys | None = None,
+    ) -> None:  # fmt: skip
+        self._parts = parts
+        self._tickets = tickets
+        self._refusals = refusals
+        self._user_keys = user_keys
 
-    deciders = [
-        Decider(
-            gate, settings.kafka, topics, settings.shards, functools.partial(reads, topic), measures,
-            topic=topic, authority=authority,
+    async def run(self, stop: asyncio.Event) -> None:
+        """Decides until `stop`; raises the first error of a decider."""
+        parts = self._parts
+        gate = Gate(
+            parts.redis, parts.keys, parts.sealer, parts.settings.gate, tickets=self._tickets,
+            refusals=self._refusals, measures=parts.measures.gate, user_keys=self._user_keys,
+        )  # fmt: skip
+        parts.measures.gate_load = lambda: (gate.queued, gate.calls_in_flight)
+        gate.start()
+        try:
+            async with writing(self._refusals):
+                await self._decide(gate, stop)
+        finally:
+            await gate.close()
+
+    async def _decide(self, gate: Gate, stop: asyncio.Event) -> None:
+        settings, topics = self._parts.settings, self._parts.topics
+        authority = Authority(topics, settings.operations_on_commands)
+        reading: set[str] = set()
+
+        def reads(topic: str) -> None:
+            reading.add(topic)
+            if len(reading) == len(deciders):
+                self._parts.ready("decide")
+
+        deciders = [
+            Decider(
+                gate, settings.kafka, topics, settings.shards, functools.partial(reads, topic),
+                self._parts.measures, topic=topic, authority=authority,
+            )
+            for topic in (topics.operations, topics.commands)
+        ]  # fmt: skip
+        async with running(*(decider.run(stop) for decider in deciders)) as tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+
+
+class RelayOptions(NamedTuple):
+    """How shards are recovered, and who is told. `relays` is called with the shards that this worker relays
+    and sweeps once it has started, before it is ready; `relays_change` when these are others.
+    """
+
+    step: Step = lambda name: None
+    snapshots: Snapshots | None = None
+    report_recovery: Callable[[Recovered], Any] | None = None
+    relays: Callable[[Sequence[int]], None] = lambda shards: None
+    relays_change: Callable[[Change], None] = lambda change: None
+
+
+class Sweeping(NamedTuple):
+    """How the shards that are relayed are swept. `payment_side` is asked about holds that end soon."""
+
+    record_demand: RecordDemand | None = None
+    payment_side: PaymentSide | None = None
+
+
+QueriesOf = Callable[[ShardKeys], HoldQueries]
+
+
+class RelayRole:
+    """Relays the shards of which this worker has the leases. With `sweeping`, also sweeps them."""
+
+    def __init__(self, parts: WorkerParts, options: RelayOptions, sweeping: Sweeping | None) -> None:
+        self._parts = parts
+        self._options = options
+        self._sweeping = sweeping
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Relays until `stop`."""
+        parts, measures = self._parts, self._parts.measures
+        async with contextlib.AsyncExitStack() as stack:
+            tasks_of = functools.partial(self._tasks_of, await self._open_queries(stack))
+            leases = Leases(
+                parts.redis, parts.keys, parts.settings.lease_ms, tasks_of, self._requested,
+                self._options.relays_change,
+            )  # fmt: skip
+            measures.leases_held, measures.shards_relayed = lambda: leases.held, lambda: leases.relayed
+            await leases.run(stop)
+
+    async def _open_queries(self, stack: contextlib.AsyncExitStack) -> QueriesOf | None:
+        if self._sweeping is None or self._sweeping.payment_side is None:
+            return None
+        # An HTTP client takes a while to import, and only this needs one.
+        from grabstream.streams.deciding.payment_side import open_queries
+
+        parts = self._parts
+        return await stack.enter_async_context(
+            open_queries(
+                self._sweeping.payment_side, parts.redis, parts.keys, parts.sealer, parts.settings.gate
+            )
         )
-        for topic in (topics.operations, topics.commands)
-    ]  # fmt: skip
-    async with running(*(decider.run(stop) for decider in deciders)) as tasks:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
+
+    def _tasks_of(self, queries_of: QueriesOf | None, shard: int, duty: Duty) -> list[Any]:
+        parts, options, settings = self._parts, self._options, self._parts.settings
+        of_shard = parts.keys.shard(shard)
+        relay = ShardRelay(
+            parts.redis, of_shard, settings.shards, settings.kafka, parts.topics.journal, parts.sealer,
+            settings.block_events_max, options.step, options.snapshots, options.report_recovery, duty=duty,
+            measures=parts.measures.relay,
+        )  # fmt: skip
+        if self._sweeping is None:
+            return [relay.run()]
+        sweeper = Sweeper(
+            parts.redis, of_shard, settings.shards, settings.gate.clock_skew_ms_max,
+            self._sweeping.record_demand, duty.decided, lambda: duty.is_waiting,
+            queries_of(of_shard) if queries_of else None, parts.measures.swept,
+        )  # fmt: skip
+        return [relay.run(), sweeper.run()]
+
+    def _requested(self, shards: Sequence[int]) -> None:
+        self._options.relays(shards)
+        self._parts.ready("relay")
 
 
-def restarting(name: str, role: Role, restarts: dict[str, int] | None = None) -> Role:
-    """The role, restarted whenever it fails or ends before `stop`: after a second, then after ever longer
+class RestartingRole:
+    """A role, restarted whenever it fails or ends before `stop`: after a second, then after ever longer
     pauses. `restarts` counts them, by name. It raises DoesNotStop: another start would not help.
     """
 
-    if restarts is not None:
+    def __init__(self, name: str, role: Role, restarts: dict[str, int] | None = None) -> None:
+        self._name = name
+        self._role = role
+        self._restarts: dict[str, int] = {} if restarts is None else restarts
         # From the start, so that the first restart is an increase of the metric.
-        restarts[name] += 0
+        self._restarts[name] = self._restarts.get(name, 0)
 
-    async def run(stop: asyncio.Event) -> None:
-        pause_seconds, trouble = RESTART_SECONDS_MIN, Trouble(log, f"role {name}")
+    async def run(self, stop: asyncio.Event) -> None:
+        """Plays the role again and again until `stop`."""
+        pause_seconds, trouble = RESTART_SECONDS_MIN, Trouble(log, f"role {self._name}")
         while not stop.is_set():
             began = time.monotonic()
             try:
-                await role(stop)
+                await self._role.run(stop)
                 if not stop.is_set():
                     trouble.note("it ended by itself")
                     log.critical(
                         "role %s ended by itself: restarting it in %.0f s, other roles continue",
-                        name,
+                        self._name,
                         pause_seconds,
                     )
             except DoesNotStop:
@@ -244,12 +274,12 @@ def restarting(name: str, role: Role, restarts: dict[str, int] | None = None) ->
                 trouble.note(in_words(error))
                 log.critical(
                     "role %s: unknown error, restarting it in %.0f s, other roles continue",
-                    name,
+                    self._name,
                     pause_seconds,
                     exc_info=True,
                 )
-            if restarts is not None and not stop.is_set():
-                restarts[name] += 1
+            if not stop.is_set():
+                self._restarts[self._name] += 1
             if time.monotonic() - began > RESTART_SECONDS_MAX:
                 pause_seconds = RESTART_SECONDS_MIN
             with contextlib.suppress(TimeoutError):
@@ -257,17 +287,15 @@ def restarting(name: str, role: Role, restarts: dict[str, int] | None = None) ->
                     await stop.wait()
             pause_seconds = min(pause_seconds * 2, RESTART_SECONDS_MAX)
 
-    return run
 
-
-async def run_worker(roles: dict[str, Role], stop: asyncio.Event) -> list[str]:
+async def run_worker(roles: Mapping[str, Role], stop: asyncio.Event) -> list[str]:
     """Plays the roles until `stop` is set or one of them ends. Then stops the others, and raises the error of
     a role that failed.
 
     From then on it takes at most STOP_SECONDS and END_SECONDS_MAX. Returns the names of roles that do not
     end.
     """
-    tasks = {asyncio.create_task(role(stop), name=f"role {name}"): name for name, role in roles.items()}
+    tasks = {asyncio.create_task(role.run(stop), name=f"role {name}"): name for name, role in roles.items()}
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():

@@ -359,17 +359,20 @@ class BooksOfWorker:
         """The roles that only concern the books."""
         settings, release = self._settings, self._release
         run_projections = release.module("streams.projecting.agents").run_projections
+        service = release.module("streams.worker").Service
 
-        def faust(names: Sequence[str]) -> Role:
-            return partial(
-                run_projections, settings.kafka, settings.prefix, settings.shards, settings.postgres, SCHEMA,
-                names=names, step=step,
+        def faust(names: Sequence[str]) -> Any:
+            return service(
+                partial(
+                    run_projections, settings.kafka, settings.prefix, settings.shards, settings.postgres,
+                    SCHEMA, names=names, step=step,
+                )
             )  # fmt: skip
 
         roles: dict[str, Role] = {"project": faust(list(READ_MODELS)), "publish": faust(["events"])}
         if self._is_verified:
             verifier = release.module("streams.projecting.verifier").Verifier
-            roles["verify"] = verifier(redis, self._keys, settings.postgres, SCHEMA, VERIFIER_SHARE).run
+            roles["verify"] = verifier(redis, self._keys, settings.postgres, SCHEMA, VERIFIER_SHARE)
         return roles
 
     async def record_demand(self, shard: int, rows: Sequence[tuple[int, int, str, int]]) -> None:

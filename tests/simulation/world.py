@@ -66,7 +66,6 @@ from tests.simulation.redis_server import Client, Server, SimulatedScript, Store
 from tests.simulation.releases import RELEASES
 from tests.simulation.smaller import CALL_COSTS, smaller_bounds
 
-ROLES: Final = ("decide", "relay", "sweep")
 LEASE_MS: Final = 1_600
 #: The modules that open Kafka clients.
 KAFKA_MODULES: Final = ("streams.relaying.relay", "streams.journal", "streams.deciding.decider")
@@ -357,16 +356,20 @@ class World:
             settings = worker.WorkerSettings(
                 "simulated", PREFIX, SHARDS, 0, GATE, self.plan.block_events_max, LEASE_MS
             )
-            if self.books is None:
-                roles = worker.roles_of(
-                    settings, ROLES, client, sealer, tickets, None, None, {}, step=self.stepped
-                )
-            else:
+            parts = worker.WorkerParts(
+                settings, client, sealer, release.module("streams.measures").WorkerMeasures()
+            )
+            options, sweeping, of_books = worker.RelayOptions(self.stepped), worker.Sweeping(), {}
+            if self.books is not None:
                 books = self.books.of(release)
-                roles = worker.roles_of(
-                    settings, worker.ROLES, client, sealer, tickets, books.record_demand, None,
-                    books.roles(client, self.stepped), self.stepped, books.snapshots, books.report_recovery,
-                )  # fmt: skip
+                options = worker.RelayOptions(self.stepped, books.snapshots, books.report_recovery)
+                sweeping = worker.Sweeping(books.record_demand)
+                of_books = books.roles(client, self.stepped)
+            roles = {
+                "decide": worker.DecideRole(parts, tickets),
+                "relay": worker.RelayRole(parts, options, sweeping),
+                **{name: worker.RestartingRole(name, role) for name, role in of_books.items()},
+            }
             try:
                 left = await worker.run_worker(roles, stop)
             except BaseException as error:

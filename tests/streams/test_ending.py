@@ -20,7 +20,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import open_gate, open_redis
 from grabstream.ops.console.stopping import END_SECONDS_MAX
 from grabstream.ops.settings import Settings, child_environment
-from grabstream.streams.worker import restarting, run_worker
+from grabstream.streams.worker import RestartingRole, Service, run_worker
 from tests.conftest import until
 from tests.support.command_line import env_of
 from tests.support.projecting import rows
@@ -137,8 +137,8 @@ async def _booked(settings: Settings, seq: int) -> bool:
 async def test_run_worker_names_roles_that_do_not_end_and_restarts_failed_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A role that ignores the stop is named within the bound; a role that is `restarting` is restarted after
-    an error.
+    """A role that ignores the stop is named within the bound; a role that restarts is restarted after an
+    error.
     """
     monkeypatch.setattr("grabstream.streams.worker.STOP_SECONDS", 0.5)
     stop, begun = asyncio.Event(), 0
@@ -160,9 +160,13 @@ async def test_run_worker_names_roles_that_do_not_end_and_restarts_failed_ones(
 
     left_alone = asyncio.Event()
     began = time.monotonic()
-    assert await run_worker({"stubborn": stubborn, "project": restarting("project", failing)}, stop) == [
-        "stubborn"
-    ]
+    restarts = {"project": 0}
+    roles = {
+        "stubborn": Service(stubborn),
+        "project": RestartingRole("project", Service(failing), restarts),
+    }
+    assert await run_worker(roles, stop) == ["stubborn"]
+    assert restarts == {"project": 1}
     assert begun == 2
     assert time.monotonic() - began < END_SECONDS_MAX
     left_alone.set()

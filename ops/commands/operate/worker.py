@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 import psycopg
@@ -77,7 +77,19 @@ from grabstream.streams.relaying.relay import Step
 from grabstream.streams.relaying.takeover import NO_KEY
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics
-from grabstream.streams.worker import ROLES, SWEEPS_WITHOUT_RELAY, Role, restarting, roles_of, run_worker
+from grabstream.streams.worker import (
+    ROLES,
+    SWEEPS_WITHOUT_RELAY,
+    DecideRole,
+    RelayOptions,
+    RelayRole,
+    RestartingRole,
+    Role,
+    Service,
+    Sweeping,
+    WorkerParts,
+    run_worker,
+)
 
 log = logging.getLogger(__name__)
 
@@ -146,28 +158,23 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
 
     try:
         receipts_for = await audience(settings, redis)
-        roles = roles_of(
-            worker_settings(settings, receipts_for), chosen, redis, sealer(settings), ticket_keys(settings),
-            functools.partial(_record_demand, settings),
-            refusal_log(settings),
-            {
-                "project": known.before("project", _faust(settings, READ_MODELS, measures)),
-                "publish": known.before("publish", _faust(settings, ("events",), measures)),
-                "verify": known.before("verify", Verifier(
-                    redis, key_space(settings), settings.postgres, settings.schema_,
-                    settings.verify_percent / 100,
-                    compares_keys(settings, redis),
-                ).run),
-                "webhooks": known.before("webhooks", _webhooks(settings, measures)),
-            },
-            step_of(settings), snapshots(settings), functools.partial(_report_recovery, settings, measures),
-            ready, relayed.extend, payment_side(settings, receipts_for), measures, keys_of_users,
-            _say_relayed,
+        shared = WorkerParts(
+            worker_settings(settings, receipts_for), redis, sealer(settings), measures, ready
         )  # fmt: skip
-        roles["identity"] = functools.partial(known.keep, redis)
-        roles["key files"] = key_files.keep_fresh
-        roles["report"] = functools.partial(keep_reporting, redis, key_space(settings).workers, chosen)
-        roles["servers"] = restarting("servers", functools.partial(watch_servers, settings, redis))
+        relay_options = RelayOptions(
+            step_of(settings), snapshots(settings), functools.partial(_report_recovery, settings, measures),
+            relayed.extend, _say_relayed,
+        )  # fmt: skip
+        sweeping = Sweeping(functools.partial(_record_demand, settings), payment_side(settings, receipts_for))
+        decide = DecideRole(shared, ticket_keys(settings), refusal_log(settings), keys_of_users)
+        relay = RelayRole(shared, relay_options, sweeping if "sweep" in chosen else None)
+        roles: dict[str, Role] = {
+            name: role for name, role in (("decide", decide), ("relay", relay)) if name in chosen
+        }
+        for name, role in _roles_of_books(settings, redis, measures).items():
+            if name in chosen:
+                roles[name] = RestartingRole(name, known.before(name, role), measures.restarts)
+        roles |= _services(settings, chosen, redis, known, key_files)
         log.info("playing %s", ", ".join(chosen))
         async with AsyncExitStack() as stack:
             if settings.metrics_listen is not None:
@@ -191,6 +198,34 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
             await keys_of_users.close()
         await redis.aclose()
     return signals
+
+
+def _roles_of_books(settings: Settings, redis: Any, measures: WorkerMeasures) -> dict[str, Role]:
+    """The roles that only concern the books."""
+    verifier = Verifier(
+        redis, key_space(settings), settings.postgres, settings.schema_, settings.verify_percent / 100,
+        compares_keys(settings, redis),
+    )  # fmt: skip
+    return {
+        "project": ProjectionsRole(settings, READ_MODELS, measures),
+        "publish": ProjectionsRole(settings, ("events",), measures),
+        "verify": verifier,
+        "webhooks": WebhooksRole(settings, measures),
+    }
+
+
+def _services(
+    settings: Settings, chosen: Sequence[str], redis: Any, known: "Known", key_files: KeyFiles
+) -> dict[str, Role]:
+    """What every worker does beside its roles."""
+    reporting = functools.partial(keep_reporting, redis, key_space(settings).workers, chosen)
+    watching = Service(functools.partial(watch_servers, settings, redis))
+    return {
+        "identity": Service(functools.partial(known.keep, redis)),
+        "key files": Service(key_files.keep_fresh),
+        "report": Service(reporting),
+        "servers": RestartingRole("servers", watching),
+    }
 
 
 def _ready_words(settings: Settings, chosen: Sequence[str], relayed: Sequence[int]) -> str:
@@ -244,17 +279,9 @@ class Known:
         self._trouble.over()
         self._is_known.set()
 
-    def before(self, name: str, role: Role) -> Role:
+    def before(self, name: str, role: Role) -> "RoleOfSchema":
         """The role, which writes the schema, with a start that waits until the schema is known to be ours."""
-
-        async def wait(stop: asyncio.Event) -> None:
-            async with running(self._is_known.wait(), stop.wait()) as waiting:
-                await first_to_end(waiting)
-            if not stop.is_set():
-                self._ready(name)
-                await role(stop)
-
-        return wait
+        return RoleOfSchema(name, role, self._is_known, self._ready)
 
     async def keep(self, redis: Any, stop: asyncio.Event) -> None:
         """Claims the prefix again whenever Redis has lost the claim, until `stop`; raises BadSettings when
@@ -275,6 +302,23 @@ class Known:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds_to_tick(CHECK_AGAIN_SECONDS)):
                     await stop.wait()
+
+
+class RoleOfSchema(NamedTuple):
+    """A role that starts, and then is ready, as soon as its schema is known."""
+
+    name: str
+    role: Role
+    is_known: asyncio.Event
+    ready: Callable[[str], None]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Plays the role, after the wait."""
+        async with running(self.is_known.wait(), stop.wait()) as waiting:
+            await first_to_end(waiting)
+        if not stop.is_set():
+            self.ready(self.name)
+            await self.role.run(stop)
 
 
 async def _reached(settings: Settings, known: Known, decides: bool, stop: asyncio.Event) -> bool:
@@ -359,32 +403,44 @@ async def _report_recovery(settings: Settings, measures: WorkerMeasures, recover
     await report_recovery(settings, recovered)
 
 
-def _faust(settings: Settings, names: Sequence[str], measures: WorkerMeasures) -> Role:
-    async def run(stop: asyncio.Event) -> None:
+class ProjectionsRole(NamedTuple):
+    """Builds read models, or publishes single events: the Faust agents of these projections."""
+
+    settings: Settings
+    names: Sequence[str]
+    measures: WorkerMeasures
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Runs the agents until `stop`."""
         # Faust takes a second to import, and most roles do not need it.
         from grabstream.streams.projecting.agents import run_projections
 
         await run_projections(
-            kafka=settings.brokers,
-            prefix=settings.prefix,
-            shards=settings.shards,
-            postgres=settings.postgres,
-            schema=settings.schema_,
+            kafka=self.settings.brokers,
+            prefix=self.settings.prefix,
+            shards=self.settings.shards,
+            postgres=self.settings.postgres,
+            schema=self.settings.schema_,
             stop=stop,
-            names=names,
-            step=step_of(settings),
-            measures=measures,
+            names=self.names,
+            step=step_of(self.settings),
+            measures=self.measures,
         )
 
-    return run
 
+class WebhooksRole(NamedTuple):
+    """Sends events to the URLs that subscribed to them."""
 
-def _webhooks(settings: Settings, measures: WorkerMeasures) -> Role:
-    async def run(stop: asyncio.Event) -> None:
+    settings: Settings
+    measures: WorkerMeasures
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Sends until `stop`."""
         # Its HTTP client takes a third of a second to import.
         from grabstream.streams.webhooks.role import Webhooks
         from grabstream.streams.webhooks.sending import Limits
 
+        settings = self.settings
         limits = Limits(
             settings.webhook_http,
             settings.webhook_private_addresses,
@@ -393,10 +449,8 @@ def _webhooks(settings: Settings, measures: WorkerMeasures) -> Role:
         )
         await Webhooks(
             settings.postgres, settings.schema_, settings.brokers, settings.prefix, settings.shards,
-            sealer(settings), limits, measures.webhooks,
+            sealer(settings), limits, self.measures.webhooks,
         ).run(stop)  # fmt: skip
-
-    return run
 
 
 def step_of(settings: Settings) -> Step:
