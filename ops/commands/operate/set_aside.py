@@ -41,38 +41,58 @@ _wait = click.option(
 )
 
 
-@click.command(name="set-aside")
-@click.argument("projection", type=click.Choice((*PROJECTIONS, EVENTS)), required=False)
-@click.argument("shard", type=WholeNumber(min=0), required=False)
-@click.option("--reason", help="Why the books may lack the record, in one line; kept in the books.")
-@click.option("--operator", help="The name of the operator who decides it; kept in the books.")
-@click.option(
-    "--dry-run", is_flag=True, help="Show the record and what the books will lack, and change nothing."
-)
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@click.option("--list", "listing", is_flag=True, help="List the records that are set aside.")
-@_wait
+@click.group(name="set-aside")
+def set_aside() -> None:
+    """Let a projection that has stopped continue after the journal record that it cannot apply. `grabstream
+    status` shows what has stopped, and at which shard.
+    """
+
+
+@set_aside.command(name="list")
 @json_option
-def set_aside(
-    projection: str | None, shard: int | None, reason: str | None, operator: str | None, dry_run: bool,
-    yes: bool, listing: bool,
+def list_(as_json: bool) -> None:
+    """List the records that are set aside."""
+    _print_list(asyncio.run(_list(load_settings())), as_json)
+
+
+def _verb(projection: str) -> None:
+    @set_aside.command(
+        projection,
+        short_help=f"Let {projection} continue after a record.",
+        help=f"""Let {projection}, which has stopped at SHARD, continue after the journal record that it
+        cannot apply.
+
+        The record is shown first, and then kept in the books with its bytes, the reason and the operator.
+        From then on the read model lacks the record's events; `status`, `verify` and `doctor` show that. To
+        undo it, remove the cause and rebuild the read model: `grabstream rebuild PROJECTION --accept` reads
+        the record again. Exit code 1: there is nothing to set aside.
+        """,
+    )
+    @_shard
+    @click.option("--reason", help="Why the books may lack the record, in one line; kept in the books.")
+    @click.option("--operator", help="The name of the operator who decides it; kept in the books.")
+    @click.option(
+        "--dry-run", is_flag=True, help="Show the record and what the books will lack, and change nothing."
+    )
+    @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+    @_wait
+    @json_option
+    def command(
+        shard: int, reason: str | None, operator: str | None, dry_run: bool, yes: bool, wait: float,
+        as_json: bool,
+    ) -> None:  # fmt: skip
+        _run(projection, shard, reason, operator, dry_run, yes, wait, as_json)
+
+
+for _name in (*PROJECTIONS, EVENTS):
+    _verb(_name)
+
+
+def _run(
+    projection: str, shard: int, reason: str | None, operator: str | None, dry_run: bool, yes: bool,
     wait: float, as_json: bool,
 ) -> None:  # fmt: skip
-    """Let PROJECTION, which has stopped at SHARD, continue after the journal record that it cannot apply.
-
-    The record is shown first, and then kept in the books with its bytes, the reason and the operator. From
-    then on the read model lacks the record's events; `status`, `verify` and `doctor` show that. To undo it,
-    remove the cause and rebuild the read model: `grabstream rebuild PROJECTION --accept` reads the record
-    again. Exit code 1: there is nothing to set aside.
-    """
     settings = load_settings()
-    if listing:
-        _print_list(asyncio.run(_list(settings)), as_json)
-        return
-    if projection is None or shard is None:
-        raise click.UsageError(
-            "give the PROJECTION and the SHARD at which it has stopped: `grabstream status` shows them"
-        )
     if not dry_run and not (reason and reason.strip() and operator and operator.strip()):
         raise click.UsageError(
             "--reason and --operator are required: they are kept in the books. Use --dry-run to see the "

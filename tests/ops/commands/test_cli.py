@@ -276,7 +276,7 @@ async def test_another_number_of_shards_is_refused(system: Settings) -> None:
     "words",
     [
         ("worker",), ("verify",), ("why", "a", "b"), ("show", "x"), ("retry", "ledger", "3"),
-        ("set-aside", "--list"),
+        ("set-aside", "list"),
         ("set-aside", "ledger", "3", "--dry-run"), ("replay", "--into", "-"), ("rebuild", "ledger"),
         ("export", "archive", "--dry-run"),
         ("at", "2026-01-01"), ("doctor",),

@@ -57,7 +57,7 @@ CALLS = {
     "return": ("x", "g"),
     "redeem": ("x", "g", "--order", "o"), "unredeem": ("x", "g", "--order", "o"), "show": ("x",),
     "why": ("u", "x"), "result": (), "offers": (), "whatif": ("FILE",), "doctor": (),
-    "dismiss": ("1", "--reason", "r", "--operator", "o"), "set-aside": ("--list",), "retry": ("ledger", "0"),
+    "dismiss": ("1", "--reason", "r", "--operator", "o"), "set-aside": ("list",), "retry": ("ledger", "0"),
     "verify": (),
     "rebuild": ("ledger",), "replay": ("--into", "-"), "export": ("archive", "--dry-run"),
     "dump": (),

@@ -246,7 +246,7 @@ async def test_a_rebuild_applies_the_record_set_aside_and_undo_removes_it(
             await connection.execute("UPDATE accounts_1 SET posted = 990 WHERE account = 'offer:e'")
         assert (await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
         await until_at_seq(system, 30)
-    [listed] = (await call_json(system, "set-aside", "--list"))[1]
+    [listed] = (await call_json(system, "set-aside", "list"))[1]
     assert (listed["projection"], listed["first_seq"], listed["event_count"], listed["offers"]) == (
         "ledger",
         3,
@@ -261,7 +261,7 @@ async def test_a_rebuild_applies_the_record_set_aside_and_undo_removes_it(
         done = await asyncio.to_thread(grabstream, "rebuild", *words, "--accept", **env_of(system))
         assert done.returncode == 0, done.stderr
         assert await rows(system, "SELECT posted FROM accounts WHERE account = 'offer:e'") == [(posted,)]
-        assert len((await call_json(system, "set-aside", "--list"))[1]) == lacking
+        assert len((await call_json(system, "set-aside", "list"))[1]) == lacking
 
 
 @pytest.mark.long
@@ -285,7 +285,7 @@ async def test_a_rebuild_skips_records_set_aside_on_request(system: Settings, jo
                 code, done = await call_json(system, "set-aside", name, str(SHARD), *WHY, "--yes")
                 assert (code, done["moved"]) == (0, True), done
         await until_at_seq(system, 9)
-        listed = sorted(of_list(await call_json(system, "set-aside", "--list")))
+        listed = sorted(of_list(await call_json(system, "set-aside", "list")))
         assert [first for first, _, _ in listed] == [3, 3, 5, 5, 5]
         shown = await contents(system)
         for name in names:
@@ -295,7 +295,7 @@ async def test_a_rebuild_skips_records_set_aside_on_request(system: Settings, jo
             code, done = await call_json(system, "rebuild", name, "--keep-set-aside")
             assert (code, done["refused"]) == (0, False), done
         assert await contents(system) == shown
-        assert sorted(of_list(await call_json(system, "set-aside", "--list"))) == listed
+        assert sorted(of_list(await call_json(system, "set-aside", "list"))) == listed
         await journal.block(lines, 10, 10)
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
@@ -338,11 +338,11 @@ async def test_a_rebuild_from_the_audit_trail_keeps_set_aside_records_under_a_ne
         assert code == 0, done
     assert done["new"]["version"] == 3
     assert await rows(system, "SELECT * FROM transfers ORDER BY seq") == before
-    assert of_list(await call_json(system, "set-aside", "--list")) == [(3, 1, "ledger")]
+    assert of_list(await call_json(system, "set-aside", "list")) == [(3, 1, "ledger")]
 
 
 def of_list(listed: tuple[int, list[dict[str, Any]]]) -> list[tuple[int, int, str]]:
-    """The output of `set-aside --list`, without the fields that differ between versions."""
+    """The output of `set-aside list`, without the fields that differ between versions."""
     return [(row["first_seq"], row["event_count"], row["projection"]) for row in listed[1]]
 
 
