@@ -48,6 +48,7 @@ GROUPS: Final = {
         "at": ("read.at", "Show offers, holds and balances as they were at a time."),
         "verify-fair": ("read.verify_fair", "Compute every part of a closed envelope from its events."),
         "prove": ("read.prove", "Prove with a small file that one grab is in the history."),
+        "verify-proof": ("read.prove", "Check the proof of a grab; asks no server."),
         "result": ("read.result", "Show what became of the offers of a week, as table, CSV, JSON or HTML."),
         "whatif": ("read.whatif", "Decide past commands again under changed terms, and show the difference."),
         "status": ("read.status", "Show servers, shards and read models: progress and what has stopped."),

@@ -46,6 +46,7 @@ WORDS: Final = {
     "offers": "offers", "show": "show o",
     "why": "why u o", "at": "at 2026-01-01T00:00:00Z", "verify-fair": "verify-fair o",
     "checkpoint": "checkpoint", "prove": "prove o u g --against nothing.json",
+    "verify-proof": "verify-proof nothing.json",
     "result": "result", "whatif": "whatif WHATIF", "status": "status",
     "init": "init", "worker": "worker --roles dance", "gateway": "gateway --port 0 --host 192.0.2.1",
     "keys": "keys list", "doctor": "doctor", "verify": "verify",

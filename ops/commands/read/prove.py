@@ -1,7 +1,9 @@
-"""`prove`: a file that proves one grab, and its check."""
+"""`prove` and `verify-proof`: a file that proves one grab, and its check."""
 
 import asyncio
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -22,49 +24,71 @@ from grabstream.streams.topics import Topics
 _file = click.Path(path_type=Path)
 
 
+def _id(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not is_id(value):
+        raise click.BadParameter(f"must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}")
+    return value
+
+
+def _grab(required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds the arguments that name a grab."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for name in ("grab", "user", "offer"):
+            command = click.argument(name, required=required, callback=_id)(command)
+        return command
+
+    return add
+
+
 @click.command()
-@click.argument("offer", required=False)
-@click.argument("user", required=False)
-@click.argument("grab", required=False)
+@_grab(required=True)
 @click.option(
     "--against",
     type=ObjectAddress(),
+    required=True,
     metavar="FILE",
     help="The checkpoint to prove it against: a file, or s3://bucket/key, with ?versionId=ID for one "
     "version.",
 )
 @click.option("--output", type=_file, metavar="FILE", help="Write the proof to a new file.")
-@click.option("--check", type=_file, metavar="FILE", help="Check the proof in this file; asks no server.")
 @json_option
 def prove(
-    offer: str | None, user: str | None, grab: str | None, against: Path | Place | None, output: Path | None,
-    check: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    offer: str, user: str, grab: str, against: Path | Place, output: Path | None, as_json: bool
+) -> None:
     """Write a proof that GRAB of USER is in the history of a checkpoint: the event of this grab, and hashes.
-    It shows no other user, and anyone can check it with the public keys of the relays.
+    It shows no other user, and anyone can check it with the public keys of the relays: `verify-proof`.
+    """
+    settings = load_settings()
+    with _refusing():
+        made = asyncio.run(_make(settings, against, offer, user, grab))
+        if output is None:
+            click.echo(sealed_json(made), nl=False)
+            return
+        write_new(output, sealed_json(made), settings.store_login)
+        _say(made, [offer, user, grab], as_json, settings)
 
-    With --check: say what a proof proves, and, with OFFER USER GRAB, that it is this grab. Exit code 1: it
-    does not.
+
+@click.command()
+@click.argument("file", type=_file)
+@_grab(required=False)
+@json_option
+def verify_proof(file: Path, offer: str | None, user: str | None, grab: str | None, as_json: bool) -> None:
+    """Say what the proof in FILE proves, and, with OFFER USER GRAB, that it is this grab. Asks no server.
+
+    Exit code 1: it does not.
     """
     named = [name for name in (offer, user, grab) if name is not None]
-    if len(named) not in ((0, 3) if check is not None else (3,)):
+    if len(named) not in (0, 3):
         raise click.UsageError("name the grab: OFFER USER GRAB")
-    for name, value in (("OFFER", offer), ("USER", user), ("GRAB", grab)):
-        if value is not None and not is_id(value):
-            raise click.BadParameter(f"must match [A-Za-z0-9._:-]{{1,64}}, got {value!r}", param_hint=name)
-    if (check is None) == (against is None):
-        raise click.UsageError("give the checkpoint with --against FILE, or a proof with --check FILE")
-    settings = load_settings()
+    with _refusing():
+        _say(read_proof(file), named, as_json, load_settings())
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
     try:
-        if check is not None:
-            _say(read_proof(check), named, as_json, settings)
-        elif offer is not None and user is not None and grab is not None and against is not None:
-            made = asyncio.run(_make(settings, against, offer, user, grab))
-            if output is None:
-                click.echo(sealed_json(made), nl=False)
-                return
-            write_new(output, sealed_json(made), settings.store_login)
-            _say(made, named, as_json, settings)
+        yield
     except (BadCheckpoint, NotProved) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)

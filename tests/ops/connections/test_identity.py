@@ -77,7 +77,17 @@ MORE_CALLS = (
     ("init", "--new-journal"), ("keys", "create", "k", "--scope", "read"), ("keys", "revoke", "k"),
 )  # fmt: skip
 #: Verbs about the servers of this machine, about this process, or about a system that they make themselves.
-OF_NO_SYSTEM = {"up", "down", "config", "ticket", "approve", "rehearse", "fake-payments", "completion"}
+OF_NO_SYSTEM = {
+    "up",
+    "down",
+    "config",
+    "ticket",
+    "approve",
+    "rehearse",
+    "fake-payments",
+    "completion",
+    "verify-proof",
+}
 #: Verbs that read the schema only. They report a missing schema.
 OF_BOOKS_ONLY = {
     "show",

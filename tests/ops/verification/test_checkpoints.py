@@ -190,7 +190,7 @@ def assert_proofs(sold: Sold, shard: int) -> None:
     """A proof proves this grab of this user, shows nobody else, and is refused when it was altered."""
     text = sold.proof.read_text()
     assert not any(user in text for user in USERS if user != "carl")
-    named = ("prove", "--check", str(sold.proof))
+    named = ("verify-proof", str(sold.proof))
     shown = json.loads(sold.run(*named, "sale", "carl", "g-carl", "--json").stdout)
     assert (shown["user"], shown["grab"], shown["shard"]) == ("carl", "g-carl", shard)
     assert shown["journal"] == Topics(sold.settings.prefix).journal
