@@ -79,6 +79,7 @@ GROUPS: Final = {
         "rebuild": ("rebuild.read_models", "Rebuild read models from the events, beside the live versions."),
         "replay": ("rebuild.replay", "Read past events again: into lines, a topic, or a separate schema."),
         "export": ("rebuild.export", "Export the journal as Parquet files, for DuckDB and other tools."),
+        "verify-archive": ("rebuild.export", "Verify every file of an archive that `export` has written."),
         "dump": ("rebuild.dump", "Write the records of the journal, for readers in other languages."),
         "follow": ("rebuild.follow", "Run a projection of your own."),
     },

@@ -55,6 +55,7 @@ WORDS: Final = {
     "config": "config", "schemas": "schemas", "reseal": "reseal", "completion": "completion bash",
     "forget": "forget u --by x",
     "rebuild": "rebuild ledger", "replay": "replay", "export": "export archive --dry-run",
+    "verify-archive": "verify-archive archive",
     "dump": "dump --json",
     "follow": "follow json:loads",
     "rehearse": "rehearse --help", "fake-payments": "fake-payments --help",

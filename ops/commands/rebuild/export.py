@@ -1,8 +1,9 @@
-"""`export`: writes the lines of the journal as Parquet files, partitioned by day and shard."""
+"""`export` and `verify-archive`: the lines of the journal as Parquet files, partitioned by day and shard."""
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,9 @@ from grabstream.streams.replaying.selection import Selection, Wanted
 @click.option(
     "--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard. Repeatable."
 )
-@click.option("--check", is_flag=True, help="Verify every file of the archive, and export nothing.")
 @click.option("--dry-run", is_flag=True, help="Show what would be exported, and write nothing.")
 @json_option
-def export(
-    archive: Path | str, source: str, shards: Sequence[int], check: bool, dry_run: bool, as_json: bool
-) -> None:
+def export(archive: Path | str, source: str, shards: Sequence[int], dry_run: bool, as_json: bool) -> None:
     """Export the journal to ARCHIVE as Parquet files, partitioned by day and shard, for DuckDB, pandas and
     other tools. ARCHIVE is a directory, or s3://bucket/prefix in an S3-compatible store. Continues where the
     last export into ARCHIVE ended, also after Ctrl-C or a crash.
@@ -56,31 +54,55 @@ def export(
     refuses (no such bucket, access denied); 2: wrong usage; 3: a server or the store cannot be reached, or
     refuses the credentials.
     """
-    if not installed("pyarrow"):
-        raise click.UsageError(f"export needs the extra `analysts`: {INSTALL_ANALYSTS}")
+    _require_analysts("export")
     settings = load_settings()
     if wrong := [shard for shard in shards if shard >= settings.shards]:
         raise click.UsageError(
             f"--shard {wrong[0]}: the system has {settings.shards} shards, 0 to {settings.shards - 1}"
         )
-    if check and (dry_run or shards):
-        raise click.UsageError("--check verifies the whole archive: leave out --dry-run and --shard")
     # Thousands of short-lived objects: see `worker`.
     gc.set_threshold(50_000, 20, 50)
     chosen = sorted(set(shards)) or list(range(settings.shards))
-    try:
-        if check:
-            report = _check(open_archive(settings.store(archive), None))
-        else:
-            work = _export(settings, settings.store(archive), source, chosen, dry_run)
-            report = run_until_stopped(work, "repeat the command to continue")
-    except (Corrupt, Gap, NoTrail, ArchiveInUse, CannotWrite) as error:
-        click.echo(f"grabstream: {error}", err=True)
-        sys.exit(1)
+    with _refusing():
+        work = _export(settings, settings.store(archive), source, chosen, dry_run)
+        report = run_until_stopped(work, "repeat the command to continue")
     if as_json:
         print_json(report)
     else:
         click.echo(_in_words(report))
+
+
+@click.command()
+@click.argument("archive", type=ArchiveAddress(exists=False))
+@json_option
+def verify_archive(archive: Path | str, as_json: bool) -> None:
+    """Verify every file of ARCHIVE, which `export` has written. Asks no server of the system.
+
+    Exit code 1: ARCHIVE is damaged, or the store refuses; 2: wrong usage; 3: the store cannot be reached, or
+    refuses the credentials.
+    """
+    _require_analysts("verify-archive")
+    with _refusing():
+        report = _check(open_archive(load_settings().store(archive), None))
+    if as_json:
+        print_json(report)
+    else:
+        files, lines, events = (counted(report[name], name) for name in ("files", "lines", "events"))
+        click.echo(f"{report['directory']} is whole: {files} with {lines} ({events}).")
+
+
+def _require_analysts(verb: str) -> None:
+    if not installed("pyarrow"):
+        raise click.UsageError(f"{verb} needs the extra `analysts`: {INSTALL_ANALYSTS}")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except (Corrupt, Gap, NoTrail, ArchiveInUse, CannotWrite) as error:
+        click.echo(f"grabstream: {error}", err=True)
+        sys.exit(1)
 
 
 def _check(archive: Archive) -> dict[str, Any]:
@@ -159,8 +181,6 @@ def _report(
 
 def _in_words(report: dict[str, Any]) -> str:
     files, lines, events = (counted(report[name], name) for name in ("files", "lines", "events"))
-    if report.get("checked"):
-        return f"{report['directory']} is whole: {files} with {lines} ({events})."
     if report["dry_run"]:
         last = ", ".join(f"{one['shard']}:{one['seq']}" for one in report["shards"] if one["seq"])
         return (

@@ -87,6 +87,7 @@ OF_NO_SYSTEM = {
     "fake-payments",
     "completion",
     "verify-proof",
+    "verify-archive",
 }
 #: Verbs that read the schema only. They report a missing schema.
 OF_BOOKS_ONLY = {

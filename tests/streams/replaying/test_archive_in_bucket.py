@@ -73,8 +73,8 @@ class Stored(NamedTuple):
         given = env_of(self.settings) | env_of_store(login or self.store.login)
         return grabstream(*words, **(given | settings))
 
-    def export(self, *words: str, **settings: str) -> dict[str, Any]:
-        done = self.run("export", self.address, "--json", *words, **settings)
+    def export(self, *words: str, verb: str = "export", **settings: str) -> dict[str, Any]:
+        done = self.run(verb, self.address, "--json", *words, **settings)
         assert done.returncode == 0, done.stderr
         report: dict[str, Any] = json.loads(done.stdout)
         return report
@@ -118,11 +118,11 @@ def test_an_export_killed_at_a_step_loses_and_doubles_no_line(
         assert done.returncode == -signal.SIGKILL, done.stderr
         there = stored.bodies()
         assert there == archived.lines[: len(there)]
-        assert stored.export("--check")["checked"]
+        assert stored.export(verb="verify-archive")["checked"]
     report = stored.export()
     assert stored.bodies() == archived.lines
     assert report["shards"][SHARD]["head"] == chain(GENESIS, archived.lines)[-1].hex()
-    assert stored.export("--check")["lines"] == len(archived.lines)
+    assert stored.export(verb="verify-archive")["lines"] == len(archived.lines)
     assert stored.export()["files"] == 0
 
 
@@ -145,7 +145,7 @@ def test_an_export_that_slept_while_another_one_ran_changes_nothing(
     _, said = process.communicate(timeout=120)
     assert (process.returncode, "another process exports into s3://" in said) == (1, True), said
     assert stored.bodies() == archived.lines
-    assert stored.export("--check")["lines"] == len(archived.lines)
+    assert stored.export(verb="verify-archive")["lines"] == len(archived.lines)
 
 
 @pytest.mark.nightly
@@ -221,9 +221,9 @@ def test_an_archive_of_a_folder_continues_in_a_bucket(stored: Stored, archived: 
             key = f"of/sale/{path.relative_to(archived.folder)}"
             stored.store.client.put_object(Bucket=stored.bucket, Key=key, Body=path.read_bytes())
     assert stored.export()["lines"] == 0
-    assert stored.export("--check")["lines"] == len(archived.lines)
+    assert stored.export(verb="verify-archive")["lines"] == len(archived.lines)
     folder = stored.store.download(stored.bucket, "of/sale", stored.folder / "copy")
-    assert stored.run("export", str(folder), "--check").returncode == 0
+    assert stored.run("verify-archive", str(folder)).returncode == 0
 
 
 # -- damage and refusals -------------------------------------------------------------------------------------
