@@ -40,6 +40,16 @@ OF_ANOTHER = (
 )
 
 
+class ShardResult(NamedTuple):
+    """What was done with a shard: events applied and seconds, if it was rebuilt."""
+
+    shard: int
+    done: str
+    refused: bool = False
+    applied: int | None = None
+    seconds: float | None = None
+
+
 @click.command("redis")
 @click.option("--shard", "shards", type=int, multiple=True, help="Rebuild only this shard. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Show the state of each shard, and change nothing.")
@@ -77,14 +87,14 @@ async def _run(settings: Settings, shards: list[int], dry_run: bool, as_json: bo
     finally:
         await redis.aclose()
     if as_json:
-        print_json(results)
+        print_json([result._asdict() for result in results])
     else:
-        rows = [(result["shard"], result["done"]) for result in results]
+        rows = [(result.shard, result.done) for result in results]
         console.print(table("Redis", ("shard", "done"), rows))
-    return 1 if any(result["refused"] for result in results) else 0
+    return 1 if any(result.refused for result in results) else 0
 
 
-async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
+async def _plan(settings: Settings, redis: Any, shard: int) -> ShardResult:
     """The result that the command would have for a shard."""
     state = key_space(settings).shard(shard).state
     found = await redis.hmget(state, list(SHARD_FIELDS))
@@ -97,13 +107,9 @@ async def _plan(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
         done = (
             f"would be refused: the journal ends at seq {last_seq}, {journaled} were acknowledged: {RESTORE}"
         )
-        return {"shard": shard, "done": done, "refused": True}
+        return ShardResult(shard, done, refused=True)
     done = f"would be rebuilt; it is at seq {fields['seq'] or 0}, journaled to {journaled}"
-    return {
-        "shard": shard,
-        "done": done + (f", fenced: {fields['fault']}" if fields["fault"] else ""),
-        "refused": False,
-    }
+    return ShardResult(shard, done + (f", fenced: {fields['fault']}" if fields["fault"] else ""))
 
 
 class _Lease(NamedTuple):
@@ -142,19 +148,15 @@ async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
         await request_lease(redis, keys, name, 0)
 
 
-async def _rebuild(settings: Settings, redis: Any, shard: int) -> dict[str, Any]:
+async def _rebuild(settings: Settings, redis: Any, shard: int) -> ShardResult:
     lease = _Lease(redis, key_space(settings).shard(shard), f"{BY_HAND}{secrets.token_hex(4)}")
     if await lease.is_of_another():
-        return _refused(shard, OF_ANOTHER)
+        return ShardResult(shard, OF_ANOTHER, refused=True)
     async with _seized(settings, lease):
         return await _rebuild_owned(settings, lease, shard)
 
 
-def _refused(shard: int, why: str) -> dict[str, Any]:
-    return {"shard": shard, "done": why, "refused": True}
-
-
-async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> dict[str, Any]:
+async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> ShardResult:
     line, began = ProgressLine(), time.monotonic()
     applied = 0
 
@@ -174,18 +176,14 @@ async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> dict[
             await relay.rebuild(REASON)
         except SteppedDown:
             if await lease.is_of_another():
-                return _refused(shard, OF_ANOTHER)
+                return ShardResult(shard, OF_ANOTHER, refused=True)
             # The worker that relayed the shard has not released it yet.
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
             continue
         except (NotReconciled, NewerProgram) as error:
-            return _refused(shard, str(error))
+            return ShardResult(shard, str(error), refused=True)
         seconds = round(time.monotonic() - began, 2)
-        return {
-            "shard": shard,
-            "done": f"{applied:,} events applied in {seconds} s",
-            "applied": applied,
-            "seconds": seconds,
-            "refused": False,
-        }
-    return _refused(shard, "another owner takes the shard again and again: stop one of the workers")
+        done = f"{applied:,} events applied in {seconds} s"
+        return ShardResult(shard, done, applied=applied, seconds=seconds)
+    repeated = "another owner takes the shard again and again: stop one of the workers"
+    return ShardResult(shard, repeated, refused=True)
