@@ -165,9 +165,7 @@ def test_failing_upcaster_names_the_event() -> None:
 
 
 def test_lua_writes_current_versions() -> None:
-    """The version is a literal in the scripts: for grab.granted, for grab.confirmed, for runs, and for all
-    other types.
-    """
+    """The version is a literal in the scripts: for grab.confirmed, for runs, and for all other types."""
     written = set()
     for path in sorted((ROOT / "lua").rglob("*.lua")):
         for type_, version in re.findall(r'"type":"(.*?)","v":(\d+)', path.read_text()):
@@ -175,7 +173,6 @@ def test_lua_writes_current_versions() -> None:
     common = {version for type_, version in written if type_ == "%s"} - {RUN_VERSION}
     assert len(common) == 1
     assert written == {
-        ("grab.granted", 1),
         ("grab.confirmed", 1),
         ("%s", RUN_VERSION),
         ("%s", *common),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import CouponTerms, Limit
 from grabstream.ops.connections.opening import open_gate
@@ -49,7 +49,7 @@ async def pair(redis: Any, waits: Waits) -> AsyncIterator[tuple[str, ShadowShard
     """A shard with large keys, and a shadow that is equal to it: the start of its keys, and the shadow."""
     name = f"large-{secrets.token_hex(4)}"
     live, made = KeySpace(name, 1).shard(0), KeySpace(f"{name}/made", 1).shard(0)
-    await redis.hset(live.state, mapping={"seq": 0, "server_epoch": "x", "time": 1})
+    await redis.hset(live.state, mapping={"seq": 0, "server_epoch": "x", "time": 1, "layout": LAYOUT})
     await redis.hset(made.state, "time", 1)
     for keys in (live, made):
         for key in (ANSWERS, PAYMENTS, USERS):

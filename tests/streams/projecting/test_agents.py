@@ -22,7 +22,7 @@ from grabstream.streams.projecting.publisher import (
     newest_cursor,
 )
 from grabstream.streams.topics import Topics
-from grabstream.streams.worker import restarting, run_worker
+from grabstream.streams.worker import RestartingRole, Service, run_worker
 from tests.conftest import until
 from tests.support.projecting import (
     LINES,
@@ -247,9 +247,12 @@ async def test_an_app_that_does_not_stop_ends_all_roles_of_the_process(
         stopped.append("decide")
 
     restarts = {"project": 0}
+    roles = {
+        "decide": Service(decide), "project": RestartingRole("project", Service(project), restarts)
+    }  # fmt: skip
     async with asyncio.timeout(20):
         with pytest.raises(DoesNotStop, match="of the consumer" if error else "within 0 s") as failed:
-            await run_worker({"decide": decide, "project": restarting("project", project, restarts)}, stop)
+            await run_worker(roles, stop)
     assert (stopped, restarts) == (["decide"], {"project": 0})
     code, words = ending_of(failed.value) or (0, "")
     assert (code, "start it again" in words) == (70, True)
