@@ -28,7 +28,6 @@ class Display:
         )
         self._history: dict[str, deque[tuple[float, int]]] = {}
         self._printed_at = 0.0
-        self.rate_max: dict[str, float] = {}
 
     def __enter__(self) -> "Display":
         if self._live:
@@ -52,13 +51,15 @@ class Display:
                 for name, seq in progress.read_models.items()
             ),
         ]
+        phase = doors.phase.name if doors.phases else "opening"
         rows = [(name, done, total, lag, self._rate(name, done)) for name, done, total, lag in stages]
         if self._live:
-            self._live.update(_table(rows))
+            self._live.update(_table(phase, rows))
         elif time.monotonic() - self._printed_at > PLAIN_EVERY_SECONDS:
             self._printed_at = time.monotonic()
             console.print(
-                "  ".join(f"{name} {done:,} ({rate:,.0f}/s)" for name, done, _, _, rate in rows),
+                f"{phase}:  "
+                + "  ".join(f"{name} {done:,} ({rate:,.0f}/s)" for name, done, _, _, rate in rows),
                 highlight=False,
                 soft_wrap=True,
             )
@@ -70,16 +71,14 @@ class Display:
         while now - history[0][0] > RATE_OVER_SECONDS:
             history.popleft()
         seconds = now - history[0][0]
-        rate = (done - history[0][1]) / seconds if seconds > RATE_OVER_SECONDS / 4 else 0.0
-        self.rate_max[name] = max(self.rate_max.get(name, 0.0), rate)
-        return rate
+        return (done - history[0][1]) / seconds if seconds > RATE_OVER_SECONDS / 4 else 0.0
 
 
-def _table(rows: list[tuple[str, int, int, int, float]]) -> Table:
+def _table(phase: str, rows: list[tuple[str, int, int, int, float]]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column, justify in (
         ("stage", "left"),
-        ("", "left"),
+        (phase, "left"),
         ("done", "right"),
         ("left", "right"),
         ("per second", "right"),

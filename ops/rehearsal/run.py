@@ -1,22 +1,28 @@
 """The run of a rehearsal: the crowd grabs through the topic, the gate, and over HTTP, and every answer is
 kept.
 
+The crowd comes in two phases. In the steady one, users arrive in their time, at half of what the machine
+serves, which a short calibration has found: some callers of which each sends the next attempt when the last
+one is answered. Then all others come at once, the rush: what is measured then is a queue.
+
 Nothing depends on how fast the machine is. The crowd starts when the workers answer, deadlines count from
 then, and waiting ends with an error only after long without progress (`Patience`).
 """
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from psycopg import AsyncConnection
 
+from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
@@ -25,6 +31,7 @@ from grabstream.models.commands import AnyCommand, Close, Grab, Open, encode_com
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.rehearsal.crowd import Envelope, person_of
 from grabstream.ops.rehearsal.over_http.door import HttpDoor
+from grabstream.ops.rehearsal.phases import CALIBRATION, RUSH, STEADY, Phase
 from grabstream.ops.rehearsal.stage import CannotGoOn, Patience
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
@@ -33,12 +40,22 @@ from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics
 
+#: The callers of the calibration, all doors together, and how long it takes at most.
+CALIBRATION_CALLERS = 200
+CALIBRATION_SECONDS = 3.0
+#: How long users arrive steadily, at most, and at which part of what the calibration has found.
+STEADY_SECONDS = 6.0
+STEADY_LOAD = 0.5
+#: Of the attempts, at most so many are those of the calibration, and of the steady phase; the others rush.
+CALIBRATION_SHARE = 0.1
+STEADY_SHARE = 0.25
 GATE_CALLERS = 40
 HTTP_CALLERS = 20
 #: Of the grabs, if there is a gateway: it takes one a request, where topic and gate take lists.
 HTTP_SHARE = 0.04
 GATE_LIST_MAX = 32
 TOPIC_CHUNK = 500
+DOORS = ("topic", "gate", "http")
 PATIENCE_MS = 30_000
 #: Ids of the grabs that test whether the workers are ready start with this.
 READY = "ready"
@@ -47,8 +64,12 @@ LOOK_EVERY_SECONDS = 0.25
 UNANSWERED_MAX = 20_000
 
 
+#: A door, and what is sent through it.
+Attempt = tuple[str, Grab]
+
+
 class Doors(msgspec.Struct):
-    """What was sent and answered so far through each door, with outcomes, latencies in seconds, and all
+    """What was sent and answered so far through each door, with outcomes, the numbers of each phase, and all
     answers `granted`.
     """
 
@@ -58,21 +79,37 @@ class Doors(msgspec.Struct):
     #: id → how many answers on the topic are missing; an answer that a rebalance repeats is not counted again
     awaited: Counter[str] = msgspec.field(default_factory=Counter)
     outcomes: Counter[str] = msgspec.field(default_factory=Counter)
-    latencies: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
+    phases: list[Phase] = msgspec.field(default_factory=list)
     #: offer → grab → amount that was answered
     granted: dict[str, dict[str, int]] = msgspec.field(default_factory=lambda: defaultdict(dict))
     #: offer → first attempts of the users who were answered `over`
     late: dict[str, set[str]] = msgspec.field(default_factory=lambda: defaultdict(set))
     contradictions: list[str] = msgspec.field(default_factory=list)
 
-    def take(self, door: str, answer: Answer) -> None:
-        """Counts an answer and keeps a grant. A second answer must equal the first."""
+    @property
+    def phase(self) -> Phase:
+        """The phase that runs, or the last one."""
+        return self.phases[-1]
+
+    def begin(self, name: str, offered_per_second: float = 0.0) -> None:
+        """Begins a phase."""
+        self.phases.append(Phase(name, offered_per_second=offered_per_second))
+
+    def end(self) -> None:
+        """Ends the phase."""
+        self.phase.ended = time.monotonic()
+
+    def take(self, door: str, answer: Answer, answered_at: float | None = None) -> None:
+        """Counts an answer and keeps a grant. A second answer must equal the first. `answered_at` is when it
+        was given, on the monotonic clock; None: now.
+        """
         is_awaited = door != "topic" or self.awaited[answer.id] > 0
         if is_awaited:
             if door == "topic":
                 self.awaited[answer.id] -= 1
             self.answered[door] += 1
             self.outcomes[answer.outcome] += 1
+            self.phase.count(time.monotonic() if answered_at is None else answered_at)
         if answer.outcome == "granted" and answer.offer and answer.grab and answer.amount is not None:
             before = self.granted[answer.offer].setdefault(answer.grab, answer.amount)
             if before != answer.amount:
@@ -102,13 +139,14 @@ class Rehearsal:
         self.doors = Doors(total=len(grabs))
         split = random.Random(seed)
         self._http = http
-        self._by_door: dict[str, list[Grab]] = {"topic": [], "gate": [], "http": []}
         share_of_http = HTTP_SHARE if http is not None else 0.0
         weights = ((1 - share_of_http) / 2, (1 - share_of_http) / 2, share_of_http)
-        for grab in grabs:
-            [door] = split.choices(list(self._by_door), weights)
-            self._by_door[door].append(grab)
+        self._attempts = list(zip(split.choices(DOORS, weights, k=len(grabs)), grabs, strict=True))
+        self._arrivals = random.Random(seed)
+        #: id → when its command was sent to the topic, or was due
         self._sent_at: dict[str, float] = {}
+        #: id → its answer on the topic has come
+        self._told: dict[str, asyncio.Future[None]] = {}
         self._room = asyncio.Condition()
         self.envelopes = len(chosen)
         self.partitions_ready = 0
@@ -190,22 +228,115 @@ class Rehearsal:
 
     async def crowd(self) -> float:
         """Sends all attempts through their doors, and returns the seconds until all were answered."""
-        async with started(self._listener()) as consumer:
-            listening = asyncio.create_task(self._listen(consumer))
-            await self.open_until_deadline()
-            began = self.began = time.monotonic()
-            try:
-                await asyncio.gather(self._at_the_gate(), self._at_the_topic(), self._over_http())
-                async with self._room:
-                    await self._room.wait_for(
-                        lambda: self.doors.answered["topic"] >= self.doors.sent["topic"] or listening.done()
-                    )
-                if listening.done():
-                    listening.result()
-                return time.monotonic() - began
-            finally:
-                listening.cancel()
-                await asyncio.gather(listening, return_exceptions=True)
+        producer = AIOKafkaProducer(
+            **brokers.at(self._settings.brokers), linger_ms=2, acks="all", enable_idempotence=True
+        )
+        async with started(self._listener()) as consumer, started(producer):
+            self.began = time.monotonic()
+            async with running(self._phases(producer), self._listen(consumer)) as tasks:
+                with first_reason():
+                    await first_to_end(tasks)
+            return time.monotonic() - self.began
+
+    async def _phases(self, producer: AIOKafkaProducer) -> None:
+        early, rush = self._split()
+        served_per_second = await self._calibrate(early, producer)
+        if served_per_second > 0:
+            await self._steady(early, served_per_second * STEADY_LOAD, producer)
+        await self.open_until_deadline()
+        await self._rush([*early, *rush], producer)
+
+    def _split(self) -> tuple[deque[Attempt], list[Attempt]]:
+        """The attempts that may come before the rush, and the others: the envelopes with a deadline are not
+        open before.
+        """
+        until_deadline = {one.offer for one in self._chosen if one.deadline_ms is not None}
+        early_max = int(len(self._attempts) * (CALIBRATION_SHARE + STEADY_SHARE))
+        early: deque[Attempt] = deque()
+        rush: list[Attempt] = []
+        for attempt in self._attempts:
+            is_early = len(early) < early_max and attempt[1].offer not in until_deadline
+            (early if is_early else rush).append(attempt)
+        return early, rush
+
+    async def _calibrate(self, early: deque[Attempt], producer: AIOKafkaProducer) -> float:
+        """Lets callers send, each the next attempt when its last one is answered; returns how many attempts
+        a second the machine serves. The first half counts for nothing: processes are slower at first.
+        """
+        self.doors.begin(CALIBRATION)
+        until = time.monotonic() + CALIBRATION_SECONDS
+        left = int(len(self._attempts) * CALIBRATION_SHARE)
+        answered: list[float] = []
+
+        async def caller() -> None:
+            nonlocal left
+            while early and left > 0 and time.monotonic() < until:
+                left -= 1
+                door, grab = early.popleft()
+                await self._attempt(door, grab, time.monotonic(), producer)
+                answered.append(time.monotonic())
+
+        await asyncio.gather(*(caller() for _ in range(CALIBRATION_CALLERS)))
+        await self._until_answered()
+        self.doors.end()
+        # While the last callers end, the others do not send: that part is not what the machine serves.
+        counted = answered[len(answered) // 2 : len(answered) - CALIBRATION_CALLERS // 2]
+        counted = counted if len(counted) > 1 else answered
+        seconds = counted[-1] - counted[0] if counted else 0.0
+        return (len(counted) - 1) / seconds if seconds > 0 else 0.0
+
+    async def _steady(self, early: deque[Attempt], per_second: float, producer: AIOKafkaProducer) -> None:
+        """Lets users come one by one, whether those before them are answered or not. A latency counts from
+        the moment at which the user was due.
+        """
+        self.doors.begin(STEADY, per_second)
+        due = self.doors.phase.began
+        until = due + STEADY_SECONDS
+        left = int(len(self._attempts) * STEADY_SHARE)
+        async with asyncio.TaskGroup() as arrivals:
+            while early and left > 0:
+                left -= 1
+                due += self._arrivals.expovariate(per_second)
+                if due > until:
+                    break
+                await asyncio.sleep(due - time.monotonic())
+                door, grab = early.popleft()
+                arrivals.create_task(self._attempt(door, grab, due, producer))
+        await self._until_answered()
+        self.doors.end()
+
+    async def _rush(self, attempts: Sequence[Attempt], producer: AIOKafkaProducer) -> None:
+        """Lets all come at once."""
+        by_door: dict[str, list[Grab]] = {door: [] for door in DOORS}
+        for door, grab in attempts:
+            by_door[door].append(grab)
+        self.doors.begin(RUSH)
+        await asyncio.gather(
+            self._at_the_gate(by_door["gate"]),
+            self._at_the_topic(by_door["topic"], producer),
+            self._over_http(by_door["http"]),
+        )
+        await self._until_answered()
+        self.doors.end()
+
+    async def _until_answered(self) -> None:
+        """Returns when the topic has all answers."""
+        async with self._room:
+            await self._room.wait_for(lambda: self.doors.answered["topic"] >= self.doors.sent["topic"])
+
+    async def _attempt(self, door: str, grab: Grab, due: float, producer: AIOKafkaProducer) -> None:
+        """Sends one attempt, and returns when it is answered."""
+        if door == "gate":
+            await self._ask([grab], due)
+        elif door == "http":
+            await self._post(grab, due)
+        else:
+            told = self._told.setdefault(grab.id, asyncio.get_running_loop().create_future())
+            self._sent_at.setdefault(grab.id, due)
+            self.doors.sent["topic"] += 1
+            self.doors.awaited[grab.id] += 1
+            await producer.send(self._topics.commands, encode_command(grab), key=grab.offer.encode())
+            await told
 
     async def close_leftovers(self) -> None:
         """Closes the envelopes without a deadline that have parts left."""
@@ -223,23 +354,21 @@ class Rehearsal:
             enable_auto_commit=False,
         )
 
-    async def _at_the_gate(self) -> None:
-        grabs = self._by_door["gate"]
+    async def _at_the_gate(self, grabs: Sequence[Grab]) -> None:
         sizes = random.Random(len(grabs))
         waiting = iter(grabs)
 
         async def caller() -> None:
             while chunk := list(itertools.islice(waiting, sizes.randint(1, GATE_LIST_MAX))):
-                await self._ask(chunk)
+                await self._ask(chunk, time.monotonic())
 
         await asyncio.gather(*(caller() for _ in range(GATE_CALLERS)))
 
-    async def _ask(self, chunk: list[Grab]) -> None:
+    async def _ask(self, chunk: list[Grab], due: float) -> None:
         """Sends grabs through the gate until all are decided: those with an unknown outcome, `busy` or
         `fenced` again with the same ids.
         """
         self.doors.sent["gate"] += len(chunk)
-        began = time.monotonic()
         while chunk:
             try:
                 answers = await self._gate.decide(chunk, patience_ms=PATIENCE_MS)
@@ -252,57 +381,72 @@ class Rehearsal:
                 else:
                     again.append(grab)
             chunk = again
-        self.doors.latencies["gate"].append(time.monotonic() - began)
+        self.doors.phase.latencies["gate"].append(time.monotonic() - due)
 
-    async def _over_http(self) -> None:
-        waiting = iter(self._by_door["http"])
+    async def _over_http(self, grabs: Sequence[Grab]) -> None:
+        waiting = iter(grabs)
 
-        async def caller(door: HttpDoor) -> None:
+        async def caller() -> None:
             for grab in waiting:
-                self.doors.sent["http"] += 1
-                began = time.monotonic()
-                self.doors.take("http", await door.grab(grab))
-                self.doors.latencies["http"].append(time.monotonic() - began)
+                await self._post(grab, time.monotonic())
 
-        if self._http is not None:
-            await asyncio.gather(*(caller(self._http) for _ in range(HTTP_CALLERS)))
+        await asyncio.gather(*(caller() for _ in range(HTTP_CALLERS)))
 
-    async def _at_the_topic(self) -> None:
-        grabs = self._by_door["topic"]
-        producer = AIOKafkaProducer(
-            **brokers.at(self._settings.brokers), linger_ms=5, acks="all", enable_idempotence=True
-        )
-        async with started(producer):
-            for start in range(0, len(grabs), TOPIC_CHUNK):
-                async with self._room:
-                    await self._room.wait_for(
-                        lambda: self.doors.sent["topic"] - self.doors.answered["topic"] < UNANSWERED_MAX
-                    )
-                chunk = grabs[start : start + TOPIC_CHUNK]
-                now = time.monotonic()
-                for grab in chunk[::20]:
-                    self._sent_at.setdefault(grab.id, now)
-                self.doors.sent["topic"] += len(chunk)
-                self.doors.awaited.update(grab.id for grab in chunk)
-                for grab in chunk:
-                    await producer.send(self._topics.commands, encode_command(grab), key=grab.offer.encode())
-            await producer.flush()
+    async def _post(self, grab: Grab, due: float) -> None:
+        assert self._http is not None
+        self.doors.sent["http"] += 1
+        self.doors.take("http", await self._http.grab(grab))
+        self.doors.phase.latencies["http"].append(time.monotonic() - due)
+
+    async def _at_the_topic(self, grabs: Sequence[Grab], producer: AIOKafkaProducer) -> None:
+        for start in range(0, len(grabs), TOPIC_CHUNK):
+            async with self._room:
+                await self._room.wait_for(
+                    lambda: self.doors.sent["topic"] - self.doors.answered["topic"] < UNANSWERED_MAX
+                )
+            chunk = grabs[start : start + TOPIC_CHUNK]
+            now = time.monotonic()
+            for grab in chunk[::20]:
+                self._sent_at.setdefault(grab.id, now)
+            self.doors.sent["topic"] += len(chunk)
+            self.doors.awaited.update(grab.id for grab in chunk)
+            for grab in chunk:
+                await producer.send(self._topics.commands, encode_command(grab), key=grab.offer.encode())
+        await producer.flush()
 
     async def _listen(self, consumer: AIOKafkaConsumer) -> None:
         while True:
             fetched = await consumer.getmany(timeout_ms=200, max_records=5_000)
             now = time.monotonic()
+            # Since this process reads answers late while it sends, they count when their worker sent them.
+            clock_seconds = time.time() - now
             for records in fetched.values():
                 for record in records:
                     answer = decode_answer(record.value)
                     if answer.id.startswith(f"{READY}-"):
                         continue
-                    self.doors.take("topic", answer)
+                    self.doors.take("topic", answer, record.timestamp / 1_000 - clock_seconds)
                     began = self._sent_at.pop(answer.id, None)
                     if began is not None:
-                        self.doors.latencies["topic"].append(now - began)
+                        self.doors.phase.latencies["topic"].append(now - began)
+                    if (told := self._told.pop(answer.id, None)) is not None:
+                        told.set_result(None)
             async with self._room:
                 self._room.notify_all()
+
+
+@contextlib.contextmanager
+def first_reason() -> Iterator[None]:
+    """Raises the first error of a group by itself: one reason is enough, and the command line knows it only
+    so.
+    """
+    try:
+        yield
+    except ExceptionGroup as group:
+        error: Exception = group
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
 
 
 def _require_opened(refused: Sequence[Answer]) -> None:

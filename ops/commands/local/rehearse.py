@@ -28,11 +28,11 @@ from grabstream.ops.rehearsal.crowd import Envelope, attempts, envelopes
 from grabstream.ops.rehearsal.display import Display
 from grabstream.ops.rehearsal.over_http.crowd import crowd_of
 from grabstream.ops.rehearsal.over_http.door import open_door
-from grabstream.ops.rehearsal.over_http.measured import quantiles_ms
 from grabstream.ops.rehearsal.over_http.report import report_of
 from grabstream.ops.rehearsal.over_http.run import ShapedRehearsal
 from grabstream.ops.rehearsal.over_http.shape import Shape, read_shape
 from grabstream.ops.rehearsal.over_http.verdict import http_verdict
+from grabstream.ops.rehearsal.phases import CALIBRATION
 from grabstream.ops.rehearsal.promotion import Promotion
 from grabstream.ops.rehearsal.published import published_check
 from grabstream.ops.rehearsal.run import (
@@ -56,6 +56,8 @@ STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
 OF_ENVELOPES: Final = ("parts", "small", "small_parts", "deadline")
 OF_STORIES: Final = ("people", "result")
 OF_SHAPES: Final = ("shape", "report")
+#: What the p99 of every door should stay below while users arrive steadily.
+STEADY_P99_MS_WANTED: Final = 100
 #: The columns of a story's result that are money.
 MONEY: Final = ("revenue", "refunded", "refund_due")
 
@@ -108,9 +110,9 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
 @click.option(
     "--deadline",
     type=WholeNumber(1, 3_600),
-    default=20,
+    default=15,
     show_default=True,
-    help="Seconds after which two of the envelopes close by themselves, from the first grab on.",
+    help="Seconds after which two of the envelopes close by themselves, from the start of the rush.",
 )
 @click.option(
     "--seed", type=WholeNumber(0, 10**9), help="Seed of the crowd; repeats a run. Default: random, printed."
@@ -156,8 +158,8 @@ def rehearse(
     keep: bool,
     as_json: bool,
 ) -> None:
-    """Let a made-up crowd of thousands grab through topic, gate and gateway at once, and print a verdict.
-    Exit code 1: a check of the verdict failed.
+    """Let a made-up crowd of thousands grab through topic, gate and gateway at once, first steadily, then in
+    a rush, and print a verdict. Exit code 1: a check of the verdict failed.
 
     The rehearsal makes a separate system (topics, schema and keys under a new prefix) with two workers and a
     gateway, on the servers of the settings, and removes it at the end.
@@ -335,10 +337,7 @@ async def _play(
         "seconds": seconds,
         "seconds_to_books": finished,
         "outcomes": dict(rehearsal.doors.outcomes.most_common()),
-        "latency_ms": {
-            door: quantiles_ms(values, (50, 99, 99.9)) for door, values in rehearsal.doors.latencies.items()
-        },
-        "rate_max": display.rate_max,
+        "phases": {phase.name: phase.numbers() for phase in rehearsal.doors.phases},
         **details,
         "checks": checks,
     }
@@ -412,8 +411,9 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
     if "http" in result:
         sent = result["http"]["attempts"].items()
         console.print(table("Replies over HTTP, by status", ("status", "replies"), sent))
-    rows = [(door, *values.values()) for door, values in result["latency_ms"].items() if values]
-    console.print(table("Journaled answers, milliseconds", ("door", "p50", "p99", "p99.9"), rows))
+    for name, phase in result["phases"].items():
+        if name != CALIBRATION:
+            _print_phase(name, phase)
     console.print(
         f"{result['attempts']:,} attempts answered in {result['seconds']:.1f} s "
         f"({result['attempts'] / result['seconds']:,.0f} a second); "
@@ -421,6 +421,30 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
         highlight=False,
     )
     _print_verdict(checks)
+
+
+def _print_phase(name: str, phase: dict[str, Any]) -> None:
+    """Prints the latencies of a phase, and what they are."""
+    rows = [(door, *values.values()) for door, values in phase["latency_ms"].items()]
+    console.print(table(f"{name.capitalize()}, ms", ("door", "p50", "p99", "p99.9"), rows))
+    if phase["offered_per_second"] is not None:
+        slow = [door for door, values in phase["latency_ms"].items() if values["p99"] >= STEADY_P99_MS_WANTED]
+        said = (
+            f"not below {STEADY_P99_MS_WANTED} ms by {', '.join(slow)}: the machine has other work"
+            if slow
+            else f"below {STEADY_P99_MS_WANTED} ms by every door"
+        )
+        note = (
+            f"{phase['offered_per_second']:,.0f} attempts a second, half of what the machine serves one by "
+            f"one;\np99 {said}.\n"
+        )
+    else:
+        best = phase["attempts"] if phase["best_second"] is None else phase["best_second"]
+        note = (
+            f"{best:,} answers in the best second, {phase['per_second']:,.0f} a second in all "
+            f"({phase['seconds']:.1f} s).\nLatencies are waits in a queue.\n"
+        )
+    console.print(note, highlight=False)
 
 
 def _print_story(result: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """What a rehearsal over HTTP has measured: every answer, and from them the numbers of each slice of time."""
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from grabstream.models.answers import Answer
 from grabstream.ops.rehearsal.over_http.crowd import Kind
+from grabstream.ops.rehearsal.phases import quantiles_ms
 
 #: A timeline has at most so many slices; each takes whole seconds, or a half.
 SLICES_MAX: Final = 60
@@ -45,17 +45,6 @@ class Measured:
 def what_counts(answer: Answer) -> tuple[Any, ...]:
     """What must be the same in each answer to a request."""
     return (answer.outcome, answer.grab, answer.amount, answer.place, answer.shard, answer.seq)
-
-
-def quantiles_ms(seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Percentiles in milliseconds; empty without values."""
-    ordered = sorted(seconds)
-    if not ordered:
-        return {}
-    return {
-        f"p{percent:g}": round(ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)] * 1000, 2)
-        for percent in percentiles
-    }
 
 
 def timeline(measured: Measured) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from grabstream.ops.rehearsal.over_http.charts import Time, bars, legend, lines
 from grabstream.ops.rehearsal.over_http.measured import PERCENTILES
+from grabstream.ops.rehearsal.phases import RUSH
 from grabstream.ops.verification.checks import Check
 
 PROBLEMS_SHOWN_MAX: Final = 20
@@ -120,11 +121,13 @@ def _verdict_line(checks: Sequence[Check]) -> str:
 
 def _facts(result: Mapping[str, Any]) -> str:
     http = result["http"]
-    latency = result["latency_ms"].get("http", {})
+    rush = result["phases"][RUSH]
+    latency = rush["latency_ms"].get("http", {})
     facts = {
         "users": f"{http['visitors']:,}",
         "answers": f"{result['attempts']:,}",
         "most arrivals a second": f"{max(http['timeline']['arrivals_per_second']):,.0f}",
+        "most answers a second": "–" if rush["best_second"] is None else f"{rush['best_second']:,}",
         "latency, p50": _milliseconds(latency.get("p50")),
         "latency, p99": _milliseconds(latency.get("p99")),
         "delay of the crowd itself": f"{http['own_delay_ms_max']:,.0f} ms",

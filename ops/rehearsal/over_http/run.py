@@ -17,7 +17,8 @@ from grabstream.ops.rehearsal.over_http.crowd import Crowd, Visitor, requests_of
 from grabstream.ops.rehearsal.over_http.door import HttpDoor
 from grabstream.ops.rehearsal.over_http.measured import Answered, Measured, timeline
 from grabstream.ops.rehearsal.over_http.shape import Shape
-from grabstream.ops.rehearsal.run import Rehearsal
+from grabstream.ops.rehearsal.phases import RUSH
+from grabstream.ops.rehearsal.run import Rehearsal, first_reason
 from grabstream.ops.settings import Settings
 
 DOOR: Final = "http"
@@ -43,15 +44,11 @@ class ShapedRehearsal(Rehearsal):
 
     async def crowd(self) -> float:
         """Lets all visitors come, and returns the seconds until all were answered."""
-        self.began = time.monotonic()
-        try:
+        self.doors.begin(RUSH)
+        self.began = self.doors.phase.began
+        with first_reason():
             await self._let_all_come()
-        except ExceptionGroup as group:
-            errors: BaseException = group
-            while isinstance(errors, ExceptionGroup):
-                errors = errors.exceptions[0]
-            # One reason is enough, and the command line knows it only by itself.
-            raise errors from group
+        self.doors.end()
         return time.monotonic() - self.began
 
     async def _let_all_come(self) -> None:
@@ -106,4 +103,4 @@ class ShapedRehearsal(Rehearsal):
         self.doors.take(DOOR, answer)
         self.measured.take(Answered(visitor.kind, now - self.began, now - due, answer))
         if visitor.kind != "slow":
-            self.doors.latencies[DOOR].append(now - due)
+            self.doors.phase.latencies[DOOR].append(now - due)

@@ -19,11 +19,12 @@ from grabstream.models.money import Invalid
 from grabstream.ops.rehearsal.over_http.charts import nice
 from grabstream.ops.rehearsal.over_http.crowd import crowd_of, requests_of
 from grabstream.ops.rehearsal.over_http.door import open_door
-from grabstream.ops.rehearsal.over_http.measured import Answered, Measured, quantiles_ms, timeline
+from grabstream.ops.rehearsal.over_http.measured import Answered, Measured, timeline
 from grabstream.ops.rehearsal.over_http.report import report_of
 from grabstream.ops.rehearsal.over_http.run import ShapedRehearsal
 from grabstream.ops.rehearsal.over_http.shape import FILE_BYTES_MAX, Point, Shape, read_shape
 from grabstream.ops.rehearsal.over_http.verdict import every_grant_booked, one_part, same_answer
+from grabstream.ops.rehearsal.phases import Phase
 from grabstream.ops.rehearsal.stage import CannotGoOn
 from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, load_settings
@@ -233,10 +234,13 @@ def result_of(measured: Measured, *checks: Check, title: str = "A rush") -> dict
         "visitors": 3, "kinds": {"ordinary": 2, "slow": 1}, "own_delay_ms_max": 0.3,
         "attempts": {"201": 2, "no answer": 1}, "timeline": timeline(measured),
     }  # fmt: skip
-    latency = {"http": quantiles_ms([0.01], (50, 99))}
+    rush = Phase("rush", began=0.0, ended=2.0)
+    rush.latencies["http"].append(0.01)
+    for _ in range(1_234):
+        rush.count(0.5)
     return {
         "http": http, "checks": checks, "attempts": 2, "seconds": 1.0, "seconds_to_books": 2.0,
-        "latency_ms": latency,
+        "phases": {"rush": rush.numbers()},
     }  # fmt: skip
 
 
@@ -253,6 +257,7 @@ def test_the_report_is_one_page_that_loads_and_runs_nothing() -> None:
     assert page.text.count(hostile) == 2 + 20, "title, heading, and the problems that are shown"
     assert "and 5 more" in page.text
     assert "1 of 2 checks failed" in page.text
+    assert "most answers a second1,234" in page.text
     assert "http://" not in text
     assert "url(" not in text
 
@@ -298,7 +303,8 @@ def test_a_crowd_over_http_passes_its_verdict(settings: Settings, tmp_path: Path
     )
     assert checked["a user who tries often gets one part"] > 10
     assert {"chain of every shard", "Redis = fold of the journal"} <= checked.keys()
-    assert set(result["latency_ms"]) == {"http"}
+    assert set(result["phases"]) == {"rush"}, "its shape says when users arrive"
+    assert set(result["phases"]["rush"]["latency_ms"]) == {"http"}
     page = Page(report.read_text())
     assert "Small <b>rush</b>" in page.text
     assert page.elements["rect"] > 16

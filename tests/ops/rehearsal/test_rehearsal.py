@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -17,11 +17,13 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaTimeoutError
 
 from grabstream.lua.gate.gate import Gate
+from grabstream.models.commands import Grab
 from grabstream.ops.commands.local import services
 from grabstream.ops.connections.identity import find_journal
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.rehearsal import stage
+from grabstream.ops.rehearsal import run, stage
 from grabstream.ops.rehearsal.crowd import attempts, envelopes
+from grabstream.ops.rehearsal.phases import Phase
 from grabstream.ops.rehearsal.run import Rehearsal, closed, open_books, until_in_books
 from grabstream.ops.rehearsal.stage import CannotGoOn, Patience, Stage
 from grabstream.ops.rehearsal.verdict import verdict
@@ -61,7 +63,13 @@ def test_the_envelope_rehearsal_passes_its_verdict(settings: Settings) -> None:
         "Redis = fold of the journal",
     } <= checked.keys()
     assert report["seconds_to_books"] > 3, "two envelopes close 3 s after the crowd has started"
-    assert set(report["latency_ms"]) == {"topic", "gate", "http"}, "the crowd comes through all doors"
+    phases = report["phases"]
+    assert list(phases) == ["calibration", "steady", "rush"]
+    assert sum(phase["attempts"] for phase in phases.values()) == report["attempts"]
+    for phase in phases.values():
+        assert set(phase["latency_ms"]) == {"topic", "gate", "http"}, "the crowd comes through all doors"
+    assert phases["steady"]["offered_per_second"] > 0
+    assert phases["rush"]["attempts"] > report["attempts"] / 2
 
 
 @pytest.mark.nightly
@@ -150,6 +158,59 @@ async def test_the_deadline_counts_from_when_workers_answer(
         ready.cancel()
         await gate.close()
         await redis.aclose()
+
+
+def test_the_best_second_of_a_phase_is_any_second_of_it() -> None:
+    phase = Phase("rush", began=100.0)
+    for now, answers in ((100.05, 3), (100.55, 20), (101.45, 30), (101.75, 5), (103.0, 40)):
+        for _ in range(answers):
+            phase.count(now)
+    phase.ended = 104.0
+    assert phase.best_second() == 50
+    numbers = phase.numbers()
+    assert (numbers["attempts"], numbers["seconds"], numbers["per_second"]) == (98, 4.0, 24.5)
+
+
+async def test_steady_users_come_whether_others_are_answered_or_not(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The open loop: as many are sent while nobody is answered, and a latency counts from when a user was
+    due. The calibration is a closed loop: a caller who is not answered sends no more.
+    """
+    chosen = envelopes(7, 2_000, 0, 1, 1_000)
+    rehearsal = Rehearsal(settings, cast("Gate", None), chosen, attempts(7, chosen), 7)
+    waiting: list[float] = []
+    answered = asyncio.Event()
+
+    async def attempt(door: str, grab: Grab, due: float, producer: Any) -> None:
+        waiting.append(due)
+        if answered.is_set():
+            await asyncio.sleep(0)
+        elif rehearsal.doors.phase.name == "calibration":
+            assert len(waiting) <= run.CALIBRATION_CALLERS
+            if len(waiting) == run.CALIBRATION_CALLERS:
+                answered.set()
+            await answered.wait()
+        else:
+            if len(waiting) == steady_max:
+                answered.set()
+            await answered.wait()
+
+    monkeypatch.setattr(rehearsal, "_attempt", attempt)
+    early, rush = rehearsal._split()
+    everybody = len(early) + len(rush)
+    assert everybody == rehearsal.doors.total
+    assert not {grab.offer for _, grab in early} & {one.offer for one in chosen if one.deadline_ms}
+    served = await rehearsal._calibrate(early, cast("Any", None))
+    assert served > 0
+    assert len(waiting) == int(everybody * run.CALIBRATION_SHARE)
+    waiting.clear()
+    answered.clear()
+    steady_max = int(everybody * run.STEADY_SHARE)
+    await rehearsal._steady(early, 5_000, cast("Any", None))
+    assert len(waiting) == steady_max, "nobody was answered before all had come"
+    assert waiting == sorted(waiting)
+    assert 0.7 < (waiting[-1] - waiting[0]) / (steady_max / 5_000) < 1.4, "the rate that was asked for"
 
 
 def test_patience_ends_without_progress_and_starts_again_with_any_progress(

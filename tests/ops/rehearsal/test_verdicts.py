@@ -481,6 +481,7 @@ async def test_damaged_read_models_of_the_crowd_are_reported(
 
 async def test_a_repeated_answer_is_counted_once() -> None:
     doors = Doors(total=2)
+    doors.begin("rush")
     doors.awaited.update(["a", "b"])
     for _ in range(2):
         doors.take("topic", Answer("a", "sold_out", 32, "o"))
