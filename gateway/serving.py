@@ -20,14 +20,18 @@ from grabstream.lua.ending import first_to_end, running
 FILES_BESIDE: Final = 512
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound; raises OSError. Nobody is accepted before `serve`."""
+def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """A socket that is bound; raises OSError. Nobody is accepted before `serve`. A port that is shared may be
+    bound by further processes of this user; the kernel gives each connection to one that listens.
+    """
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(address)

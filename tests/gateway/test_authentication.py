@@ -517,6 +517,35 @@ async def test_address_with_wrong_credentials_is_refused_and_others_are_not(
 
 
 @pytest.mark.long
+async def test_processes_of_a_gateway_count_requests_together(
+    door: Door, guarded: Guarded, tmp_path: Path
+) -> None:
+    """In the cache Redis; without it, the gateway says that each process counts by itself."""
+    [port] = free_ports(1)
+    cache = Redis(tmp_path / "cache", port, "cache")
+    await asyncio.to_thread(cache.start)
+    overrides = {"gateway_authentication": "required", "gateway_key_rate": "10/hour"}
+    at_cache = {"cache_url": f"redis://127.0.0.1:{port}/0"}
+    by_itself = "each of the 2 processes counts requests of callers by itself"
+    try:
+        words = ("--processes", "2")
+        with GatewayProcess(door.settings, tmp_path / "log", *words, **overrides, **at_cache) as gateway:
+            await until(lambda: gateway.text().count("listening on") == 2, 60, "both processes")
+            statuses = []
+            for _ in range(14):
+                # A connection of its own: the kernel chooses the process.
+                async with calling(gateway.port) as caller:
+                    got = await caller.having(guarded.secrets["read"]).send("GET", "/v1/offers")
+                    statuses.append(got.status)
+            assert statuses == [200] * 10 + [429] * 4
+            assert by_itself not in gateway.text()
+        with GatewayProcess(door.settings, tmp_path / "alone", *words, **overrides) as gateway:
+            assert by_itself in gateway.text()
+    finally:
+        await asyncio.to_thread(cache.kill)
+
+
+@pytest.mark.long
 @pytest.mark.requirement("F5")
 async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
     door: Door, guarded: Guarded, tmp_path: Path

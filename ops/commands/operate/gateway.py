@@ -1,5 +1,6 @@
 """`gateway`: serves commands and questions over HTTP until a signal stops it."""
 
+import asyncio
 import functools
 import gc
 import ipaddress
@@ -37,6 +38,7 @@ from grabstream.gateway.reaching import Reached
 from grabstream.gateway.receipts import Receipts
 from grabstream.gateway.serving import bind, connections_possible, serve
 from grabstream.gateway.shared_answers import SharedAnswers
+from grabstream.gateway.supervising import Supervisor
 from grabstream.gateway.tokens import Tokens, UserNames
 from grabstream.gateway.watching import Watching
 from grabstream.lua.ending import running
@@ -58,7 +60,12 @@ from grabstream.ops.connections.preconditions import require_postgres
 from grabstream.ops.connections.watching import watch_servers
 from grabstream.ops.console.json_log import log_as_json
 from grabstream.ops.console.output import WholeNumber
-from grabstream.ops.console.stopping import EXIT_INTERRUPTED, stop_on_signals
+from grabstream.ops.console.stopping import (
+    END_SECONDS_MAX,
+    EXIT_INTERRUPTED,
+    end_within,
+    stop_on_signals,
+)
 from grabstream.ops.metrics.answering import Answering, open_answering
 from grabstream.ops.schemas.documents import event_documents
 from grabstream.ops.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
@@ -68,6 +75,7 @@ log = logging.getLogger(__name__)
 
 #: The process ends with this code when something in it hangs after a signal.
 EXIT_HANGS: Final = 1
+PROCESSES_MAX: Final = 64
 
 
 @click.command()
@@ -79,8 +87,16 @@ EXIT_HANGS: Final = 1
     show_default=True,
     help="The port to listen on; 0: any free port, which the log names.",
 )
+@click.option(
+    "--processes",
+    type=WholeNumber(1, PROCESSES_MAX),
+    default=1,
+    show_default=True,
+    help="How many processes serve the port; one that dies is started again.",
+)
+@click.option("--process", "number", type=WholeNumber(1, PROCESSES_MAX), hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Write log lines as JSON, as with GRAB_LOG=json.")
-def gateway(host: str, port: int, as_json: bool) -> None:
+def gateway(host: str, port: int, processes: int, number: int | None, as_json: bool) -> None:
     """Serve commands over HTTP (docs/http.md). Runs until SIGTERM (exit code 0) or Ctrl-C (130); requests in
     work get their answers first.
     """
@@ -96,16 +112,68 @@ def gateway(host: str, port: int, as_json: bool) -> None:
     log.setLevel(logging.INFO)
     gc.set_threshold(50_000, 20, 50)
     try:
-        bound = bind(host, port)
+        bound = bind(host, port, is_shared=number is not None)
     except OSError as error:
         raise click.UsageError(
             f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another with --host or "
             "--port"
         ) from None
-    with tracing(settings, "gateway"):
-        signals = uvloop.run(_run(settings, host, bound))
-    if signal.SIGINT in signals:
-        sys.exit(EXIT_INTERRUPTED)
+    if processes > 1 and number is None:
+        code, signals = uvloop.run(_supervise(settings, host, bound, processes))
+    else:
+        with tracing(settings, "gateway"):
+            code, signals = (
+                0,
+                uvloop.run(_run(_of_process(settings, number), host, bound, number is not None)),
+            )
+    if code or signal.SIGINT in signals:
+        sys.exit(code or EXIT_INTERRUPTED)
+
+
+async def _supervise(
+    settings: Settings, host: str, bound: socket.socket, processes: int
+) -> tuple[int, Sequence[int]]:
+    """Runs the processes until a signal; returns the exit code, and the signals."""
+    # Nobody else had the port, so nobody is served by accident. From here on, this process holds it, so that
+    # port 0 is one port; a socket that does not listen gets no connections.
+    port = bound.getsockname()[1]
+    bound.close()
+    stop, signals = stop_on_signals(EXIT_HANGS)
+    if settings.gateway_authentication == "required" and not settings.cache_url:
+        log.warning(
+            "each of the %d processes counts requests of callers by itself: with GRAB_CACHE_URL, they count "
+            "them together",
+            processes,
+        )
+    # The same words; of an option that is there twice, the last one holds.
+    command = [sys.executable, "-m", "grabstream.ops.cli", *sys.argv[1:], "--port", str(port)]
+    with bind(host, port, is_shared=True):
+        supervisor = Supervisor(processes, lambda number: [*command, "--process", str(number)], stop, log)
+        return await supervisor.run(), signals
+
+
+def _of_process(settings: Settings, number: int | None) -> Settings:
+    """The settings of one of several processes: each has a port for its metrics, the next one of the process
+    before it.
+    """
+    if number is None or settings.metrics_listen is None:
+        return settings
+    host, _, port = settings.metrics_listen.rpartition(":")
+    # Port 0 is any free one.
+    own = int(port) + number - 1 if int(port) else 0
+    return settings.model_copy(update={"metrics_listen": f"{host}:{own}"})
+
+
+def _stop_with_parent(stop: asyncio.Event) -> None:
+    """Sets `stop` when standard input ends: the process that has started this one has ended."""
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        loop.remove_reader(sys.stdin)
+        end_within(END_SECONDS_MAX, EXIT_HANGS)
+        stop.set()
+
+    loop.add_reader(sys.stdin, end)
 
 
 def require_loopback(host: str, port: int) -> None:
@@ -335,9 +403,13 @@ def _log_listening(settings: Settings, bound: socket.socket, connections_max: in
     )
 
 
-async def _run(settings: Settings, host: str, bound: socket.socket) -> Sequence[int]:
+async def _run(
+    settings: Settings, host: str, bound: socket.socket, has_parent: bool = False
+) -> Sequence[int]:
     """Serves; returns the signals that stopped it."""
     stop, signals = stop_on_signals(EXIT_HANGS)
+    if has_parent:
+        _stop_with_parent(stop)
     connections_max = connections_possible(settings.gateway_connections_max)
     async with (
         open_gate(settings) as gate,
