@@ -23,7 +23,7 @@ import redis
 
 from bench import classic
 from bench.stage import system
-from bench.streaming import cpu_seconds, until_booked
+from bench.streaming import cpu_seconds_of_all, until_booked
 from grabstream.models.commands import Open
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.connections.opening import open_gate
@@ -33,9 +33,10 @@ from grabstream.streams.topics import Topics
 OFFERS = 20
 VISITORS = 100
 CONNECTIONS = 128
+PROCESSES = 2
 LISTEN_SECONDS_MAX = 60
 GRABS, MIX, LISTS = 0, 3, 5
-_listens = re.compile(r"listening on http://\S+:(\d+);").search
+_listens = re.compile(r"listening on http://\S+:(\d+);").findall
 
 
 class Server(NamedTuple):
@@ -46,8 +47,8 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def gateway(settings: Settings, **others: str) -> Iterator[Server]:
-    """Runs a gateway of a system; `others` are further settings of it."""
+def gateway(settings: Settings, processes: int = 1, **others: str) -> Iterator[Server]:
+    """Runs a gateway of a system in so many processes; `others` are further settings of it."""
     environment = child_environment(
         prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
         postgres=settings.postgres, seal_keys=settings.seal_keys.get_secret_value(),
@@ -57,16 +58,17 @@ def gateway(settings: Settings, **others: str) -> Iterator[Server]:
         log = Path(folder, "gateway.log")
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "grabstream.ops.cli", "gateway", "--port", "0"],
+                [sys.executable, "-m", "grabstream.ops.cli", "gateway", "--port", "0",
+                 "--processes", str(processes)],
                 env=environment, stdout=output, stderr=output,
             )  # fmt: skip
         try:
             until = time.monotonic() + LISTEN_SECONDS_MAX
-            while not (found := _listens(log.read_text())):
+            while len(found := _listens(log.read_text())) < processes:
                 if process.poll() is not None or time.monotonic() > until:
                     raise RuntimeError(f"the gateway does not listen: {log.read_text()}")
                 time.sleep(0.05)
-            yield Server(int(found[1]), process.pid)
+            yield Server(int(found[0]), process.pid)
         finally:
             process.terminate()
             process.wait(30)
@@ -93,21 +95,23 @@ def reference(kind: str, **arguments: Any) -> Iterator[Server]:
         process.stdout.close()
 
 
-def load(server: Server, lists: int, seconds: float, rate: float = 0.0) -> dict[str, Any]:
+def load(
+    server: Server, lists: int, seconds: float, rate: float = 0.0, connections: int = CONNECTIONS
+) -> dict[str, Any]:
     """Sends `lists` lists of five requests, and grabs, for so many seconds. Raises when an answer is not the
     wanted one.
     """
     plan = {
         "lists": lists, "offers": [offer_name(number) for number in range(OFFERS)], "visitors": VISITORS,
-        "stem": secrets.token_hex(6), "seconds": seconds, "connections": CONNECTIONS, "rate": rate,
+        "stem": secrets.token_hex(6), "seconds": seconds, "connections": connections, "rate": rate,
     }  # fmt: skip
-    before = cpu_seconds(server.pid)
+    before = cpu_seconds_of_all(server.pid)
     found = said([sys.executable, "-m", "bench.http_load", str(server.port)], plan, seconds + 120)
     if set(found["statuses"]) - {"200", "201"}:
         raise RuntimeError(f"not all requests were served: {found['statuses']}")
     found["count"] = sum(found["statuses"].values())
     found["rate"] = found["count"] / found["seconds"]
-    found["server_us"] = (cpu_seconds(server.pid) - before) / found["count"] * 1e6
+    found["server_us"] = (cpu_seconds_of_all(server.pid) - before) / found["count"] * 1e6
     found["client_us"] = found["client_cpu_seconds"] / found["count"] * 1e6
     return found
 
@@ -211,6 +215,35 @@ async def mix(runs: int, seconds: float) -> dict[str, Any]:
 async def grabs(runs: int, seconds: float) -> dict[str, Any]:
     """Journaled grabs over HTTP, against the same server answering a constant."""
     return await _against(runs, seconds, GRABS, _constant)
+
+
+async def processes(runs: int, seconds: float) -> dict[str, Any]:
+    """Journaled grabs over HTTP for each second of the gateway's processor time, in PROCESSES processes
+    against one, with as many connections for each process. All others share the cores of this machine, so
+    the clock says nothing about it.
+    """
+    many: list[dict[str, Any]] = []
+    alone: list[dict[str, Any]] = []
+    async with shop() as (settings, server):
+        with gateway(settings, PROCESSES) as several:
+            sides = ((several, PROCESSES * CONNECTIONS, many), (server, CONNECTIONS, alone))
+            for each, connections, _ in sides:
+                await asyncio.to_thread(load, each, GRABS, seconds / 4, connections=connections)
+            for _ in range(runs):
+                for each, connections, found in sides:
+                    found.append(await asyncio.to_thread(load, each, GRABS, seconds, connections=connections))
+                    await until_booked(settings, 0)
+    return {
+        "ours": [1e6 / one["server_us"] for one in many],
+        "theirs": [1e6 / one["server_us"] for one in alone],
+        "unit": "requests a second of processor time",
+        "profile": {
+            "requests/s": {
+                f"{PROCESSES} processes": median_of(many, "rate"), "one": median_of(alone, "rate"),
+            },
+            "the machine": {"load": f"{os.getloadavg()[0]:.1f}"},
+        },
+    }  # fmt: skip
 
 
 async def lists(runs: int, seconds: float) -> dict[str, Any]:
