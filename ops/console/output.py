@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import click
 from rich.cells import cell_len
@@ -55,6 +55,20 @@ class Output(Console):
     def is_seen(self) -> bool:
         """Whether people see what is printed, on a terminal or in its colours."""
         return self.is_terminal or self.file.isatty()
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream itself. What the command line and rich put around it would take what is drawn for text
+        of others.
+        """
+        file = super().file
+        while (inside := getattr(file, "rich_proxied_file", None)) is not None:
+            file = inside
+        return file
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints like a Console, but without cropping."""

@@ -17,6 +17,7 @@ import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.live import Live
 from rich.text import Text
 
 from grabstream.ops.console import output
@@ -110,6 +111,20 @@ def test_texts_of_rich_are_escaped_and_its_own_sequences_pass() -> None:
         drawn.print(Text(TITLE, "red"), end="\r")
     expected = "a" + "a".join("" if c in DROPPED else f"\\u{ord(c):04x}" for c in CONTROLS) + "a"
     assert screen.shown() == f"\x1b[31m{expected}\x1b[0m\r"
+
+
+def test_what_is_drawn_live_moves_the_cursor_and_texts_in_it_are_escaped() -> None:
+    """rich puts a stream of its own in the place of standard output, around that of this program."""
+    screen = Screen()
+    with (
+        printing_to(screen),
+        Live(console=Output(color_system="standard", force_terminal=True), auto_refresh=False) as live,
+    ):
+        for number in range(3):
+            live.update(table("Live", ["column"], [[f"{number}\x1b[2J"]]), refresh=True)
+    assert "\x1b[1A" in screen.shown()
+    assert "\x1b[2J" not in screen.shown()
+    assert "\\u001b" not in screen.shown().replace("\\u001b[2J", ""), "its own sequences pass"
 
 
 @pytest.mark.parametrize("way", WAYS)
