@@ -30,6 +30,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer, decode_answer
 from grabstream.models.commands import AnyCommand, Close, Grab, Open, encode_command
 from grabstream.models.outcomes import OutcomeUnknown
+from grabstream.ops.connections.opening import key_space, open_redis
 from grabstream.ops.rehearsal.crowd import Envelope, person_of
 from grabstream.ops.rehearsal.over_http.door import HttpDoor
 from grabstream.ops.rehearsal.phases import CALIBRATION, RUSH, STEADY, Phase
@@ -268,12 +269,11 @@ class Rehearsal:
 
     async def _calibrate(self, early: deque[Attempt], producer: AIOKafkaProducer) -> float:
         """Lets callers send, each the next attempt when its last one is answered; returns how many attempts
-        a second the machine serves. The first half counts for nothing: processes are slower at first.
+        a second the machine serves, which includes that they are in the books.
         """
         self.doors.begin(CALIBRATION)
         until = time.monotonic() + CALIBRATION_SECONDS
         left = int(len(self._attempts) * CALIBRATION_SHARE)
-        answered: list[float] = []
 
         async def caller() -> None:
             nonlocal left
@@ -281,16 +281,20 @@ class Rehearsal:
                 left -= 1
                 door, grab = early.popleft()
                 await self._attempt(door, grab, time.monotonic(), producer)
-                answered.append(time.monotonic())
 
         await asyncio.gather(*(caller() for _ in range(CALIBRATION_CALLERS)))
         await self._until_answered()
         self.doors.end()
-        # While the last callers end, the others do not send: that part is not what the machine serves.
-        counted = answered[len(answered) // 2 : len(answered) - CALIBRATION_CALLERS // 2]
-        counted = counted if len(counted) > 1 else answered
-        seconds = counted[-1] - counted[0] if counted else 0.0
-        return (len(counted) - 1) / seconds if seconds > 0 else 0.0
+        await self._until_booked()
+        return self.doors.phase.answers.total() / (time.monotonic() - self.doors.phase.began)
+
+    async def _until_booked(self) -> None:
+        redis = open_redis(self._settings)
+        try:
+            async with await open_books(self._settings) as books:
+                await until_in_books(redis, key_space(self._settings), books, lambda: None)
+        finally:
+            await redis.aclose()
 
     async def _steady(self, early: deque[Attempt], per_second: float, producer: AIOKafkaProducer) -> None:
         """Lets users come one by one, whether those before them are answered or not. A latency counts from

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -195,8 +196,13 @@ async def test_steady_users_come_whether_others_are_answered_or_not(
             if len(waiting) == steady_max:
                 answered.set()
             await answered.wait()
+        rehearsal.doors.phase.count(time.monotonic())
+
+    async def booked() -> None:
+        """Nothing was decided."""
 
     monkeypatch.setattr(rehearsal, "_attempt", attempt)
+    monkeypatch.setattr(rehearsal, "_until_booked", booked)
     early, rush = rehearsal._split()
     everybody = len(early) + len(rush)
     assert everybody == rehearsal.doors.total
