@@ -4,6 +4,7 @@ in a shape comes over HTTP; or a story of several days is told with a faster clo
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import sys
@@ -430,7 +431,8 @@ def _print_phase(name: str, phase: dict[str, Any]) -> None:
     if phase["offered_per_second"] is not None:
         slow = [door for door, values in phase["latency_ms"].items() if values["p99"] >= STEADY_P99_MS_WANTED]
         said = (
-            f"not below {STEADY_P99_MS_WANTED} ms by {', '.join(slow)}: the machine has other work"
+            f"{STEADY_P99_MS_WANTED} ms or more by {', '.join(slow)} "
+            f"(load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)"
             if slow
             else f"below {STEADY_P99_MS_WANTED} ms by every door"
         )
@@ -439,10 +441,11 @@ def _print_phase(name: str, phase: dict[str, Any]) -> None:
             f"one;\np99 {said}.\n"
         )
     else:
-        best = phase["attempts"] if phase["best_second"] is None else phase["best_second"]
+        best = phase["best_second"]
+        peak = "" if best is None else f"{best:,} answers in the best second, "
         note = (
-            f"{best:,} answers in the best second, {phase['per_second']:,.0f} a second in all "
-            f"({phase['seconds']:.1f} s).\nLatencies are waits in a queue.\n"
+            f"{peak}{phase['per_second']:,.0f} a second in all ({phase['seconds']:.1f} s).\n"
+            "Latencies are waits in a queue.\n"
         )
     console.print(note, highlight=False)
 
