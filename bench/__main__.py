@@ -19,6 +19,7 @@ from bench import (
     exporting,
     growth,
     masters,
+    peers,
     pieces,
     recovering,
     replaying,
@@ -99,11 +100,22 @@ ROWS = {
         "<= 1",
     ),
     "expiry": ("100 thousand holds end at the same time, against holds made", "ours/theirs", ""),
+    "hot-row-20": ("journaled grabs, 20 callers, against a hot row of PostgreSQL", "ours/theirs", ""),
+    "hot-row-200": ("journaled grabs, 200 callers, against a hot row of PostgreSQL", "ours/theirs", ""),
+    "bullmq": ("hold and confirm, against a job added and finished by BullMQ", "ours/theirs", ""),
+    "eventsourcing": (
+        "stored events → a new read model, against ProjectionRunner of eventsourcing",
+        "ours/theirs",
+        "",
+    ),
 }
 
-#: Rows that are measured only where --rows names them: they need what is not in this repository, or start
-#: two sets of servers.
-ON_DEMAND = frozenset({"tigerfans", "secured", "file"})
+#: What `--peers` measures; with --tigerfans, row `tigerfans` too.
+PEERS = ("hot-row-20", "hot-row-200", "bullmq", "eventsourcing")
+
+#: Rows that are measured only where --rows or --peers names them: they need what is not in this repository,
+#: or start two sets of servers.
+ON_DEMAND = frozenset({"tigerfans", "secured", "file", *PEERS})
 
 
 def _measurements(
@@ -143,6 +155,10 @@ def _measurements(
         ("limits",): lambda: pieces.limits(runs, 100_000 // divisor),
         ("holds",): lambda: pieces.holds(runs, 100_000 // divisor),
         ("expiry",): lambda: pieces.expiry(runs, 100_000 // divisor),
+        ("hot-row-20",): lambda: peers.hot_row(runs, 20_000 // divisor, 20),
+        ("hot-row-200",): lambda: peers.hot_row(runs, 20_000 // divisor, 200),
+        ("bullmq",): lambda: peers.jobs(runs, 20_000 // divisor),
+        ("eventsourcing",): lambda: peers.rebuilt(runs, 100_000 // divisor),
         ("rebuild",): lambda: recovering.rebuild(runs, 100_000 // divisor),
         ("takeover",): lambda: recovering.takeover(runs, 8),
         ("past",): lambda: recovering.beside_the_past(runs, 10_000_000 // divisor),
@@ -198,6 +214,13 @@ def _reached(ratio: float, wanted: str) -> str:
     show_default=True,
     help="Which rows to measure.",
 )
+@click.option(
+    "--peers",
+    "with_peers",
+    is_flag=True,
+    help=f"Measure against what people use instead, and not --rows: {', '.join(PEERS)}, and with --tigerfans "
+    "that row. Each is installed from its registry into a temporary folder (needs npm for bullmq).",
+)
 @click.option("--runs", default=3, show_default=True, help="How often to measure each side of a row.")
 @click.option("--quick", is_flag=True, help="A tenth of the size, to check that it runs.")
 @click.option(
@@ -214,8 +237,12 @@ def _reached(ratio: float, wanted: str) -> str:
     default=Path(".services/bench.json"),
     show_default=True,
 )
-def main(rows: str, runs: int, quick: bool, tigerfans: Path | None, json_file: Path) -> None:
+def main(
+    rows: str, with_peers: bool, runs: int, quick: bool, tigerfans: Path | None, json_file: Path
+) -> None:
     """Measure this system against the classic way in one run. This is not a test: read the ratios."""
+    if with_peers:
+        rows = ",".join((*PEERS, "tigerfans") if tigerfans else PEERS)
     unknown = set(rows.split(",")) - ROWS.keys()
     if unknown:
         raise click.UsageError(

@@ -79,7 +79,7 @@ async def holds(runs: int, count: int) -> dict[str, Any]:
             await gate.decide([stock(count), envelope("e", count)], "decided", timeout_ms=60_000)
             began = time.perf_counter()
             await answered_lists(gate, grabs("s", count))
-            await answered_lists(gate, [_payment(number) for number in range(count)])
+            await answered_lists(gate, [payment(number) for number in range(count)])
             ours.append(count / (time.perf_counter() - began))
             theirs.append(await answered_lists(gate, grabs("e", count)))
             await gate.close()
@@ -87,7 +87,8 @@ async def holds(runs: int, count: int) -> dict[str, Any]:
     return {"ours": ours, "theirs": theirs, "unit": "pairs/s"}
 
 
-def _payment(number: int) -> Confirm:
+def payment(number: int) -> Confirm:
+    """The payment of a grab of `grabs("s", …)`."""
     return Confirm(
         id=f"p{number:031d}",
         offer="s",

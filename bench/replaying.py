@@ -104,14 +104,15 @@ async def replay(runs: int, count: int) -> dict[str, Any]:
                 part for shard in range(settings.shards) for part in _rows(shard, count // settings.shards)
             ]
             for _ in range(runs):
-                ours.append(events / await _build(settings))
+                ours.append(events / await build(settings))
                 theirs.append(events / await _copy(connection, name, rows))
         finally:
             await take_down(settings)
     return {"ours": ours, "theirs": theirs, "unit": "events/s"}
 
 
-async def _build(settings: Settings) -> float:
+async def build(settings: Settings) -> float:
+    """Builds the ledger from the journal; returns the seconds."""
     where = where_of(settings)
     async with (
         open_rebuild(where, "ledger", jobs=os.cpu_count() or 1) as work,
