@@ -124,7 +124,7 @@ def theirs(folder: Path, postgres: str, side: str, total: int) -> dict[str, Any]
         return found
 
 
-def _sessions(postgres: str, condition: str, value: str) -> list[int]:
+def sessions(postgres: str, condition: str, value: str) -> list[int]:
     """The processes of PostgreSQL that serve some sessions."""
     with psycopg.connect(postgres) as connection:
         rows = connection.execute(f"SELECT pid FROM pg_stat_activity WHERE {condition}".encode(), [value])
@@ -132,15 +132,15 @@ def _sessions(postgres: str, condition: str, value: str) -> list[int]:
 
 
 def _of_tigerfans(server: Server, url: str) -> list[int]:
-    return [server.pid, *_sessions(url, "datname = %s", str(conninfo_to_dict(url)["dbname"]))]
+    return [server.pid, *sessions(url, "datname = %s", str(conninfo_to_dict(url)["dbname"]))]
 
 
 def _of_system(settings: Settings, server: Server, workers: list[Any]) -> list[int]:
     with redis.Redis.from_url(settings.redis_url) as client:
         of_redis = int(client.info("server")["process_id"])
     name = f"{system_name(settings.schema_)}%"
-    sessions = _sessions(settings.postgres, "application_name LIKE %s", name)
-    return [server.pid, of_redis, *(worker.pid for worker in workers), *sessions]
+    of_books = sessions(settings.postgres, "application_name LIKE %s", name)
+    return [server.pid, of_redis, *(worker.pid for worker in workers), *of_books]
 
 
 def _spent(pids: list[int]) -> dict[int, float]:
