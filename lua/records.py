@@ -16,8 +16,8 @@ GRAB_FIELDS: Final = (
     "price", "status", "ended_seq",
     "ended_at", "confirmed_seq", "confirmed_at", "under", "counted", "payments", "codes",
 )  # fmt: skip
-#: Fields that few grabs have: metadata as JSON text (or false), only while it waits; its basket.
-RARE_FIELDS: Final = ("metadata", "basket")
+#: Fields that few grabs have: what its events carry (or false), only while it waits; its basket.
+RARE_FIELDS: Final = ("carried", "basket")
 _NUMBERS: Final = ("place", "quantity", "held", "taken", "redeemed", "lapsed", "status")
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
 

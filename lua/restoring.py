@@ -12,7 +12,7 @@ from grabstream.lua.gate.encoding import CallOffers, changes_row, drawing_parts,
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
 from grabstream.lua.gate.staging import INLINE_BYTES_MAX, ScriptCall, Staged
 from grabstream.lua.keys import ShardKeys
-from grabstream.models.commands import encode_metadata
+from grabstream.models.commands import carried_by, carried_texts
 from grabstream.models.digests import adjustment_text
 from grabstream.models.events import (
     AnyEvent,
@@ -96,7 +96,7 @@ def _are_plain_parts(run: GrantedRun) -> bool:
     envelopes have amounts.
     """
     return bool(run.amounts) and not (
-        run.command or run.quantities or run.asked or run.attributes or run.metadata or run.tickets
+        run.command or run.quantities or run.asked or run.attributes or carried_by(run) or run.tickets
         or run.basket or run.digests or run.codes
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def building(
                 else _adjusted(event)
                 if isinstance(event, LedgerAdjusted)
                 else _queued(event)
-                if isinstance(event, GrabQueued) and event.metadata
+                if isinstance(event, GrabQueued) and carried_by(event)
                 else _paid(event)
                 if isinstance(event, GrabConfirmed | PaymentRefundDue) and event.payment
                 else event
@@ -189,9 +189,8 @@ def _adjusted(event: LedgerAdjusted) -> dict[str, Any]:
 
 
 def _queued(event: GrabQueued) -> dict[str, Any]:
-    # The grab keeps them, as text, for the event that serves it.
-    metadata = encode_metadata(event.metadata or {}).decode()
-    return msgspec.to_builtins(event) | {"metadata": metadata}  # type: ignore[no-any-return]
+    # The grab keeps them for the event that serves it.
+    return msgspec.to_builtins(event) | {"carried": carried_texts(carried_by(event))}  # type: ignore[no-any-return]
 
 
 def _paid(event: GrabConfirmed | PaymentRefundDue) -> AnyEvent:

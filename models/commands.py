@@ -687,6 +687,11 @@ def carried_by(grab: Any) -> dict[str, Any]:
     }
 
 
+def carried_texts(carried: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `carried_by` says, as names and JSON texts: so scripts pass it on to events."""
+    return [(name, _encode(value).decode()) for name, value in carried.items()]
+
+
 def encode_metadata(metadata: dict[str, str]) -> bytes:
     """Metadata as canonical JSON: by name, without spaces, in UTF-8. So events contain it."""
     return _encode(metadata)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
 import msgspec
 
+from grabstream.models.commands import CARRIED, carried_by
 from grabstream.models.events import (
     CURRENT_VERSIONS,
     AnyEvent,
@@ -49,7 +50,7 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
 
     #: The names of the columns beside `grabs`.
     columns: ClassVar[tuple[str, ...]] = (
-        "users", "quantities", "amounts", "asked", "attributes", "metadata", "tickets", "digests"
+        "users", "quantities", "amounts", "asked", "attributes", *CARRIED, "tickets", "digests"
     )  # fmt: skip
 
     v: V2
@@ -190,7 +191,7 @@ def singles(event: AnyEvent | AnyRun) -> Sequence[AnyEvent]:
     if not isinstance(event, AnyRun):
         return (event,)
     given, moved = event.given, event.moved
-    left = event.left + sum(given)
+    left, carried = event.left + sum(given), carried_by(event).items()
     found: list[AnyEvent] = []
     for i, (grab, user, quantity, amount) in enumerate(
         zip(event.grabs, event.users, given, moved, strict=True)
@@ -206,7 +207,7 @@ def singles(event: AnyEvent | AnyRun) -> Sequence[AnyEvent]:
             "ticket": ticket, "ticket_ends_at": ends_at, "basket": event.basket,
             "digest": event.digests[i] if event.digests else None if event.command else "plain",
         }  # fmt: skip
-        if event.metadata:
-            common["metadata"] = event.metadata[i]
+        for name, column in carried:
+            common[name] = column[i]
         found.append(event.single(i, common))
     return found

@@ -11,8 +11,9 @@
 --   ARGV[5] outbox events max
 -- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each (from 1), digests
 --         or false, users, quantities or false, attributes as JSON text or '' or false, extras, plain};
---         extras: false, or for each grab false or {attributes, basket, wait, metadata as JSON text,
---         ticket_expires_at, ticket_once, ticket_ends_at (if a use counts in the whole campaign)};
+--         extras: false, or for each grab false or {attributes, basket, wait, carried: {name, JSON text} of
+--         each field that its events repeat, ticket_expires_at, ticket_once, ticket_ends_at (if a use counts
+--         in the whole campaign)};
 --         plain: false, or, if all grabs are of one offer and for one unit, without extras, and no user
 --         occurs twice: {number of grabs, width of the ids, width of the users}; then ids, users and offer of
 --         each are false. A width is the length of all texts or, if they differ, the format of ARGV[7] or
@@ -235,7 +236,7 @@ do
     local extra, rare = extras and extras[i], {}
     if quantity ~= quantities[i] then rare.asked = int(quantities[i]) .. '' end
     if attributes[i] ~= '' then rare.attributes = attributes[i] end
-    if extra then rare.metadata = extra.metadata end
+    if extra then carry_into(rare, extra.carried) end
     if ticket ~= '' then
       rare.tickets = '["' .. extra.ticket_once .. '",'
         .. (extra.ticket_ends_at and int(extra.ticket_ends_at) or 'null') .. ']'
@@ -247,7 +248,7 @@ do
 
   local function tail_text(i, extra, ticket)
     return (attributes[i] == '' and '' or ',"attributes":' .. attributes[i])
-      .. (extra and metadata_text(extra.metadata) or '') .. ticket
+      .. (extra and carried_text(extra.carried) or '') .. ticket
       .. (extra and extra.basket and ',"basket":"' .. extra.basket .. '"' or '')
   end
 
@@ -291,7 +292,7 @@ do
     local details = row[10]
     if #under > 0 then details.limits = limit_states(offer, under, now) end
     if waits then
-      join_queue(offer, id, grab, extra and extra.metadata or nil)
+      join_queue(offer, id, grab, extra and extra.carried or nil)
       add_line(call, event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
         .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
       row[1], row[4] = CODE.waiting, 0

@@ -36,7 +36,8 @@ from grabstream.models.commands import (
     Redeem,
     Return,
     Unredeem,
-    encode_metadata,
+    carried_by,
+    carried_texts,
     is_signed,
     metadata_of,
     user_of,
@@ -283,9 +284,8 @@ def _extra_of(command: Grab, tickets: TicketKeys) -> Any:
         extra["basket"] = command.basket
     if command.wait:
         extra["wait"] = True
-    if command.metadata:
-        # As the event contains them: the script decides nothing by them.
-        extra["metadata"] = encode_metadata(command.metadata).decode()
+    if carried := carried_texts(carried_by(command)):
+        extra["carried"] = carried
     if command.ticket is not None and (ticket := tickets.read(command.ticket, command.user, command.offer)):
         extra["ticket_expires_at"], extra["ticket_once"] = ticket.expires_at_ms, ticket.once_id
         if ticket.of_campaign:

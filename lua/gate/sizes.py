@@ -18,8 +18,9 @@ from grabstream.models.commands import (
     Open,
     Return,
     bytes_of_code,
+    carried_by,
+    carried_texts,
     encode_command,
-    encode_metadata,
 )
 from grabstream.models.identifiers import ID_LENGTH_MAX, encoded_payment
 from grabstream.models.offers import EnvelopeTerms
@@ -36,7 +37,8 @@ _PART_BYTES: Final = 6
 def size_of(command: AnyCommand) -> int:
     """Returns an estimate of the bytes that a command takes of a call's arguments."""
     if isinstance(command, Grab):
-        size = PLAIN_BYTES if not command.metadata else PLAIN_BYTES + len(encode_metadata(command.metadata))
+        carried = carried_texts(carried_by(command))
+        size = PLAIN_BYTES + sum(len(name) + len(text.encode()) for name, text in carried)
         # Attributes are sent twice: as text for the event, and as a map.
         return size + 2 * sum(len(name) + len(value) + 6 for name, value in command.attributes.items())
     if isinstance(command, Load):
@@ -70,7 +72,7 @@ def size_of_all(commands: Sequence[AnyCommand]) -> int:
     if type(commands[0]) is Confirm:
         return PLAIN_BYTES * len(commands) + sum(map(_beyond_plain, commands))  # type: ignore[arg-type]
     if type(commands[0]) is Grab and not any(
-        command.attributes or command.metadata  # type: ignore[union-attr]
+        command.attributes or carried_by(command)  # type: ignore[union-attr]
         for command in commands
     ):
         return PLAIN_BYTES * len(commands)

@@ -44,9 +44,18 @@ local function begin_hold(offer, grab, quantity, now)
   put(offer, 'held', offer.held + quantity)
 end
 
--- Metadata, JSON text or nil, as a field of an event.
-local function metadata_text(metadata)
-  return metadata and ',"metadata":' .. metadata or ''
+-- What a grab carries for its events, as their fields: a list of {name, JSON text}, or nil. Nothing is
+-- decided by it.
+local function carried_text(carried)
+  local text = ''
+  for _, field in ipairs(carried or {}) do text = text .. ',"' .. field[1] .. '":' .. field[2] end
+  return text
+end
+
+-- The same as columns of a run; adds them to `rare`, and returns it.
+local function carry_into(rare, carried)
+  for _, field in ipairs(carried or {}) do rare[field[1]] = field[2] end
+  return rare
 end
 
 -- Adds the details of a hold to those of an answer; returns them.
@@ -158,12 +167,11 @@ local function available(offer)
   return offer.units_left < offer.least_wanted and offer.units_left or 0
 end
 
--- Adds a new grab to the end of the queue. It keeps its metadata, JSON text or nil, for the event that serves
--- it.
-local function join_queue(offer, name, grab, metadata)
+-- Adds a new grab to the end of the queue. It keeps what it carries for the event that serves it.
+local function join_queue(offer, name, grab, carried)
   put(offer, 'queued', offer.queued + 1)
-  grab.place, grab.status, grab.metadata = offer.queued, WAITING, metadata
-  if metadata then spend(COST.record_byte * #metadata) end
+  grab.place, grab.status, grab.carried = offer.queued, WAITING, carried
+  if carried then spend(COST.record_byte * #carried_text(carried)) end
   append(offer.queue_new, name)
   put(offer, 'queue_length', offer.queue_length + 1)
   if offer.least_wanted and offer.queue_length <= CONSIDERED_MAX then

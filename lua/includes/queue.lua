@@ -30,7 +30,7 @@ do
   function end_wait(offer, name, grab, now)
     take_from_queue(offer, name)
     give_back(offer, grab, grab.quantity)
-    grab.status, grab.metadata = RELEASED, nil
+    grab.status, grab.carried = RELEASED, nil
     if offer.closed then offer.due = due_when_closed(offer, now) end
     touch_grab(offer, name)
   end
@@ -51,7 +51,7 @@ do
     offer.places = offer.places + 1
     grab.place, grab.quantity, grab.status = offer.places, quantity, ACTIVE
     grab.price = offer.rules.price or 0
-    grab.metadata = nil
+    grab.carried = nil
     move_units(offer, -quantity)
     begin_hold(offer, grab, quantity, now)
     touch_grab(offer, name)
@@ -107,10 +107,10 @@ do
       else
         served = served + 1
         local grab = grab_of(offer, name)
-        local asked, quantity, metadata = grab.quantity, units_for(offer, grab), grab.metadata
+        local asked, quantity, carried = grab.quantity, units_for(offer, grab), grab.carried
         serve_grab(offer, name, grab, quantity, call.now)
         add_grab(call, 'grab.held', offer, name, grab.user, quantity, quantity, nil,
-          {asked = asked ~= quantity and int(asked) .. '' or nil, metadata = metadata}, command)
+          carry_into({asked = asked ~= quantity and int(asked) .. '' or nil}, carried), command)
       end
     end
     if offer.units_left > 0 then offer.least_wanted = least end

@@ -269,7 +269,7 @@ local function new_grab(user, quantity, under)
 end
 
 -- A grab of pieces as a list of its fields; models/rules/state.py describes each. The last ones are there
--- only where a grab has them: metadata as JSON text (or false) while it is queued; its basket. The name of a
+-- only where a grab has them: what its events carry (or false) while it is queued; its basket. The name of a
 -- counter of the grab's user ends before the user, and `counted` has 0 in place of the counters of `under`.
 local pack_grab, unpack_grab
 do
@@ -305,7 +305,7 @@ do
     return cmsgpack.pack({grab.user, grab.place, grab.quantity, grab.held, grab.taken, grab.redeemed,
       grab.lapsed, grab.deadline, grab.grace, grab.extensions, grab.price, grab.status, grab.ended_seq,
       grab.ended_at, grab.confirmed_seq, grab.confirmed_at, under, counted, grab.payments, grab.codes,
-      grab.metadata or grab.basket and false, grab.basket})
+      grab.carried or grab.basket and false, grab.basket})
   end
 
   function unpack_grab(record)
@@ -321,7 +321,7 @@ do
       redeemed = values[6], lapsed = values[7], deadline = values[8], grace = values[9],
       extensions = values[10], price = values[11], status = values[12], ended_seq = values[13],
       ended_at = values[14], confirmed_seq = values[15], confirmed_at = values[16], under = under,
-      counted = counted, payments = values[19], codes = values[20], metadata = values[21] or nil,
+      counted = counted, payments = values[19], codes = values[20], carried = values[21] or nil,
       basket = values[22]}
   end
 end

@@ -15,7 +15,7 @@
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1),
 --         offers retired before}; an event is a map of its fields. offer.opened has `row` in place of terms,
 --         in the form of `open`; offer.amended has `changes` in the form of `amend`; ledger.adjusted has
---         `whole` in the form of `adjust`; grab.queued has `metadata` as JSON text; `parts` stands for many
+--         `whole` in the form of `adjust`; grab.queued has `carried` as in `grab`; `parts` stands for many
 --         events
 -- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; '' when there are none, or when
 --   `apply_parts` has written them
@@ -204,7 +204,7 @@ do
 
   APPLY['grab.queued'] = function(offer, event)
     local grab, details = make_grab(offer, event)
-    join_queue(offer, event.grab, grab, event.metadata)
+    join_queue(offer, event.grab, grab, event.carried)
     keep_row(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place,
       offer.units_left, 0, 0, details})
   end

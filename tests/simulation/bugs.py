@@ -212,8 +212,8 @@ OF_SCRIPTS: Final = (
         (
             (
                 "lua/includes/queue.lua",
-                "    give_back(offer, grab, grab.quantity)\n    grab.status, grab.metadata = RELEASED, nil",
-                "    grab.status, grab.metadata = RELEASED, nil",
+                "    give_back(offer, grab, grab.quantity)\n    grab.status, grab.carried = RELEASED, nil",
+                "    grab.status, grab.carried = RELEASED, nil",
             ),
         ),
     ),

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from grabstream.models.answers import Answer
 from grabstream.models.commands import (
+    CARRIED,
     AnyCommand,
     Confirm,
     Grab,
@@ -155,7 +156,7 @@ def one_by_one(line: bytes) -> Iterator[tuple[Any, bytes]]:
             "due": run.get("price", 0) * quantity if "currency" in run else None,
             "currency": run.get("currency"), "waited": run.get("waited"),
             "attributes": _of_column(run, "attributes", number),
-            "metadata": _of_column(run, "metadata", number),
+            **{name: _of_column(run, name, number) for name in CARRIED},
             "ticket": ticket, "ticket_ends_at": ends_at, "basket": run.get("basket"),
             "codes": _of_column(run, "codes", number) or None,
             "digest": _of_column(run, "digests", number, None if served_by else "plain"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from grabstream.models.commands import CARRIED
 from grabstream.models.events import AnyEvent, GrabGranted, GrabHeld, decode_event, encode_event
 from grabstream.models.runs import AnyRun, GrantedRun, HeldRun, decode_line, is_run, singles
 
@@ -69,7 +70,7 @@ def run_of(events: Sequence[Any]) -> AnyRun:
         "asset": first.asset, "place": first.place, "left": last.left,
         "asked": column(one.asked for one in events),
         "attributes": column(one.attributes or None for one in events),
-        "metadata": column(one.metadata for one in events),
+        **{name: column(getattr(one, name) for one in events) for name in CARRIED},
         "tickets": column(tickets), "basket": first.basket,
         "digests": column((one.digest for one in events), None if is_waited else "plain"),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import GRAB_FIELDS
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open, encode_metadata
+from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open, carried_texts
 from grabstream.models.digests import Digests
 from grabstream.models.events import (
     CampaignZone,
@@ -495,7 +495,7 @@ def _record(grab: Any) -> list[Any]:
         grab.extensions, grab.price, int(grab.status), *grab.ended, *grab.confirmed, _counters(grab.under),
         [[units, _counters(under)] for units, under in grab.counted],
         [[encoded_payment(payment), units] for payment, units in grab.payments], grab.codes,
-        *([encode_metadata(grab.carried["metadata"]).decode()] if grab.carried else []),
+        *([list(map(list, carried_texts(grab.carried)))] if grab.carried else []),
         *([False, grab.basket] if grab.basket else []),
     ]  # fmt: skip
 
