@@ -49,11 +49,13 @@ OFFER_KEYS: Final = (
     "orders",
     "names",
 )
-#: A campaign's keys: answers (hash id, of a grab of pieces `<offer>/<id>` → record) · payments (hash payment,
-#: as the inside of a JSON text → record) · counters (hash, limits of the whole campaign) · state (hash;
-#: `zone`: the time zone its limits count in, as JSON; `retired/<offer>` → `<last offer_seq>:<time ms>` of
-#: each retired offer whose payments still count) · tickets (sorted set: used single-use tickets of the
-#: campaign, by the time (ms) at which they end).
+#: A campaign's keys: answers (hash id, of a grab of pieces `<offer>/<id>` → record) · payments (hash; its
+#: fields are ids of payments, as the inside of a JSON text, and those of `payment_field` in
+#: lua/includes/records.lua) · counters (hash, limits of the whole campaign) · state (hash; `zone`: the time
+#: zone its limits count in, as JSON; `large`: present once an answer had more than 1024 bytes, so that
+#: answers are not read in bulk; `retired/<offer>` → `<last offer_seq>:<time ms>` of each retired offer whose
+#: payments still count) · tickets (sorted set: used single-use tickets of the campaign, by the time (ms) at
+#: which they end).
 CAMPAIGN_KEYS: Final = ("answers", "payments", "counters", "state", "tickets")
 
 #: The beginning, after the hash tag, of keys that do not belong to the state of a shard: parts that are

@@ -26,7 +26,6 @@ from grabstream.models.events import (
 from grabstream.models.identifiers import encoded_payment
 from grabstream.models.offers import EnvelopeTerms, changes_of, terms_of
 from grabstream.models.runs import AnyLine, GrantedRun, singles
-from grabstream.models.splitting import at_once
 
 _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
@@ -99,14 +98,6 @@ def _are_plain_parts(run: GrantedRun) -> bool:
         run.command or run.quantities or run.asked or run.attributes or carried_by(run) or run.tickets
         or run.basket or run.digests or run.codes
     )  # fmt: skip
-
-
-def build(
-    keys: ShardKeys, events: Sequence[Applicable], sealer: Sealer, retired: Sequence[str] = (),
-    seeds: Mapping[str, str] = {}
-) -> ScriptCall:  # fmt: skip
-    """Returns keys (after the keys of the shard) and packed arguments, see `building`."""
-    return at_once(building(keys, events, sealer, retired, seeds))
 
 
 def building(

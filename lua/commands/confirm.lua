@@ -118,9 +118,10 @@ local function repeated_payment(call, campaign, offer, name, id, digest, body, r
 end
 
 -- Refuses a payment that cannot be served; if money was paid, an event says that it is to be paid back, once.
--- `details` are those of the answer where nothing was paid.
-local function refuse_payment(call, offer, grab, id, digest, body, campaign, name, details)
-  if not body.payment or body.paid == 0 then return refused_row(call, CODE[name], details or {}) end
+local function refuse_payment(call, offer, grab, id, digest, body, campaign, name)
+  if not body.payment or body.paid == 0 then
+    return refused_row(call, CODE[name], unserved_details(CODE[name], grab))
+  end
   return refund_due_row(call, offer, grab, id, digest, body, campaign, name, body.paid)
 end
 
@@ -193,14 +194,13 @@ local confirm_for_grab = about_grab(function(call, offer, grab, id, digest, body
   end
   local quantity = body.quantity or base
   if body.paid ~= grab.price * quantity or (body.paid > 0 and body.currency ~= offer.rules.currency) then
-    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'invalid',
-      {message = 'paid: not what is due'})
+    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'invalid')
   end
   if body.payment and #grab.payments >= PAYMENTS_MAX then
-    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'limit_reached', too_many_payments())
+    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'limit_reached')
   end
   if quantity > base then
-    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'not_enough_left', {left = base})
+    return refuse_payment(call, offer, grab, id, digest, body, campaign, 'not_enough_left')
   end
   if grab.held == 0 and not retake(call, offer, grab, quantity) then
     return refuse_payment(call, offer, grab, id, digest, body, campaign, 'expired')

@@ -1,9 +1,9 @@
 """Draws the parts of large envelopes in slices, so that the process does other work in between.
 
-A million parts take seconds. In a thread they would hold the interpreter's lock for most of that time, and
-one thread for each shard would leave next to nothing to the event loop. So they are drawn in the event loop:
-after each slice, all that is ready runs. A gate draws one large envelope at a time in the whole process, and
-the others of its shards are decided meanwhile (`gate.py`).
+A million parts take seconds. A thread would hold the interpreter's lock for most of that time, and several
+threads would leave next to nothing to the event loop. So they are drawn in the event loop itself: after each
+slice, everything else that is ready runs. One large envelope is drawn at a time in a process; meanwhile its
+gate decides the other commands of the same shard (`gate.py`).
 """
 
 import asyncio

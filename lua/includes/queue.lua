@@ -90,7 +90,8 @@ do
       offer.due = due_when_open(offer, call.now, refusal)
       return
     end
-    -- This is known from an earlier test, unless a grab has left the queue since.
+    -- An earlier look at the queue may have found already that the units suffice for no grab. (`least_wanted`
+    -- is nil where this is not known.)
     if offer.units_left < (offer.least_wanted or 0) then return end
     local served, i, least = 0, 1, math.huge
     while offer.units_left > 0 and i <= CONSIDERED_MAX do

@@ -70,6 +70,13 @@ local function answer_field_of_grab(offer, id)
   return offer .. '/' .. id
 end
 
+-- A field of the payments of a campaign, beside that of the payment itself: for one grab of a basket that it
+-- pays; with a currency, for money of a recorded payment that came for a grab beyond what is recorded. No
+-- payment has a newline.
+local function payment_field(payment, offer, grab, currency)
+  return payment .. '\n' .. offer .. '/' .. grab .. (currency and '\n' .. currency or '')
+end
+
 -- Refusal: code 1, at 5, length of the digest 1 byte; the digest; then the offer's name (see offer_tail). The
 -- answer to a command whose effect already held has no event and is stored among the refusals: it has its
 -- code + AGAIN, and before the name seq 6 and quantity 6 bytes of the event that had the effect.
@@ -268,9 +275,10 @@ local function new_grab(user, quantity, under)
     payments = {}, codes = {}}
 end
 
--- A grab of pieces as a list of its fields; models/rules/state.py describes each. The last ones are there
--- only where a grab has them: what its events carry (or false) while it is queued; its basket. The name of a
--- counter of the grab's user ends before the user, and `counted` has 0 in place of the counters of `under`.
+-- A grab of pieces as a list of its fields; models/rules/state.py describes each. The last two are there only
+-- where a grab has them: what its events carry, while it is queued (false for none, if a basket follows); its
+-- basket. Names of counters that end with the grab's user are stored without the user. An entry of `counted`
+-- has 0 in place of its counters if they are those of `under`.
 local pack_grab, unpack_grab
 do
   local SLASH = 47

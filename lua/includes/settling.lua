@@ -85,10 +85,15 @@ end
 -- them.
 local PAYMENTS_MAX = 100
 
--- The details of the answer to a payment above PAYMENTS_MAX.
-local function too_many_payments()
-  return {limit = {'payment', 'offer', PAYMENTS_MAX, 0, 0, 'offer'},
-    message = 'payment: a grab has at most ' .. PAYMENTS_MAX .. ' payments that were not returned'}
+-- The details of the answer to a payment that cannot be served, by its outcome; `grab` may be nil where the
+-- outcome is about no grab.
+local function unserved_details(code, grab)
+  if code == CODE.limit_reached then
+    return {limit = {'payment', 'offer', PAYMENTS_MAX, 0, 0, 'offer'},
+      message = 'payment: a grab has at most ' .. PAYMENTS_MAX .. ' payments that were not returned'}
+  end
+  if code == CODE.not_enough_left then return {left = grab.held > 0 and grab.held or grab.lapsed} end
+  return {message = code == CODE.invalid and 'paid: not what is due' or nil}
 end
 
 -- The record in a field of the payments of a campaign: {offer, grab, code, seq, at, quantity, paid, currency
@@ -98,12 +103,6 @@ local function stored_payment(campaign, field)
   if type(known) == 'table' then return known end
   local record = known or redis.call('HGET', campaign.payments_key, field)
   return record and cmsgpack.unpack(record) or nil
-end
-
--- The field of a payment for one grab of a basket; with a currency, that for money of a known payment that
--- came for a grab beyond what is recorded. No payment has a newline.
-local function payment_field(payment, name, grab, currency)
-  return payment .. '\n' .. name .. '/' .. grab .. (currency and '\n' .. currency or '')
 end
 
 -- Records the outcome and the amount of a payment; of a grab of a basket (nil: none) also as that of the
@@ -132,11 +131,7 @@ local function keep_refund_due(call, campaign, payment, name, grab, code, amount
     return {message = 'payment: this id is recorded with other contents; '
       .. 'what came beyond that is to be paid back'}
   end
-  local details = code == CODE.limit_reached and too_many_payments()
-    or {message = code == CODE.invalid and 'paid: not what is due' or nil}
-  if code == CODE.not_enough_left then
-    details.left = known_grab.held > 0 and known_grab.held or known_grab.lapsed
-  end
+  local details = unserved_details(code, known_grab)
   details.message = (details.message and details.message .. '; ' or '') .. 'the payment is to be paid back'
   return details
 end

@@ -9,7 +9,8 @@
 --         ''}, in the order of their events}
 -- Returns the number of offers and payments; or the error LOST when the shard has another owner.
 --- @include "shard"
---- @include "settling"
+--- @include "records"
+--- @include "past"
 
 if not is_owner(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then
   return redis.error_reply('LOST the shard has another owner, term or server epoch')

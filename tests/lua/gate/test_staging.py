@@ -255,7 +255,7 @@ async def test_a_recovery_that_stops_between_pieces_is_repeated(private_redis: A
     with pytest.raises(SteppedDown):
         await Recovery(dies, SEALER).rebuild(ownership, Position("other", 0), journal)
     events = [decode_event(line) for line in lines]
-    arguments_of_apply = restoring.build(shard.keys, events[1:], SEALER)
+    arguments_of_apply = at_once(restoring.building(shard.keys, events[1:], SEALER))
     assert [len(staged_parts.parts) for staged_parts in arguments_of_apply.staged] == [6 * PARTS]
     await client.unlink(shard.keys.parts("a"))
     ownership = (await shard.raise_term(ownership.term)).ownership

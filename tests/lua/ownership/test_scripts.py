@@ -19,6 +19,7 @@ from grabstream.models.commands import Close, Grab, Open, Pause, Resume
 from grabstream.models.events import decode_event
 from grabstream.models.journal import Cursor
 from grabstream.models.offers import EnvelopeTerms
+from grabstream.models.splitting import at_once
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying.leases import request_lease
 from grabstream.streams.relaying.ownership import Outbox, OwnedShard, Ownership
@@ -165,7 +166,7 @@ async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: 
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
     ]
     await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*ownership, "why", 4, 2])
-    arguments_of_apply = restoring.build(shard, [events[0], events[2]], SEALER)
+    arguments_of_apply = at_once(restoring.building(shard, [events[0], events[2]], SEALER))
     with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
         await run_script(
             client,
