@@ -523,7 +523,7 @@ MUTATIONS: Final = (
     Mutation(
         "a run of refusals is counted",
         "lua/includes/taking.lua",
-        "count_refusals(call, row[1], name, new)",
+        "count_refusals(call, row.code, name, new)",
         "",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
     ),

@@ -20,5 +20,5 @@
 return carry_out(function(call, offer, id, digest, body)
   add_line(call, event_head(call, offer, 'ledger.adjusted', id) .. body.whole .. senders_text(body)
     .. ',"digest":"' .. digest .. '"}')
-  return {CODE.adjusted, call.seq, call.now, 0, 0, 0, offer.units_left}, true
+  return done_row(call, offer, CODE.adjusted), true
 end)

@@ -84,8 +84,8 @@ return carry_out(function(call, offer, id, digest, body)
     .. '","source":"' .. source .. '"' .. (added > 0 and ',"added":' .. int(added) or '')
     .. (added < 0 and ',"removed":' .. int(-added) or '')
     .. ',"left":' .. int(offer.units_left) .. senders_text(body) .. ',"digest":"' .. digest .. '"}')
-  local row = {CODE.amended, call.seq, call.now, 0, 0, 0, offer.units_left}
+  local row = done_row(call, offer, CODE.amended)
   serve(call, offer, id)
-  row[7] = offer.units_left
+  row.left = offer.units_left
   return row, true
 end)

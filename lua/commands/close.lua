@@ -21,5 +21,5 @@
 return carry_out_for_offer(function(call, offer, id, digest, body)
   local amount, left = offer.amount_left, offer.units_left
   close_offer(call, offer, 'command', id, digest, senders_text(body))
-  return {CODE.closed, call.seq, call.now, amount, 0, 0, left}, true
+  return {code = CODE.closed, seq = call.seq, at = call.now, amount = amount, left = left}, true
 end)

@@ -74,7 +74,7 @@ local function refund_due_row(call, offer, grab, id, digest, body, campaign, nam
   local details = keep_refund_due(call, campaign, body.payment, offer.name, body.grab, CODE[name], amount,
     body.currency, grab)
   local row = refused_row(call, CODE[name], details)
-  row[2] = call.seq
+  row.seq = call.seq
   return row, true
 end
 
@@ -84,7 +84,7 @@ end
 -- retired; nothing can be booked where it is nil.
 local function refuse_known(call, campaign, offer, name, id, digest, body, here)
   local details = here and {message = another_payment_text(here)} or nil
-  local plain = {CODE.conflict, 0, call.now, 0, 0, 0, 0, 0, 0, details}
+  local plain = {code = CODE.conflict, at = call.now, details = details}
   if body.paid == 0 then return plain end
   local booked = payment_of(call, campaign, payment_field(body.payment, name, body.grab, body.currency))
   local total = (booked and booked[7] or 0) + (here and here[8] == body.currency and here[7] or 0)
@@ -157,9 +157,7 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
       body.currency, grab.basket)
   end
   touch_grab(offer, body.grab)
-  local details = coupon_row(offer, grab, codes, {})
-  return {CODE.confirmed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0,
-    details}, true
+  return done_row(call, offer, CODE.confirmed, grab, quantity, coupon_row(offer, grab, codes, {})), true
 end
 
 -- Confirms where there is no offer: a recorded payment gets its recorded outcome; money for a retired offer

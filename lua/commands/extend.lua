@@ -34,6 +34,5 @@ return carry_out(about_grab(function(call, offer, grab, id, digest, body)
     .. grab_text(offer, body.grab, grab, grab.held, grab.held)
     .. ',"deadline_at":' .. int(grab.deadline) .. ',"digest":"' .. digest .. '"}')
   touch_grab(offer, body.grab)
-  return {CODE.extended, call.seq, call.now, grab.held, grab.held, grab.place, offer.units_left, 0, 0,
-    {deadline_at = grab.deadline}}, true
+  return done_row(call, offer, CODE.extended, grab, grab.held, {deadline_at = grab.deadline}), true
 end))

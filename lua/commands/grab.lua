@@ -196,27 +196,27 @@ do
   end
 
   function refusal_of(i, o, offer)
-    if not offer then return {CODE.no_such_offer, 0, now} end
+    if not offer then return {code = CODE.no_such_offer, at = now} end
     local part = taken[o] and taken[o][users[i]]
     if part then
       local place, amount, seq = unpack_part(part)
-      return {CODE.already_taken, seq, now, amount, 1, place}
+      return {code = CODE.already_taken, seq = seq, at = now, amount = amount, quantity = 1, place = place}
     end
     local of_all = refusal_of_offer(offer, now)
     if of_all then return of_all end
-    if not is_eligible(i, o, offer) then return {CODE.not_eligible, 0, now} end
+    if not is_eligible(i, o, offer) then return {code = CODE.not_eligible, at = now} end
     if not offer.pieces then return nil end
     local asked, up_to = quantities[i], offer.rules.take == 'up_to'
     for n = 1, #offer.rules.limits do
       if offer.rules.limits[n].max - count_in(offer, counted[i][n]) < (up_to and 1 or asked) then
         local limit = limit_state(offer, counted[i], n, now)
-        return {CODE.limit_reached, 0, now, 0, 0, 0, 0, 0, limit[5], {limit = limit}}
+        return {code = CODE.limit_reached, at = now, retry_at = limit[5], details = {limit = limit}}
       end
     end
     local free = available(offer)
     if (free > 0 and (up_to or asked <= free)) or may_wait(i, offer) then return nil end
-    if free == 0 then return {CODE.sold_out, 0, now} end
-    return {CODE.not_enough_left, 0, now, 0, 0, 0, 0, 0, 0, {left = free}}
+    if free == 0 then return {code = CODE.sold_out, at = now} end
+    return {code = CODE.not_enough_left, at = now, details = {left = free}}
   end
 end
 
@@ -268,7 +268,8 @@ do
       offer.amount_left - amount
     write_grab('grab.granted', i, offer, 1, amount, ticket, {})
     taken[o][user] = keep_part(call, offer, id, user, digests[i], amount)
-    local row = {CODE.granted, call.seq, call.now, amount, 1, offer.places, offer.units_left}
+    local row = {code = CODE.granted, seq = call.seq, at = call.now, amount = amount, quantity = 1,
+      place = offer.places, left = offer.units_left}
     if offer.units_left == 0 then close_offer(call, offer, 'drained', id) end
     return row
   end
@@ -288,14 +289,13 @@ do
     local grab = new_grab(users[i], quantity, under)
     grab.basket = extra and extra.basket or nil
     put(offer.grabs, id, grab)
-    local row = {CODE.granted, 0, now, quantity, quantity, 0, 0, 0, 0, {}}
-    local details = row[10]
+    local code, details = CODE.granted, {}
     if #under > 0 then details.limits = limit_states(offer, under, now) end
     if waits then
       join_queue(offer, id, grab, extra and extra.carried or nil)
       add_line(call, event_head(call, offer, 'grab.queued', id) .. grab_text(offer, id, grab, quantity, 0)
         .. tail_text(i, extra, ticket) .. ',"digest":"' .. digests[i] .. '"}')
-      row[1], row[4] = CODE.waiting, 0
+      code = CODE.waiting
     else
       put(offer, 'places', offer.places + 1)
       grab.place, grab.price = offer.places, rules.price or 0
@@ -303,7 +303,7 @@ do
       if rules.hold_ms then
         begin_hold(offer, grab, quantity, now)
         write_grab('grab.held', i, offer, quantity, quantity, ticket, {})
-        row[1] = CODE.held
+        code = CODE.held
         hold_row(offer, grab, details)
       else
         grab.taken = quantity
@@ -313,7 +313,8 @@ do
       end
     end
     touch_grab(offer, id)
-    row[2], row[6], row[7] = call.seq, grab.place, offer.units_left
+    local row = {code = code, seq = call.seq, at = now, amount = waits and 0 or quantity, quantity = quantity,
+      place = grab.place, left = offer.units_left, details = details}
     local record = pack_row(offer.name, row, digests[i])
     keep_answer(offer.campaign, answer_field_of_grab(offer.name, id), record)
     return row
@@ -337,11 +338,11 @@ end
 
 -- Counts and remembers a refusal; returns its row.
 local function keep(i, row)
-  if row[1] >= CODE.invalid and row[1] ~= CODE.invalid and row[1] ~= CODE.conflict then
+  if row.code > CODE.invalid and row.code ~= CODE.conflict then
     local o = offer_of[i]
     local field = refusal_field_at(i)
     if refusals[field] then call.in_order[field] = true end
-    refusals[field] = refuse(call, row[1], field, names[o], digest_in_full(i))
+    refusals[field] = refuse(call, row.code, field, names[o], digest_in_full(i))
   end
   return row
 end
@@ -374,10 +375,10 @@ local function repeated(i, record, refusal, otherwise)
   end
   local row = repeated_row(record, refusal, sent, now, campaigns[campaign_of[o]].name, offer and offer.parts,
     otherwise)
-  local first_row = row[10] and row[10].first or row
-  if first_row[1] == CODE.already_taken and taken[o] and taken[o][users[i]] then
-    first_row[6], first_row[4], first_row[2] = unpack_part(taken[o][users[i]])
-    first_row[5] = 1
+  local first_row = row.details and row.details.first or row
+  if first_row.code == CODE.already_taken and taken[o] and taken[o][users[i]] then
+    first_row.place, first_row.amount, first_row.seq = unpack_part(taken[o][users[i]])
+    first_row.quantity = 1
   end
   return row
 end
@@ -386,7 +387,7 @@ local function decide_one(i)
   local record, refusal = known(i)
   local offer = offers[offer_of[i]]
   local unfit_because = offer and unfit(i, offer)
-  local invalid = unfit_because and {CODE.invalid, 0, now, 0, 0, 0, 0, 0, 0, {message = unfit_because}}
+  local invalid = unfit_because and {code = CODE.invalid, at = now, details = {message = unfit_because}}
   if record or refusal then return repeated(i, record, refusal, invalid) end
   return invalid or keep(i, decide_new(i))
 end
@@ -437,7 +438,8 @@ do
   end
 
   local function refuse_all(members, rows, message)
-    for _, i in ipairs(members) do rows[i] = {CODE.invalid, 0, now, 0, 0, 0, 0, 0, 0, {message = message}} end
+    local row = {code = CODE.invalid, at = now, details = {message = message}}
+    for _, i in ipairs(members) do rows[i] = row end
   end
 
   function decide_basket(members, rows)
@@ -446,7 +448,7 @@ do
     if is_known_basket(members) then
       for _, i in ipairs(members) do
         local record, refusal = known(i)
-        local unknown = {offers[offer_of[i]] and CODE.conflict or CODE.no_such_offer, 0, now}
+        local unknown = {code = offers[offer_of[i]] and CODE.conflict or CODE.no_such_offer, at = now}
         rows[i] = (record or refusal) and repeated(i, record, refusal) or unknown
       end
       return
@@ -461,19 +463,19 @@ do
       local unfit_because = offer and unfit(i, offer)
       local row
       if answer_to(i) then
-        row = {CODE.conflict, 0, now}
+        row = {code = CODE.conflict, at = now}
       elseif unfit_because then
-        row = {CODE.invalid, 0, now}
+        row = {code = CODE.invalid, at = now}
       else
         row = decide_new(i)
       end
-      if row[1] >= CODE.invalid then
+      if row.code >= CODE.invalid then
         undo()
         call.seq, call.run = seq, nil
         for n = #lines, count_lines + 1, -1 do lines[n], call.joined[n], call.seqs[n] = nil, nil, nil end
         for _, j in ipairs(members) do
-          rows[j] = keep(j, {row[1], 0, now, 0, 0, 0, 0, 0, row[9] or 0,
-            {message = 'basket: refused at offer ' .. names[offer_of[i]] .. ', with grab ' .. ids[i]}})
+          rows[j] = keep(j, {code = row.code, at = now, retry_at = row.retry_at, details = {
+            message = 'basket: refused at offer ' .. names[offer_of[i]] .. ', with grab ' .. ids[i]}})
         end
         return
       end
@@ -510,6 +512,6 @@ end
 local rest = {}
 for i = first, #ids do
   if not rows[i] then break end
-  rest[#rest + 1] = rows[i]
+  rest[#rest + 1] = list_row(rows[i])
 end
 return finish(call, offers, campaigns, rest, run, packed)

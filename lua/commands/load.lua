@@ -78,7 +78,7 @@ local function load(call, offer, id, digest, body)
     message = message or unfit_codes(offer, list, body.items, body.other_names)
   end
   if message then return refused_row(call, CODE.invalid, {message = message}) end
-  if is_loaded then return {CODE.conflict, 0, call.now} end
+  if is_loaded then return {code = CODE.conflict, at = call.now} end
   local awaited = not list and body.what == 'codes' and offer.rules.codes
   local complete = loaded == (list and list.chunks or 0)
   if offer.closed or (call.now >= offer.opens_at and complete and not awaited) then
@@ -108,7 +108,7 @@ local function load(call, offer, id, digest, body)
     .. ',"chunks":' .. body.chunks .. ',"count":' .. listed .. ',"items":["'
     .. table.concat(body.items, '","') .. '"]'
     .. senders_text(body) .. ',"digest":"' .. digest .. '"}')
-  return {CODE.loaded, call.seq, call.now, 0, listed, 0, offer.units_left}, true
+  return {code = CODE.loaded, seq = call.seq, at = call.now, quantity = listed, left = offer.units_left}, true
 end
 
 return carry_out(load)

@@ -75,17 +75,17 @@ for i = 1, #ids do
   local row = repeated_row(record, refusal, {digest = digest, offer = name}, call.now, campaign.name)
   row = row or unapproved_row(call, terms)
   if not row and (seen[name] or redis.call('EXISTS', state_key) == 1 or has_retired(call, name)) then
-    row = {CODE.conflict, 0, call.now}
+    row = {code = CODE.conflict, at = call.now}
   end
   if not row then
     local opens_at = terms.opens_at == 0 and call.now or terms.opens_at
     local closes_at = terms.closes_at == 0 and opens_at + terms.life_ms or terms.closes_at
     if closes_at <= opens_at then
-      row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0,
-        {message = 'terms.closes_at: must be after opens_at and after now'}}
+      row = {code = CODE.invalid, at = call.now,
+        details = {message = 'terms.closes_at: must be after opens_at and after now'}}
     elseif terms.beacon_at and terms.beacon_at <= call.now then
-      row = {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0,
-        {message = 'terms.beacon: the round has come already; name one that is still to come'}}
+      row = {code = CODE.invalid, at = call.now,
+        details = {message = 'terms.beacon: the round has come already; name one that is still to come'}}
     else
       local staged = terms.staged and staged_key(terms, ARGV[6 + i], staged_from)
       if staged == false then
@@ -94,13 +94,13 @@ for i = 1, #ids do
       end
       local offer = {name = name, offer_seq = 0, opens_at = opens_at, closes_at = closes_at}
       add_line(call, opened_line(offer, id, digest, terms, join_zone(campaign, terms)))
-      row = {CODE.opened, call.seq, call.now, terms.total, 0, 0, terms.units}
+      row = {code = CODE.opened, seq = call.seq, at = call.now, amount = terms.total, left = terms.units}
       record = pack_row(name, row, digest)
       seen[record_field], seen[name] = record, true
       made[#made + 1] = {o, campaign, id, record, terms, offer, staged and '' or ARGV[6 + i], staged}
     end
   end
-  rows[i] = row
+  rows[i] = list_row(row)
 end
 
 local reply = cmsgpack.pack({0, call.history, rows})

@@ -23,5 +23,5 @@ return carry_out_for_offer(function(call, offer, id, digest, body)
   add_line(call, event_head(call, offer, 'offer.paused', id) .. senders_text(body) .. ',"digest":"' .. digest
     .. '"}')
   serve(call, offer, id) -- serves nobody: the sweeper leaves queued grabs to the resume
-  return {CODE.paused, call.seq, call.now, 0, 0, 0, offer.units_left}, true
+  return done_row(call, offer, CODE.paused), true
 end)

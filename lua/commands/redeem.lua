@@ -25,7 +25,7 @@ return carry_out(about_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   local order = order_of(offer, body.grab, body.order)
   if order and order[1] > 0 then
-    if order[1] ~= body.quantity then return {CODE.conflict, 0, call.now} end
+    if order[1] ~= body.quantity then return {code = CODE.conflict, at = call.now} end
     return again_row(CODE.redeemed, order[2], order[3], order[1])
   end
   if offer.rules.valid_until and call.now >= offer.rules.valid_until then
@@ -39,5 +39,5 @@ return carry_out(about_grab(function(call, offer, grab, id, digest, body)
     .. grab_text(offer, body.grab, grab, body.quantity, body.quantity) .. ',"order":"' .. body.order
     .. '","digest":"' .. digest .. '"}')
   keep_order(call, offer, body.grab, body.order, body.quantity)
-  return {CODE.redeemed, call.seq, call.now, body.quantity, body.quantity, grab.place, offer.units_left}, true
+  return done_row(call, offer, CODE.redeemed, grab, body.quantity), true
 end))

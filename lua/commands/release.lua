@@ -25,15 +25,17 @@ return carry_out(about_grab(function(call, offer, grab, id, digest, body)
   if not grab then return refused_row(call, CODE.no_such_grab) end
   if grab.status == WAITING then
     leave_queue(call, offer, body.grab, grab, id, digest)
-    local row = {CODE.released, call.seq, call.now, 0, 0, grab.place, offer.units_left}
+    local row = done_row(call, offer, CODE.released, grab)
     serve(call, offer, id)
-    row[7] = offer.units_left
+    row.left = offer.units_left
     return row, true
   end
   if grab.held > 0 then
     local quantity = grab.held
     local seq = give_up(call, offer, body.grab, grab, RELEASED, 'command', id, digest)
-    return {CODE.released, seq, call.now, quantity, quantity, grab.place, offer.units_left}, true
+    local row = done_row(call, offer, CODE.released, grab, quantity)
+    row.seq = seq
+    return row, true
   end
   if grab.status == RELEASED then return again_row(CODE.released, grab.ended_seq, grab.ended_at) end
   return refused_row(call, grab.status == EXPIRED and CODE.expired or CODE.not_held)

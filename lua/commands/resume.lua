@@ -22,8 +22,8 @@ return carry_out_for_offer(function(call, offer, id, digest, body)
   offer.paused = false
   add_line(call, event_head(call, offer, 'offer.resumed', id) .. senders_text(body) .. ',"digest":"'
     .. digest .. '"}')
-  local row = {CODE.resumed, call.seq, call.now, 0, 0, 0, offer.units_left}
+  local row = done_row(call, offer, CODE.resumed)
   serve(call, offer, id)
-  row[7] = offer.units_left
+  row.left = offer.units_left
   return row, true
 end)

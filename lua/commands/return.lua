@@ -47,9 +47,8 @@ return carry_out(about_grab(function(call, offer, grab, id, digest, body)
     .. (refunds ~= '' and ',"refunds":[' .. refunds .. '],"currency":"' .. offer.rules.currency .. '"' or '')
     .. ',"issuer":"' .. offer.issuer .. (offer.rules.return_restores and '","restored":true' or '"')
     .. codes_text('voided_codes', details.voided_codes or {}) .. ',"digest":"' .. digest .. '"}')
-  local row = {CODE.returned, call.seq, call.now, quantity, quantity, grab.place, offer.units_left, 0, 0,
-    details}
+  local row = done_row(call, offer, CODE.returned, grab, quantity, details)
   serve(call, offer, id)
-  row[7] = offer.units_left
+  row.left = offer.units_left
   return row, true
 end))

@@ -32,5 +32,5 @@ return carry_out(about_grab(function(call, offer, grab, id, digest, body)
     .. grab_text(offer, body.grab, grab, quantity, quantity)
     .. ',"order":"' .. body.order .. '","digest":"' .. digest .. '"}')
   keep_order(call, offer, body.grab, body.order, 0)
-  return {CODE.unredeemed, call.seq, call.now, quantity, quantity, grab.place, offer.units_left}, true
+  return done_row(call, offer, CODE.unredeemed, grab, quantity), true
 end))

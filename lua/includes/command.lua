@@ -11,7 +11,14 @@
 --- @include "settling"
 
 local function refused_row(call, code, details)
-  return {code, 0, call.now, 0, 0, 0, 0, 0, 0, details}
+  return {code = code, at = call.now, details = details}
+end
+
+-- The row of a command that has made the last event of the call: about so many units of a grab, or (nil)
+-- about the offer itself.
+local function done_row(call, offer, code, grab, quantity, details)
+  return {code = code, seq = call.seq, at = call.now, amount = quantity, quantity = quantity,
+    place = grab and grab.place, left = offer.units_left, details = details}
 end
 
 -- Carries out all commands of a call; returns the packed reply. Answers and refusals that the call has made
@@ -29,13 +36,13 @@ do
   -- payment answers every repeat; and one with details (money for which nothing was booked), which is only
   -- counted, since each attempt must get it.
   local function keep_refusal(call, offer, name, field, row, digest)
-    if not offer and row[2] > 0 then return nil end
-    if row[1] == CODE.conflict then return nil end
-    if not offer and row[10] then return count_refusals(call, row[1], name, 1) end
-    if row[8] == 1 then
-      return remember(call, field, pack_again(row[1], row[2], row[3], row[5], digest, name))
+    if not offer and row.seq then return nil end
+    if row.code == CODE.conflict then return nil end
+    if not offer and row.details then return count_refusals(call, row.code, name, 1) end
+    if row.repeated then
+      return remember(call, field, pack_again(row.code, row.seq, row.at, row.quantity, digest, name))
     end
-    if row[1] > CODE.conflict then return refuse(call, row[1], field, name, digest) end
+    if row.code > CODE.conflict then return refuse(call, row.code, field, name, digest) end
   end
 
   -- Carries out the i-th command; returns its row.
@@ -88,7 +95,8 @@ do
       if act_alike then i = act_alike(call, commands, i, rows) end
       if i > last or i > 1 and is_spent() then break end
       spend(COST.command)
-      rows[i] = cmsgpack.pack(carry_out_one(call, commands, i, columns[7](i), act, act_without_offer))
+      local row = carry_out_one(call, commands, i, columns[7](i), act, act_without_offer)
+      rows[i] = cmsgpack.pack(list_row(row))
       i = i + 1
     end
     return finish(call, offers, campaigns, {}, nil, rows)

@@ -147,16 +147,16 @@ do
   end
 
   function refusal_of_offer(offer, now)
-    if now < offer.opens_at then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, offer.opens_at} end
+    if now < offer.opens_at then return {code = CODE.not_open_yet, at = now, retry_at = offer.opens_at} end
     local over = offer.closed or now >= offer.closes_at
     if not over then
       local opens = offer.rules.hours and opens_next(offer.rules.hours, offer.rules.offsets, now)
-      if opens then return {CODE.not_open_yet, 0, now, 0, 0, 0, 0, 0, opens} end
-      if is_incomplete(offer) then return {CODE.not_open_yet, 0, now} end
+      if opens then return {code = CODE.not_open_yet, at = now, retry_at = opens} end
+      if is_incomplete(offer) then return {code = CODE.not_open_yet, at = now} end
     end
-    if offer.paused then return {CODE.on_hold, 0, now} end
-    if offer.closed and offer.reason == 'drained' then return {CODE.sold_out, 0, now} end
-    return over and {CODE.over, 0, now} or nil
+    if offer.paused then return {code = CODE.on_hold, at = now} end
+    if offer.closed and offer.reason == 'drained' then return {code = CODE.sold_out, at = now} end
+    return over and {code = CODE.over, at = now} or nil
   end
 end
 
@@ -202,8 +202,8 @@ end
 -- they are not. A repeat gets its first answer however old its approvals are.
 local function unapproved_row(call, body)
   if not body.approved_until or body.approved_until > call.now then return nil end
-  return {CODE.invalid, 0, call.now, 0, 0, 0, 0, 0, 0,
-    {message = 'approvals: expires_at: is over; sign the command again'}}
+  return {code = CODE.invalid, at = call.now,
+    details = {message = 'approvals: expires_at: is over; sign the command again'}}
 end
 
 -- Closes an offer: what is left returns to the issuer, and the seed is revealed. `digest` and

@@ -63,7 +63,7 @@ end
 -- serves them when it is resumed. Else when the offer closes.
 local function due_when_open(offer, now, refusal)
   if offer.paused or available(offer) == offer.units_left then return offer.closes_at end
-  return math.min(refusal and (refusal[9] or offer.closes_at) or now, offer.closes_at)
+  return math.min(refusal and (refusal.retry_at or offer.closes_at) or now, offer.closes_at)
 end
 
 -- Serves the queue: units that are left go, as holds, to the first grab for which they suffice, of the first

@@ -17,6 +17,29 @@ local function offer_tail(name)
   return string.find(name, ':', 1, true) and name or ''
 end
 
+-- A row is the answer to a command, by name; what is 0, false or nil may be absent. It is sent and stored as
+-- the list that list_row makes, whose last places are left out if they say nothing. `details` has what only
+-- some answers have; `first` in it is a row too.
+local list_row, row_of_list
+do
+  function list_row(row)
+    local seq, repeated, retry_at, details = row.seq, row.repeated, row.retry_at, row.details
+    if not (seq or repeated or retry_at or details) then return {row.code, 0, row.at} end
+    local list = {row.code, seq or 0, row.at, row.amount or 0, row.quantity or 0, row.place or 0,
+      row.left or 0}
+    if repeated or retry_at or details then
+      if details and details.first then details.first = list_row(details.first) end
+      list[8], list[9], list[10] = repeated and 1 or 0, retry_at or 0, details
+    end
+    return list
+  end
+
+  function row_of_list(list)
+    return {code = list[1], seq = list[2], at = list[3], amount = list[4], quantity = list[5],
+      place = list[6], left = list[7], repeated = list[8] == 1, retry_at = list[9], details = list[10]}
+  end
+end
+
 -- Answer with an event: code 1, seq 6, at 5, place 4, amount 6, length of the digest 1 byte; the digest,
 -- empty for PLAIN; then the offer's name (see offer_tail). An answer that does not fit has in place of the
 -- name MessagePack {offer, row, the whole body if repeats are compared with it}, whose first byte no name can
@@ -32,7 +55,8 @@ do
 
   -- Packs an answer whose whole row is kept.
   function pack_row(name, row, digest, full)
-    local record = pack_answer(row[1], row[2], row[3], 0, 0, digest, cmsgpack.pack({name, row, full}))
+    local tail = cmsgpack.pack({name, list_row(row), full})
+    local record = pack_answer(row.code, row.seq, row.at, 0, 0, digest, tail)
     spend(COST.answer_byte * #record)
     return record
   end
@@ -51,7 +75,7 @@ local function unpack_row(tail)
   local first = string.byte(tail, 1)
   if not first or first < 128 then return nil end
   local kept = cmsgpack.unpack(tail)
-  return kept[1], kept[2], kept[3]
+  return kept[1], row_of_list(kept[2]), kept[3]
 end
 
 -- The offer that an answer is about. In an answer whose whole row is kept the name comes first; the rest is

@@ -55,13 +55,13 @@ end
 
 -- The row for a command whose effect already holds; seq and time are those of the event that had the effect.
 local function again_row(code, seq, at, quantity)
-  return {code, seq, at, 0, quantity or 0, 0, 0, 1, 0, {again = true}}
+  return {code = code, seq = seq, at = at, quantity = quantity or 0, repeated = true,
+    details = {again = true}}
 end
 
 -- The row of an earlier answer; nil when there is none. `otherwise` is the row for another body under the
--- same id; if it is absent, a conflict. A row is {code, seq, at, amount, quantity, place, left, repeated,
--- retry_at, details}. If only the gate can compare the bodies, the result is `otherwise` with details.kept,
--- the stored digest, and details.first, the row for an equal body.
+-- same id; if it is absent, a conflict. If only the gate can compare the bodies, the result is
+-- `otherwise` with details.kept, the stored digest, and details.first, the row for an equal body.
 local repeated_row
 do
   -- Returns the first answer under an id as a row, and what is stored of its body: the digest and, from an
@@ -70,17 +70,20 @@ do
   local function first_row(record, refusal, campaign, parts)
     if not record then
       local code, at, digest, seq, quantity = unpack_refusal(refusal)
-      return seq and again_row(code, seq, at, quantity) or {code, 0, at, 0, 0, 0, 0, 1}, digest
+      return seq and again_row(code, seq, at, quantity) or {code = code, at = at, repeated = true}, digest
     end
     local code, seq, at, place, amount, digest, tail = unpack_answer(record)
     local name, row, full = unpack_row(tail)
     if row then
-      row[8] = 1
+      row.repeated = true
       return row, digest, name, full
     end
     name = tail ~= '' and tail or campaign
-    if code == 0 then return {code, seq, at, amount, 1, place, (parts or 0) - place, 1}, digest, name end
-    return {code, seq, at, amount, 0, 0, place, 1}, digest, name
+    if code ~= CODE.granted then
+      return {code = code, seq = seq, at = at, amount = amount, left = place, repeated = true}, digest, name
+    end
+    return {code = code, seq = seq, at = at, amount = amount, quantity = 1, place = place,
+      left = (parts or 0) - place, repeated = true}, digest, name
   end
 
   local function form_of(digest)
@@ -103,8 +106,8 @@ do
     local row, digest, name, full = first_row(record, refusal, campaign, parts)
     local same = is_same(digest, name, full, sent)
     if same then return row end
-    otherwise = otherwise or {CODE.conflict, 0, now, 0, 0, 0, 0, 0, 0, {}}
-    if same == nil then otherwise[10].kept, otherwise[10].first = digest, row end
+    otherwise = otherwise or {code = CODE.conflict, at = now, details = {}}
+    if same == nil then otherwise.details.kept, otherwise.details.first = digest, row end
     return otherwise
   end
 end

@@ -207,7 +207,7 @@ do
   local function refusal_of_plain(call, offer, of_all)
     if offer.total < 1 or not counts_by_user(offer) then return nil end
     if of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then return of_all end
-    return available(offer) == 0 and {CODE.sold_out, 0, call.now} or nil
+    return available(offer) == 0 and {code = CODE.sold_out, at = call.now} or nil
   end
 
   -- Refuses a run of plain grabs with this row. Stops before the first of which something is remembered.
@@ -231,13 +231,14 @@ do
       end
     end
     spend(grab_cost * new + COST.counter * (#ids - new))
-    local rows, packed, pack_next = {}, cmsgpack.pack(row), packer_of('refusals', name, row[1], call.now)
+    local rows, packed = {}, cmsgpack.pack(list_row(row))
+    local pack_next = packer_of('refusals', name, row.code, call.now)
     local is_kept = not has_retired(call, name)
     for i = 1, new do
       rows[i] = packed
       if is_kept then remember(call, fields[i], pack_next(users[i])) end
     end
-    count_refusals(call, row[1], name, new)
+    count_refusals(call, row.code, name, new)
     return new + 1, rows
   end
 

@@ -66,9 +66,8 @@ end
 -- Stores the answer to a command about a grab.
 local function keep_grab_row(offer, event, grab, code, details)
   local quantity = event.quantity
-  local row = {code, event.seq, event.at, quantity, quantity, grab.place, offer.units_left}
-  if details then row[8], row[9], row[10] = 0, 0, details end
-  keep_row(offer, event, row)
+  keep_row(offer, event, {code = code, seq = event.seq, at = event.at, amount = quantity, quantity = quantity,
+    place = grab.place, left = offer.units_left, details = details})
 end
 
 -- -- offers -------------------------------------------------------------------------------------------------
@@ -86,20 +85,21 @@ APPLY['offer.loaded'] = function(offer, event)
   end
   offer.loads[event.what] = loading
   offer.loads_changed = true
-  keep_row(offer, event, {CODE.loaded, event.seq, event.at, 0, event.count, 0, offer.units_left})
+  keep_row(offer, event, {code = CODE.loaded, seq = event.seq, at = event.at, quantity = event.count,
+    left = offer.units_left})
 end
 
 APPLY['offer.amended'] = function(offer, event)
   move_units(offer, (event.added or 0) - (event.removed or 0))
   change_terms(offer, event.changes)
-  keep_row(offer, event, {CODE.amended, event.seq, event.at, 0, 0, 0, offer.units_left})
+  keep_row(offer, event, {code = CODE.amended, seq = event.seq, at = event.at, left = offer.units_left})
 end
 
 do
   local function apply_pause(code)
     return function(offer, event)
       offer.paused = code == CODE.paused
-      keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, offer.units_left})
+      keep_row(offer, event, {code = code, seq = event.seq, at = event.at, left = offer.units_left})
     end
   end
 
@@ -110,12 +110,13 @@ end
 APPLY['offer.closed'] = function(offer, event)
   end_offer(offer, event.reason, event.at)
   if event.digest then
-    keep_row(offer, event, {CODE.closed, event.seq, event.at, event.amount, 0, 0, event.left})
+    keep_row(offer, event, {code = CODE.closed, seq = event.seq, at = event.at,
+      amount = event.amount, left = event.left})
   end
 end
 
 APPLY['ledger.adjusted'] = function(offer, event)
-  keep_row(offer, event, {CODE.adjusted, event.seq, event.at, 0, 0, 0, offer.units_left})
+  keep_row(offer, event, {code = CODE.adjusted, seq = event.seq, at = event.at, left = offer.units_left})
 end
 
 -- -- grabs --------------------------------------------------------------------------------------------------
@@ -188,8 +189,8 @@ do
     if not record then return end
     local _, _, _, _, _, digest, tail = unpack_answer(record)
     local name, row = unpack_row(tail)
-    if name == offer.name and row[3] == event.at and row[2] < event.seq then
-      row[7] = offer.units_left
+    if name == offer.name and row.at == event.at and row.seq < event.seq then
+      row.left = offer.units_left
       keep_row(offer, {command = event.command, digest = digest}, row)
     end
   end
@@ -205,8 +206,8 @@ do
   APPLY['grab.queued'] = function(offer, event)
     local grab, details = make_grab(offer, event)
     join_queue(offer, event.grab, grab, event.carried)
-    keep_row(offer, event, {CODE.waiting, event.seq, event.at, 0, event.quantity, grab.place,
-      offer.units_left, 0, 0, details})
+    keep_row(offer, event, {code = CODE.waiting, seq = event.seq, at = event.at,
+      quantity = event.quantity, place = grab.place, left = offer.units_left, details = details})
   end
 
   APPLY['grab.extended'] = function(offer, event)
@@ -271,7 +272,7 @@ do
     local code, grab = CODE[event.outcome], grab_of(offer, event.grab)
     local details = keep_refund_due(call, offer.campaign, event.payment, offer.name, event.grab, code,
       event.amount, event.asset, code ~= CODE.no_such_grab and grab or nil)
-    keep_row(offer, event, {code, event.seq, event.at, 0, 0, 0, 0, 0, 0, details})
+    keep_row(offer, event, {code = code, seq = event.seq, at = event.at, details = details})
   end
 end
 
@@ -323,7 +324,8 @@ do
     create_offer(name, o, campaign, row, event.opens_at, event.closes_at, parts)
     commit()
     offers[o] = load_offer(name, o, campaign)
-    keep_row(offers[o], event, {CODE.opened, event.seq, event.at, row.total, 0, 0, row.units})
+    keep_row(offers[o], event, {code = CODE.opened, seq = event.seq, at = event.at,
+      amount = row.total, left = row.units})
   end
 end
 

@@ -20,12 +20,13 @@ OF_ANSWERS: Final = (
         "grabs of pieces are granted",
         "every grab of pieces was refused as sold out",
         (("lua/commands/grab.lua", "if not offer.pieces then return nil end",
-          "if not offer.pieces then return nil end\n    if true then return {CODE.sold_out, 0, now} end"),),
+          "if not offer.pieces then return nil end\n"
+          "    if true then return {code = CODE.sold_out, at = now} end"),),
     ),
     Bug(
         "a limit is named",
         "limit_reached was answered as over",
-        (("lua/commands/grab.lua", "return {CODE.limit_reached, 0,", "return {CODE.over, 0,"),),
+        (("lua/commands/grab.lua", "return {code = CODE.limit_reached,", "return {code = CODE.over,"),),
     ),
     Bug(
         "a granted grab has an event",
@@ -47,8 +48,8 @@ OF_ANSWERS: Final = (
     Bug(
         "a repeated answer is the first",
         "a repeated answer had another quantity",
-        (("lua/includes/repeats.lua", "      row[8] = 1\n      return row",
-          "      row[8] = 1\n      row[5] = row[5] + 7\n      return row"),),
+        (("lua/includes/repeats.lua", "      row.repeated = true\n      return row",
+          "      row.repeated, row.quantity = true, row.quantity + 7\n      return row"),),
     ),
     Bug(
         "refusals are remembered",
