@@ -4,9 +4,15 @@ when they are journaled.
 A worker has two, one for each topic of commands, with a consumer and a backlog each: so no crowd of grabs
 delays a `pause`.
 
-For each shard separately: 1. commands are decided · 2. their events are journaled · 3. Kafka acknowledges
-answers and rejected bytes. Then, for each partition: 4. the offset up to which everything is complete is
-committed.
+For each shard separately:
+
+1. commands are decided;
+2. their events are journaled;
+3. Kafka acknowledges answers and rejected bytes.
+
+Then, for each partition:
+
+4. the offset up to which everything is complete is committed.
 
 After a crash between two steps, Kafka delivers commands again, and a repeated command gets its first answer.
 """
