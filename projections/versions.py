@@ -112,10 +112,17 @@ def _tables_of(version: Version) -> set[str]:
 
 
 def lost_message(version: Version) -> str:
-    """The message about a version whose tables are lost, with the command that rebuilds it."""
+    """The message about a version whose tables are lost, with the command that makes them again."""
     return (
-        f"the tables of {version.projection}, in schema {version.schema}, are gone: run `grabstream rebuild "
-        f"{version.projection}`"
+        f"the tables of {version.projection}, in schema {version.schema}, are gone: run "
+        f"`{command_that_makes(version)}`"
+    )
+
+
+def command_that_makes(version: Version) -> str:
+    """The command that makes the lost tables of a version again."""
+    return (
+        f"grabstream rebuild {version.projection}" if version.projection in PROJECTIONS else "grabstream init"
     )
 
 
@@ -261,18 +268,35 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
     await connection.execute(reports.user_transfers().encode())
 
 
-async def create_missing(connection: AsyncConnection[Any], schema: str, shards: int) -> None:
+async def create_missing(connection: AsyncConnection[Any], schema: str, shards: int) -> bool:
     """Creates and shows an empty version of each projection that has none, in the caller's transaction, who
-    then calls `show_cursors` and `renew_views`.
+    then calls `renew_views` and, if this returns True, `show_cursors`.
     """
+    # The cursors of `events` are in its topic; its tables have only the shards at which it stopped. So they
+    # can be made again, where other read models need a rebuild.
+    for version in await lost(connection, await versions(connection, schema, "events")):
+        await _forget(connection, schema, version)
     present = {version.projection for version in await versions(connection, schema)}
-    for projection in (*PROJECTIONS, "events"):
-        if projection not in present:
-            # The cursors of `events` are in its topic; here are only the shards at which it stopped.
-            made = await create(connection, schema, projection, shards if projection in PROJECTIONS else 0)
-            await complete(connection, projection)
-            await _set_live(connection, schema, made)
-            await _show_views(connection, schema, made)
+    missing = [projection for projection in (*PROJECTIONS, "events") if projection not in present]
+    for projection in missing:
+        made = await create(connection, schema, projection, shards if projection in PROJECTIONS else 0)
+        await complete(connection, projection)
+        await _set_live(connection, schema, made)
+        await _show_views(connection, schema, made)
+    return bool(missing)
+
+
+async def _forget(connection: AsyncConnection[Any], schema: str, version: Version) -> None:
+    """Drops what is left of a version, and its row."""
+    await connection.execute(
+        sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(version.schema))
+    )
+    await connection.execute(
+        sql.SQL("DELETE FROM {} WHERE projection = %s AND version = %s").format(
+            sql.Identifier(schema, "read_models")
+        ),
+        (version.projection, version.version),
+    )
 
 
 async def add_cursors(connection: AsyncConnection[Any], projection: str, shards: int) -> None:

@@ -106,8 +106,8 @@ do
   }
 
   -- Fences a shard whose hash has a damaged number, and marks it incomplete, so that it is rebuilt from the
-  -- journal. Returns the reason and the way out in words; nil if nothing is damaged. `shard` is what
-  -- begin_call reads.
+  -- journal, unless it is the layout. Returns the reason and the way out in words; nil if nothing is damaged.
+  -- `shard` is what begin_call reads.
   local function fence_damaged(shard)
     local damaged = not number_in(shard[1] or '0') and 'seq'
       or not number_in(shard[5] or '0') and 'journaled_seq'
@@ -119,7 +119,9 @@ do
       .. ') has a value that no program writes: '
       .. (MENDED[damaged] or 'the shard is rebuilt from the journal')
     redis.call('HDEL', KEYS[1], 'server_epoch', 'history')
-    redis.call('HSET', KEYS[1], 'partial', '1', 'fault', reason)
+    redis.call('HSET', KEYS[1], 'fault', reason)
+    -- Beside a damaged layout, all is as it was: an operator sets it right, and what the outbox has is kept.
+    if damaged ~= 'layout' then redis.call('HSET', KEYS[1], 'partial', '1') end
     return reason
   end
 

@@ -27,7 +27,13 @@ from grabstream.projections.database.zones import unknown_zones
 from grabstream.projections.records import journal_keys as recorded_keys
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
-from grabstream.projections.versions import Version, lost, versions, writable_version
+from grabstream.projections.versions import (
+    Version,
+    command_that_makes,
+    lost,
+    versions,
+    writable_version,
+)
 from grabstream.streams.journal import JournalReader
 from grabstream.streams.journal_keys import journal_keys, lacking
 from grabstream.streams.projecting.publisher import event_source, newest_cursor
@@ -95,11 +101,7 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
         return BookReadings(
             ahead, directory, fsync, lacking, {}, [], [], [], {}, LostDecisions(0, 0, None), []
         )
-    live = [
-        version
-        for version in await versions(connection, schema)
-        if version.state == "live" and version.projection in PROJECTIONS
-    ]
+    live = [version for version in await versions(connection, schema) if version.state == "live"]
     if gone := await lost(connection, live):
         # The views over all read models were dropped with the tables of one, so they cannot be read.
         return BookReadings(
@@ -318,7 +320,7 @@ def tables_missing(readings: BookReadings, settings: Settings) -> list[Finding]:
             Finding(
                 "stuck", f"the tables of {version.projection}, in schema {version.schema}, are gone",
                 f"{version.projection} can be neither written nor read",
-                f"grabstream rebuild {version.projection}",
+                command_that_makes(version),
             )
             for version in readings.gone
         ]  # fmt: skip

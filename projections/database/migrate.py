@@ -1,6 +1,7 @@
 """Migrations: numbered SQL files, each applied once, in one transaction, in the schema of this system."""
 
 import logging
+import re
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any, Final
@@ -15,6 +16,8 @@ __all__ = ["PROJECTIONS", "migrate", "use_schema"]
 
 log = logging.getLogger(__name__)
 
+_is_migration: Final = re.compile(r"[0-9]{4}_\w+\.sql").fullmatch
+
 #: How long a process waits for another process that applies migrations.
 FIRST_SECONDS_MAX: Final = 60
 
@@ -24,10 +27,10 @@ class EarlierForm(Exception):
 
 
 async def require_form(connection: AsyncConnection[Any], schema: str) -> None:
-    """Raises EarlierForm for a schema that has migrations, but not the first one of this program: the others
+    """Raises EarlierForm for a schema that has migrations of this program, but not the first one: the others
     could not be applied to its tables.
     """
-    applied = await _applied(connection, schema)
+    applied = {name for name in await _applied(connection, schema) if _is_migration(name)}
     if applied and _migrations()[0].name not in applied:
         raise EarlierForm(
             f"schema {schema} has the tables of a state before the first release ({min(applied)}), which no "
@@ -74,8 +77,7 @@ async def _renew_read_models(
     connection: AsyncConnection[Any], schema: str, shards: int, migrated: bool
 ) -> None:
     """Makes missing read models, views and cursors, and renews views whose text has changed."""
-    await versions.create_missing(connection, schema, shards)
-    if migrated:
+    if await versions.create_missing(connection, schema, shards) or migrated:
         await versions.show_cursors(connection, schema)
     await versions.mend_cursors(connection, schema)
     await versions.renew_empty(connection, schema, shards)
@@ -103,10 +105,16 @@ def _migrations() -> list[Traversable]:
 
 
 async def _applied(connection: AsyncConnection[Any], schema: str) -> set[str]:
-    """The names of the migrations that were applied in a schema; none if it has no such table."""
+    """The names of the migrations that were applied in a schema; none if it has no such table. Another
+    program's table has other columns.
+    """
     table = sql.Identifier(schema, "migrations")
-    row = await connection.execute("SELECT to_regclass(%s) IS NULL", (table.as_string(connection),))
-    if (await row.fetchone() or (True,))[0]:
+    row = await connection.execute(
+        "SELECT count(*) FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid WHERE pg_class.oid = "
+        "to_regclass(%s) AND relkind = 'r' AND attname IN ('name', 'at')",
+        (table.as_string(connection),),
+    )
+    if (await row.fetchone() or (0,))[0] < 2:
         return set()
     rows = await connection.execute(sql.SQL("SELECT name FROM {}").format(table))
     return {name for (name,) in await rows.fetchall()}

@@ -210,6 +210,12 @@ async def test_a_shard_of_another_layout_decides_nothing(make_gate: Any, client:
             assert (await request_lease(client, shard, "me", 1_000)).holder == "me"
     await client.hset(shard.state, "layout", LAYOUT)
     assert [answer.outcome for answer in await gate.decide(grabs(1), "decided")] == ["granted"]
+    # A rebuild would lose what the outbox has, and beside the layout, everything is sound.
+    await client.hset(shard.state, "layout", "rubbish")
+    [answer] = await gate.decide(grabs(1), "decided")
+    assert (answer.outcome, "set it to that of another shard" in (answer.message or "")) == ("fenced", True)
+    await client.hset(shard.state, "layout", LAYOUT)
+    assert await form() == b"complete"
     assert await form() == b"complete"
     await client.delete(shard.state)
     assert await form() == b"complete"

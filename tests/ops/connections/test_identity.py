@@ -400,6 +400,9 @@ async def test_init_refuses_a_schema_from_before_the_first_release_with_a_way_ou
 
 # -- names ---------------------------------------------------------------------------------------------------
 
+#: Tables of other programs, by the end of the name of their schema.
+FOREIGN = {"reports": "mine ()", "migrated": "migrations (id int, migration text, batch int)"}
+
 
 @pytest.mark.parametrize(
     ("name", "why"),
@@ -411,6 +414,7 @@ async def test_init_refuses_a_schema_from_before_the_first_release_with_a_way_ou
         ("{}_events_10", "would use this name"),
         ("{}__at_0123abcd", "a system in schema {} would use this name"),
         ("{}_reports", r"it has other tables \(mine\)"),
+        ("{}_migrated", r"it has other tables \(migrations\)"),
     ],
 )  # fmt: skip
 async def test_init_refuses_a_schema_that_is_not_for_a_system(
@@ -419,8 +423,9 @@ async def test_init_refuses_a_schema_that_is_not_for_a_system(
     """It creates nothing, not even a topic."""
     name = name.format(settings.schema_)
     async with await AsyncConnection.connect(settings.postgres, autocommit=True) as connection:
-        if name.endswith("reports"):
-            await connection.execute(f"CREATE SCHEMA {name} CREATE TABLE mine ()".encode())
+        foreign = next((table for end, table in FOREIGN.items() if name.endswith(end)), None)
+        if foreign is not None:
+            await connection.execute(f"CREATE SCHEMA {name} CREATE TABLE {foreign}".encode())
         try:
             with pytest.raises(BadSettings, match=why.format(settings.schema_)):
                 await make_system(settings.model_copy(update={"schema_": name}))
@@ -428,9 +433,9 @@ async def test_init_refuses_a_schema_that_is_not_for_a_system(
             there = await (
                 await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", (name,))
             ).fetchall()
-            assert bool(there) == name.endswith(("reports", "public", "catalog", "information_schema"))
+            assert bool(there) == name.endswith((*FOREIGN, "public", "catalog", "information_schema"))
         finally:
-            if name.endswith("reports"):
+            if foreign is not None:
                 await connection.execute(f"DROP SCHEMA {name} CASCADE".encode())
 
 

@@ -2,6 +2,7 @@
 works, and the other read models continue.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -133,3 +134,19 @@ async def test_a_worker_continues_while_tables_and_cursors_are_missing(
     }
     assert not wrong, wrong
     assert running.stop() == 0
+
+
+@pytest.mark.long
+async def test_dropped_tables_of_events_are_reported_and_made_by_init(booked: Settings) -> None:
+    """What was published is in the topic: its tables have only the shards at which publishing stopped."""
+    for statement in ("DROP SCHEMA {} CASCADE", "DROP TABLE {}.stopped_shards CASCADE"):
+        lost = await version_in(booked, "events")
+        await execute(booked, statement.format(lost.schema))
+        what = f"the tables of events, in schema {lost.schema}, are gone"
+        diagnosis = json.loads(grabstream("doctor", "--json", **env_of(booked)).stdout)
+        [finding] = [finding for finding in diagnosis["findings"] if finding["what"] == what]
+        assert finding["command"] == "grabstream init"
+        done = grabstream("init", **env_of(booked))
+        assert done.returncode == 0, done.stderr
+        assert what not in grabstream("doctor", "--json", **env_of(booked)).stdout
+        assert await rows(booked, "SELECT count(*) FROM stopped_shards") == [(0,)]
