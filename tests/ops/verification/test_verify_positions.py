@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.keys import KeySpace
+from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.models.journal import Accepted, Cursor
 from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.verification.checks import RedisShard
@@ -30,7 +30,7 @@ async def prefix(redis: Any) -> AsyncIterator[str]:
 @pytest.mark.parametrize("fields", [3, 700], ids=["small", "large"])
 async def test_a_key_that_expires_is_reported(redis: Any, prefix: str, fields: int) -> None:
     live, made = KeySpace(prefix, 1).shard(0), KeySpace(f"{prefix}/made", 1).shard(0)
-    await redis.hset(live.state, mapping={"seq": 0, "server_epoch": "x"})
+    await redis.hset(live.state, mapping={"seq": 0, "server_epoch": "x", "layout": LAYOUT})
     for keys in (live, made):
         for offer in ("a", "b"):
             await redis.hset(keys.offer(offer), mapping={str(n): n for n in range(fields)})
