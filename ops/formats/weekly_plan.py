@@ -23,6 +23,9 @@ _is_week_time = re.compile(
     rf"(next )?({'|'.join(WEEKDAYS)}) ([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?\Z", re.ASCII
 ).match
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+#: The weeks whose times, and those of the week after, offers may have in every zone (`TIME_MS_MAX`).
+FIRST_MONDAY: Final = date.fromisocalendar(1970, 2, 1)
+LAST_MONDAY: Final = date.fromisocalendar(2099, 51, 1)
 
 
 class WeekTime(NamedTuple):
@@ -45,14 +48,19 @@ def read_week_time(text: str) -> WeekTime | None:
 
 
 def monday_of(week: str) -> date:
-    """The Monday of an ISO week such as 2026-W49; raises Invalid when there is no such week."""
+    """The Monday of an ISO week such as 2026-W49; raises Invalid when there is no such week, or offers cannot
+    have its times.
+    """
     form = _is_week(week)
     try:
         if form is None:
             raise ValueError
-        return date.fromisocalendar(int(form[1]), int(form[2]), 1)
+        monday = date.fromisocalendar(int(form[1]), int(form[2]), 1)
     except ValueError:
         raise Invalid(f"{week!r} is not a week: write year and ISO week, such as 2026-W47") from None
+    if not FIRST_MONDAY <= monday <= LAST_MONDAY:
+        raise Invalid(f"{week!r} is not a week from {FIRST_MONDAY:%G-W%V} to {LAST_MONDAY:%G-W%V}")
+    return monday
 
 
 def week_after(at_ms: int, timezone: str) -> str:
@@ -112,12 +120,10 @@ class WeeklyPlan:
             reasons = [f"terms.{name}: {value.text}: {fix}" for name, value in _week_times(terms)]
             return written, _without_week_times(terms), reasons
         self._repeated.add(offer)
-        timezone = terms.get("timezone", "UTC")
         try:
-            check_timezone(timezone if isinstance(timezone, str) else "")
+            week = self._week_in(terms.get("timezone", "UTC"))
         except Invalid as error:
             return written, _without_week_times(terms), [str(error)]
-        week = self._of_zones.setdefault(timezone, self._chosen or week_after(self._now_ms, timezone))
         reasons = [
             f"terms.{name}: would be the same in all weeks; give a day and a time, such as fri 10:00"
             for name in ("opens_at", "closes_at")
@@ -127,12 +133,23 @@ class WeeklyPlan:
             fix = f"write {PLACEHOLDER} into it, or leave it out"
             reasons.append(f"id: would be the same in all weeks; {fix}")
         terms = {**terms, **self.exceptions.get(week, {}).get(offer, {})}
+        timezone = terms.get("timezone", "UTC")
+        try:
+            # The zone of this week, where it has one of its own.
+            self._week_in(timezone)
+        except Invalid as error:
+            return written, _without_week_times(terms), [*reasons, str(error)]
         for name, value in _week_times(terms):
             try:
                 terms[name] = moment_in(week, value, timezone)
             except Invalid as error:
                 reasons.append(f"terms.{name}: {error}")
         return _texts_of(written, week), _texts_of(_without_week_times(terms), week), reasons
+
+    def _week_in(self, timezone: Any) -> str:
+        """The week for which offers in a zone are read; raises Invalid for what is not a zone."""
+        check_timezone(timezone if isinstance(timezone, str) else "")
+        return self._of_zones.setdefault(timezone, self._chosen or week_after(self._now_ms, timezone))
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the file as a whole, once its offers are read."""

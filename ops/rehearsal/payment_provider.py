@@ -109,6 +109,14 @@ class Payment:
         }  # fmt: skip
 
 
+def _host_of(url: str) -> str | None:
+    """The host of a URL; None if it has none, or is no URL."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
 class Refused(Exception):
     """A request that the provider refuses, with a status."""
 
@@ -173,7 +181,7 @@ class PaymentProvider:
             raise Refused(400, f"how: must be {', '.join(HOW)}")
         if not is_payment_id(payment):
             raise Refused(400, f"payment: {PAYMENT_WORDS}")
-        if token.callback is None or urlsplit(token.callback).hostname not in _LOOPBACK:
+        if token.callback is None or _host_of(token.callback) not in _LOOPBACK:
             raise Refused(400, "token: its callback must be an address of this machine")
         grab = token.aud, token.offer, token.grab
         for known in self._payments.get(payment, ()):
@@ -237,10 +245,12 @@ class PaymentProvider:
         return states
 
     async def _payment(self, request: Request) -> tuple[int, dict[str, Any]]:
-        """What is known about a payment: for the `grab` that the query names, else for its first grab."""
-        named = request.query_params.get("grab")
+        """What is known about a payment: for the `offer` and `grab` that the query names, else for its first
+        grab.
+        """
+        offer, grab = (request.query_params.get(name) for name in ("offer", "grab"))
         for payment in self._payments.get(request.path_params["payment"], ()):
-            if named in (None, payment.token.grab):
+            if offer in (None, payment.token.offer) and grab in (None, payment.token.grab):
                 return 200, payment.document()
         raise Refused(404, "there is no such payment")
 

@@ -123,7 +123,11 @@ async def test_one_payment_pays_for_the_grabs_of_a_basket(
     results = [one["answers"][-1]["result"] for one in found]
     assert results == ["confirmed", "confirmed", "refund_due"]
     assert (await done(payer, f"{offer}-p"))["grab"] == grabs[0]
-    assert (await payer.send("GET", f"/payments/{offer}-p?grab=none")).status == 404
+    for query in ("grab=none", f"offer=none&grab={grabs[0]}", f"offer={names[1]}&grab={grabs[0]}"):
+        assert (await payer.send("GET", f"/payments/{offer}-p?{query}")).status == 404
+    no_url = signed(claims_of(tokens[2]) | {"callback": "http://[::1"}, purpose=Purpose.payment_token)
+    refused = await payer.send("POST", "/pay", {"token": no_url})
+    assert (refused.status, "its callback" in refused.body["reason"]) == (400, True)
 
 
 @pytest.mark.long

@@ -201,3 +201,22 @@ def test_a_time_is_in_its_week_on_its_day_as_local_clocks_show_it(
     at = terms_in(week, timezone=zone, opens_at=f"{weekday} {hour:02}:15").opens_at
     local = datetime.fromtimestamp(at / 1000, ZoneInfo(zone))
     assert f"{local:%G-W%V %a %H:%M}".lower() == f"{week} {weekday} {hour:02}:15".lower()
+
+
+def test_a_week_may_have_a_zone_of_its_own() -> None:
+    text = one(timezone="Asia/Shanghai", opens_at='"fri 10:00"')
+    own = '{2026-W50: {"sale-{week}": {timezone: America/New_York}}}'
+    [command] = opened(f"offers: {text}\nweeks: {own}", "2026-W50")
+    assert command.terms.timezone == "America/New_York"
+    assert command.terms.opens_at == ms("2026-12-11T10:00:00-05:00")
+    assert "timezone" in problems(
+        f"offers: {text}\nweeks: {own.replace('America/New_York', 'Mars')}", "2026-W50"
+    )
+
+
+@pytest.mark.parametrize("week", ["1970-W01", "2099-W52", "9999-W52", "0001-W01"])
+def test_weeks_are_those_that_offers_may_have(week: str) -> None:
+    with pytest.raises(Invalid, match="is not a week from 1970-W02 to 2099-W51"):
+        opened(PLAN, week)
+    for bound in ("1970-W02", "2099-W51"):
+        assert len(opened(PLAN, bound)) == 2
