@@ -21,7 +21,6 @@ import redis
 from bench.stage import envelope, grabs, taken_over_gate
 from grabstream.lua.gate import calls
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.models.commands import Open
 from grabstream.ops.services import free_ports
 
 #: Grabs of a call, and calls that are counted.
@@ -63,7 +62,7 @@ def started_redis(command: Sequence[str], folder: Path) -> Iterator[tuple[int, i
         server.kill()
 
 
-async def instructions(opening: Open, size: int, count: int, plain: bool) -> int:
+async def instructions(size: int, count: int, plain: bool) -> int:
     """The instructions of a whole measurement: its start, an offer, and so many calls of `size` grabs."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -72,7 +71,7 @@ async def instructions(opening: Open, size: int, count: int, plain: bool) -> int
             limits = GateLimits(timeout_ms=600_000, outbox_events_max=10**9, clock_skew_ms_max=10**9)
             gate, client = await taken_over_gate(port, limits)
             everything = grabs("e", 100 * 100, 20)
-            await gate.decide([opening], "decided")
+            await gate.decide([envelope("e", 50_000)], "decided")
             await gate.decide(everything[:1], "decided")
             for number in range(count):
                 begin = 1 + number * size
@@ -91,9 +90,7 @@ async def main() -> None:
         of_call = []
         for plain in (True, False):
             # The difference of two measurements leaves out what is not of these calls.
-            few, many = [
-                await instructions(envelope("e", 50_000), size, n, plain) for n in (count // 4, count)
-            ]
+            few, many = [await instructions(size, n, plain) for n in (count // 4, count)]
             of_call.append((many - few) / (count - count // 4) / 1000)
         print(
             f"{size:>3} grabs: EVALSHA {of_call[0]:,.0f}, FCALL {of_call[1]:,.0f} thousand instructions a "

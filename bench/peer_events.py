@@ -1,8 +1,9 @@
 """Grants recorded with the library `eventsourcing` in PostgreSQL, and projected to a table of balances with
 its `ProjectionRunner`. Runs in an environment of its own, where that library is installed.
 
-`python peer_events.py append|project` reads {"count": …, "offers": …} from standard input, and writes
-{"seconds", "cpu_seconds", "server_seconds"} as JSON; the settings of the library come by the environment.
+`python peer_events.py append|project` reads {"count": …, "offers": …} from standard input, and writes JSON:
+null after `append`, {"seconds", "cpu_seconds", "server_seconds"} after `project`. The settings of the library
+come by the environment.
 `project` reads all events into a view that did not exist, as the first time and as a rebuild do.
 """
 
@@ -106,7 +107,4 @@ def project(count: int, offers: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     plan = json.load(sys.stdin)
-    if sys.argv[1] == "append":
-        append(**plan)
-    else:
-        print(json.dumps(project(**plan)))
+    print(json.dumps({"append": append, "project": project}[sys.argv[1]](**plan)))

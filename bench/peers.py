@@ -13,7 +13,6 @@ registry into a temporary folder, and is used as its own documentation proposes.
 """
 
 import asyncio
-import json
 import os
 import secrets
 import statistics
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from bench.checkouts import sessions
 from bench.deciding import LIMITS, answered_singles
 from bench.pieces import payment, stock
 from bench.replaying import build, fill_journal
+from bench.serving import said
 from bench.stage import envelope, grabs, private_redis, server_seconds, system, taken_over_gate
 from bench.streaming import cpu_seconds, until_booked
 from grabstream.ops.commands.rebuild.read_models import few_collections
@@ -211,7 +211,7 @@ async def jobs(runs: int, count: int) -> dict[str, Any]:
             plain.flushall()
             plan = {"port": port, "count": count, "callers": CALLERS, "concurrency": CONCURRENCY}
             server = server_seconds(plain)
-            found = json.loads(await asyncio.to_thread(_run, program, plan, None, folder))
+            found = await asyncio.to_thread(said, program, plan, SECONDS_MAX, cwd=folder)
             theirs.append(count / found["seconds"])
             spend("its", server_seconds(plain) - server, found["cpu_seconds"])
     return {
@@ -243,7 +243,7 @@ async def rebuilt(runs: int, count: int) -> dict[str, Any]:
             where = _environment(settings.postgres, schema)
             plan = {"count": count, "offers": OFFERS}
             append = [str(python), str(HERE / "peer_events.py"), "append"]
-            await asyncio.to_thread(_run, append, plan, where)
+            await asyncio.to_thread(said, append, plan, SECONDS_MAX, env=where)
             await make_system(settings)
             try:
                 await versions.use_read_model(connection, name, "ledger")
@@ -262,7 +262,9 @@ async def rebuilt(runs: int, count: int) -> dict[str, Any]:
                             sql.Identifier(schema)
                         )
                     )
-                    found = json.loads(await asyncio.to_thread(_run, [*append[:2], "project"], plan, where))
+                    found = await asyncio.to_thread(
+                        said, [*append[:2], "project"], plan, SECONDS_MAX, env=where
+                    )
                     theirs.append(count / found["seconds"])
                     their_cpu.append(found["cpu_seconds"] / count * 1e6)
                     of_server.append(found["server_seconds"] / count * 1e6)
@@ -296,17 +298,3 @@ def _environment(postgres: str, schema: str) -> dict[str, str]:
         "POSTGRES_PASSWORD": str(known.get("password") or "unused"), "POSTGRES_SCHEMA": schema,
         "PGAPPNAME": schema, "PGOPTIONS": f"-c search_path={schema} -c synchronous_commit=off",
     }  # fmt: skip
-
-
-def _run(
-    program: list[str],
-    plan: Mapping[str, Any],
-    environment: Mapping[str, str] | None,
-    folder: Path | None = None,
-) -> str:
-    """What a program of a peer says about a plan."""
-    return subprocess.run(
-        program,
-        input=json.dumps(plan), env=environment, cwd=folder, stdout=subprocess.PIPE, text=True,
-        timeout=SECONDS_MAX, check=True,
-    ).stdout  # fmt: skip

@@ -116,13 +116,13 @@ def load(
     return found
 
 
-def said(program: list[str], plan: dict[str, Any], seconds_max: float) -> dict[str, Any]:
-    """What a program says, as JSON, about a plan that it gets as JSON."""
+def said(program: list[str], plan: dict[str, Any], seconds_max: float, **where: Any) -> Any:
+    """What a program says, as JSON, about a plan that it gets as JSON; `where`: its `env` and `cwd`."""
     done = subprocess.run(
-        program, input=json.dumps(plan), stdout=subprocess.PIPE, text=True, timeout=seconds_max, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+        program, input=json.dumps(plan), stdout=subprocess.PIPE, text=True, timeout=seconds_max, check=True,
+        **where,
+    )  # fmt: skip
+    return json.loads(done.stdout)
 
 
 def offer_name(number: int) -> str:

@@ -145,12 +145,13 @@ class Books:
             return all(seqs[projection, shard] >= seq for projection in projections)
 
         until = time.monotonic() + seconds
-        newest = self._seen[-1] if self._seen else None
-        if newest is None or not newest.is_fresh or not has_it(newest.seqs):
-            while not has_it(await self._seqs()):
-                if time.monotonic() >= until:
-                    return None
-                await asyncio.sleep(POLL_SECONDS)
+        # While this waits, others may read what it waits for.
+        while not (self._seen and self._seen[-1].is_fresh and has_it(self._seen[-1].seqs)):
+            if has_it(await self._seqs()):
+                break
+            if time.monotonic() >= until:
+                return None
+            await asyncio.sleep(POLL_SECONDS)
         return next(seen.since for seen in self._seen if has_it(seen.seqs))
 
     async def last_seq(self, shard: int) -> int:

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any, Final, cast
@@ -604,6 +604,11 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready
+
+    @property
+    def connections(self) -> Collection[Any]:
+        """The connections that are open; the same object as long as the server runs."""
+        return self.server_state.connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to accept connections."""

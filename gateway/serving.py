@@ -77,7 +77,7 @@ async def serve(
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server = Server(config, ready)
     if measures is not None:
-        measures.connections = lambda: len(server.server_state.connections)
+        measures.connections = lambda: len(server.connections)
 
     async def end() -> None:
         await stop.wait()
@@ -86,5 +86,5 @@ async def serve(
     # uvloop accepts one connection of a socket in each turn of its loop. Under load, a turn takes long, and
     # new clients would wait for seconds while those that are connected are served.
     serving: Any = server.serve(sockets=[bound, *(bound.dup() for _ in range(ACCEPTED_AT_ONCE - 1))])
-    async with running(serving) as tasks, running(end(), keep_checking(server.server_state.connections)):
+    async with running(serving) as tasks, running(end(), keep_checking(server.connections)):
         await first_to_end(tasks)

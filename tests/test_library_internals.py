@@ -56,13 +56,16 @@ class Module:
         self.defined: set[str] = set()
         self.attributes: dict[str, str] = {}
         self.uses: list[str] = []
+        imported: list[str] = []
         origins: dict[str, str] = {}
         classes: list[ast.ClassDef] = []
         for node in ast.walk(ast.parse(text)):
             match node:
                 case ast.ImportFrom(module=str(module), level=0, names=names):
+                    imported += [f"{module}.{one.name}" for one in names]
                     origins |= {one.asname or one.name: f"{module}.{one.name}" for one in names}
                 case ast.Import(names=names):
+                    imported += [one.name for one in names]
                     origins |= {one.asname or one.name.split(".")[0]: one.name for one in names}
                 case ast.ClassDef():
                     classes.append(node)
@@ -75,7 +78,7 @@ class Module:
                     self.defined.add(name)
                 case ast.Attribute(attr=name) if name.startswith("_") and not name.startswith("__"):
                     self.attributes[name] = ast.unparse(node)
-        self.uses += [origin for origin in origins.values() if f"{origin}.".startswith(INTERNAL)]
+        self.uses += [origin for origin in imported if f"{origin}.".startswith(INTERNAL)]
         for derived in classes:
             for base in map(ast.unparse, derived.bases):
                 library = origins.get(base.split(".")[0], "").split(".")[0]
@@ -105,6 +108,7 @@ def test_internals_of_libraries_are_used_in_one_file_each() -> None:
     [
         ("import aiokafka.conn", ["aiokafka.conn"]),
         ("from aiokafka import conn", ["aiokafka.conn"]),
+        ("import redis._parsers\nimport redis", ["redis._parsers"]),
         ("from aiokafka.protocol import api", ["aiokafka.protocol.api"]),
         ("import redis.asyncio\nclass Mine(redis.asyncio.Redis): ...", ["class Mine(redis.asyncio.Redis)"]),
         ("from uvicorn import Server\nclass Mine(Server): ...", ["class Mine(Server)"]),

@@ -20,6 +20,8 @@ class Phase(msgspec.Struct):
     name: str
     began: float = msgspec.field(default_factory=time.monotonic)
     ended: float = 0.0
+    #: The load of the machine (mean of a minute) when it ended.
+    load: float = 0.0
     #: Attempts a second that were offered; 0: all at once, or as in the shape.
     offered_per_second: float = 0.0
     #: slice of time since the phase began → answers
@@ -33,10 +35,7 @@ class Phase(msgspec.Struct):
     def best_second(self) -> int:
         """The answers of the second that had the most."""
         return max(
-            (
-                sum(self.answers[at + ahead] for ahead in range(SLICES_PER_SECOND))
-                for at in list(self.answers)
-            ),
+            (sum(self.answers[at + ahead] for ahead in range(SLICES_PER_SECOND)) for at in self.answers),
             default=0,
         )
 
@@ -46,6 +45,7 @@ class Phase(msgspec.Struct):
         return {
             "attempts": count,
             "seconds": round(seconds, 3),
+            "load": round(self.load, 1),
             "offered_per_second": round(self.offered_per_second, 1) or None,
             "per_second": round(count / seconds, 1),
             # A phase of less than a second has no second that was its best.

@@ -12,6 +12,7 @@ then, and waiting ends with an error only after long without progress (`Patience
 import asyncio
 import contextlib
 import itertools
+import os
 import random
 import time
 from collections import Counter, defaultdict, deque
@@ -101,6 +102,7 @@ class Doors(msgspec.Struct):
     def end(self) -> None:
         """Ends the phase."""
         self.phase.ended = time.monotonic()
+        self.phase.load = os.getloadavg()[0]
 
     def take(self, door: str, answer: Answer, answered_at: float | None = None) -> None:
         """Counts an answer and keeps a grant. A second answer must equal the first. `answered_at` is when it
