@@ -274,7 +274,11 @@ async def create_missing(connection: AsyncConnection[Any], schema: str, shards: 
     """
     # The cursors of `events` are in its topic; its tables have only the shards at which it stopped. So they
     # can be made again, where other read models need a rebuild.
-    for version in await lost(connection, await versions(connection, schema, "events")):
+    gone = await lost(connection, await versions(connection, schema, "events"))
+    if gone:
+        # Views that still read what is left would be dropped with it, and with them their grants.
+        await show_cursors(connection, schema)
+    for version in gone:
         await _forget(connection, schema, version)
     present = {version.projection for version in await versions(connection, schema)}
     missing = [projection for projection in (*PROJECTIONS, "events") if projection not in present]

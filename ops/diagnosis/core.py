@@ -23,6 +23,8 @@ from grabstream.ops.settings import Settings
 from grabstream.streams.clients import LASTING_SECONDS
 from grabstream.streams.relaying.takeover import CANNOT_BE_REBUILT, JOURNAL_LOST
 
+#: How long a replica may take to answer: well below ANSWER_SECONDS_MAX, which bounds its primary and it.
+REPLICA_SECONDS_MAX: Final = 1.0
 #: A relay is late when an event has waited this long for the journal.
 RELAY_LATE_MS: Final = 10_000
 #: The sweeper runs four times a second and ends holds first; offers that are due may have to wait for other
@@ -169,7 +171,7 @@ async def _read_replicas(client: Any, info: Mapping[str, Any]) -> dict[str, bool
             )
         )
         try:
-            persistence = await within(server.info("persistence"))
+            persistence = await within(server.info("persistence"), REPLICA_SECONDS_MAX)
             found[f"{host}:{port}"] = bool(persistence["aof_enabled"])
         except (RedisError, OSError):
             found[f"{host}:{port}"] = None

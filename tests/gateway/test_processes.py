@@ -1,4 +1,4 @@
-"""Several processes of a gateway on one port: each serves, one that dies is started again, all end at once."""
+"""Several processes of a gateway on one port: each serves, one that dies is started again, and all end."""
 
 import asyncio
 import contextlib

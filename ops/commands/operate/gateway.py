@@ -122,10 +122,8 @@ def gateway(host: str, port: int, processes: int, number: int | None, as_json: b
         code, signals = uvloop.run(_supervise(settings, host, bound, processes))
     else:
         with tracing(settings, "gateway"):
-            code, signals = (
-                0,
-                uvloop.run(_run(_of_process(settings, number), host, bound, number is not None)),
-            )
+            code = 0
+            signals = uvloop.run(_run(_of_process(settings, number), host, bound, number is not None))
     if code or signal.SIGINT in signals:
         sys.exit(code or EXIT_INTERRUPTED)
 
@@ -161,6 +159,10 @@ def _of_process(settings: Settings, number: int | None) -> Settings:
     host, _, port = settings.metrics_listen.rpartition(":")
     # Port 0 is any free one.
     own = int(port) + number - 1 if int(port) else 0
+    if own > 65_535:
+        raise click.UsageError(
+            f"GRAB_METRICS_LISTEN: process {number} would need port {own}; choose a lower one"
+        )
     return settings.model_copy(update={"metrics_listen": f"{host}:{own}"})
 
 

@@ -372,8 +372,8 @@ async def _require_journal_key(settings: Settings) -> None:
 
 
 async def _require_operations(settings: Settings) -> None:
-    """Raises BadSettings when the topic of operators is missing, as in a system that an older release made:
-    a broker might create it with another number of partitions.
+    """Raises BadSettings when the topic of operators is missing: a broker might create it with another number
+    of partitions.
     """
     name = Topics(settings.prefix).operations
     if await find_topic(settings.brokers, name) is None:
