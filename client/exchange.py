@@ -55,7 +55,7 @@ D = TypeVar("D", bound=Document)
 
 def error_in_words(error: BaseException) -> str:
     """The type and text of an error; the type alone where there is no text, as in a TimeoutError. Texts of
-    Kafka errors begin with the type already.
+    Kafka errors name the type already.
     """
     kind, text = type(error).__name__, str(error).strip()
     if not text:

@@ -296,7 +296,7 @@ class PaymentRefundDue(Event[V1], tag="payment.refund_due", frozen=True, kw_only
     """`amount` minor units of `asset` came by `payment` and could not be served; `outcome` says why. Once for
     each payment and grab, except with `conflict`: once for each sum that came beyond what was recorded
     before. `basket` is that of the grab. `user` is the user whom the confirmation named, else the user of the
-    grab; absent where neither is known, and in events of older programs.
+    grab; absent where neither is known.
     """
 
     grab: Id

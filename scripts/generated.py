@@ -1,4 +1,4 @@
-"""Writes the files that follow from `models/`; `--check` exits 1 if one differs.
+"""Writes the files that are made from other code, most from `models/`; `--check` exits 1 if one differs.
 
 - `models/vocabulary/generated.py`: the pydantic models.
 - `grabstream/__init__.pyi`: the public names, for type checkers.
@@ -56,7 +56,7 @@ def main() -> int:
             continue
         is_stale = True
         if asked.check:
-            sys.stderr.write(f"{name} differs from models/: run `python -m scripts.generated`\n")
+            sys.stderr.write(f"{name} differs from what it is made from: run `python -m scripts.generated`\n")
         else:
             path.write_text(text, encoding="utf-8")
     return 1 if asked.check and is_stale else 0

@@ -7,13 +7,13 @@ A model has the fields, defaults and docstring of its struct. What a struct cann
 import inspect
 import textwrap
 from collections.abc import Iterator
-from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from grabstream.models import answers, commands, events, offers
+from grabstream.models.decoding_words import fields_of
 
 #: Each union, with its name and the field that tells its members apart; before those that use it.
 UNIONS: Final = {
@@ -106,20 +106,17 @@ def parent_of(struct: type) -> type | None:
     return None if base is msgspec.Struct else base
 
 
-@cache
-def fields_of(struct: type) -> dict[str, msgspec.structs.FieldInfo]:
-    """The fields of a struct, those of its bases too."""
-    return {field.name: field for field in msgspec.structs.fields(struct)}
-
-
 def own_fields(struct: type) -> dict[str, msgspec.structs.FieldInfo]:
-    """The fields that a struct adds to its base, or gives another type."""
+    """The fields that a struct adds to its base, or gives another type or default."""
     base = parent_of(struct)
     inherited = fields_of(base) if base else {}
     return {
         name: field
         for name, field in fields_of(struct).items()
-        if name not in inherited or inherited[name].type != field.type
+        if name not in inherited
+        or any(
+            getattr(inherited[name], word) != getattr(field, word) for word in ("type", "default", "required")
+        )
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Confirm, Grab, GrabCommand, Open, basket_of
+from grabstream.models.commands import AnyCommand, Confirm, Grab, GrabCommand, Open, basket_of, identity_of
 from grabstream.models.digests import CannotCompare, whole_of
 from grabstream.models.events import AnyEvent
 from grabstream.models.identifiers import NO_OFFER
@@ -110,7 +110,7 @@ def _count(state: ShardState, command: AnyCommand, answer: Answer, now: int) -> 
 
 
 def _remember_refusal(state: ShardState, command: AnyCommand, kept: Answer) -> None:
-    state.refusals[state.identity_of(command)] = Remembered(kept, state.digests.remembered(command))
+    state.refusals[identity_of(command)] = Remembered(kept, state.digests.remembered(command))
     if len(state.refusals) > REFUSALS_MAX:
         state.refusals.popitem(last=False)
 
@@ -187,7 +187,7 @@ def _refused_with(state: ShardState, command: Grab, refusal: Answer, first: Grab
 
 
 def _known(state: ShardState, command: AnyCommand) -> Remembered | None:
-    refusal = state.refusals.get(state.identity_of(command))
+    refusal = state.refusals.get(identity_of(command))
     return _answered(state, command) or _of_present_offer(state, refusal)
 
 

@@ -259,10 +259,6 @@ class ShardState:
     tickets: dict[tuple[str, str], int] = field(default_factory=dict)
     zones: dict[str, CampaignZone] = field(default_factory=dict)
 
-    def identity_of(self, command: Command) -> tuple[str, ...]:
-        """What distinguishes a command from all others in this shard."""
-        return identity_of(command)
-
     def answer_key(self, command: Command) -> tuple[str, str]:
         """The key in `answers`: that of a grab names its offer, and its user if the offer is an envelope, so
         that the id of a grab of pieces is known to all users.
@@ -272,7 +268,7 @@ class ShardState:
             return campaign, command.id
         offer = self.offers.get(command.offer)
         if offer is None or offer.is_envelope:
-            return campaign, "/".join(self.identity_of(command))
+            return campaign, "/".join(identity_of(command))
         return campaign, f"{command.offer}/{command.id}"
 
     def knows_payments_of(self, offer: str, now: int) -> bool:

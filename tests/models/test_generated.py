@@ -28,7 +28,8 @@ def test_files_that_differ_are_found_and_written(
     (tmp_path / last).unlink()
     assert generated.main() == 1
     assert capsys.readouterr().err == "".join(
-        f"{name} differs from models/: run `python -m scripts.generated`\n" for name in (first, last)
+        f"{name} differs from what it is made from: run `python -m scripts.generated`\n"
+        for name in (first, last)
     )
     monkeypatch.setattr("sys.argv", ["generated", "--folder", str(tmp_path)])
     assert generated.main() == 0

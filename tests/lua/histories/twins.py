@@ -17,7 +17,7 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.records import GRAB_FIELDS
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open, carried_texts
+from grabstream.models.commands import AnyCommand, Grab, GrabCommand, Open, carried_texts, identity_of
 from grabstream.models.digests import Digests
 from grabstream.models.events import (
     CampaignZone,
@@ -134,7 +134,7 @@ class Twins:
         command under its id does not.
         """
         self._forget_retired()
-        key = self.states[self.keys.shard_of_offer(command.offer)].identity_of(command)
+        key = identity_of(command)
         known, first = self.first_answers.setdefault(key, (command, answer))
         if first is answer or not first.positive:
             # A command whose effect held already made no event: a recovery forgets it, as it does refusals.
