@@ -250,7 +250,7 @@ class RestartingRole:
         self._role = role
         self._restarts: dict[str, int] = {} if restarts is None else restarts
         # From the start, so that the first restart is an increase of the metric.
-        self._restarts[name] = self._restarts.get(name, 0)
+        self._restarts.setdefault(name, 0)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Plays the role again and again until `stop`."""

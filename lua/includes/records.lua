@@ -19,7 +19,8 @@ end
 
 -- A row is the answer to a command, by name; what is 0, false or nil may be absent. It is sent and stored as
 -- the list that list_row makes, whose last places are left out if they say nothing. `details` has what only
--- some answers have; `first` in it is a row too.
+-- some answers have; `first` in it is a row too, of which list_row makes a list in its place: so a row with
+-- it is listed once.
 local list_row, row_of_list
 do
   function list_row(row)

@@ -539,6 +539,7 @@ class _ShardDecider:
         if (traced := traces()) is not None:
             seconds = time.perf_counter() - began
             for done in decided:
+                # A command that is set aside has no answer.
                 for answer, cause in zip(done.answers, done.held.traceparents(), strict=False):
                     traced.answered("answer", (answer,), seconds, cause)
         for of_records in held:

@@ -32,8 +32,8 @@ from grabstream.streams.topics import Topics
 log = logging.getLogger(__name__)
 
 PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
-#: How long an app may take to stop. After a minute, Faust takes a service that has not stopped for one that
-#: has, so this must be less.
+#: How long an app may take to stop while its process continues; a worker that ends waits less (`worker.py`).
+#: After a minute, Faust takes a service that has not stopped for one that has, so this must be less.
 STOP_SECONDS: Final = 30.0
 STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
@@ -253,7 +253,7 @@ async def _stop(app: faust.App) -> None:
     stopping = asyncio.create_task(app.stop())
     await asyncio.wait({stopping}, timeout=STOP_SECONDS)
     failed = stopping.exception() if stopping.done() and not stopping.cancelled() else None
-    if failed is None and stopping.done():
+    if stopping.done() and not stopping.cancelled() and failed is None:
         return
     stopping.cancel()
     raise DoesNotStop(f"Faust ({failed!r})" if failed else f"Faust, within {STOP_SECONDS:.0f} s") from failed

@@ -181,16 +181,28 @@ class Follower:
             await self._save(group)
 
 
+async def _always() -> bool:
+    return True
+
+
 async def poll_journal(
-    kafka: str, journal: str, look: Callable[[JournalReader], Awaitable[None]], trouble: Trouble
+    kafka: str,
+    journal: str,
+    look: Callable[[JournalReader], Awaitable[None]],
+    trouble: Trouble,
+    is_wanted: Callable[[], Awaitable[bool]] = _always,
 ) -> NoReturn:
     """Calls `look` with a reader again and again, until cancelled. After trouble with a server, and when
-    another process has moved a cursor, it waits, and continues with another reader.
+    another process has moved a cursor, it waits, and continues with another reader. While `is_wanted` returns
+    False, nobody is connected to Kafka.
     """
     while True:
         try:
+            if not await is_wanted():
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
             async with open_reader(kafka, journal) as reader:
-                while True:
+                while await is_wanted():
                     await look(reader)
                     trouble.over()
                     await asyncio.sleep(POLL_SECONDS)

@@ -374,8 +374,8 @@ class Recovery:
         await self._shard.run("apply_past", names, ownership, _pack(rows))
 
     async def wipe(self, ownership: Ownership) -> None:
-        """Deletes the keys of the shard, of any layout, except term, owner and the counts of refusals that
-        are not in SQL yet.
+        """Deletes the keys of the shard, of any layout. What remains: its lease, what the script `wipe` keeps
+        of its hash, and the counts of refusals that are not in SQL yet, if they are sound.
         """
         keys = self._shard.keys
         kept = {key.encode() for key in (keys.state, keys.lease, keys.present)}

@@ -363,7 +363,8 @@ class ShadowShard:
         if seq is not None and not seq.isdigit():
             raise NotComparable(f"its seq in Redis is {_text(seq)}, which is no number")
         if layout != b"%d" % LAYOUT:
-            raise NotComparable("its keys have another layout than this program writes")
+            named = _text(layout) if layout else "none"
+            raise NotComparable(f"its keys have layout {named}, this program writes layout {LAYOUT}")
         await self._follow(int(seq or 0))
         return values
 

@@ -52,6 +52,7 @@ class Reader:
         self._journal = journal
         self._shards = shards
         self._added = added
+        self._active: list[Webhook] = []
         self._queues: dict[str, Queue] = {}
         self._counted_at = 0.0
         #: By shard: the newest cursor that this process has read up to.
@@ -66,22 +67,20 @@ class Reader:
     async def run(self) -> None:
         """Reads until cancelled; waits while Kafka or PostgreSQL is away."""
         try:
-            await poll_journal(self._kafka, self._journal, self._look, self._trouble)
+            await poll_journal(self._kafka, self._journal, self._read_all, self._trouble, self._is_wanted)
         finally:
             await end(self._beginning.values())
 
-    async def _look(self, reader: JournalReader) -> None:
+    async def _is_wanted(self) -> bool:
+        """Whether there are active subscriptions; the next read is for these."""
         async with self._pool.connection() as connection:
-            active = [one for one in await records.find_all(connection) if one.state == "active"]
-        if active:
-            await self._read_all(reader, active)
-        else:
-            await asyncio.sleep(RETRY_SECONDS)
+            self._active = [one for one in await records.find_all(connection) if one.state == "active"]
+        return bool(self._active)
 
-    async def _read_all(self, reader: JournalReader, active: Sequence[Webhook]) -> None:
-        """Reads each shard up to its end, or a slice of it, for each group of subscriptions."""
-        await self._count(active)
-        by_name = {one.webhook: one for one in active if not self._is_full(one.webhook)}
+    async def _read_all(self, reader: JournalReader) -> None:
+        """Reads each shard up to its end, or a slice of it, for each group of active subscriptions."""
+        await self._count(self._active)
+        by_name = {one.webhook: one for one in self._active if not self._is_full(one.webhook)}
         for shard, journal_end in (await reader.ends(range(self._shards))).items():
             read = journal_end, frozenset(by_name)
             if self._read_up_to.get(shard) == read:
@@ -141,8 +140,8 @@ class Reader:
             await self._move(shard, cursor, after, group.facts, webhooks)
             self._confirmed[shard] = cursor = after
 
-        follower = Follower(save, lambda _: cursor)
-        try:
+        async def read() -> None:
+            nonlocal is_placed
             async with aclosing(JournalSource(reader, None).chunks(shard, start, aside)) as chunks:
                 async for chunk in chunks:
                     before = follower.cursor(shard)
@@ -157,17 +156,26 @@ class Reader:
                         break
             if not is_placed:
                 raise Gap(f"the journal ends before seq {cursor.seq}")
+
+        follower = Follower(save, lambda _: cursor)
+        contradiction: Exception | None = None
+        try:
+            try:
+                await read()
+            except (Corrupt, Gap) as error:
+                contradiction = error
+            # What was read before a contradiction is sent.
             await follower.flush()
-            return cursor.next_offset >= journal_end
         except CursorMoved as moved:
             log.info("%s; reading it again", moved)
-        except (Corrupt, Gap) as error:
-            await follower.flush()
-            log.error(
-                "webhooks, shard %d: the journal contradicts the cursor at seq %d: %s; no event after it is "
-                "sent", shard, cursor.seq, error,
-            )  # fmt: skip
-            self._rests_until[shard] = time.monotonic() + REST_SECONDS
+            return False
+        if contradiction is None:
+            return cursor.next_offset >= journal_end
+        log.error(
+            "webhooks, shard %d: the journal contradicts the cursor at seq %d: %s; no event after it is sent",
+            shard, cursor.seq, contradiction,
+        )  # fmt: skip
+        self._rests_until[shard] = time.monotonic() + REST_SECONDS
         return False
 
     async def _confirms(self, reader: JournalReader, shard: int, cursor: Cursor) -> bool:

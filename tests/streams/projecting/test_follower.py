@@ -99,3 +99,28 @@ async def test_a_loop_begins_again_after_trouble(error: Exception, monkeypatch: 
             await poll_journal("", "", look, trouble)
     assert looks == [1, 1, 2, 2, 2]
     assert not trouble.is_present
+
+
+async def test_a_polling_loop_connects_only_while_it_has_something_to_look_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, looks = Away(), list[int]()
+    monkeypatch.setattr(follower, "open_reader", reader)
+    monkeypatch.setattr(follower, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.0)
+    wanted = iter([False, False, True, True, False, True, True])
+
+    async def is_wanted() -> bool:
+        return next(wanted)
+
+    async def look(_: Any) -> None:
+        looks.append(reader.opened)
+        if len(looks) == 2:
+            raise LookupError("unknown")
+
+    trouble = Trouble(logging.getLogger(__name__), "a loop")
+    async with asyncio.timeout(10):
+        with pytest.raises(LookupError, match="unknown"):
+            await poll_journal("", "", look, trouble, is_wanted)
+    # Before a reader is opened, and before each look.
+    assert (looks, list(wanted)) == ([1, 2], [])

@@ -18,6 +18,7 @@ from grabstream.lua.gate.sealing import Sealer
 from grabstream.models.events import PaymentRefundDue, encode_event
 from grabstream.models.journal import Cursor
 from grabstream.ops.settings import Settings
+from grabstream.projections.cursors import CursorMoved
 from grabstream.projections.database.sessions import session_name
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Webhook
@@ -770,6 +771,40 @@ async def test_what_is_read_before_a_contradiction_is_sent(
         await got(receiver, 4)
         await until(lambda: "contradicts the cursor at seq 4" in caplog.text, 10, "it is logged")
     assert seqs(receiver) == [1, 2, 3, 4]
+
+
+async def test_a_cursor_that_another_process_moved_at_a_contradiction_is_read_again(
+    hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The reader of the journal stays, and other shards are read in the same round."""
+    opened, moved = [], iter([CursorMoved("shard 0 has moved")])
+    open_reader, move = follower.open_reader, records.move
+
+    def opening(*arguments: Any) -> Any:
+        opened.append(arguments)
+        return open_reader(*arguments)
+
+    async def move_once(*arguments: Any) -> None:
+        for error in moved:
+            raise error
+        await move(*arguments)
+
+    lines = lines_of(*["e"] * 6)
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 2)
+    await hooks.add("one", receiver.url)
+    async with hooks.delivering():
+        await got(receiver, 2)
+        await until(hooks.is_idle, 10, "an empty queue")
+    await journal.block(lines, 3, 4)
+    await journal.block(lines, 6, 6)
+    monkeypatch.setattr(follower, "open_reader", opening)
+    monkeypatch.setattr(records, "move", move_once)
+    async with hooks.delivering():
+        await got(receiver, 4)
+        await until(lambda: "contradicts the cursor at seq 4" in caplog.text, 10, "it is logged")
+    assert (seqs(receiver), len(opened)) == ([1, 2, 3, 4], 1)
 
 
 @pytest.mark.long
