@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from grabstream.models.answers import Answer
-from grabstream.models.commands import AnyCommand, Grab, Open, basket_of
+from grabstream.models.commands import AnyCommand, Grab, Open, basket_of, identity_of
 from grabstream.models.events import (
     AnyEvent,
     GrabConfirmed,
@@ -110,9 +110,7 @@ class RulesReading:
         is known to all users.
         """
         are_grabs = isinstance(one, Grab) and isinstance(other, Grab)
-        return self.state.identity_of(one) == self.state.identity_of(other) or (
-            are_grabs and one.offer == other.offer
-        )
+        return identity_of(one) == identity_of(other) or (are_grabs and one.offer == other.offer)
 
     def _swept(self, event: Any) -> list[AnyEvent]:
         """What a sweep makes at this time of the hold or offer in an event."""
