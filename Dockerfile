@@ -11,13 +11,6 @@ RUN python -m venv /build \
     && /build/bin/pip --python /venv/bin/python install --no-cache-dir --require-hashes -r "$LOCK"
 COPY pyproject.toml README.md LICENSE ./
 COPY grabstream grabstream
-COPY models models
-COPY lua lua
-COPY client client
-COPY streams streams
-COPY projections projections
-COPY ops ops
-COPY gateway gateway
 RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels . \
     && /build/bin/pip --python /venv/bin/python install --no-cache-dir --no-deps /wheels/*.whl
 

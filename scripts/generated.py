@@ -1,9 +1,9 @@
 """Writes the files that are made from other code, most from `models/`; `--check` exits 1 if one differs.
 
-- `models/vocabulary/generated.py`: the pydantic models.
+- `grabstream/models/vocabulary/generated.py`: the pydantic models.
 - `grabstream/__init__.pyi`: the public names, for type checkers.
-- `client/fields.py`: the fields of commands that methods of clients take by name.
-- `client/javascript/grabstream.d.mts`: the types of the JavaScript client, in part.
+- `grabstream/client/fields.py`: the fields of commands that methods of clients take by name.
+- `grabstream/client/javascript/grabstream.d.mts`: the types of the JavaScript client, in part.
 """
 
 import argparse
@@ -23,11 +23,11 @@ def files() -> Iterator[tuple[str, str]]:
     """The path of each generated file in the tree, and its text. A file is to be written before the next is
     made, which may import it.
     """
-    yield "models/vocabulary/generated.py", formatted(pydantic_models.source())
+    yield "grabstream/models/vocabulary/generated.py", formatted(pydantic_models.source())
     yield "grabstream/__init__.pyi", formatted(public_names.source(), "stub.pyi")
-    yield "client/fields.py", formatted(command_fields.source())
+    yield "grabstream/client/fields.py", formatted(command_fields.source())
     javascript_types = import_module("scripts.javascript_types")
-    name = "client/javascript/grabstream.d.mts"
+    name = "grabstream/client/javascript/grabstream.d.mts"
     yield name, javascript_types.written_into((ROOT / name).read_text(encoding="utf-8"))
 
 

@@ -36,7 +36,8 @@ def constant(name: str) -> Any:
     """
     file, _, local = name.partition(":")
     if local:
-        return int(re.findall(rf"\b{local} = (\d+)", (ROOT / file).read_text(encoding="utf-8"))[0])
+        text = (ROOT / "grabstream" / file).read_text(encoding="utf-8")
+        return int(re.findall(rf"\b{local} = (\d+)", text)[0])
     module, _, word = re.sub(r"\.(?=[A-Z])", " ", name, count=1).partition(" ")
     value: Any = import_module(f"grabstream.{module}")
     for member in word.split("."):

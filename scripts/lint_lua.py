@@ -14,7 +14,7 @@ texts["library"] = library().text
 failed = False
 for name, text in texts.items():
     for command in (
-        ["luacheck", "--no-color", "--ignore", "211", "212", "--filename", f"lua/{name}.lua", "-"],
+        ["luacheck", "--no-color", "--ignore", "211", "212", "--filename", f"grabstream/lua/{name}.lua", "-"],
         ["luac5.1", "-p", "-"],  # of the package on which luacheck depends
     ):
         # The first line is a shebang for Redis, which is not Lua.

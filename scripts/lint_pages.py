@@ -18,6 +18,7 @@ from mkdocs.exceptions import Abort
 
 LINE_LENGTH_MAX: Final = 110
 ROOT: Final = Path(__file__).parent.parent
+PACKAGE: Final = ROOT / "grabstream"
 #: Documents that are older than the tree and not in it. Their content is in docs/.
 ELSEWHERE: Final = re.compile(r"\b(DESIGN|CONTRACT|REQUIREMENTS|PITFALLS)\b|\barticles? 0\d\d\b")
 SUFFIXES: Final = (".md", ".py", ".lua", ".sql", ".toml", ".yaml", ".yml", ".sh", "Makefile", "Dockerfile")
@@ -33,7 +34,7 @@ def tracked() -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [ROOT / name for name in listed.splitlines()]
-    return [path for path in paths if path.is_file() and not path.is_symlink()]
+    return [path for path in paths if path.is_file()]
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
@@ -85,10 +86,12 @@ def wrong_names(file: Path) -> Iterator[str]:
 
 
 def wrong_paths(page: Path) -> Iterator[str]:
-    """Names in a page of files and folders that do not exist."""
+    """Names in a page of files and folders that do not exist. Those of the package are named without its
+    folder.
+    """
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         for name in _path.findall(line):
-            if not (ROOT / name).exists():
+            if not ((ROOT / name).exists() or (PACKAGE / name).exists()):
                 yield f"{page.relative_to(ROOT)}:{number}: {name} does not exist"
 
 

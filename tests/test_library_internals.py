@@ -9,15 +9,15 @@ from typing import Final
 import pytest
 from packaging.requirements import Requirement
 
-from tests.copies import ROOMS
+from tests.copies import PACKAGE
 
 ROOT: Final = Path(__file__).parents[1]
 #: The file that uses what a library does not document.
 FILES: Final = {
-    "aiohttp": "lua/bounded_http.py",
-    "aiokafka": "streams/kafka_internals.py",
-    "redis": "lua/script_client.py",
-    "uvicorn": "gateway/protocol.py",
+    "aiohttp": "grabstream/lua/bounded_http.py",
+    "aiokafka": "grabstream/streams/kafka_internals.py",
+    "redis": "grabstream/lua/script_client.py",
+    "uvicorn": "grabstream/gateway/protocol.py",
 }
 #: Not aiohttp: services have it, too, in a version of theirs. tests/lua/test_bounded_http.py tests its use.
 PINNED: Final = ("aiokafka", "redis", "uvicorn")
@@ -93,8 +93,7 @@ class Module:
 def test_internals_of_libraries_are_used_in_one_file_each() -> None:
     modules = {
         str(path.relative_to(ROOT)): Module(path.read_text(encoding="utf-8"))
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*.py")
+        for path in PACKAGE.rglob("*.py")
     }
     own = {name for module in modules.values() for name in module.defined}
     used = {path: module.internals(own) for path, module in modules.items()}

@@ -2,7 +2,7 @@
 // key of the payment side
 import assert from 'node:assert/strict'
 import { createHmac } from 'node:crypto'
-import { Client, OutcomeUnknown, RequestProblem } from '../../client/javascript/grabstream.mjs'
+import { Client, OutcomeUnknown, RequestProblem } from '../../grabstream/client/javascript/grabstream.mjs'
 
 const [url, offer, key] = process.argv.slice(2)
 const client = new Client(`${url}/`)

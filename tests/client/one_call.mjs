@@ -1,5 +1,5 @@
 // Grabs once, and prints the outcome or the error: node one_call.mjs URL OFFER USER ID MILLISECONDS
-import { Client } from '../../client/javascript/grabstream.mjs'
+import { Client } from '../../grabstream/client/javascript/grabstream.mjs'
 
 const [url, offer, user, id, timeoutMs] = process.argv.slice(2)
 try {

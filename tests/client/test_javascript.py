@@ -32,7 +32,7 @@ from tests.gateway.conftest import Door
 from tests.support.nodejs import need_node
 from tests.support.receipts import SECRET, as_text
 
-FOLDER: Final = PROJECT / "client" / "javascript"
+FOLDER: Final = PROJECT / "grabstream" / "client" / "javascript"
 HERE: Final = Path(__file__).parent
 
 

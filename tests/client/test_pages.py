@@ -21,7 +21,9 @@ PAGE: Final = (PROJECT / "docs" / "clients.md").read_text()
 
 async def test_programs_of_the_page(plain_door: Door, tmp_path: Path) -> None:
     need_node("docs/clients.md")
-    (tmp_path / "grabstream.mjs").symlink_to(PROJECT / "client" / "javascript" / "grabstream.mjs")
+    (tmp_path / "grabstream.mjs").symlink_to(
+        PROJECT / "grabstream" / "client" / "javascript" / "grabstream.mjs"
+    )
     blocks = re.findall(
         r"^```(python|js)\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", PAGE, re.MULTILINE | re.DOTALL
     )

@@ -1,5 +1,5 @@
 // Follows a user with a callback that throws, and prints what came: node told_position.mjs URL
-import { Client } from '../../client/javascript/grabstream.mjs'
+import { Client } from '../../grabstream/client/javascript/grabstream.mjs'
 
 const onPosition = ({ position }) => {
   throw new Error(`position ${position}`)

@@ -1,5 +1,5 @@
 // What a service in TypeScript writes; compiled by a test, never run.
-import { Client, OutcomeUnknown, type Answer, type Hours, type WaitingPosition } from '../../client/javascript/grabstream.mjs'
+import { Client, OutcomeUnknown, type Answer, type Hours, type WaitingPosition } from '../../grabstream/client/javascript/grabstream.mjs'
 
 export function open(client: Client): Promise<Answer> {
   const hours = [{ weekdays: ['mon', 'tue'], from: '09:00' }] satisfies Hours[]

@@ -46,17 +46,15 @@ class Release:
     def __init__(self, tree: Path, environment: dict[str, str]) -> None:
         self._tree = tree
         self._environment = environment | {"PYTHONPATH": str(tree)}
-        # In older releases the rooms were top-level packages.
-        self._program = "grabstream.ops.cli" if (tree / "grabstream").is_dir() else "ops.cli"
 
     @property
     def has_operations(self) -> bool:
         """Whether commands of operators have a topic of their own."""
-        return "def operations" in (self._tree / "streams" / "topics.py").read_text()
+        return "def operations" in (self._tree / "grabstream" / "streams" / "topics.py").read_text()
 
     def run(self, *words: str) -> str:
         """Runs a command of the program; returns its output."""
-        command = [sys.executable, "-m", self._program, *words]
+        command = [sys.executable, "-m", "grabstream.ops.cli", *words]
         done = subprocess.run(
             command, cwd=self._tree, env=self._environment, capture_output=True, text=True, timeout=180
         )
@@ -68,7 +66,7 @@ class Release:
 
     def workers(self) -> "list[subprocess.Popen[bytes]]":
         """Starts a worker for each set of roles."""
-        command = [sys.executable, "-m", self._program, "worker", "--roles"]
+        command = [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles"]
         return [subprocess.Popen([*command, roles], cwd=self._tree, env=self._environment) for roles in ROLES]
 
 

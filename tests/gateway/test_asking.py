@@ -15,7 +15,7 @@ from grabstream.models.outcomes import Outcome
 from grabstream.ops.services.servers import PROJECT
 from tests.support.nodejs import need_node
 
-PAGE: Final = PROJECT / "gateway" / "page"
+PAGE: Final = PROJECT / "grabstream" / "gateway" / "page"
 LOST: Final = {"lost": True}
 GRANTED: Final = {"status": 201, "body": {"outcome": "granted", "code": 0}, "ours": True}
 #: What another program than a gateway replies.

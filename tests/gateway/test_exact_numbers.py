@@ -8,7 +8,7 @@ from typing import Final
 from grabstream.ops.services.servers import PROJECT
 from tests.support.nodejs import need_node
 
-PAGE: Final = PROJECT / "gateway" / "page"
+PAGE: Final = PROJECT / "grabstream" / "gateway" / "page"
 SHOWN: Final = r"""
 import { parsedExactly } from './exact.mjs'
 import { amount, count } from './format.mjs'

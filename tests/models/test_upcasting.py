@@ -136,7 +136,7 @@ def test_program_with_a_gap_in_upcasters_does_not_start(tmp_path: Path, command:
     server.
     """
     copy_package(tmp_path)
-    events = tmp_path / "models" / "events.py"
+    events = tmp_path / "grabstream" / "models" / "events.py"
     raised = events.read_text().replace(
         "class GrabHeld(_GrabEvent[V1]", "class GrabHeld(_GrabEvent[Literal[3]]"
     )
@@ -167,7 +167,7 @@ def test_failing_upcaster_names_the_event() -> None:
 def test_lua_writes_current_versions() -> None:
     """The version is a literal in the scripts: for grab.confirmed, for runs, and for all other types."""
     written = set()
-    for path in sorted((ROOT / "lua").rglob("*.lua")):
+    for path in sorted((ROOT / "grabstream" / "lua").rglob("*.lua")):
         for type_, version in re.findall(r'"type":"(.*?)","v":(\d+)', path.read_text()):
             written.add((type_, int(version)))
     common = {version for type_, version in written if type_ == "%s"} - {RUN_VERSION}

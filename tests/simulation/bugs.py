@@ -29,7 +29,7 @@ OF_SCRIPTS: Final = (
         "offers named like a part of another one (x:users) shared its keys",
         (
             (
-                "lua/keys.py",
+                "grabstream/lua/keys.py",
                 'f"{key}/{name}" for name in OFFER_KEYS',
                 'f"{key}:{name}" for name in OFFER_KEYS',
             ),
@@ -40,7 +40,7 @@ OF_SCRIPTS: Final = (
         "a repeat about an offer that had retired raised, or was refunded twice",
         (
             (
-                "lua/includes/decide.lua",
+                "grabstream/lua/includes/decide.lua",
                 "retired = redis.call('SISMEMBER', KEYS[10], name) == 1",
                 "retired = false",
             ),
@@ -51,7 +51,7 @@ OF_SCRIPTS: Final = (
         "answers of offers without ':' were never forgotten",
         (
             (
-                "lua/includes/records.lua",
+                "grabstream/lua/includes/records.lua",
                 "if not first then return campaign end",
                 "if not first then return '' end",
             ),
@@ -62,7 +62,7 @@ OF_SCRIPTS: Final = (
         "a payment that was used again after its campaign had retired was served again",
         (
             (
-                "lua/includes/past.lua",
+                "grabstream/lua/includes/past.lua",
                 "campaign.counters.key, campaign.tickets_key)",
                 "campaign.counters.key, campaign.tickets_key, campaign.payments_key)",
             ),
@@ -71,35 +71,35 @@ OF_SCRIPTS: Final = (
     Bug(
         "a payment of another amount is a repeat",
         "a payment that came again with another amount was answered as before",
-        (("lua/commands/confirm.lua", "here and not is_another(here, body)", "here"),),
+        (("grabstream/lua/commands/confirm.lua", "here and not is_another(here, body)", "here"),),
     ),
     Bug(
         "a sum that is no exact integer",
         "price times quantity left the exact range, and the event could not be read",
         (
             (
-                "lua/commands/grab.lua",
+                "grabstream/lua/commands/grab.lua",
                 "if quantities[i] * (offer.rules.price or 0) > AMOUNT_MAX then",
                 "if false then",
             ),
             (
-                "lua/commands/amend.lua",
+                "grabstream/lua/commands/amend.lua",
                 "if (changes.price or rules.price or 0) * "
                 "(changes.max_per_grab or rules.max_per_grab) > AMOUNT_MAX then",
                 "if false then",
             ),
             (
-                "lua/includes/pieces.lua",
+                "grabstream/lua/includes/pieces.lua",
                 "return wanted * (offer.rules.price or 0) <= AMOUNT_MAX and wanted or math.huge",
                 "return wanted",
             ),
             (
-                "lua/includes/queue.lua",
+                "grabstream/lua/includes/queue.lua",
                 "return math.min(grab.quantity, offer.units_left, payable)",
                 "return math.min(grab.quantity, offer.units_left)",
             ),
             (
-                "lua/includes/runs.lua",
+                "grabstream/lua/includes/runs.lua",
                 "if number < 1e14 and number >= 0 and number % 1 == 0 then",
                 "if true then",
             ),
@@ -110,7 +110,7 @@ OF_SCRIPTS: Final = (
         "limits of a campaign leaked when the zones of its offers shift differently",
         (
             (
-                "lua/includes/limits.lua",
+                "grabstream/lua/includes/limits.lua",
                 "return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets",
                 "return offer.rules.offsets",
             ),
@@ -121,12 +121,12 @@ OF_SCRIPTS: Final = (
         "a single-use ticket for a campaign was granted on several of its offers",
         (
             (
-                "lua/includes/offers.lua",
+                "grabstream/lua/includes/offers.lua",
                 "local function is_used(offer, once, ends_at, now)\n  if not ends_at then",
                 "local function is_used(offer, once, ends_at, now)\n  if true then",
             ),
             (
-                "lua/includes/offers.lua",
+                "grabstream/lua/includes/offers.lua",
                 "local function use_ticket(offer, once, ends_at)\n  if not ends_at then",
                 "local function use_ticket(offer, once, ends_at)\n  if true then",
             ),
@@ -137,7 +137,7 @@ OF_SCRIPTS: Final = (
         "a grab that waits for many units kept free ones from everybody",
         (
             (
-                "lua/includes/pieces.lua",
+                "grabstream/lua/includes/pieces.lua",
                 "return offer.units_left < offer.least_wanted and offer.units_left or 0",
                 "return 0",
             ),
@@ -148,7 +148,7 @@ OF_SCRIPTS: Final = (
         "a grab above the total was queued, and could never be served",
         (
             (
-                "lua/commands/grab.lua",
+                "grabstream/lua/commands/grab.lua",
                 "if offer.rules.take == 'all' and quantities[i] > offer.total then",
                 "if false then",
             ),
@@ -157,14 +157,20 @@ OF_SCRIPTS: Final = (
     Bug(
         "a code is in two chunks of a list",
         "the same coupon code in two chunks of a list was handed out twice",
-        (("lua/commands/load.lua", "local index = index_of_known(offer, names)", "local index = nil"),),
+        (
+            (
+                "grabstream/lua/commands/load.lua",
+                "local index = index_of_known(offer, names)",
+                "local index = nil",
+            ),
+        ),
     ),
     Bug(
         "codes go with the close",
         "a coupon with codes that was held when its offer closed could not be confirmed",
         (
             (
-                "lua/includes/offers.lua",
+                "grabstream/lua/includes/offers.lua",
                 "if offer.held == 0 then write('UNLINK', KEYS[base + KEY.codes]) end",
                 "write('UNLINK', KEYS[base + KEY.codes])",
             ),
@@ -175,7 +181,7 @@ OF_SCRIPTS: Final = (
         "the code of a returned coupon, which its user had seen, was given to the next user",
         (
             (
-                "lua/includes/settling.lua",
+                "grabstream/lua/includes/settling.lua",
                 "    if not offer.closed then offer.amount_left = offer.amount_left + quantity end\n",
                 "    for _, code in ipairs(details.voided_codes) do\n"
                 "      if not offer.closed then offer.codes_new[#offer.codes_new + 1] = code end\n"
@@ -189,7 +195,7 @@ OF_SCRIPTS: Final = (
         "an offer that closed over its waiting list, whose last waiting user then left, was retired at once",
         (
             (
-                "lua/includes/queue.lua",
+                "grabstream/lua/includes/queue.lua",
                 "if offer.closed then offer.due = due_when_closed(offer, now) end",
                 "if offer.closed then offer.due = now end",
             ),
@@ -200,7 +206,7 @@ OF_SCRIPTS: Final = (
         "grabs that waited when their offer closed were not sent home",
         (
             (
-                "lua/sweeping/sweep.lua",
+                "grabstream/lua/sweeping/sweep.lua",
                 "elseif offer.pieces and offer.queue_length > 0 then",
                 "elseif false then",
             ),
@@ -211,7 +217,7 @@ OF_SCRIPTS: Final = (
         "a waiting list kept the limits of who left it",
         (
             (
-                "lua/includes/queue.lua",
+                "grabstream/lua/includes/queue.lua",
                 "    give_back(offer, grab, grab.quantity)\n    grab.status, grab.carried = RELEASED, nil",
                 "    grab.status, grab.carried = RELEASED, nil",
             ),
@@ -222,7 +228,7 @@ OF_SCRIPTS: Final = (
         "an offer retired while its coupons could still be redeemed",
         (
             (
-                "lua/includes/offers.lua",
+                "grabstream/lua/includes/offers.lua",
                 "return math.max(now + offer.rules.retire_after_ms, offer.rules.valid_until or 0)",
                 "return now + offer.rules.retire_after_ms",
             ),
@@ -233,7 +239,7 @@ OF_SCRIPTS: Final = (
         "units that a late payment took again were given back in the wrong day",
         (
             (
-                "lua/includes/settling.lua",
+                "grabstream/lua/includes/settling.lua",
                 "if newest and are_same_counters(newest[2], counted) then",
                 "if newest then",
             ),
@@ -243,8 +249,12 @@ OF_SCRIPTS: Final = (
         "a refusal does not count in its call",
         "a refused command behind itself in one call was refused, counted and remembered twice",
         (
-            ("lua/commands/grab.lua", "refusals[field] = refuse(call", "local _ = refuse(call"),
-            ("lua/includes/command.lua", "refusals[field] = keep_refusal(", "local _ = keep_refusal("),
+            ("grabstream/lua/commands/grab.lua", "refusals[field] = refuse(call", "local _ = refuse(call"),
+            (
+                "grabstream/lua/includes/command.lua",
+                "refusals[field] = keep_refusal(",
+                "local _ = keep_refusal(",
+            ),
         ),
     ),
     Bug(
@@ -252,7 +262,7 @@ OF_SCRIPTS: Final = (
         "a payment that could not be served was not told that it is paid back",
         (
             (
-                "lua/includes/settling.lua",
+                "grabstream/lua/includes/settling.lua",
                 "details.message = (details.message and details.message .. '; ' or '') .. "
                 "'the payment is to be paid back'",
                 "",
@@ -268,7 +278,7 @@ OF_GATE: Final = (
         "commands that were sent, and got no reply, were answered as if nothing was decided",
         (
             (
-                "lua/gate/queue.py",
+                "grabstream/lua/gate/queue.py",
                 "            if entry.unsure:\n                entry.fail",
                 "            if False:\n                entry.fail",
             ),
@@ -279,7 +289,7 @@ OF_GATE: Final = (
         "commands that were decided in a history that is lost were answered as if nothing was decided",
         (
             (
-                "lua/gate/queue.py",
+                "grabstream/lua/gate/queue.py",
                 "        self.unsure = True\n        if self.done.done():",
                 "        if self.done.done():",
             ),
@@ -288,19 +298,19 @@ OF_GATE: Final = (
     Bug(
         "a confirmation passes a grab that was refused",
         "what followed a command that was answered busy or fenced was decided without it",
-        (("lua/gate/queue.py", "            entry = entry.next\n", "            entry = None\n"),),
+        (("grabstream/lua/gate/queue.py", "            entry = entry.next\n", "            entry = None\n"),),
     ),
     Bug(
         "a list that is cut waits for its lost history",
         "a list whose answers were lost, and for which the next call had no room, was never answered",
-        (("lua/gate/queue.py", "        self.answers, self.history = [], 0\n", ""),),
+        (("grabstream/lua/gate/queue.py", "        self.answers, self.history = [], 0\n", ""),),
     ),
     Bug(
         "a reader of a topic is refused",
         "a backlog of arrays in the topic was answered busy",
         (
             (
-                "lua/gate/gate.py",
+                "grabstream/lua/gate/gate.py",
                 "patience = math.inf if reader else patience_ms / 1000",
                 "patience = patience_ms / 1000",
             ),
@@ -311,7 +321,7 @@ OF_GATE: Final = (
         "answers given as decided that a recovery took back were not reported",
         (
             (
-                "lua/gate/decided.py",
+                "grabstream/lua/gate/decided.py",
                 "in await self._recorded(shard, command, answer)",
                 "in [(answer.seq, answer.at)]",
             ),
@@ -320,19 +330,25 @@ OF_GATE: Final = (
     Bug(
         "what a recovery keeps is taken as journaled",
         "answers given as decided that only a second recovery took back were not reported",
-        (("lua/gate/decided.py", "left = [of_call for of_call in kept if of_call.answers]", "left = []"),),
+        (
+            (
+                "grabstream/lua/gate/decided.py",
+                "left = [of_call for of_call in kept if of_call.answers]",
+                "left = []",
+            ),
+        ),
     ),
     Bug(
         "a command that raises ends its worker",
         "an error that a script raised for one command of the topic ended the worker",
-        (("lua/gate/calls.py", "raise Undecidable(text) from None", "raise"),),
+        (("grabstream/lua/gate/calls.py", "raise Undecidable(text) from None", "raise"),),
     ),
     Bug(
         "the loss of a server in other words ends a worker",
         "a connection that was gone, in the words of uvloop, ended all roles of a worker",
         (
             (
-                "lua/trouble.py",
+                "grabstream/lua/trouble.py",
                 "isinstance(error, RuntimeError) and any(words in str(error) for words in _GONE)",
                 "False",
             ),
@@ -345,14 +361,20 @@ OF_STREAMS: Final = (
     Bug(
         "shards of the topic wait for each other",
         "answers left the decider in one order for all shards: one that stood still stopped all",
-        (("streams/deciding/decider.py", "self._shards[shard].add(held)", "self._shards[0].add(held)"),),
+        (
+            (
+                "grabstream/streams/deciding/decider.py",
+                "self._shards[shard].add(held)",
+                "self._shards[0].add(held)",
+            ),
+        ),
     ),
     Bug(
         "offsets are committed before the answers",
         "offsets were committed of records that were not answered yet",
         (
             (
-                "streams/deciding/backlog.py",
+                "grabstream/streams/deciding/backlog.py",
                 "while self._open and self._open[0].open == 0:",
                 "while self._open:",
             ),
@@ -363,11 +385,11 @@ OF_STREAMS: Final = (
         "after a recovery that was interrupted, the next one ignored events after its checkpoint",
         (
             (
-                "lua/ownership/trim.lua",
+                "grabstream/lua/ownership/trim.lua",
                 "'journaled_term', ARGV[8], 'journaled_owner', ARGV[9])",
                 "'journaled_term', ARGV[1], 'journaled_owner', ARGV[2])",
             ),
-            ("streams/relaying/takeover.py", "if is_checkpoint and not of_base:", "if False:"),
+            ("grabstream/streams/relaying/takeover.py", "if is_checkpoint and not of_base:", "if False:"),
         ),
     ),
     Bug(
@@ -375,7 +397,7 @@ OF_STREAMS: Final = (
         "of a decision whose first part Kafka had, the rest was lost with Redis",
         (
             (
-                "streams/relaying/blocks.py",
+                "grabstream/streams/relaying/blocks.py",
                 "for lines in _fitting_a_record(entry):",
                 "for lines in ([line] for line in entry):",
             ),
@@ -386,7 +408,7 @@ OF_STREAMS: Final = (
         "an error after a script's first write left half of it in Redis, and deciding went on",
         (
             (
-                "lua/includes/decide.lua",
+                "grabstream/lua/includes/decide.lua",
                 "if done > 0 or string.find(words, 'equal or smaller', 1, true) then",
                 "if false then",
             ),
@@ -397,7 +419,7 @@ OF_STREAMS: Final = (
         "a shard that a script had left half written was not rebuilt",
         (
             (
-                "streams/relaying/relay.py",
+                "grabstream/streams/relaying/relay.py",
                 "if not entries and outbox.incomplete:",
                 "if False:",
             ),
@@ -408,7 +430,7 @@ OF_STREAMS: Final = (
         "a hold or an offer whose script raised kept all others of its shard",
         (
             (
-                "streams/deciding/sweeper.py",
+                "grabstream/streams/deciding/sweeper.py",
                 "            if not is_raised_by_script(error):\n                raise\n",
                 "            raise\n",
             ),
@@ -419,13 +441,13 @@ OF_STREAMS: Final = (
         "a worker that was told to stop went on, since a client had swallowed the cancellation of its task",
         (
             (
-                "lua/ending.py",
+                "grabstream/lua/ending.py",
                 "    while pending and loop.time() < until:\n"
                 "        for task in pending:\n            task.cancel()\n",
                 "    for task in pending:\n        task.cancel()\n    while pending:\n",
             ),
             (
-                "lua/ending.py",
+                "grabstream/lua/ending.py",
                 "_, pending = await asyncio.wait(pending, timeout=min(pause, max(0.0, until - loop.time())))",
                 "_, pending = await asyncio.wait(pending)",
             ),
@@ -434,7 +456,13 @@ OF_STREAMS: Final = (
     Bug(
         "an acknowledgement without an offset is taken",
         "a record that Kafka had already was acknowledged without its offset, and taken as the next",
-        (("streams/relaying/relay.py", "if metadata is None or metadata.offset < 0:", "if False:"),),
+        (
+            (
+                "grabstream/streams/relaying/relay.py",
+                "if metadata is None or metadata.offset < 0:",
+                "if False:",
+            ),
+        ),
     ),
 )
 
@@ -445,7 +473,7 @@ OF_BOOKS: Final = (
         "two projectors of a shard wrote its events twice",
         (
             (
-                "projections/cursors.py",
+                "grabstream/projections/cursors.py",
                 " AND seq = %s AND next_offset = %s",
                 " AND %s >= 0 AND %s >= 0",
             ),
@@ -456,7 +484,7 @@ OF_BOOKS: Final = (
         "a batch of events that expired on its way left a gap before the cursor in the next one",
         (
             (
-                "streams/projecting/publisher.py",
+                "grabstream/streams/projecting/publisher.py",
                 "            await sent\n",
                 '            left = [*locals().get("left", ()), sent]\n'
                 '        for sent in locals().get("left", ()):\n            await sent\n',
@@ -468,7 +496,7 @@ OF_BOOKS: Final = (
         "views over all read models showed a version that the other rebuild had replaced, and went with it",
         (
             (
-                "projections/versions.py",
+                "grabstream/projections/versions.py",
                 '    await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (name,))\n',
                 "",
             ),
@@ -479,12 +507,12 @@ OF_BOOKS: Final = (
         "a worker that was idle while its read model was rebuilt ended at the next event",
         (
             (
-                "streams/projecting/projector.py",
+                "grabstream/streams/projecting/projector.py",
                 "                if not await self._version_dropped():\n                    raise\n",
                 "                raise\n",
             ),
             (
-                "streams/projecting/projector.py",
+                "grabstream/streams/projecting/projector.py",
                 "                    else:\n                        await self._failed()\n",
                 "                    else:\n                        raise\n",
             ),
@@ -495,7 +523,7 @@ OF_BOOKS: Final = (
         "who took a read model over waited for the locks of a process that hung in a statement",
         (
             (
-                "streams/projecting/projector.py",
+                "grabstream/streams/projecting/projector.py",
                 "                    await self._end_hanging(),\n",
                 "                    0,\n",
             ),
@@ -506,12 +534,12 @@ OF_BOOKS: Final = (
         "the verifier compared what Redis had had before a recovery with the events after it",
         (
             (
-                "streams/projecting/verifier.py",
+                "grabstream/streams/projecting/verifier.py",
                 "if history is not None and history.decode() == observed.history:",
                 "if True:",
             ),
             (
-                "streams/projecting/verifier.py",
+                "grabstream/streams/projecting/verifier.py",
                 "                    or before.history != observed.history\n",
                 "",
             ),
@@ -522,7 +550,7 @@ OF_BOOKS: Final = (
         "a shard whose snapshot the journal did not go on from was not rebuilt",
         (
             (
-                "streams/relaying/recovery.py",
+                "grabstream/streams/relaying/recovery.py",
                 "            if base == Cursor():\n                raise\n"
                 "            log.warning(\n"
                 '                "shard %d: the journal does not continue',

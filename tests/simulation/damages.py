@@ -19,50 +19,55 @@ OF_ANSWERS: Final = (
     Bug(
         "grabs of pieces are granted",
         "every grab of pieces was refused as sold out",
-        (("lua/commands/grab.lua", "if not offer.pieces then return nil end",
+        (("grabstream/lua/commands/grab.lua", "if not offer.pieces then return nil end",
           "if not offer.pieces then return nil end\n"
           "    if true then return {code = CODE.sold_out, at = now} end"),),
     ),
     Bug(
         "a limit is named",
         "limit_reached was answered as over",
-        (("lua/commands/grab.lua", "return {code = CODE.limit_reached,", "return {code = CODE.over,"),),
+        (("grabstream/lua/commands/grab.lua",
+          "return {code = CODE.limit_reached,", "return {code = CODE.over,"),),
     ),
     Bug(
         "a granted grab has an event",
         "sold_out was answered as granted, without an event",
-        (("lua/gate/encoding.py", "    width = len(row)\n    if code == GRANTED",
+        (("grabstream/lua/gate/encoding.py", "    width = len(row)\n    if code == GRANTED",
           "    width = len(row)\n    code = 0 if code == 32 else code\n    if code == GRANTED"),),
     ),
     Bug(
         "a part that was taken is told",
         "already_taken named another amount",
-        (("lua/gate/encoding.py", 'fields |= {"amount": row[3], "quantity": row[4], "place": row[5]}\n',
+        (("grabstream/lua/gate/encoding.py",
+          'fields |= {"amount": row[3], "quantity": row[4], "place": row[5]}\n',
           'fields |= {"amount": row[3] + 1, "quantity": row[4], "place": row[5]}\n'),),
     ),
     Bug(
         "a coupon's code is its own",
         "answers had another code than the event",
-        (("lua/gate/encoding.py", '{"coupon_code": codes[0],', '{"coupon_code": "WRONG",'),),
+        (("grabstream/lua/gate/encoding.py", '{"coupon_code": codes[0],', '{"coupon_code": "WRONG",'),),
     ),
     Bug(
         "a repeated answer is the first",
         "a repeated answer had another quantity",
-        (("lua/includes/repeats.lua", "      row.repeated = true\n      return row",
+        (("grabstream/lua/includes/repeats.lua", "      row.repeated = true\n      return row",
           "      row.repeated, row.quantity = true, row.quantity + 7\n      return row"),),
     ),
     Bug(
         "refusals are remembered",
         "a refusal was not remembered, and a repeat was decided anew",
         (
-            ("lua/includes/decide.lua", "  write_in_pieces('HSET', KEYS[3], call.refused_fields)\n", ""),
-            ("lua/includes/decide.lua", "  local count = #call.refused_ids\n", "  local count = 0\n"),
+            ("grabstream/lua/includes/decide.lua",
+             "  write_in_pieces('HSET', KEYS[3], call.refused_fields)\n", ""),
+            ("grabstream/lua/includes/decide.lua",
+             "  local count = #call.refused_ids\n", "  local count = 0\n"),
         ),
     ),
     Bug(
         "answers are announced",
         "callers that wait for the journal were told of it only when they looked by themselves",
-        (("lua/ownership/trim.lua", "redis.call('PUBLISH', ARGV[7], history .. ' ' .. ARGV[4])\n", ""),),
+        (("grabstream/lua/ownership/trim.lua",
+          "redis.call('PUBLISH', ARGV[7], history .. ' ' .. ARGV[4])\n", ""),),
     ),
 )  # fmt: skip
 
@@ -71,46 +76,49 @@ OF_SWEEPERS: Final = (
     Bug(
         "holds expire",
         "holds never expired",
-        (("streams/deciding/sweeper.py", "tasks.create_task(self._repeat(self.expire_all, holds))", "pass"),),
+        (("grabstream/streams/deciding/sweeper.py",
+          "tasks.create_task(self._repeat(self.expire_all, holds))", "pass"),),
     ),
     Bug(
         "offers close",
         "offers were never closed or retired by their time",
-        (("streams/deciding/sweeper.py",
+        (("grabstream/streams/deciding/sweeper.py",
           "tasks.create_task(self._repeat(self.handle_offers, offers))", "pass"),),
     ),
     Bug(
         "records of retired offers are deleted",
         "nothing was cleaned",
-        (("streams/deciding/sweeper.py", "tasks.create_task(self._repeat(self.clean, records))", "pass"),),
+        (("grabstream/streams/deciding/sweeper.py",
+          "tasks.create_task(self._repeat(self.clean, records))", "pass"),),
     ),
     Bug(
         "time passes in scripts",
         "time stood still in scripts",
-        (("lua/includes/shard.lua", "return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)",
+        (("grabstream/lua/includes/shard.lua",
+          "return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)",
           "return 1800000000000 + 0 * #time"),),
     ),
     Bug(
         "the outbox is trimmed",
         "nothing was removed from the outbox",
-        (("lua/ownership/trim.lua", "\nif open then\n", "\nif false then\n"),),
+        (("grabstream/lua/ownership/trim.lua", "\nif open then\n", "\nif false then\n"),),
     ),
     Bug(
         "counts of refusals are written",
         "counts of refusals were deleted without being written",
-        (("streams/deciding/sweeper.py",
+        (("grabstream/streams/deciding/sweeper.py",
           "            await self._record_demand(self._keys.shard, rows)\n", ""),),
     ),
     Bug(
         "counts of refusals are copied",
         "copying the counts of refusals failed each time",
-        (("streams/deciding/sweeper.py",
+        (("grabstream/streams/deciding/sweeper.py",
           "        # A second is past when", "        raise OSError\n        # A second is past when"),),
     ),
     Bug(
         "what can be decided is not set aside",
         "a third of the commands of the topic were set aside, although they were decided",
-        (("streams/deciding/decider.py", _SETS_ASIDE,
+        (("grabstream/streams/deciding/decider.py", _SETS_ASIDE,
           "            decided += [\n"
           "                _Decided(of_records.part(at, at + 1), [answer], {})\n"
           "                if answer.id[-1] not in '0369'\n"
@@ -125,27 +133,30 @@ OF_WORKERS: Final = (
     Bug(
         "surplus leases are passed on",
         "a worker kept all shards, however many workers there were",
-        (("streams/relaying/leases.py", "                await self._pass_on_surplus(shard)\n", ""),),
+        (("grabstream/streams/relaying/leases.py",
+          "                await self._pass_on_surplus(shard)\n", ""),),
     ),
     Bug(
         "a stopped worker returns its leases",
         "the shards of a worker that was stopped waited until its leases expired",
         (
-            ("streams/relaying/leases.py", "        finally:\n            await self._return_lease(shard)",
+            ("grabstream/streams/relaying/leases.py",
+             "        finally:\n            await self._return_lease(shard)",
              "        finally:\n            pass"),
-            ("streams/relaying/leases.py",
+            ("grabstream/streams/relaying/leases.py",
              "            await self._pass_on(shard)\n            held =", "            held ="),
         ),
     ),
     Bug(
         "a stalled Faust is started again",
         "the watchdog of Faust never acted",
-        (("streams/projecting/watchdog.py", _WATCHED, "            elif seconds > 1e9:\n"),),
+        (("grabstream/streams/projecting/watchdog.py", _WATCHED, "            elif seconds > 1e9:\n"),),
     ),
     Bug(
         "a Faust that works is left alone",
         "Faust was started again every ten seconds",
-        (("streams/projecting/watchdog.py", "    lagging: dict[tuple[str, int], tuple[int, float]] = {}\n",
+        (("grabstream/streams/projecting/watchdog.py",
+          "    lagging: dict[tuple[str, int], tuple[int, float]] = {}\n",
           "    lagging: dict[tuple[str, int], tuple[int, float]] = {}\n"
           "    await asyncio.sleep(10.0)\n    return 'ten seconds are over'\n"),),
     ),
@@ -156,32 +167,33 @@ OF_BOOKS: Final = (
     Bug(
         "money comes from the payment",
         "the money of a confirmed grab went from the issuer to the payment",
-        (("models/transfers.py", '(event.currency, f"external:{event.payment}", "issuer:" + event.issuer,',
+        (("grabstream/models/transfers.py",
+          '(event.currency, f"external:{event.payment}", "issuer:" + event.issuer,',
           '(event.currency, "issuer:" + event.issuer, f"external:{event.payment}",'),),
     ),
     Bug(
         "a published event has its type",
         "all events on grab.events had one type",
-        (("streams/projecting/publisher.py", '("ce_type", type_.encode()),',
+        (("grabstream/streams/projecting/publisher.py", '("ce_type", type_.encode()),',
           '("ce_type", b"event"),'),),
     ),
     Bug(
         "a published event has the key of its offer",
         "events on grab.events had another key",
-        (("streams/projecting/publisher.py", '"key": fact.event.offer.encode(),',
+        (("grabstream/streams/projecting/publisher.py", '"key": fact.event.offer.encode(),',
           '"key": fact.event.offer.encode() + b"+",'),),
     ),
     Bug(
         "a hold that is extended has its new deadline",
         "the view `grabs` had the first deadline",
-        (("projections/balances/grabs.py",
+        (("grabstream/projections/balances/grabs.py",
           "    elif isinstance(event, GrabExtended):\n        change.deadline_at = event.deadline_at\n",
           "    elif isinstance(event, GrabExtended):\n        pass\n"),),
     ),
     Bug(
         "an account that was changed is found",
         "the verifier compared no account",
-        (("streams/projecting/verifier.py", "            if row.posted != row.expected:\n",
+        (("grabstream/streams/projecting/verifier.py", "            if row.posted != row.expected:\n",
           "            if False:\n"),),
     ),
 )  # fmt: skip

@@ -31,20 +31,20 @@ def _in_mutations(name: str, mutation: str) -> Guard:
 GUARDS: Final = (
     _in_mutations("a script of an owner checks the term", "term of an owner's script"),
     Guard(
-        "a script of an owner checks term and owner", "lua/includes/shard.lua",
+        "a script of an owner checks term and owner", "grabstream/lua/includes/shard.lua",
         "held[1] == term and held[2] == owner", "true",
     ),
     _in_mutations("a script of an owner checks the owner", "owner of an owner's script"),
     Guard(
-        "a script of an owner checks anything", "lua/includes/shard.lua",
+        "a script of an owner checks anything", "grabstream/lua/includes/shard.lua",
         "return held[1] == term and held[2] == owner and server_epoch() == epoch", "return true",
     ),
     Guard(
-        "an owner is drawn for each takeover", "streams/relaying/ownership.py",
+        "an owner is drawn for each takeover", "grabstream/streams/relaying/ownership.py",
         "owner = secrets.token_hex(8)", 'owner = f"{__import__(\'os\').getpid():016x}"',
     ),
     Guard(
-        "the server epoch changes with the replication id", "lua/includes/shard.lua",
+        "the server epoch changes with the replication id", "grabstream/lua/includes/shard.lua",
         "  return run_id .. replication_id",
         "  local epoch = redis.pcall('HGET', KEYS[1], 'server_epoch')\n"
         "  if type(epoch) == 'string' and string.sub(epoch, 1, #run_id) == run_id then return epoch end\n"
@@ -53,12 +53,12 @@ GUARDS: Final = (
     _in_mutations("a script of an owner checks the server epoch", "server epoch of an owner's script"),
     _in_mutations("a deciding script checks the server epoch", "server epoch of a deciding script"),
     Guard(
-        "a deciding script checks the clock", "lua/includes/decide.lua",
+        "a deciding script checks the clock", "grabstream/lua/includes/decide.lua",
         "if math.abs(skew) > tonumber(ARGV[4]) then", "if false then",
     ),
     _in_mutations("a caller's commands are decided in one history", "order of a caller"),
     Guard(
-        "a server that lags behind a caller decides nothing for it", "lua/includes/decide.lua",
+        "a server that lags behind a caller decides nothing for it", "grabstream/lua/includes/decide.lua",
         "if journaled ~= '' and tonumber(journaled) > seq then", "if false then",
     ),
     _in_mutations("a repeated grab gets its first answer", "repeat of a grab"),
@@ -66,40 +66,40 @@ GUARDS: Final = (
     _in_mutations("blocks of an earlier term do not count", "blocks of an earlier term"),
     _in_mutations("markers of an earlier term do not count", "markers of an earlier term"),
     Guard(
-        "an offset that does not directly follow is looked at", "streams/relaying/relay.py",
+        "an offset that does not directly follow is looked at", "grabstream/streams/relaying/relay.py",
         "if after.next_offset != cursor.next_offset + 1:\n                    # Other",
         "if False:\n                    # Other",
     ),
     Guard(
-        "an owner steps down at a newer marker", "streams/relaying/relay.py",
+        "an owner steps down at a newer marker", "grabstream/streams/relaying/relay.py",
         "if term > self._term:", "if False:",
     ),
     Guard(
-        "readers ignore what no relay signed", "models/journal.py",
+        "readers ignore what no relay signed", "grabstream/models/journal.py",
         'block.authority == "unsigned" and is_signed_owner(self.owner)', "False",
     ),
     Guard(
-        "a marker that does not count is raised again", "streams/relaying/takeover.py",
+        "a marker that does not count is raised again", "grabstream/streams/relaying/takeover.py",
         "if truth.cursor[3:] == raised.ownership[:2]:", "if True:",
     ),
     _in_mutations("Redis is compared with the journal by hash", "comparison by hash"),
     _in_mutations("what is missing is applied", "what is missing is applied"),
     Guard(
-        "a rebuild deletes the outbox", "streams/relaying/recovery.py",
+        "a rebuild deletes the outbox", "grabstream/streams/relaying/recovery.py",
         "for key in (keys.state, keys.lease, ", "for key in (keys.outbox, keys.state, keys.lease, ",
     ),
     Guard(
-        "a cursor has term and owner", "projections/cursors.py",
+        "a cursor has term and owner", "grabstream/projections/cursors.py",
         "= Cursor(seq, bytes(head), offset, term, owner)", "= Cursor(seq, bytes(head), offset)",
     ),
     Guard(
-        "a takeover under another server epoch is a recovery", "streams/relaying/takeover.py",
+        "a takeover under another server epoch is a recovery", "grabstream/streams/relaying/takeover.py",
         "            raised.alive\n            and not (outdated",
         "            True\n            and not (outdated",
     ),
     _in_mutations("a waiter trusts its own history only", "history of a journaled answer"),
     Guard(
-        "a waiter is told of another history", "lua/gate/journaled.py",
+        "a waiter is told of another history", "grabstream/lua/gate/journaled.py",
         "others = [waiter for waiter in heap if waiter[2] != history]", "others: list[_Waiter] = []",
     ),
 )  # fmt: skip
@@ -156,7 +156,7 @@ def _without_in_lua(guard: Guard) -> None:
 
 def _without_in_python(guard: Guard) -> None:
     target = (PROJECT / guard.file).resolve()
-    module = f"grabstream.{guard.file.removesuffix('.py').replace('/', '.')}"
+    module = guard.file.removesuffix(".py").replace("/", ".")
     assert module not in sys.modules, f"{module} is imported already"
     get_code = SourceFileLoader.get_code
     _in_python.setdefault(target, []).append(guard)

@@ -190,7 +190,7 @@ def test_a_timeline_shows_the_steps_of_a_short_history_and_no_routine() -> None:
 def test_one_worker_may_be_of_another_release(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     # Other scripts have other names.
-    for script in (tmp_path / "lua").rglob("*.lua"):
+    for script in (tmp_path / "grabstream" / "lua").rglob("*.lua"):
         script.write_text(f"{script.read_text()}\n-- another release\n")
     code, said = simulate("--seeds", "8", "--beside", str(tmp_path))
     assert code == 0, said[-8_000:]

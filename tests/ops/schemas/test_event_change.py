@@ -33,13 +33,13 @@ class Tree:
         shutil.copy(ROOT / "pyproject.toml", folder)
 
     def raise_version(self) -> None:
-        events = self.folder / "models" / "events.py"
+        events = self.folder / "grabstream" / "models" / "events.py"
         text, count = OLD_CLASS.subn(lambda _: CLASS_TEXT, events.read_text())
         assert count == 1
         events.write_text(text)
 
     def write_upcaster(self) -> None:
-        upcasters = self.folder / "models" / "upcasters.py"
+        upcasters = self.folder / "grabstream" / "models" / "upcasters.py"
         text, count = re.subn(
             r"^UPCASTERS: .*\Z",
             lambda _: UPCASTER_TEXT,
@@ -113,7 +113,7 @@ def test_the_steps_of_the_page_lead_to_a_compatible_tree(tree: Tree) -> None:
 
 def test_a_changed_event_without_a_new_version_breaks_readers(tree: Tree) -> None:
     tree.raise_version()
-    events = tree.folder / "models" / "events.py"
+    events = tree.folder / "grabstream" / "models" / "events.py"
     events.write_text(
         events.read_text().replace(
             "class GrabRedeemed(_GrabEvent[Literal[2]]", "class GrabRedeemed(_GrabEvent[V1]"

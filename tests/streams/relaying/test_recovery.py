@@ -534,13 +534,13 @@ def next_release(folder: Path) -> Path:
     """Makes a copy of this program with the next key layout; returns its folder."""
     copy = folder / "next"
     copy_package(copy)
-    include = copy / "lua/includes/shard.lua"
+    include = copy / "grabstream/lua/includes/shard.lua"
     text = include.read_text()
     this_layout = f"local LAYOUT = {LAYOUT}\n"
     assert this_layout in text
     include.write_text(text.replace(this_layout, f"local LAYOUT = {NEXT_LAYOUT}\n"))
     # Libraries of both layouts are beside each other.
-    names = copy / "lua/keys.py"
+    names = copy / "grabstream/lua/keys.py"
     text = names.read_text().replace(f"\nLAYOUT: Final = {LAYOUT}\n", f"\nLAYOUT: Final = {NEXT_LAYOUT}\n")
     names.write_text(text)
     return copy

@@ -18,7 +18,7 @@ import redis
 from grabstream.ops.services.process import Process, ServiceError, install
 
 OPS: Final = Path(__file__).resolve().parent.parent
-PROJECT: Final = OPS.parent
+PROJECT: Final = OPS.parent.parent
 
 #: A master of the local Redis Cluster that does not answer for this long is replaced by its replica. The
 #: default of Redis is 15 s.
