@@ -14,12 +14,12 @@ from tests.copies import PACKAGE
 ROOT: Final = Path(__file__).parents[1]
 #: The file that uses what a library does not document.
 FILES: Final = {
-    "aiohttp": "grabstream/lua/bounded_http.py",
+    "aiohttp": "grabstream/runtime/bounded_http.py",
     "aiokafka": "grabstream/streams/kafka_internals.py",
     "redis": "grabstream/lua/script_client.py",
     "uvicorn": "grabstream/gateway/protocol.py",
 }
-#: Not aiohttp: services have it, too, in a version of theirs. tests/lua/test_bounded_http.py tests its use.
+#: Not aiohttp: services have it, too, in a version of theirs. tests/runtime/test_bounded_http.py tests it.
 PINNED: Final = ("aiokafka", "redis", "uvicorn")
 #: Modules of the libraries that are not for their users, each with a dot at its end.
 INTERNAL: Final = (

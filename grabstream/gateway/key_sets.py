@@ -28,8 +28,8 @@ from grabstream.gateway.bounds import (
     KEYS_STALE_SECONDS_MAX,
 )
 from grabstream.gateway.problems import retry_soon
-from grabstream.lua.bounded_http import HEAD_BYTES_MAX, body_of, bounded_session
 from grabstream.models.bounds import shortened
+from grabstream.runtime.bounded_http import HEAD_BYTES_MAX, body_of, bounded_session
 
 log = logging.getLogger(__name__)
 

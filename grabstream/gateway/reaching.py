@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import is_of_server
-from grabstream.lua.trouble import suppressed_trouble
+from grabstream.runtime.trouble import suppressed_trouble
 
 #: How long Redis is waited for; then the question waits for the read model as if nobody had been asked.
 ANSWER_SECONDS_MAX: Final = 1.0

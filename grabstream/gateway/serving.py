@@ -14,7 +14,7 @@ from grabstream.gateway.addresses import ConnectionsByAddress
 from grabstream.gateway.bounds import ACCEPTED_AT_ONCE, BACKLOG, DRAIN_SECONDS_MAX, IDLE_SECONDS_MAX
 from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.protocol import Server, bounded, keep_checking
-from grabstream.lua.ending import first_to_end, running
+from grabstream.runtime.ending import first_to_end, running
 
 #: Open files of the process beside the connections of clients.
 FILES_BESIDE: Final = 512

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from grabstream.lua.ending import first_to_end, running
+from grabstream.runtime.ending import first_to_end, running
 
 #: The pause before a process is started again doubles from the first to the longest one, unless the process
 #: ran for STEADY_SECONDS.

@@ -13,7 +13,6 @@ from psycopg import AsyncConnection
 from pydantic import SecretStr
 
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.identity import (
     NEW_JOURNAL,
     IdentityNotRecorded,
@@ -44,6 +43,7 @@ from grabstream.projections.database.system import (
     write_identity,
 )
 from grabstream.projections.records import journal_keys, seal_keys
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import in_words
 from grabstream.streams.replaying.replay_schema import read_definition
 from grabstream.streams.topic_ids import Topic

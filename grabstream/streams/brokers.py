@@ -115,7 +115,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         # Imported when a token is asked for: it takes longer than all other imports of this module together.
         import aiohttp
 
-        from grabstream.lua.bounded_http import HEAD_BYTES_MAX, AnswerTooLong, body_of, bounded_session
+        from grabstream.runtime.bounded_http import HEAD_BYTES_MAX, AnswerTooLong, body_of, bounded_session
 
         login = self._login
         form = {"grant_type": "client_credentials"}

@@ -22,7 +22,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from grabstream.lua.ending import end, running
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.personal import UserKeys
@@ -30,7 +29,8 @@ from grabstream.lua.gate.refusals import RefusalLog, writing
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace, ShardKeys
-from grabstream.lua.trouble import is_trouble
+from grabstream.runtime.ending import end, running
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import DoesNotStop, Trouble, in_words
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide

@@ -348,7 +348,7 @@ OF_GATE: Final = (
         "a connection that was gone, in the words of uvloop, ended all roles of a worker",
         (
             (
-                "grabstream/lua/trouble.py",
+                "grabstream/runtime/trouble.py",
                 "isinstance(error, RuntimeError) and any(words in str(error) for words in _GONE)",
                 "False",
             ),
@@ -441,13 +441,13 @@ OF_STREAMS: Final = (
         "a worker that was told to stop went on, since a client had swallowed the cancellation of its task",
         (
             (
-                "grabstream/lua/ending.py",
+                "grabstream/runtime/ending.py",
                 "    while pending and loop.time() < until:\n"
                 "        for task in pending:\n            task.cancel()\n",
                 "    for task in pending:\n        task.cancel()\n    while pending:\n",
             ),
             (
-                "grabstream/lua/ending.py",
+                "grabstream/runtime/ending.py",
                 "_, pending = await asyncio.wait(pending, timeout=min(pause, max(0.0, until - loop.time())))",
                 "_, pending = await asyncio.wait(pending)",
             ),
@@ -575,6 +575,6 @@ NOT_FOUND: Final = {
     ),
     "a swallowed cancellation is for ever": (
         "a worker has a second net: it ends all roles after STOP_SECONDS, so the bug costs these seconds, "
-        "and breaks no promise; tests/lua/test_ending.py"
+        "and breaks no promise; tests/runtime/test_ending.py"
     ),
 }

@@ -12,7 +12,6 @@ from msgspec.msgpack import encode as encode_msgpack
 
 from grabstream.lua.keys import LAYOUT
 from grabstream.lua.server import raise_term
-from grabstream.lua.trouble import is_trouble, suppressed_trouble
 from grabstream.models.journal import (
     SIGNED_OWNER,
     block_headers,
@@ -20,6 +19,7 @@ from grabstream.models.journal import (
     is_signed_owner,
     marker_headers,
 )
+from grabstream.runtime.trouble import is_trouble, suppressed_trouble
 from grabstream.streams.deciding.decider import decider_group
 from grabstream.streams.rebuilding.rebuild import Busy, RebuildRefused
 from tests.simulation.loop import Process

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
-from grabstream.lua.ending import end
-from grabstream.lua.trouble import is_trouble
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble
 from tests.simulation.kafka_broker import Broker, Consumer
 from tests.simulation.redis_server import Weather
 

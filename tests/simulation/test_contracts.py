@@ -15,9 +15,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.trouble import is_trouble
 from grabstream.ops.settings import Settings
 from grabstream.projections.database import sessions
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.projecting import agents
 from grabstream.streams.relaying.leases import Lease, pass_lease, request_lease
 from grabstream.streams.relaying.shares import Worker

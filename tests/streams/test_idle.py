@@ -13,8 +13,6 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import IsolationLevel
 
-from grabstream.lua import ticks
-from grabstream.lua.ending import end
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.ops.connections.opening import key_space, open_redis, sealer
@@ -22,6 +20,8 @@ from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
 from grabstream.projections.database.migrate import PROJECTIONS
+from grabstream.runtime import ticks
+from grabstream.runtime.ending import end
 from grabstream.streams.clients import started
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.journal import open_reader

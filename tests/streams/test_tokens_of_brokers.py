@@ -5,7 +5,7 @@ from base64 import b64encode
 import pytest
 from aiohttp import web
 
-from grabstream.lua.trouble import is_trouble
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.brokers import Login, NoToken, TokenRefused, Tokens
 from tests.support.flooding import flooding
 from tests.support.web_servers import serving

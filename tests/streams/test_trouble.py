@@ -24,11 +24,11 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.journaled import Journaled
 from grabstream.lua.gate.refusals import RefusalLog
 from grabstream.lua.keys import KeySpace
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings, is_cluster
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.deciding import decider, sweeper
 from grabstream.streams.deciding.decider import Decider
 from grabstream.streams.deciding.sweeper import Sweeper

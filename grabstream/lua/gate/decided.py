@@ -19,15 +19,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.ending import end
 from grabstream.lua.gate.journaled import HistoryChanged, Journaled
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.measures import GateMeasures
 from grabstream.lua.records import read_answer, read_grab_of_part
-from grabstream.lua.trouble import suppressed_trouble
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab
 from grabstream.models.identifiers import campaign_of
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import suppressed_trouble
 
 log = logging.getLogger(__name__)
 

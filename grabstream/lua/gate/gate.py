@@ -30,7 +30,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final
 
-from grabstream.lua.ending import end
 from grabstream.lua.gate import encoding, personal
 from grabstream.lua.gate.authority import Authority
 from grabstream.lua.gate.calls import (
@@ -66,7 +65,6 @@ from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.measures import GateMeasures
 from grabstream.lua.traces import traces
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, refusal
 from grabstream.models.commands import (
     AnyCommand,
@@ -85,6 +83,8 @@ from grabstream.models.identifiers import are_ids, may_be_reserved
 from grabstream.models.money import Invalid
 from grabstream.models.offers import EnvelopeTerms, Terms
 from grabstream.models.outcomes import OUTCOME_NAMES, Outcome, OutcomeUnknown
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble
 
 log = logging.getLogger(__name__)
 

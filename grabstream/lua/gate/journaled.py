@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from grabstream.lua.ending import end
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.script_client import ScriptClient
-from grabstream.lua.trouble import is_trouble, suppressed_trouble
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble, suppressed_trouble
 
 POLL_EVERY_SECONDS = 0.1
 #: The time-out of one poll: a shard whose server hangs is polled again, on a new connection.

@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
-from grabstream.lua.ending import end
-from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, Grab, GrabCommand
 from grabstream.models.outcomes import Outcome
+from grabstream.runtime.ending import end
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.trouble import suppressed_trouble
+from grabstream.runtime.trouble import suppressed_trouble
 
 #: Bytes of an envelope's parts that may be arguments of the call that opens the offer (8,000 parts); more
 #: parts are staged before the call.

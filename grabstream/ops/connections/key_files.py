@@ -17,8 +17,8 @@ from pydantic import SecretStr
 from grabstream.lua.gate.encryption import EncryptionKey
 from grabstream.lua.gate.signing import PublicKeys, SigningKeys
 from grabstream.lua.gate.tickets import TicketKeys
-from grabstream.lua.ticks import seconds_to_tick
 from grabstream.ops.settings import BadSettings, Settings, content_of, files_of, listed, variable_of
+from grabstream.runtime.ticks import seconds_to_tick
 from grabstream.streams.journal_keys import JournalKeys, journal_keys, use_keys
 
 log: Final = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from grabstream.lua.gate.signing import SigningKeys
 from grabstream.lua.gate.tickets import TicketKeys
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.script_client import ScriptClient, cancellable
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import encode_event
 from grabstream.models.journal import Cursor
@@ -57,6 +56,7 @@ from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import Identity
 from grabstream.projections.records import refusals
 from grabstream.projections.records.recoveries import record_lost, record_recovery
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import in_words
 from grabstream.streams.deciding.payments import PaymentSide
 from grabstream.streams.deciding.refusal_topic import RefusalTopic

@@ -29,9 +29,9 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from grabstream.lua.ending import end
 from grabstream.lua.script_client import ScriptClient, is_of_closed_stream
-from grabstream.lua.trouble import is_trouble
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble
 
 SLOTS: Final = 16_384
 #: How long a server may take to answer which server has which slots.

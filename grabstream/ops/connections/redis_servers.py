@@ -8,8 +8,8 @@ from typing import Any, Final, TypeVar
 
 from redis.exceptions import ConnectionError
 
-from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.redis_cluster import ClusterClient, slot_of
+from grabstream.runtime.trouble import is_trouble
 
 #: How long to wait for one server, so that it does not delay what the others answer.
 ANSWER_SECONDS_MAX: Final = 5.0

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from aiokafka.admin import AIOKafkaAdminClient
 
-from grabstream.lua.ending import first_to_end, running
-from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.redis_servers import masters
 from grabstream.ops.settings import Settings, without_password
 from grabstream.projections.database.sessions import connect
+from grabstream.runtime.ending import first_to_end, running
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import OUTAGES, in_words, started
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.trouble import suppressed_trouble
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import suppressed_trouble
 from grabstream.streams.clients import TROUBLES, in_words
 
 log = logging.getLogger(__name__)

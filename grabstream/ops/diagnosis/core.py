@@ -13,13 +13,13 @@ from redis.exceptions import RedisError
 from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
 from grabstream.lua.library import MISSING, library, missing_or_unusable
 from grabstream.lua.server import server_epoch_of
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import quoted
 from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
 from grabstream.ops.connections.worker_reports import ReportedTrouble, WorkerReport, read_reports
 from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from grabstream.ops.settings import Settings
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import LASTING_SECONDS
 from grabstream.streams.relaying.takeover import CANNOT_BE_REBUILT, JOURNAL_LOST
 

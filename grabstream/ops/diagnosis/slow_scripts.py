@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 from grabstream.lua.library import library
 from grabstream.lua.loader import load, script_names
-from grabstream.lua.trouble import suppressed_trouble
 from grabstream.ops.connections.redis_servers import masters, within
+from grabstream.runtime.trouble import suppressed_trouble
 
 #: How many entries of a server's SLOWLOG are read. By default it keeps 128 entries of calls above
 #: `slowlog-log-slower-than`, 10 ms.

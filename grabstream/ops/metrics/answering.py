@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from grabstream.gateway.books import Books
 from grabstream.gateway.problems import Problem
-from grabstream.lua.ending import running
-from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.connections.redis_servers import masters
 from grabstream.ops.settings import Settings
+from grabstream.runtime.ending import running
+from grabstream.runtime.trouble import is_trouble
 
 #: How long a server may take to answer, and how long its answer counts.
 ANSWER_SECONDS_MAX: Final = 2.0

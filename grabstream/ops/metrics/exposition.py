@@ -18,9 +18,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 
 from grabstream.lua.measures import FUNCTION_SECONDS, GateMeasures, Histogram
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.outcomes import OUTCOME_NAMES
 from grabstream.ops.metrics.catalogue import BY_NAME, Metric, Process, of_process
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import in_words
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import Any, Final
 from aiohttp import web
 
 from grabstream.gateway.serving import bind
-from grabstream.lua.ending import running
 from grabstream.ops.metrics.exposition import Exposition
 from grabstream.ops.metrics.state import Ask
 from grabstream.ops.settings import host_and_port
+from grabstream.runtime.ending import running
 
 #: Connections beyond this are closed at once: somebody keeps them open.
 CONNECTIONS_MAX: Final = 32

@@ -25,7 +25,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from grabstream.lua.ending import end
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.encryption import DecryptionKey, NotEncrypted
 from grabstream.lua.gate.signing import NotSigned, Purpose, SigningKeys
@@ -43,6 +42,7 @@ from grabstream.models.payments import (
     decode_token,
     encode_claims,
 )
+from grabstream.runtime.ending import end
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.partitioner import DefaultPartitioner
 from psycopg import AsyncConnection
 
-from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.gate.calls import now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
@@ -39,6 +38,7 @@ from grabstream.ops.rehearsal.stage import CannotGoOn, Patience
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.runtime.ending import first_to_end, running
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics

@@ -27,16 +27,16 @@ from typing import Any, Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
-from grabstream.lua.ending import end, first_to_end, running
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.queue import CallOrder
-from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.traces import traceparent_of, traces
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.answers import Answer, encode_answer, without_codes
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand, Grab, basket_of
 from grabstream.models.identifiers import campaign_of, shard_of
+from grabstream.runtime.ending import end, first_to_end, running
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
 from grabstream.streams.deciding.backlog import (

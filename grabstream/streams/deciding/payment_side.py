@@ -13,7 +13,6 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from grabstream.lua.bounded_http import HEAD_BYTES_MAX, body_of, bounded_session
 from grabstream.lua.gate.calls import GateLimits, now_ms
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.gate.sealing import Sealer
@@ -29,6 +28,7 @@ from grabstream.models.payments import (
     encode_claims,
 )
 from grabstream.models.unique_names import check_names_once
+from grabstream.runtime.bounded_http import HEAD_BYTES_MAX, body_of, bounded_session
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, hold_ms_min, lead_ms
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from aiokafka import AIOKafkaProducer
 
 from grabstream.lua.gate.refusals import Refusal
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.outcomes import OUTCOME_NAMES
 from grabstream.models.refused import Refused, encode_refused
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import close, in_words
 from grabstream.streams.topics import record_time_ms

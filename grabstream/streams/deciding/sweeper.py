@@ -18,9 +18,9 @@ from grabstream.lua.gate.calls import is_raised_by_script, now_ms, run_script
 from grabstream.lua.gate.encoding import CallOffers, decode_reply
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.server import time_ms_of
-from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.offers import PAYMENTS_KEPT_MS
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.deciding.payments import HoldQueries
 

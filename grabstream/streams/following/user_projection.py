@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple, NoReturn
 import psycopg
 from psycopg import AsyncConnection, sql
 
-from grabstream.lua.ending import first_to_end, running
 from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
 from grabstream.projections.cursors import Apply
@@ -26,6 +25,7 @@ from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import cursor_tables
 from grabstream.projections.versions import may_be_version
+from grabstream.runtime.ending import first_to_end, running
 from grabstream.streams.clients import Trouble
 from grabstream.streams.following.user_transaction import Misbehaves, guard, only_read, write
 from grabstream.streams.history.sources import JournalSource, Start

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import NamedTuple
 
-from grabstream.lua.ending import end
 from grabstream.models.events import AnyEvent
 from grabstream.models.runs import AnyRun
 from grabstream.projections.cursors import Fact
+from grabstream.runtime.ending import end
 from grabstream.streams.projecting.follower import Chunk
 
 

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import faust
 
-from grabstream.lua.ending import end
-from grabstream.lua.trouble import is_trouble
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.read_models import READ_MODELS
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.brokers import Brokers, faust_credentials
 from grabstream.streams.clients import DoesNotStop
 from grabstream.streams.journal import Record

@@ -13,10 +13,10 @@ from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import Block, Corrupt, Cursor, Headers
 from grabstream.models.runs import LINES, AnyLine, LineDecoder
 from grabstream.projections.cursors import CursorMoved, Fact, facts_of, follow
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.journal import JournalReader, Record, open_reader
 from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys

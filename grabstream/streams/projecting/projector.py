@@ -19,7 +19,6 @@ import psycopg
 from psycopg import AsyncConnection
 
 from grabstream.lua.traces import traces
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections import cursors
 from grabstream.projections.checking import verified
@@ -28,6 +27,7 @@ from grabstream.projections.cursors import Apply, CursorMoved
 from grabstream.projections.database.merging import plan_by_keys
 from grabstream.projections.database.sessions import connect, session_name
 from grabstream.projections.versions import NoReadModel, use_read_model
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.journal import JournalReader, Record, open_reader
 from grabstream.streams.measures import ProjectionMeasures

@@ -19,8 +19,6 @@ import msgspec
 from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
-from grabstream.lua.ending import end
-from grabstream.lua.trouble import is_trouble, suppressed_trouble
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.calendar import utc_text
 from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
@@ -29,6 +27,8 @@ from grabstream.models.schema_ids import event_name, schema_id
 from grabstream.projections.cursors import Fact, single_facts
 from grabstream.projections.database import locks
 from grabstream.projections.records import set_aside
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble, suppressed_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import Trouble, close, in_words
 from grabstream.streams.journal import JournalReader, open_reader

@@ -35,10 +35,8 @@ import msgspec
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
 
-from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import server_epoch_of
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import Cursor
 from grabstream.models.runs import decode_line
 from grabstream.models.transfers import transfers_of
@@ -52,6 +50,8 @@ from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
+from grabstream.runtime.ending import first_to_end, running
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)

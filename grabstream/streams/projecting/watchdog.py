@@ -15,14 +15,14 @@ from typing import Final, NamedTuple
 from psycopg import AsyncConnection
 from psycopg.errors import UndefinedTable
 
-from grabstream.lua.ending import running
-from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.trouble import is_trouble
 from grabstream.projections import cursors
 from grabstream.projections.database.locks import is_held
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.versions import NoReadModel, writable_versions
+from grabstream.runtime.ending import running
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import in_words
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import Projector

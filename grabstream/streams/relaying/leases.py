@@ -29,11 +29,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from grabstream.lua.ending import END_SECONDS_MAX, end
 from grabstream.lua.gate.calls import run_script
 from grabstream.lua.keys import KeySpace, ShardKeys
-from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.trouble import is_trouble
+from grabstream.runtime.ending import END_SECONDS_MAX, end
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.relaying.announcing import Announcing, Change
 from grabstream.streams.relaying.relay import Duty

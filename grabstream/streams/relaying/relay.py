@@ -17,15 +17,15 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from grabstream.lua.ending import end
 from grabstream.lua.gate.sealing import Sealer
 from grabstream.lua.keys import ShardKeys
 from grabstream.lua.library import provide
-from grabstream.lua.ticks import seconds_to_tick
 from grabstream.lua.traces import traces
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.journal import Cursor, Headers, anchor_headers, block_headers, chain, named
+from grabstream.runtime.ending import end
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import FETCHER_IDLE_MS, Trouble, in_words, started
 from grabstream.streams.journal import JournalReader, term_of

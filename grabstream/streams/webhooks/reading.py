@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from psycopg_pool import AsyncConnectionPool
 
-from grabstream.lua.ending import end
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import Corrupt, Cursor, Gap
 from grabstream.projections.cursors import CursorMoved, Fact, single_facts
 from grabstream.projections.records import set_aside
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import NewEvent, Queue, Webhook
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.history.chunks import Point
 from grabstream.streams.history.sources import JournalSource, Start

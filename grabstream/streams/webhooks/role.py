@@ -8,14 +8,14 @@ from typing import Any, Final
 
 from psycopg import AsyncConnection
 
-from grabstream.lua.ending import first_to_end, running
 from grabstream.lua.gate.sealing import Sealer
-from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.trouble import is_trouble
 from grabstream.projections.database.locks import Held, hold
 from grabstream.projections.database.migrate import use_schema
 from grabstream.projections.database.sessions import connect, open_pool
 from grabstream.projections.records import webhooks as records
+from grabstream.runtime.ending import first_to_end, running
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.topics import Topics
 from grabstream.streams.webhooks.reading import Reader

@@ -20,14 +20,14 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 from psycopg_pool import AsyncConnectionPool
 
-from grabstream.lua.bounded_http import AnswerTooLong, bounded_session
-from grabstream.lua.ending import end
 from grabstream.lua.gate.sealing import CannotOpen, Sealer
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.bounds import shortened
 from grabstream.models.retry_after import retry_after_seconds
 from grabstream.projections.records import webhooks as records
 from grabstream.projections.records.webhooks import Delivery, Webhook
+from grabstream.runtime.bounded_http import AnswerTooLong, bounded_session
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import Trouble, in_words
 from grabstream.streams.webhooks.addresses import BadUrl, RefusedAddress, check_url, checked_socket
 from grabstream.streams.webhooks.messages import SEALED_FOR, body_of, headers_of

@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
 from bench.stage import private_redis
 from grabstream.lua.script_client import ScriptClient
-from grabstream.lua.trouble import is_trouble
+from grabstream.runtime.trouble import is_trouble
 from tests.conftest import until
 
 

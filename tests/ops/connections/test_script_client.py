@@ -19,12 +19,12 @@ from redis.exceptions import (
 
 from bench.stage import private_redis
 from grabstream.lua import script_client
-from grabstream.lua.ending import end
 from grabstream.lua.script_client import ScriptClient
-from grabstream.lua.trouble import is_trouble
 from grabstream.ops.connections.opening import cancellable, open_redis
 from grabstream.ops.connections.redis_cluster import SLOTS, ClusterClient, _Slots
 from grabstream.ops.settings import Settings
+from grabstream.runtime.ending import end
+from grabstream.runtime.trouble import is_trouble
 from tests.conftest import until
 
 ECHO = "return ARGV[1]"

@@ -41,7 +41,6 @@ from grabstream.gateway.shared_answers import SharedAnswers
 from grabstream.gateway.supervising import Supervisor
 from grabstream.gateway.tokens import Tokens, UserNames
 from grabstream.gateway.watching import Watching
-from grabstream.lua.ending import running
 from grabstream.lua.gate.gate import Gate
 from grabstream.ops.commands.operate.examiners import open_examiners
 from grabstream.ops.connections.cache_redis import open_cache
@@ -70,6 +69,7 @@ from grabstream.ops.metrics.answering import Answering, open_answering
 from grabstream.ops.schemas.documents import event_documents
 from grabstream.ops.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
 from grabstream.ops.tracing import tracing
+from grabstream.runtime.ending import running
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,6 @@ from aiokafka.errors import KafkaError
 from redis.exceptions import RedisError
 
 import grabstream.models.events  # noqa: F401 - reports a gap in the upcasters here, not at a role's first event
-from grabstream.lua.ending import first_to_end, running
-from grabstream.lua.ticks import seconds_to_tick
-from grabstream.lua.trouble import is_trouble
 from grabstream.models.journal import is_signed_owner
 from grabstream.ops.connections.identity import IdentityNotRecorded, claim_prefix
 from grabstream.ops.connections.key_files import KeyFiles
@@ -66,6 +63,9 @@ from grabstream.projections.database.migrate import PROJECTIONS as READ_MODELS
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import Identity
 from grabstream.projections.records.demand import record
+from grabstream.runtime.ending import first_to_end, running
+from grabstream.runtime.ticks import seconds_to_tick
+from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import OUTAGES, Trouble, in_words
 from grabstream.streams.journal_keys import journal_keys
 from grabstream.streams.measures import WorkerMeasures

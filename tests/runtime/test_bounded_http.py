@@ -4,7 +4,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from grabstream.lua.bounded_http import AnswerTooLong, body_of, bounded_session
+from grabstream.runtime.bounded_http import AnswerTooLong, body_of, bounded_session
 from tests.conftest import until
 from tests.support.flooding import FLOODS, flooding
 from tests.support.web_servers import serving

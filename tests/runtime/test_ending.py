@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from grabstream.lua.ending import end
+from grabstream.runtime.ending import end
 
 
 async def test_a_task_that_swallows_a_cancellation_is_cancelled_again() -> None:

@@ -78,7 +78,7 @@ class BoundedConnector(aiohttp.TCPConnector):
     def __init__(self, answer_bytes_max: int, **options: Any) -> None:
         super().__init__(**options)
         # aiohttp has no public way to see interim responses or chunks. If it makes its protocols in another
-        # way one day, tests/lua/test_bounded_http.py fails.
+        # way one day, tests/runtime/test_bounded_http.py fails.
         self._factory = partial(_BoundedResponses, answer_bytes_max, loop=self._loop)  # type: ignore[assignment]
 
 
