@@ -32,9 +32,9 @@ from bench.streaming import cpu_seconds, until_booked
 from grabstream.models.commands import Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.database.sessions import system_name
+from grabstream.workshop.services import free_ports
 
 CONNECTIONS = 50
 #: How many checkouts TigerFans gets; its reservations sum up all earlier ones, so more of them are slower.

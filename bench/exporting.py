@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from bench.replaying import fill_journal
 from grabstream.ops.initialization import make_system
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import child_environment, load_settings
+from grabstream.workshop.rehearsal.stage import take_down
 
 #: Runs a command, and says on standard error how long the main thread computed, from its start on.
 TIMED: Final = """

@@ -21,7 +21,7 @@ import redis
 from bench.stage import envelope, grabs, taken_over_gate
 from grabstream.lua.gate import calls
 from grabstream.lua.gate.calls import GateLimits
-from grabstream.ops.services import free_ports
+from grabstream.workshop.services import free_ports
 
 #: Grabs of a call, and calls that are counted.
 SIZES: Final = {1: 400, 20: 100, 100: 40}

@@ -17,10 +17,10 @@ from bench.stage import SEALER, envelope, grabs, take_over
 from grabstream.lua.gate.gate import Gate
 from grabstream.lua.keys import KeySpace
 from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.cluster import join_redis
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import load_settings
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.cluster import join_redis
+from grabstream.workshop.services.servers import Redis
 
 SHARDS = 12
 MASTERS = (1, 2, 3)

@@ -40,10 +40,10 @@ from bench.streaming import cpu_seconds, until_booked
 from grabstream.ops.commands.rebuild.read_models import few_collections
 from grabstream.ops.connections.opening import open_gate
 from grabstream.ops.initialization import make_system
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import load_settings
 from grabstream.projections import versions
 from grabstream.projections.database.sessions import system_name
+from grabstream.workshop.rehearsal.stage import take_down
 
 EVENTSOURCING = "eventsourcing[postgres]==9.5.6"
 BULLMQ = "bullmq@6.7.0"

@@ -21,7 +21,6 @@ from grabstream.models.journal import GENESIS, Accepted, Cursor, block_headers, 
 from grabstream.models.offers import Limit, StockTerms
 from grabstream.models.runs import RUN_VERSION, decode_line
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import use_read_model
@@ -30,6 +29,7 @@ from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Position, Recovery
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 
 BLOCK_EVENTS = 1_000
 LISTS = 100

@@ -17,13 +17,13 @@ from grabstream.models.journal import GENESIS, Cursor, block_headers, chain, mar
 from grabstream.ops.commands.rebuild.read_models import few_collections
 from grabstream.ops.connections.opening import where_of
 from grabstream.ops.initialization import make_system
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections import versions
 from grabstream.streams import brokers
 from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import open_rebuild
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.stage import take_down
 
 #: Grabs of a run, as many as one call of 20 callers grants, and lines of a record.
 RUN_GRABS = 20

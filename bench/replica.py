@@ -20,8 +20,8 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.lua.script_client import ScriptClient
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Grab
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Redis
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Redis
 
 #: How long a replica may take to follow its master, in seconds.
 FOLLOWS_SECONDS_MAX = 60

@@ -18,11 +18,11 @@ from bench.stage import envelope, grabs, private_redis, system
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import encode_command
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.rehearsal.run import Progress, open_books, read_progress
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams import brokers
 from grabstream.streams.topics import Topics
 from grabstream.streams.worker import ROLES
+from grabstream.workshop.rehearsal.run import Progress, open_books, read_progress
 
 RATE = 2_000
 OFFERS = 8

@@ -16,9 +16,9 @@ from bench.streaming import booked
 from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import Grab
 from grabstream.ops.connections.opening import open_redis
-from grabstream.ops.services import LocalServices, SecureServices, free_ports
-from grabstream.ops.services.certificates import Authority
-from grabstream.ops.services.secure import HOST, SecureRedis
+from grabstream.workshop.services import LocalServices, SecureServices, free_ports
+from grabstream.workshop.services.certificates import Authority
+from grabstream.workshop.services.secure import HOST, SecureRedis
 
 WITH, WITHOUT = "with TLS", "without"
 #: Callers that send one grab each; with few, a call carries few grabs.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import yaml
 
-from grabstream.ops.commands.local.services import CLUSTER_SERVERS
-from grabstream.ops.services.container_files import Places, write
-from grabstream.ops.services.servers import kafka_version
 from grabstream.ops.settings import Settings, cluster_address, host_and_port
+from grabstream.workshop.commands.services import CLUSTER_SERVERS
+from grabstream.workshop.services.container_files import Places, write
+from grabstream.workshop.services.servers import kafka_version
 
 #: Services that run once and end.
 ONE_SHOT = ("seal-key", "init", "redis-cluster", "cluster-init", "certificates", "init-secure")

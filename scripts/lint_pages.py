@@ -24,7 +24,8 @@ ELSEWHERE: Final = re.compile(r"\b(DESIGN|CONTRACT|REQUIREMENTS|PITFALLS)\b|\bar
 SUFFIXES: Final = (".md", ".py", ".lua", ".sql", ".toml", ".yaml", ".yml", ".sh", "Makefile", "Dockerfile")
 
 _link = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-_folders = "client|models|runtime|lua|streams|projections|gateway|ops|tests|scripts|schemas|grabstream"
+_rooms = "client|models|runtime|lua|streams|projections|gateway|ops|workshop"
+_folders = f"{_rooms}|tests|scripts|schemas|grabstream"
 _path = re.compile(rf"`((?:{_folders})/[\w./-]*)`")
 _page = re.compile(r"(?<![\w/])docs/([a-z0-9-]+\.md)(#[a-z0-9-]+)?")
 

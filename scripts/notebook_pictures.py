@@ -23,12 +23,12 @@ from grabstream.models.identifiers import shard_of
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms, Terms
 from grabstream.models.rules import Decided, ShardState, decide, sweep
 from grabstream.ops.initialization import make_system
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.records import demand
 from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.support.command_line import env_of
 from tests.support.projecting import JournalWriter, running, until_at_seq
 from tests.support.runs import as_lines

@@ -20,10 +20,10 @@ from grabstream.lua.gate.gate import Gate
 from grabstream.models.commands import AnyCommand, Grab, Open
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.connections.opening import checked_books, gate_limits, key_space, open_redis, sealer
-from grabstream.ops.rehearsal.stage import GATEWAY, WORKERS, set_up
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.records import webhooks as records
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
+from grabstream.workshop.rehearsal.stage import GATEWAY, WORKERS, set_up
 from tests.streams.webhooks.receiver import Got, ok, receiving
 from tests.support.browsers import chromium
 

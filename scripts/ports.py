@@ -8,9 +8,6 @@ import socket
 
 import click
 
-from grabstream.ops.commands.local.services import docker_answers
-from grabstream.ops.services import LocalServices, free_ports
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import (
     CONTROLLER_PORT,
     KAFKA_PORT,
@@ -19,6 +16,9 @@ from grabstream.ops.settings import (
     Settings,
     load_settings,
 )
+from grabstream.workshop.commands.services import docker_answers
+from grabstream.workshop.services import LocalServices, free_ports
+from grabstream.workshop.services.servers import PROJECT
 
 
 def is_taken(port: int) -> bool:

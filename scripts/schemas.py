@@ -19,12 +19,12 @@ import yaml
 
 from grabstream.gateway import openapi
 from grabstream.models.events import CURRENT_VERSIONS
+from grabstream.models.schema_documents import documents, payment_documents
 from grabstream.models.schema_ids import event_name
 from grabstream.models.upcasters import UPCASTERS
 from grabstream.models.upcasting import FIRST_VERSION
-from grabstream.ops.schemas.asyncapi import document
-from grabstream.ops.schemas.documents import documents, payment_documents
-from grabstream.ops.schemas.releases import (
+from grabstream.workshop.schemas.asyncapi import document
+from grabstream.workshop.schemas.releases import (
     Change,
     Contract,
     changes_between,

@@ -25,13 +25,13 @@ from psycopg import AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
 from pydantic import SecretStr
 
-from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.lua.gate.sealing import new_seal_key
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.connections.redis_servers import masters
-from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services import LocalServices, free_ports, local
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
+from grabstream.workshop.rehearsal.stage import take_down
+from grabstream.workshop.services import LocalServices, free_ports, local
+from grabstream.workshop.services.servers import PROJECT
 from tests import tiers
 from tests.support import forks
 from tests.support.systems import make_system
@@ -73,8 +73,8 @@ ONE_BY_ONE = (
     "tests/drill/", "tests/gateway/test_faults.py", "tests/gateway/test_stopping.py",
     "tests/lua/gate/test_burst.py", "tests/ops/metrics/", "tests/ops/test_backup.py",
     "tests/ops/test_logging.py", "tests/ops/test_secured.py",
-    "tests/ops/test_side_by_side.py", "tests/ops/rehearsal/test_rehearsal.py",
-    "tests/ops/rehearsal/test_stories.py",
+    "tests/ops/test_side_by_side.py", "tests/workshop/rehearsal/test_rehearsal.py",
+    "tests/workshop/rehearsal/test_stories.py",
     "tests/streams/test_cluster.py", "tests/streams/test_hanging.py", "tests/streams/test_kill.py",
     "tests/streams/test_sale.py", "tests/streams/rebuilding/test_rebuild",
     "tests/streams/rebuilding/test_restore.py", "tests/streams/relaying/test_leases.py",

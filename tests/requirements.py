@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 
 DOCUMENT = PROJECT / "docs" / "requirements.md"
 _row = re.compile(r"^\| ([A-F][0-9]+) \| (.*) \|$", re.MULTILINE)

@@ -36,10 +36,10 @@ from grabstream import (
     singles,
 )
 from grabstream.ops.initialization import make_system
-from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import child_environment
 from grabstream.streams.clients import started
+from grabstream.workshop.rehearsal.stage import take_down
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import NIGHTLY, Worker, wait_until
 from tests.streams.replaying.test_documented import examples
 from tests.support.command_line import env_of

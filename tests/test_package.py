@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 import grabstream
 from grabstream.extras import SERVER_MODULES
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from tests.copies import copy_tree
 
 
@@ -184,7 +184,7 @@ def test_wheel_works_beside_another_package_named_models(installed: Path, tmp_pa
         "print(models.OURS, len(loader.load('grab').text) > 10_000, "
         "files('grabstream').joinpath('py.typed').is_file())\n"
         "print(files('grabstream.projections.definitions').joinpath('cursors.sql').is_file(), "
-        "files('grabstream.ops.services').joinpath('kafka.pom.xml').is_file(), "
+        "files('grabstream.workshop.services').joinpath('kafka.pom.xml').is_file(), "
         "files('grabstream.projections.migrations').joinpath('0001_system.sql').is_file())\n"
         "print('site-packages' in ours.__file__ and 'environment' in ours.__file__)\n"
     )

@@ -1,5 +1,5 @@
-"""Operation: settings, command line, local servers, verification, rehearsal. This room reads the settings and
-passes their values to the other rooms.
+"""Operation: settings, command line, verification, metrics. This room reads the settings and passes their
+values to the other rooms.
 """
 
 import os

@@ -19,7 +19,8 @@ from grabstream.ops.console.terminal import guard_terminals
 
 log = logging.getLogger("grabstream")
 
-#: Verbs by group: the module in `ops/commands/`, and the text of `--help`.
+#: Verbs by group: the module in `ops/commands/`, or in `workshop/commands/` for those of this machine, and
+#: the text of `--help`.
 GROUPS: Final = {
     "Offers": {
         "open": ("offers.through_a_gate", "Open the offers of a file."),
@@ -84,13 +85,19 @@ GROUPS: Final = {
         "follow": ("rebuild.follow", "Run a projection of your own."),
     },
     "This machine": {
-        "up": ("local.services", "Start the local servers."),
-        "down": ("local.services", "Stop the local servers that `up` started."),
-        "rehearse": ("local.rehearse", "Let a made-up crowd grab, watch it live, and get a verdict."),
-        "fake-payments": ("local.fake_payments", "Run a payment provider that moves no money, for tests."),
+        "up": ("services", "Start the local servers."),
+        "down": ("services", "Stop the local servers that `up` started."),
+        "rehearse": ("rehearse", "Let a made-up crowd grab, watch it live, and get a verdict."),
+        "fake-payments": ("fake_payments", "Run a payment provider that moves no money, for tests."),
     },
 }
 VERBS: Final = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+
+
+def module_of(verb: str) -> str:
+    """The module of a verb."""
+    room = "workshop" if verb in GROUPS["This machine"] else "ops"
+    return f"grabstream.{room}.commands.{VERBS[verb][0]}"
 
 
 class _Verbs(click.Group):
@@ -105,7 +112,7 @@ class _Verbs(click.Group):
         # A keyword such as `return` cannot name a function: that function's name ends with _.
         function = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
         with server_needed_by("the command line"):
-            module = importlib.import_module(f"grabstream.ops.commands.{VERBS[cmd_name][0]}")
+            module = importlib.import_module(module_of(cmd_name))
         command = getattr(module, function)
         assert isinstance(command, click.Command)
         return command

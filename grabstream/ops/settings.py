@@ -98,7 +98,11 @@ class BadSettings(Exception):
     """A setting is missing or wrong. The text names the variable and the way out."""
 
 
-class LoginRefused(Exception):
+class ServerFailed(Exception):
+    """A server cannot be used; the text says why, and what to do."""
+
+
+class LoginRefused(ServerFailed):
     """A server refuses this process for good; the text names the setting and the fix."""
 
 

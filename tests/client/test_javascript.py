@@ -12,8 +12,8 @@ import pytest
 from grabstream import CouponTerms, Grab, Open, open_gate
 from grabstream.client.following import MESSAGE_BYTES_MAX
 from grabstream.models.identifiers import id_of_end_user
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import PROJECT
 from tests.client.scripted import DROP, HANG, losing_replies, reply, scripted
 from tests.client.test_over_http import (
     BUSY,

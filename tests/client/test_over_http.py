@@ -29,7 +29,7 @@ from grabstream.models.vocabulary import (
     Load,
     StockTerms,
 )
-from grabstream.ops.services import free_ports
+from grabstream.workshop.services import free_ports
 from tests.client.scripted import DROP, HANG, dripping, losing_replies, reply, scripted
 from tests.conftest import until
 from tests.gateway.conftest import Door

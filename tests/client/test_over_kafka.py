@@ -21,11 +21,11 @@ from aiokafka.errors import (  # type: ignore[import-untyped]
 from grabstream import KafkaClient, OutcomeUnknown, RequestProblem
 from grabstream.client.exchange import pause_seconds
 from grabstream.models.vocabulary import CouponTerms, EnvelopeTerms, Grab
-from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
 from grabstream.streams.clients import started
 from grabstream.streams.journal import open_reader
+from grabstream.workshop.rehearsal.stage import take_down
+from grabstream.workshop.services import free_ports
 from tests.conftest import Worker, make_system, until
 
 COUPON: Final = CouponTerms(issuer="shop", total=9)

@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from tests.gateway.conftest import Door
 from tests.support.gateways import environment_of
 from tests.support.nodejs import need_node

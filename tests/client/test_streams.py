@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from grabstream import AsyncClient, Client, RequestProblem, ServedEvent, StreamReset, WaitingPosition
-from grabstream.ops.services import free_ports
+from grabstream.workshop.services import free_ports
 from tests.client.scripted import DROP, reply, scripted
 from tests.conftest import until
 from tests.gateway.conftest import Door

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 from grabstream.lua.gate.calls import now_ms
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.drill.checks import PROBLEMS_MAX, at_rest, level, problems_of
 from tests.drill.faults import FAULTS, Fault

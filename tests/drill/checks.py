@@ -16,11 +16,11 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import AnyCommand, GrabCommand
 from grabstream.models.journal import Cursor, parse_block
 from grabstream.ops.connections.opening import key_space
-from grabstream.ops.rehearsal.run import open_books, read_progress
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books, read_progress
 from tests.conftest import Worker
 from tests.drill.observer import Fenced
 from tests.drill.stage import Scene

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from grabstream.ops.connections.redis_cluster import slot_of
 from grabstream.ops.connections.redis_servers import information
-from grabstream.ops.services.servers import Redis
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import until
 from tests.drill.stage import Scene
 

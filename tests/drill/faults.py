@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 import redis
 
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.services.process import Process
-from grabstream.ops.services.servers import Redis
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.services.process import Process
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import Worker, until
 from tests.drill.cluster_faults import (
     FAILOVER_SECONDS,

@@ -20,10 +20,10 @@ from grabstream.models.answers import Answer, decode_answer, refusal
 from grabstream.models.commands import AnyCommand, Close, Grab, Open
 from grabstream.models.outcomes import NOT_DECIDED, Outcome, OutcomeUnknown
 from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Redis
 from tests.support.gateways import GatewayProcess
 
 SHAPE: Final = "http"

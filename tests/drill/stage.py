@@ -17,16 +17,16 @@ import redis
 from pydantic import SecretStr
 
 from grabstream.lua.gate.gate import Gate
+from grabstream.lua.gate.sealing import new_seal_key
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.connections.redis_cluster import slot_of
 from grabstream.ops.initialization import make_system
-from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services import ClusterServices, LocalServices, ServerSet, free_ports
-from grabstream.ops.services.cluster import ports_from
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings, load_settings
+from grabstream.workshop.rehearsal.stage import take_down
+from grabstream.workshop.services import ClusterServices, LocalServices, ServerSet, free_ports
+from grabstream.workshop.services.cluster import ports_from
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import Worker, until
 from tests.drill.gaps import Gaps
 from tests.drill.observer import Observer

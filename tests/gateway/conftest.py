@@ -18,9 +18,9 @@ from grabstream.gateway.books import Books, open_books
 from grabstream.gateway.callers import SCOPES
 from grabstream.models.identifiers import shard_of
 from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import Worker, make_system, until
 from tests.support.browsers import CHROMIUM, chromium
 from tests.support.gateways import Caller, GatewayProcess, calling

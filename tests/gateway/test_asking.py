@@ -12,7 +12,7 @@ import pytest
 
 from grabstream.gateway.problems import DOOR_PROBLEMS, REFUSALS
 from grabstream.models.outcomes import Outcome
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from tests.support.nodejs import need_node
 
 PAGE: Final = PROJECT / "grabstream" / "gateway" / "page"

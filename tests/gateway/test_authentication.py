@@ -22,9 +22,9 @@ from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.models.pseudonyms import user_of
 from grabstream.models.vocabulary import StockTerms
 from grabstream.ops.connections.opening import checked_books, key_space, open_redis
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Redis
 from grabstream.projections.records import api_keys
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import until
 from tests.gateway.conftest import Door, Guarded
 from tests.gateway.test_tokens import FORGED

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from tests.support.nodejs import need_node
 
 PAGE: Final = PROJECT / "grabstream" / "gateway" / "page"

@@ -14,10 +14,10 @@ import pytest
 
 from grabstream.lua.gate.signing import Purpose
 from grabstream.models.payments import AskedHold, PaymentQuery, decode_answer
-from grabstream.ops.rehearsal.payment_provider import HOW
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment
+from grabstream.workshop.rehearsal.payment_provider import HOW
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.support.command_line import env_of, grabstream

@@ -15,9 +15,9 @@ from grabstream.gateway.api_keys import digest_of, new_secret
 from grabstream.models.outcomes import Outcome
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.initialization import make_system
-from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.workshop.services import LocalServices
 from tests.conftest import Worker, until
 from tests.gateway.conftest import until_all_decide, until_open
 from tests.support.gateways import Caller, GatewayProcess, calling

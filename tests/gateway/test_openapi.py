@@ -20,7 +20,7 @@ from grabstream.gateway.operations import OPERATIONS, Operation
 from grabstream.models.bounds import BASKET_GRABS_MAX
 from grabstream.models.commands import Undecodable, decode_command
 from grabstream.models.identifiers import ID_PATTERN
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import examples
 from tests.gateway.conftest import Door, Guarded
 from tests.support.gateways import Caller, calling

@@ -12,9 +12,9 @@ import pytest
 
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.gateway.problems import DOOR_PROBLEMS, REFUSALS
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import wait_until
 from tests.gateway.conftest import Door
 from tests.support.gateways import Caller, environment_of

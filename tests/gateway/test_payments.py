@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from grabstream.lua.gate import tickets
 from grabstream.lua.gate.signing import Purpose
 from grabstream.models.payments import TOKEN_LENGTH_MAX, encode_claims
-from grabstream.ops.services import free_ports
+from grabstream.workshop.services import free_ports
 from tests.conftest import examples, until
 from tests.gateway.conftest import Door, Guarded
 from tests.support.command_line import grabstream

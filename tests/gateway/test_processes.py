@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
+from grabstream.workshop.services import free_ports
 from tests.conftest import until, wait_until
 from tests.gateway.conftest import Door
 from tests.support.command_line import env_of, grabstream

@@ -24,8 +24,8 @@ from grabstream.lua.server import server_epoch_of
 from grabstream.models.outcomes import Outcome
 from grabstream.models.vocabulary.documents import DOCUMENTS
 from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
+from grabstream.workshop.services import free_ports
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.gateway.test_commands import SALE, is_problem, refused

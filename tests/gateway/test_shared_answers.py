@@ -22,10 +22,10 @@ from grabstream.gateway.rates import Counters, read_rates
 from grabstream.gateway.shared_answers import LIFE_MS, SharedAnswers
 from grabstream.ops.connections.cache_redis import open_cache
 from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import until
 from tests.drill.switch import Switch
 from tests.gateway.conftest import Door

@@ -11,8 +11,8 @@ import pytest
 import redis.asyncio
 
 from grabstream.lua.keys import KeySpace
-from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
+from grabstream.workshop.services import free_ports
 from tests.conftest import Worker, until
 from tests.gateway.conftest import until_all_decide, until_open
 from tests.support.command_line import env_of, grabstream

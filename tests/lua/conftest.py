@@ -22,8 +22,8 @@ from grabstream.lua.server import let_callers_set_time, raise_term
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import cancellable
-from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings
+from grabstream.workshop.services import free_ports
 from tests.conftest import GATE_TIMEOUT_MS, wait_until
 from tests.support.runs import as_singles
 

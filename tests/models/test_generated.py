@@ -8,7 +8,7 @@ import pytest
 
 from grabstream.models import commands
 from grabstream.models.answers import Answer
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from scripts import generated
 
 

@@ -28,7 +28,7 @@ from grabstream.models.payments import (
     decode_token,
     encode_claims,
 )
-from grabstream.ops.schemas.documents import payment_documents
+from grabstream.models.schema_documents import payment_documents
 
 LONG = "x" * 64
 PAID = {

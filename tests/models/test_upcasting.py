@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from grabstream.lua.gate.sealing import new_seal_key
 from grabstream.models.events import (
     CURRENT_VERSIONS,
     EventDecoder,
@@ -23,7 +24,6 @@ from grabstream.models.events import (
 )
 from grabstream.models.runs import RUN_VERSION
 from grabstream.models.upcasting import BrokenChain, NewerEvent, Upcaster, Upcasters, UpcastFailed
-from grabstream.ops.commands.local.services import new_seal_key
 from tests.copies import copy_package
 from tests.models.old_events import UPCASTERS, as_it_was
 

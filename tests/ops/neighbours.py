@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from grabstream.ops.initialization import make_system
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
+from grabstream.workshop.rehearsal.stage import take_down
 
 #: What prefixes and schemas begin with, and how they go on: like a pattern of the other, a topic, a version
 #: of a read model, a moment.

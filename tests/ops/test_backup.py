@@ -12,11 +12,11 @@ from grabstream.models.commands import Grab, Open
 from grabstream.models.events import AnyEvent
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import checked_books, open_gate, open_redis
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import api_keys
 from grabstream.streams.clients import started
 from grabstream.streams.topics import Topics, retention_ms
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import NIGHTLY, some_by_tier, until
 from tests.support.backup_recipes import DECIDING, PROJECTING, assert_verified, run_recipe
 from tests.support.losses import delete_topics, forget_last_audit_row

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.support.gateways import environment_of
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.services import LocalServices, free_ports
 from grabstream.ops.settings import Settings, is_cluster
 from grabstream.projections.database.system import schemas_of
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.services import LocalServices, free_ports
 from tests.ops.neighbours import systems
 from tests.support.backup_recipes import run_recipe
 from tests.support.projecting import rows

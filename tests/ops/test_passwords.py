@@ -21,11 +21,11 @@ import pytest
 import redis as sync_redis
 from pydantic import SecretStr
 
+from grabstream.lua.gate.sealing import new_seal_key
 from grabstream.ops.cli import VERBS
-from grabstream.ops.commands.local.services import new_seal_key
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Postgres, Redis
 from grabstream.ops.settings import Settings, child_environment
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Postgres, Redis
 from tests.conftest import until
 from tests.support import backup_recipes
 from tests.support.command_line import env_of, grabstream

@@ -33,21 +33,21 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from grabstream.client.over_http import Client
 from grabstream.client.over_kafka import KafkaClient
+from grabstream.lua.gate.sealing import new_seal_key
 from grabstream.models.vocabulary import Grab
-from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.logins import refusal
 from grabstream.ops.connections.opening import checked_books, open_redis
 from grabstream.ops.grants import apply_kafka, former_kafka_acls
-from grabstream.ops.services import SecureServices, free_ports
-from grabstream.ops.services.certificates import Authority, Certificate
-from grabstream.ops.services.cluster import join_redis
-from grabstream.ops.services.secure import ADMINISTRATOR, HOST, SecureRedis, TokenIssuer
 from grabstream.ops.settings import BadSettings, Settings, child_environment, load_settings
 from grabstream.projections.database.sessions import connect
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics
+from grabstream.workshop.services import SecureServices, free_ports
+from grabstream.workshop.services.certificates import Authority, Certificate
+from grabstream.workshop.services.cluster import join_redis
+from grabstream.workshop.services.secure import ADMINISTRATOR, HOST, SecureRedis, TokenIssuer
 from tests.conftest import until, wait_until
 from tests.support import forks
 from tests.support.command_line import grabstream

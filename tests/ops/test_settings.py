@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
+from grabstream.lua.gate.sealing import new_seal_key
 from grabstream.models.bounds import REASON_BYTES_MAX
 from grabstream.ops.cli import grabstream
-from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.diagnosis.findings import address as finding_address
 from grabstream.ops.settings import (
     FILE_BYTES_MAX,

@@ -17,14 +17,14 @@ from psycopg import IsolationLevel, sql
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.database.system import schemas_of
 from grabstream.streams.clients import started
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, retention_ms
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import until
 from tests.ops.neighbours import systems
 from tests.support.backup_recipes import DECIDING, assert_verified, run_recipe

@@ -27,7 +27,7 @@ from psycopg import AsyncConnection, waiting
 from psycopg.errors import LockNotAvailable, QueryCanceled
 from psycopg.pq import ConnStatus, Escaping, PGconn, TransactionStatus
 
-from grabstream.ops.services.servers import Postgres
+from grabstream.workshop.services.servers import Postgres
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.machine import Trace
 from tests.simulation.redis_server import Weather, end_with_parent

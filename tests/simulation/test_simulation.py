@@ -19,7 +19,7 @@ import pytest
 from grabstream.models.answers import Answer
 from grabstream.models.commands import Release
 from grabstream.models.outcomes import Outcome
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from tests.copies import copy_tree
 from tests.protocol.model import RULES
 from tests.simulation.bugs import BUGS, NOT_FOUND

@@ -25,18 +25,17 @@ from pydantic import SecretStr
 from grabstream.client.over_http import AsyncClient
 from grabstream.client.over_kafka import KafkaClient
 from grabstream.lua.gate.gate import Gate
-from grabstream.lua.gate.sealing import Sealer
-from grabstream.ops.commands.local.services import new_seal_key
+from grabstream.lua.gate.sealing import Sealer, new_seal_key
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
 from grabstream.ops.console.output import console, table
-from grabstream.ops.rehearsal.run import open_books, read_progress
-from grabstream.ops.rehearsal.stage import GATEWAY, Stage, set_up
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.records import webhooks
 from grabstream.streams.webhooks.messages import SEALED_FOR, new_secret
+from grabstream.workshop.rehearsal.run import open_books, read_progress
+from grabstream.workshop.rehearsal.stage import GATEWAY, Stage, set_up
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import until
 from tests.soak.load import GateClient, Load
 from tests.soak.verdict import MIB, TooShort, Trend, of_memory, trend

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
+from grabstream.workshop.rehearsal.stage import take_down
+from grabstream.workshop.services import LocalServices
 from tests.conftest import make_system
 from tests.streams.replaying.histories import RecordedSystem, drop, recorded_system, schemas
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.contract import check_topics
 from tests.support.kcat import consume

@@ -16,7 +16,6 @@ from psycopg import IsolationLevel
 from grabstream.lua.gate.calls import GateLimits
 from grabstream.lua.gate.gate import Gate
 from grabstream.ops.connections.opening import key_space, open_redis, sealer
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
 from grabstream.projections.database.migrate import PROJECTIONS
@@ -31,6 +30,7 @@ from grabstream.streams.projecting.verifier import COMPLETE_SECONDS_MIN, Verifie
 from grabstream.streams.relaying import relay
 from grabstream.streams.relaying.ownership import SteppedDown
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.projecting import (
     LINES,

@@ -20,11 +20,11 @@ from grabstream.ops.commands.read.status import read as status
 from grabstream.ops.connections.opening import key_space, open_gate
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.diagnosis.findings import of_shards
-from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.cluster import join_redis
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
+from grabstream.workshop.rehearsal.stage import take_down
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.cluster import join_redis
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import make_system, until
 from tests.drill.gaps import Gaps, bound_seconds
 from tests.support.leases import until_spread_over

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings
+from grabstream.workshop.services import LocalServices
 from tests.streams.traffic import traffic
 from tests.support.leases import until_relayed_by
 

@@ -26,7 +26,6 @@ from grabstream.lua.gate.refusals import RefusalLog
 from grabstream.lua.keys import KeySpace
 from grabstream.models.answers import Answer
 from grabstream.models.outcomes import OutcomeUnknown
-from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings, is_cluster
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.deciding import decider, sweeper
@@ -39,6 +38,7 @@ from grabstream.streams.relaying import relay
 from grabstream.streams.relaying.leases import Leases
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
+from grabstream.workshop.services import free_ports
 from tests.conftest import Worker, until
 from tests.drill.switch import Switch
 from tests.lua.conftest import SEALER, grabs

@@ -11,11 +11,11 @@ from redis.exceptions import ConnectionError
 
 from grabstream.lua.gate.gate import Gate
 from grabstream.ops.connections.opening import gate_limits, key_space, open_redis, sealer
-from grabstream.ops.rehearsal.crowd import attempts, envelopes
-from grabstream.ops.rehearsal.run import Rehearsal, open_books, read_progress
-from grabstream.ops.rehearsal.verdict import verdict
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
+from grabstream.workshop.rehearsal.crowd import attempts, envelopes
+from grabstream.workshop.rehearsal.run import Rehearsal, open_books, read_progress
+from grabstream.workshop.rehearsal.verdict import verdict
 from tests.conftest import until
 
 

@@ -147,11 +147,9 @@ def start(
 
 
 def _import_all() -> None:
-    from grabstream.ops.cli import VERBS
+    from grabstream.ops.cli import VERBS, module_of
 
-    for module, _ in VERBS.values():
-        importlib.import_module(f"grabstream.ops.commands.{module}")
-    for module in MODULES:
+    for module in (*map(module_of, VERBS), *MODULES):
         importlib.import_module(module)
 
 

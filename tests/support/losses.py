@@ -13,10 +13,10 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.runs import decode_line, singles
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.initialization import take_new_journal
-from grabstream.ops.rehearsal.run import open_books, read_progress
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics, create_topics
+from grabstream.workshop.rehearsal.run import open_books, read_progress
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import rows

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import boto3
 
-from grabstream.ops.services import free_ports
 from grabstream.streams.buckets import StoreLogin
+from grabstream.workshop.services import free_ports
 from tests.conftest import wait_until
 
 REGION: Final = "eu-central-1"

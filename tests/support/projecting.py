@@ -12,12 +12,12 @@ from aiokafka import AIOKafkaProducer
 from psycopg import AsyncConnection
 
 from grabstream.models.journal import GENESIS, block_headers, chain, marker_headers
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import Record
 from grabstream.streams.projecting.agents import make_projectors
 from grabstream.streams.projecting.projector import Projector
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.runs import as_singles
 

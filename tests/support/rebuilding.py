@@ -8,13 +8,13 @@ import pytest
 from psycopg import sql
 
 from grabstream.ops.connections.opening import where_of
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.definitions import definition_of
 from grabstream.projections.versions import Version, in_state
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import open_rebuild
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.projecting import (
     SHARD,

@@ -8,10 +8,10 @@ import pytest
 from psycopg import IsolationLevel
 
 from grabstream.ops.connections.opening import key_space, open_redis
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
 from grabstream.streams.projecting.verifier import Verifier
+from grabstream.workshop.rehearsal.run import open_books
 from tests.support.projecting import (
     journal,  # noqa: F401 - a fixture
     open_tables,

@@ -17,6 +17,7 @@ A key seals in one of two forms, which the sealed text names before its colon:
 """
 
 import os
+import secrets
 from base64 import b64decode, b64encode, urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -47,6 +48,11 @@ BOX: Final = "~box"
 #: Begins the sealing part of a key in a setting. No key contains `.`.
 SEALING: Final = "seals."
 _CHECK_BYTES: Final = 4
+
+
+def new_seal_key() -> str:
+    """A new random `id:key` for GRAB_SEAL_KEYS."""
+    return f"k{secrets.token_hex(2)}:{urlsafe_b64encode(secrets.token_bytes(32)).decode().rstrip('=')}"
 
 
 class CannotOpen(Exception):

@@ -11,8 +11,7 @@ from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
 from grabstream.models.upcasting import BrokenChain
 from grabstream.ops.connections.logins import refusal
-from grabstream.ops.services import ServiceError
-from grabstream.ops.settings import BadSettings, LoginRefused, load_settings
+from grabstream.ops.settings import BadSettings, ServerFailed, load_settings
 from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import NoReadModel
 from grabstream.streams.buckets import StoreAway, StoreRefused
@@ -25,7 +24,7 @@ def ending_of(error: Exception) -> tuple[int, str] | None:
     match error:
         case BadSettings():
             return 2, str(error)
-        case ServiceError() | LoginRefused():
+        case ServerFailed():
             return 3, str(error)
         case BrokenChain():
             return 1, (

@@ -19,8 +19,8 @@ from grabstream.gateway.callers import SCOPES
 from grabstream.gateway.openapi import document
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.services.servers import PROJECT
 from grabstream.projections.records import api_keys
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.gateway.conftest import Door
 from tests.support.gateways import GatewayProcess, calling

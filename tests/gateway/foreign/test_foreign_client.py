@@ -19,8 +19,8 @@ import pytest
 
 from grabstream.gateway.operations import OPERATIONS
 from grabstream.ops.connections.opening import checked_books
-from grabstream.ops.services.servers import PROJECT
 from grabstream.projections.records import webhooks
+from grabstream.workshop.services.servers import PROJECT
 from tests.gateway.conftest import Door, Guarded
 from tests.support.gateways import GatewayProcess, new_key
 from tests.support.receipts import CALLBACK, KEYS_TEXT, receipt_for, signed

@@ -33,9 +33,9 @@ from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.splitting import LAWS
 from grabstream.models.transfers import Transfer, transfers_of
 from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import some_by_tier, until
 from tests.lua.conftest import NOW, SEALER, event_lines, take_over
 from tests.lua.histories.books import check_books

@@ -27,7 +27,7 @@ from grabstream.models.payments import (
     CALLBACK_LENGTH_MAX,
     TOKEN_LENGTH_MAX,
 )
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 from tests.support.encryption_keys import Pair, new_pair
 from tests.support.nodejs import need_node
 from tests.support.receipts import KEYS

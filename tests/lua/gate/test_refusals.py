@@ -10,9 +10,9 @@ from grabstream.lua.gate.refusals import Refusal, RefusalLog, RefusalSample, wri
 from grabstream.models.answers import Answer, LimitState, refusal
 from grabstream.models.commands import Confirm, Grab
 from grabstream.models.outcomes import Outcome
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.records import refusals
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.projecting import rows
 

@@ -16,7 +16,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.commands import AnyCommand
 from grabstream.models.events import CURRENT_VERSIONS
-from grabstream.ops.schemas.documents import tag_of
+from grabstream.models.schema_documents import tag_of
 from grabstream.ops.settings import Settings
 from tests.contract import check_answered, check_events
 from tests.lua.conftest import NOW

@@ -23,9 +23,9 @@ from grabstream.ops.cli import VERBS
 from grabstream.ops.commands.read import status
 from grabstream.ops.console.output import counted
 from grabstream.ops.console.progress import bar
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings, child_environment
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import until
 from tests.support.command_line import README, env_of, grabstream, in_a_terminal
 

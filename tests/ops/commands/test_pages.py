@@ -14,8 +14,8 @@ import pytest
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms
 from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.support.command_line import env_of
 from tests.support.projecting import rows

@@ -24,7 +24,6 @@ from grabstream.ops.connections.identity import (
 from grabstream.ops.connections.opening import check_system, key_space, open_gate, open_redis
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.initialization import make_system, take_new_journal
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import BadSettings, Settings, child_environment
 from grabstream.projections.database.locks import Held
 from grabstream.projections.versions import drop_all
@@ -32,6 +31,7 @@ from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topic_ids import find_topic
 from grabstream.streams.topics import Topics, create_topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.command_line import env_of
 from tests.support.losses import delete_topics

@@ -18,10 +18,10 @@ from grabstream.lua.keys import KeySpace
 from grabstream.ops.connections.opening import open_redis
 from grabstream.ops.connections.redis_cluster import ClusterClient, key_of, slot_of
 from grabstream.ops.connections.redis_servers import information
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.cluster import join_redis
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings, load_settings
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.cluster import join_redis
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import until
 
 KEYS = KeySpace("isolated", 12)

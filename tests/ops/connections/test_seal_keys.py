@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.sealing import Sealer, new_seal_key
 from grabstream.models.commands import Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.connections.opening import checked_books, open_gate
 from grabstream.ops.connections.seal_keys import WrongSealKeys
 from grabstream.ops.diagnosis.examination import examine

@@ -38,13 +38,13 @@ from grabstream.ops.diagnosis.examination import (
 )
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, spans
 from grabstream.ops.diagnosis.topics import Partition, TopicReadings
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
 from grabstream.streams.clients import started
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics, delete_command, retention_ms
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.diagnosis import findings_of

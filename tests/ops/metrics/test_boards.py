@@ -19,9 +19,9 @@ import yaml
 
 from grabstream.ops.diagnosis.examination import CHECKS
 from grabstream.ops.metrics.catalogue import BY_NAME, METRICS
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import Worker, make_system, until, wait_until
 from tests.ops.metrics.promql import names_in
 from tests.ops.metrics.scraping import port_of, scrape
@@ -242,7 +242,7 @@ async def watched(servers: Settings, settings: Settings, tmp_path: Path) -> Asyn
 
         wait_until(all_read, 60, f"Prometheus: {(tmp_path / 'prometheus.log').read_text()[-2000:]}")
         yield found
-    from grabstream.ops.rehearsal.stage import take_down
+    from grabstream.workshop.rehearsal.stage import take_down
 
     await take_down(settings)
 

@@ -16,7 +16,6 @@ from grabstream.models.identifiers import shard_of
 from grabstream.models.journal import marker_headers
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.checkpoints import read_checkpoint
 from grabstream.ops.verification.evidence import FILE_BYTES_MAX, BadCheckpoint
@@ -25,6 +24,7 @@ from grabstream.projections.definitions import PROJECTIONS
 from grabstream.streams.clients import started
 from grabstream.streams.journal_keys import JournalKeys, Signer, new_key_pair, use_keys
 from grabstream.streams.topics import Topics
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import open_tables, rows

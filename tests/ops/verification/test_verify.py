@@ -38,8 +38,6 @@ from grabstream.models.commands import (
 from grabstream.models.entries import Entry
 from grabstream.models.offers import CouponTerms, EnvelopeTerms, Limit, StockTerms
 from grabstream.ops.connections.opening import gate_limits, key_space, open_gate, open_redis, sealer
-from grabstream.ops.rehearsal.run import open_books, read_progress
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification import redis_keys, verifying
 from grabstream.ops.verification.checks import Check
@@ -49,6 +47,8 @@ from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.relaying import shadow
 from grabstream.streams.topics import Topics, create_topics, retention_ms
+from grabstream.workshop.rehearsal.run import open_books, read_progress
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import Worker, make_system, some_by_tier, until
 from tests.support.projecting import (
     LINES,

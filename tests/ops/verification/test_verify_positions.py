@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from grabstream.lua.gate.sealing import Sealer
+from grabstream.lua.gate.sealing import Sealer, new_seal_key
 from grabstream.lua.keys import LAYOUT, KeySpace
 from grabstream.models.journal import Accepted, Cursor
-from grabstream.ops.commands.local.services import new_seal_key
 from grabstream.ops.verification.checks import RedisShard
 from grabstream.ops.verification.journal_positions import PositionChecks
 from grabstream.streams.relaying.recovery import literal

@@ -20,10 +20,10 @@ from aiokafka.errors import KafkaError
 
 from grabstream import CursorMoved, Fact, SinkDamaged
 from grabstream.models.events import decode_event
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import facts_of
 from grabstream.streams.clients import started
+from grabstream.workshop.services.servers import PROJECT
 from tests.support.command_line import env_of
 from tests.support.web_servers import serving
 

@@ -20,10 +20,10 @@ import pytest
 
 from grabstream.models.events import GrabGranted, GrabHeld
 from grabstream.ops.connections.opening import system_of
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import CannotRun, Projection, rebuild
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.streams.replaying.histories import MixedHistory, drop, journal, schemas
 from tests.support.command_line import env_of

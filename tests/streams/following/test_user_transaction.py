@@ -13,10 +13,10 @@ import pytest
 from psycopg import AsyncConnection, IsolationLevel
 
 from grabstream.ops.connections.opening import system_of
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.streams.following import user_projection as own
 from grabstream.streams.following.user_projection import CannotRun, Projection, System, follow, rebuild
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import TEST_ROLE, until
 from tests.streams.replaying.histories import MixedHistory, drop, journal, schemas
 from tests.support.projecting import rows

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from grabstream.models.upcasting import NEWER
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections import cursors
 from grabstream.streams.projecting.projector import CatchUp
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.streams.projecting.sums import adjusted
 from tests.support.projecting import (

@@ -12,13 +12,13 @@ from aiokafka.errors import NotLeaderForPartitionError
 from psycopg import errors
 
 from grabstream.models.journal import GENESIS, block_headers, chain
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.versions import use_read_model
 from grabstream.streams.journal import Record, open_reader
 from grabstream.streams.projecting.follower import Decoder
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (

@@ -20,7 +20,6 @@ from psycopg import AsyncConnection
 from grabstream.models.calendar import utc_text
 from grabstream.models.events import EventDecoder
 from grabstream.models.journal import GENESIS, Cursor, chain
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.locks import is_held
@@ -39,6 +38,7 @@ from grabstream.streams.projecting.publisher import (
     newest_cursor,
 )
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.contract import SCHEMAS, problems
 from tests.models.old_events import UPCASTERS, as_it_was

@@ -13,11 +13,11 @@ from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import decode_event
 from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import GrantedRun, HeldRun, decode_line, singles
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings
 from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import make_system, until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import SHARD, rows, running

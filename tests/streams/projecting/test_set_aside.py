@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from grabstream.models.journal import GENESIS, Cursor, chain
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking.snapshots import newest, trail_of
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.projections.reports import reports
 from grabstream.streams.projecting.projector import CatchUp
+from grabstream.workshop.rehearsal.run import open_books
 from tests.streams.projecting.sums import LARGE, adjusted
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (

@@ -16,13 +16,13 @@ from grabstream.lua.keys import CAMPAIGN_KEYS, OFFER_KEYS, KeySpace
 from grabstream.models.commands import Grab, Open
 from grabstream.models.offers import EnvelopeTerms, StockTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.projections.checking import verified
 from grabstream.streams.clients import Trouble
 from grabstream.streams.projecting import verifier as verifier_module
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.projecting.verifier import Verifier
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.projecting import (
     SHARD,

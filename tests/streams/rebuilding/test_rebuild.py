@@ -15,8 +15,6 @@ import pytest
 from psycopg import AsyncConnection, IsolationLevel, sql
 
 from grabstream.ops.connections.opening import where_of
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.cursors import load
 from grabstream.projections.database.sessions import session_name
@@ -27,6 +25,8 @@ from grabstream.streams.rebuilding.loading import deal
 from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import as_role, make_system, until
 from tests.support.command_line import env_of, grabstream
 from tests.support.projecting import (

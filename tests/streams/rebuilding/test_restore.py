@@ -14,13 +14,13 @@ from grabstream.models.commands import Grab
 from grabstream.models.journal import marker_headers
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis, where_of
 from grabstream.ops.initialization import take_new_journal
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.verifying import verify
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, versions
 from grabstream.streams.rebuilding.restore import Restore
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.support.command_line import env_of, grabstream
 from tests.support.losses import (

@@ -17,10 +17,10 @@ from grabstream.models.offers import EnvelopeTerms, StockTerms
 from grabstream.ops.connections.opening import key_space, open_gate
 from grabstream.ops.diagnosis.examination import examine
 from grabstream.ops.diagnosis.findings import Finding
-from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import Settings
+from grabstream.workshop.rehearsal.stage import take_down
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import make_system, until
 from tests.streams.state import assert_state_is_the_journal_s
 

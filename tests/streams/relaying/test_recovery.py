@@ -30,8 +30,6 @@ from grabstream.ops.connections.opening import (
     sealer,
     snapshots,
 )
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.services import LocalServices
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.projections.versions import use_read_model
 from grabstream.streams.journal import open_reader
@@ -40,6 +38,8 @@ from grabstream.streams.relaying.ownership import OwnedShard
 from grabstream.streams.relaying.recovery import Recovery
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.services import LocalServices
 from tests.conftest import some_by_tier, until
 from tests.copies import copy_package
 from tests.lua.interrupting_client import InterruptingClient

@@ -30,7 +30,6 @@ from grabstream.models.journal import (
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis, sealer, snapshots
 from grabstream.ops.diagnosis.examination import examine
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import Settings
 from grabstream.ops.verification.signatures import IgnoredRecords
 from grabstream.ops.verification.verifying import verify
@@ -43,6 +42,7 @@ from grabstream.streams.projecting.publisher import CURSOR_HEADER, encode_cursor
 from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.relaying.takeover import NO_KEY
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.streams.state import assert_state_is_the_journal_s
 from tests.support.command_line import env_of, grabstream

@@ -29,14 +29,14 @@ from grabstream.models.events import GrabConfirmed, GrabGranted, GrabHeld, decod
 from grabstream.models.journal import GENESIS, chain
 from grabstream.models.runs import decode_line
 from grabstream.ops.commands.rebuild.export import _size
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.rehearsal.stage import take_down
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import child_environment
 from grabstream.streams.journal import open_reader
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.replaying.archive_columns import COLUMN_NAMES
 from grabstream.streams.topics import Topics
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.rehearsal.stage import take_down
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import make_system, some_by_tier, until, wait_until
 from tests.streams.replaying.test_documented import examples
 from tests.support.command_line import env_of, grabstream

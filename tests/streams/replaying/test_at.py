@@ -16,12 +16,12 @@ from click.testing import CliRunner
 
 from grabstream.ops.commands.read.at import at as at_verb
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
-from grabstream.ops.rehearsal.run import open_books
 from grabstream.ops.settings import child_environment
 from grabstream.projections.database.sessions import system_name
 from grabstream.streams.replaying import replay_schema
 from grabstream.streams.replaying.replay_schema import Definition, open_schema, temporary_schema
 from grabstream.streams.replaying.selection import Wanted
+from grabstream.workshop.rehearsal.run import open_books
 from tests.conftest import until
 from tests.streams.replaying.histories import WAITS_FOR_US, RecordedSystem, schemas, tables
 from tests.support.command_line import env_of, grabstream

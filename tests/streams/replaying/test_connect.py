@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.servers import PROJECT, kafka_version
 from grabstream.ops.settings import Settings
 from grabstream.streams.projecting.projector import CatchUp
 from grabstream.streams.topics import Topics
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.servers import PROJECT, kafka_version
 from tests.conftest import until
 from tests.support.projecting import (
     EVENTS,

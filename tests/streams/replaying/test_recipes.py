@@ -12,12 +12,12 @@ from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import GrabGranted, decode_event
 from grabstream.models.journal import GENESIS, Cursor, chain
 from grabstream.models.runs import decode_line
-from grabstream.ops.services.servers import PROJECT
 from grabstream.projections.cursors import facts_without_transfers
 from grabstream.streams.history.archive import ArchiveSystem
 from grabstream.streams.history.stores import FolderStore
 from grabstream.streams.projecting.follower import Chunk
 from grabstream.streams.replaying.archive_sink import ArchiveSink, exporting
+from grabstream.workshop.services.servers import PROJECT
 from tests.streams.replaying.test_documented import examples
 from tests.support.projecting import SHARD
 from tests.support.random_history import NOW, random_history

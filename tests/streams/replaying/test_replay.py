@@ -30,8 +30,6 @@ from grabstream.ops.commands.read.at import at as at_verb
 from grabstream.ops.commands.rebuild.replay import replay as replay_verb
 from grabstream.ops.formats.moments import show_time
 from grabstream.ops.formats.replay_request import request
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings, child_environment, load_settings
 from grabstream.projections.database.locks import hold
 from grabstream.streams.history.chunks import Point
@@ -44,6 +42,8 @@ from grabstream.streams.replaying.replay import Stretch
 from grabstream.streams.replaying.selection import Selection, Wanted
 from grabstream.streams.replaying.sinks import PacedSink, events_in
 from grabstream.streams.topics import Topics, make_topics
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.services.servers import PROJECT
 from tests.conftest import until
 from tests.streams.replaying.histories import RecordedSystem, runs_of_ten, schemas, until_read_models_at
 from tests.support.command_line import env_of, grabstream

@@ -23,11 +23,11 @@ from grabstream.models.events import (
     OfferRetired,
 )
 from grabstream.ops.formats.moments import show_time
-from grabstream.ops.rehearsal.run import open_books
-from grabstream.ops.rehearsal.stage import take_down
 from grabstream.ops.settings import child_environment
 from grabstream.streams.projecting.agents import make_projectors
 from grabstream.streams.projecting.projector import CatchUp
+from grabstream.workshop.rehearsal.run import open_books
+from grabstream.workshop.rehearsal.stage import take_down
 from tests.conftest import make_system, until
 from tests.streams.replaying.histories import VIEWS, WAITS_FOR_US, RecordedSystem, drop, journal, tables
 from tests.support.command_line import env_of, grabstream

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from grabstream.lua.gate.sealing import SEALING
+from grabstream.lua.gate.sealing import SEALING, new_seal_key
 from grabstream.models.identifiers import is_id
 from grabstream.models.pseudonyms import user_of
 from grabstream.ops.console.output import console, json_option, print_json, table
@@ -70,9 +70,6 @@ def config(
         click.echo(sealer(settings).sealing_text())
         return
     if wants_key:
-        # Imported here, since everything that starts servers comes with it.
-        from grabstream.ops.commands.local.services import new_seal_key
-
         click.echo(new_seal_key())
         return
     if journal_key is not None:

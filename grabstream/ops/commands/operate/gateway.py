@@ -42,6 +42,7 @@ from grabstream.gateway.supervising import Supervisor
 from grabstream.gateway.tokens import Tokens, UserNames
 from grabstream.gateway.watching import Watching
 from grabstream.lua.gate.gate import Gate
+from grabstream.models.schema_documents import event_documents
 from grabstream.ops.commands.operate.examiners import open_examiners
 from grabstream.ops.connections.cache_redis import open_cache
 from grabstream.ops.connections.identity import require_schema
@@ -66,7 +67,6 @@ from grabstream.ops.console.stopping import (
     stop_on_signals,
 )
 from grabstream.ops.metrics.answering import Answering, open_answering
-from grabstream.ops.schemas.documents import event_documents
 from grabstream.ops.settings import GATEWAY_PORT, BadSettings, Settings, listed, load_settings
 from grabstream.ops.tracing import tracing
 from grabstream.runtime.ending import running

@@ -1,1 +1,0 @@
-"""Verbs for one machine: local servers, and the rehearsal."""
