@@ -46,7 +46,7 @@ def cells(head: str) -> list[list[str]]:
 
 
 def test_table_of_commands_names_every_field() -> None:
-    rows = cells("| command | fields beside `type`, `id`, `offer` | what it does |")
+    rows = cells("| command | fields in addition to `type`, `id`, `offer` | what it does |")
     named = {
         command: re.findall(r"`([a-z_]+)`", re.sub(r"\(.*?\)", "", fields))
         for names, fields, _ in rows
