@@ -27,7 +27,7 @@ UNITS: Final = {
     "": 1, "bytes": 1, "KiB": 1024, "MiB": 1024**2,
     "ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000, "days": 24 * 3_600_000,
 }  # fmt: skip
-_named = re.compile(r"(?:([\d,.]+)(?: ([A-Za-z]+))?|for ever)?<!-- (\S+) -->")
+_named = re.compile(r"(?:([\d,.]+)(?: ([A-Za-z]+))?|permanent)?<!-- (\S+) -->")
 
 
 def constant(name: str) -> Any:
@@ -74,7 +74,7 @@ def problems(page: str) -> Iterator[str]:
             yield f"{name}: no such constant ({error!r})"
             continue
         if unit not in UNITS or value != (float(number.replace(",", "")) * UNITS[unit] if number else -1):
-            yield f"{name} is {constant(name)!r}, and the page says {number or 'for ever'} {unit}".rstrip()
+            yield f"{name} is {constant(name)!r}, and the page says {number or 'permanent'} {unit}".rstrip()
     yield from (f"{name} is not in the page" for name in must_be_named() if name not in named)
     wanted, lines = set(setting_rows()), {line for line in page.splitlines() if line.startswith("| `GRAB_")}
     yield from (f"this row is missing: {row}" for row in sorted(wanted - lines))

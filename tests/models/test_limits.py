@@ -30,7 +30,7 @@ def test_page_of_bounds_agrees_with_the_code() -> None:
             "lua/includes/cost.lua:call_max is 2500, and the page says 2,501",
         ),
         (
-            "for ever<!-- streams.topics.RETENTION_MS.journal",
+            "permanent<!-- streams.topics.RETENTION_MS.journal",
             "7 days<!-- streams.topics.RETENTION_MS.journal",
             "streams.topics.RETENTION_MS.journal is -1, and the page says 7 days",
         ),
