@@ -19,13 +19,13 @@ SOURCES: Final = {
     ),
     "ledger": ("Ledger", "From the read model `ledger`: double-entry books."),
     "audit": ("Events", "From the read model `audit`: the journal, in PostgreSQL."),
-    "gates": ("Refusals", "Refusals are not events. They are counted, and no rebuild brings them back."),
+    "gates": ("Refusals", "Refusals are not events. They are counted, and no rebuild restores them."),
     "report": (
         "Reports",
         "Over several read models. While one of them lags behind another (`cursors`), a report may have\n"
         "numbers of two times.",
     ),
-    "system": ("The system itself", "How far read models, verifier and operators are."),
+    "system": ("The system itself", "Progress of read models and the verifier; records set aside."),
 }
 
 
@@ -147,14 +147,13 @@ def document() -> str:
 The views of the schema `GRAB_SCHEMA`, which keep their names when the tables behind them are rebuilt. The
 same texts are comments in the database (`\\d+ offers` in psql; the column descriptions of a tool).
 `python scripts/data_dictionary.py --write docs/data.md` generates this page; `make lint` compares.
-[Tables and views](storage.md#tables-and-views) says which questions have an index.
+[Tables and views](storage.md#tables-and-views) says which queries have an index.
 
 ![Offers have grabs, grabs have payments; a line of the audit trail has transfers]({PICTURE})
 
-**Times.** A time is an integer, and beside it a `timestamptz`: `at` and `at_time`, `deadline_at` and
-`deadline_time`, `second` and `second_time`. Integers are exact, and are what events have; `timestamptz` is
-for people. A time that never comes is NULL in `…_time`. Compare with either: `at_time >= '2026-11-20
-10:00+08'`.
+**Times.** A time has two columns, an integer and a `timestamptz`: `at` and `at_time`, `deadline_at` and
+`deadline_time`, `second` and `second_time`. Integers are exact, as in events; `timestamptz` is for people. A
+time that never comes is NULL in `…_time`. Compare with either: `at_time >= '2026-11-20 10:00+08'`.
 
 **Amounts.** Money is in minor units (cents). An `amount` counts its `asset`: minor units if the asset is
 money, pieces otherwise. Columns named `…_amount` in `offers` and `grabs` count money only, and are NULL for
@@ -194,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", metavar="FILE", type=Path, help="exit 1 unless FILE agrees with the code")
-    action.add_argument("--write", metavar="FILE", type=Path, help="write FILE, and the picture beside it")
+    action.add_argument("--write", metavar="FILE", type=Path, help="write FILE and its picture")
     asked = parser.parse_args()
     file: Path | None = asked.check or asked.write
     if file is None:

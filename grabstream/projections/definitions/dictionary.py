@@ -66,7 +66,7 @@ _STATES_OF_GRABS: Final = {
 }
 _STATES_OF_PAYMENTS: Final = {
     "served": "it confirmed units",
-    "refund_due": "it confirmed nothing, and is to be given back",
+    "refund_due": "it confirmed nothing, and must be refunded",
 }
 _REASONS: Final = {
     "command": "by an operator",
@@ -89,8 +89,8 @@ _EVENTS: Final = "Type of the event, such as grab.held (docs/events.md, schemas/
 #: What a column means in every view that has no other text for it. Without a type: bigint.
 _COMMON: Final[Mapping[str, str | tuple[str, str] | Column]] = {
     "offer": ("text", "Id of the offer."),
-    "campaign": ("text", "Id of the campaign: that of the offer up to its first colon."),
-    "grab": ("text", "Id of the grab: that of the command that made it."),
+    "campaign": ("text", "Id of the campaign: the offer's id up to its first colon."),
+    "grab": ("text", "Id of the grab, which is the id of its command."),
     "user_id": ("text", "Id of the user."),
     "shard": ("integer", "Number of the shard that decided it; each shard has a journal partition."),
     "seq": "Number of the event in its shard, from 1 without gaps.",
@@ -101,7 +101,7 @@ _COMMON: Final[Mapping[str, str | tuple[str, str] | Column]] = {
     "title": ("text", "Title of the offer."),
     "quantity": "Units that the grab got or waits for. A part of an envelope is 1 unit.",
     "place": "Ordinal of the grab within the offer, from 1; while it waits, its number on the waiting list.",
-    "deadline_at": f"Until when the hold must be confirmed, {_MS}. NULL: it is no hold.",
+    "deadline_at": f"Until when the hold must be confirmed, {_MS}. NULL: it is not a hold.",
     "waiting": "Grabs on the waiting list now.",
     "body": ("text", "The event as JSON, byte for byte."),
     "type": ("text", _EVENTS),
@@ -167,7 +167,7 @@ _TRANSFER: Final = "shard seq leg offer asset debit credit amount at"
 
 VIEWS: Final[Mapping[str, View]] = {
     "offers": View(
-        "balances", "Offers with their state and what became of their units until now.", ("offer",),
+        "balances", "Offers with their state and the results for their units so far.", ("offer",),
         _columns(
             "offer shard kind issuer funding asset total units title state opened_at opens_at closes_at "
             "closed_at retired_at reason grabs given held waiting units_left amount_left refunded "
@@ -180,21 +180,21 @@ VIEWS: Final[Mapping[str, View]] = {
             units="Parts of an envelope, pieces of other kinds.",
             state=Column("text", "State of the offer.", _STATES_OF_OFFERS),
             opened_at=f"When it was created, {_MS}.",
-            opens_at=f"From when on it takes grabs, {_MS}.",
-            closes_at=f"Until when it takes grabs, {_MS}; 4102444800000: it does not close by itself.",
+            opens_at=f"When it begins to take grabs, {_MS}.",
+            closes_at=f"Until when it takes grabs, {_MS}; 4102444800000: it does not close automatically.",
             closes_time=(
-                "timestamptz", "`closes_at` as timestamptz. NULL: it does not close by itself."
+                "timestamptz", "`closes_at` as timestamptz. NULL: it does not close automatically."
             ),
             closed_at=f"When it closed, {_MS}. NULL: it has not closed.",
             retired_at=f"When it left Redis, {_MS}. NULL: it has not retired.",
             reason=Column("text", "Why it closed. NULL: it has not closed.", _REASONS),
             grabs="Grabs that got units.",
-            given="Minor units of an envelope, pieces of other kinds, that users have for good now: see "
+            given="Minor units of an envelope, pieces of other kinds, that users own now: see "
                   "`given_amount` and `given_units`.",
             held="Pieces that are held now.",
             units_left="Parts or pieces that can still be taken.",
             amount_left="Minor units or pieces in the account of the offer. Pieces of it above `units_left` "
-                        "came back without their codes: nobody can take them.",
+                        "came back without their codes: they cannot be taken.",
             refunded="Minor units or pieces that went back to the issuer: see `refunded_amount` and "
                      "`refunded_units`.",
             seed_sha256=("text", "SHA-256 of the seed of an envelope. NULL: pieces have none."),
@@ -207,7 +207,7 @@ VIEWS: Final[Mapping[str, View]] = {
             given_amount="Minor units of an envelope that users got. NULL: pieces.",
             left_amount="Minor units of an envelope that are left. NULL: pieces.",
             refunded_amount="Minor units of an envelope that went back when it closed. NULL: pieces.",
-            given_units="Parts or pieces that users have for good now.",
+            given_units="Parts or pieces that users own now.",
             refunded_units="Parts or pieces that went back to the issuer.",
             known_timezone=(
                 "text", "`campaign_timezone`, or UTC where this PostgreSQL does not know that zone."
@@ -249,23 +249,23 @@ VIEWS: Final[Mapping[str, View]] = {
             payment=("text", "Id of the payment."),
             amount="Minor units of `currency` that came.",
             currency=("text", "Currency of the payment."),
-            state=Column("text", "What became of it.", _STATES_OF_PAYMENTS),
+            state=Column("text", "Result of the payment.", _STATES_OF_PAYMENTS),
             outcome=("text", "`confirmed`, or why it could not be served."),
             refunded="Minor units of a served payment that returns gave back.",
         ),
     ),
     "limits": View(
         "balances",
-        "What each limit of present offers leaves to each value, in the window of now, and until when.",
+        "What each limit of present offers leaves for each value in the current window, and until when.",
         ("offer", "by", "per", "scope", "value"),
         _columns(
             "offer by per scope value max counted left resets_at resets_time",
             per=("text", "Window of the limit: hour, day, week, offer or campaign."),
-            scope=("text", "Whose grabs count: those of the `offer`, or of the `campaign`."),
+            scope=("text", "Whether grabs of the `offer` or of the `campaign` count."),
             value=("text", "The user, or the value of the attribute."),
             max="Units that the limit allows.",
             counted="Units that count now.",
-            left="Units that the limit leaves. A word of SQL: write `\"left\"`, in quotes.",
+            left="Units that the limit leaves. A keyword of SQL: write `\"left\"`, in quotes.",
             resets_at=f"When the window ends, by the local clock (UTC where this PostgreSQL does not know "
                       f"the zone), {_MS}. NULL for the window `offer`.",
         ),
@@ -289,7 +289,7 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "fairness": View(
-        "balances", "Amounts of parts by their place, over all envelopes of the same terms, beside the mean "
+        "balances", "Amounts of parts by their place, over all envelopes of the same terms, with the mean "
         "that the law gives every place.",
         ("asset", "law", "total", "parts", "min", "max", "place"),
         _columns(
@@ -323,7 +323,7 @@ VIEWS: Final[Mapping[str, View]] = {
     "transfers": View(
         "ledger",
         "Movements of an amount from one account to another: the ledger. The function "
-        "`user_transfers('ann')` gives those of one user, without `line_seq`.",
+        "`user_transfers('ann')` returns the transfers of one user, without `line_seq`.",
         ("shard", "seq", "leg"),
         _columns(
             f"{_TRANSFER} line_seq at_time",
@@ -348,7 +348,7 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "flows": View(
-        "ledger", "The sum of the transfers of an offer between each two kinds of accounts.",
+        "ledger", "The sum of the transfers of an offer between each pair of kinds of accounts.",
         ("offer", "asset", "debit_kind", "credit_kind"),
         _columns(
             "offer asset debit_kind credit_kind transfers amount",
@@ -383,7 +383,7 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "events": View(
-        "audit", "Every event by itself, as on grab.events.", ("shard", "seq"),
+        "audit", "Single events, as on grab.events.", ("shard", "seq"),
         _columns("shard seq offer type at body at_time"),
     ),
     "operations": View(
@@ -395,7 +395,7 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "demand": View(
-        "gates", "Refusals counted by second. Refusals are not events, so no rebuild brings them back.",
+        "gates", "Refusals counted by second. Refusals are not events, so no rebuild restores them.",
         ("offer", "code", "second"),
         _columns(
             "offer outcome code second refusals second_time",
@@ -434,7 +434,7 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "results_by_week": View(
-        "report", "What became of each offer until now, by the week in which it opens. Units are parts of an "
+        "report", "Results of each offer so far, by the week in which it opens. Units are parts of an "
         "envelope, else pieces; money is in minor units of `currency`.",
         ("offer",),
         _columns(
@@ -445,7 +445,7 @@ VIEWS: Final[Mapping[str, View]] = {
             week=("text", "ISO week of `opens_time` in `timezone`, such as 2026-W47."),
             state=Column("text", "State of the offer.", _STATES_OF_OFFERS),
             timezone=("text", "Time zone of the campaign; UTC where this PostgreSQL does not know it."),
-            opens_time=("timestamptz", "From when on it takes grabs."),
+            opens_time=("timestamptz", "When it begins to take grabs."),
             closed_time=("timestamptz", "When it closed. NULL: it has not closed."),
             offered="Units of the offer, with amendments.",
             grabs="Grabs that got units.",
@@ -462,25 +462,25 @@ VIEWS: Final[Mapping[str, View]] = {
             payments="Payments that confirmed units.",
             paid=("numeric", "Money that they paid."),
             late_payments="Payments that came at the deadline of their hold or later.",
-            late_served="Late payments that confirmed units all the same.",
+            late_served="Late payments that still confirmed units.",
             late_paid=("numeric", "Money that late payments paid for units."),
             refunded=("numeric", "Money that returns gave back."),
-            refund_due=("numeric", "Money of payments that confirmed nothing, to be given back."),
+            refund_due=("numeric", "Money of payments that confirmed nothing and must be refunded."),
             revenue=("numeric", "`paid` − `refunded`."),
             sold_out_time=("timestamptz", "When nothing was left for the first time. NULL: never."),
             sold_out_after=("interval", "`sold_out_time` − `opens_time`. NULL: never sold out."),
         ),
     ),
     "funnel": View(
-        "report", "From attempts to what stayed: grabs, then units (parts of an envelope, else pieces).",
+        "report", "From attempts to sales: grabs, then units (parts of an envelope, else pieces).",
         ("offer",),
         _columns(
             "offer campaign kind attempts refused accepted waiting granted held confirmed retaken released "
             "returned refusals",
             attempts="`refused` + `accepted`: grabs that were decided, and the other commands in `refused`. "
                      "Repeats of a command count once.",
-            refused="Refusals whose outcome a grab may have. `demand` does not tell commands apart, so "
-                    "those of other commands are in it: `limit_reached` and `not_enough_left` when grabs are "
+            refused="Refusals whose outcome a grab may have. `demand` does not distinguish commands, so it "
+                    "includes refusals of others: `limit_reached` and `not_enough_left` when grabs are "
                     "extended, paid or returned, `over` and `not_enough_left` when offers are amended or "
                     "loaded.",
             accepted="Grabs that were granted, held or queued.",
@@ -518,11 +518,11 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "verification": View(
-        "system", "How far the verifier is.", ("shard",),
+        "system", "Progress of the verifier.", ("shard",),
         _columns(
             "shard seq head rounds verified_at compared_at findings",
             seq="The last event up to which everything was verified.",
-            rounds="How often all before it was verified again.",
+            rounds="How often everything before it was verified again.",
             verified_at=("timestamptz", "When it verified last. NULL: never."),
             compared_at=("timestamptz", "When it compared accounts and offers last. NULL: never."),
             findings="Open differences (the table `findings`).",
