@@ -106,7 +106,7 @@ class _Terms(
 ):
     """What all kinds of offers have."""
 
-    issuer: Annotated[Id, Meta(description="who gives the offer; gets back what nobody takes")]
+    issuer: Annotated[Id, Meta(description="who gives the offer; gets back units that no user takes")]
     title: Annotated[
         str,
         Meta(
@@ -121,9 +121,7 @@ class _Terms(
     ] = None
     closes_at: Annotated[
         TimeMs | None,
-        Meta(
-            description="closes by itself then; absent: 24 h after opening (envelope), never (coupon, stock)"
-        ),
+        Meta(description="closes automatically then; absent: 24 h after opening (envelope), never (others)"),
     ] = None
     timezone: Annotated[str, Meta(description="the time zone for `limits` and `hours`")] = "UTC"
     hours: Annotated[

@@ -70,7 +70,7 @@ export interface Changes {
 /** Coupons: units with limits, used by `redeem`. */
 export interface CouponTerms {
   kind: 'coupon'
-  /** who gives the offer; gets back what nobody takes */
+  /** who gives the offer; gets back units that no user takes */
   issuer: string
   /** one line of text for people */
   title?: string
@@ -78,7 +78,7 @@ export interface CouponTerms {
   total: number
   /** grabs before are `not_open_yet`; absent: at once */
   opens_at?: number
-  /** closes by itself then; absent: 24 h after opening (envelope), never (coupon, stock) */
+  /** closes automatically then; absent: 24 h after opening (envelope), never (others) */
   closes_at?: number
   /** the time zone for `limits` and `hours` */
   timezone?: string
@@ -121,7 +121,7 @@ export interface CouponTerms {
 /** A sum of money in random parts, one for each user. */
 export interface EnvelopeTerms {
   kind: 'envelope'
-  /** who gives the offer; gets back what nobody takes */
+  /** who gives the offer; gets back units that no user takes */
   issuer: string
   /** one line of text for people */
   title?: string
@@ -129,7 +129,7 @@ export interface EnvelopeTerms {
   total: number
   /** grabs before are `not_open_yet`; absent: at once */
   opens_at?: number
-  /** closes by itself then; absent: 24 h after opening (envelope), never (coupon, stock) */
+  /** closes automatically then; absent: 24 h after opening (envelope), never (others) */
   closes_at?: number
   /** the time zone for `limits` and `hours` */
   timezone?: string
@@ -194,7 +194,7 @@ export interface LimitState {
 /** Stock: items in any quantity; with `hold_ms`, held until paid. */
 export interface StockTerms {
   kind: 'stock'
-  /** who gives the offer; gets back what nobody takes */
+  /** who gives the offer; gets back units that no user takes */
   issuer: string
   /** one line of text for people */
   title?: string
@@ -202,7 +202,7 @@ export interface StockTerms {
   total: number
   /** grabs before are `not_open_yet`; absent: at once */
   opens_at?: number
-  /** closes by itself then; absent: 24 h after opening (envelope), never (coupon, stock) */
+  /** closes automatically then; absent: 24 h after opening (envelope), never (others) */
   closes_at?: number
   /** the time zone for `limits` and `hours` */
   timezone?: string
@@ -332,7 +332,7 @@ export interface OfferDetail {
   refunded: number
   opened_at: number
   opens_at: number
-  /** Absent: it does not close by itself. */
+  /** Absent: it does not close automatically. */
   closes_at?: number
   closed_at?: number
   retired_at?: number
@@ -370,7 +370,7 @@ export interface Offer {
   refunded: number
   opened_at: number
   opens_at: number
-  /** Absent: it does not close by itself. */
+  /** Absent: it does not close automatically. */
   closes_at?: number
   closed_at?: number
   retired_at?: number

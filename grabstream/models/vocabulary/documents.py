@@ -38,7 +38,7 @@ class OfferSummary(Document):
     refunded: int
     opened_at: int
     opens_at: int
-    closes_at: int | None = Field(None, description="Absent: it does not close by itself.")
+    closes_at: int | None = Field(None, description="Absent: it does not close automatically.")
     closed_at: int | None = None
     retired_at: int | None = None
     reason: str | None = Field(None, description="Why it was closed: command, deadline, or drained.")
