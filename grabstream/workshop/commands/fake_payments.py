@@ -43,12 +43,12 @@ EXIT_HANGS: Final = 1
     "key_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="The private JWK of the key of GRAB_PAYMENT_ENCRYPTION_KEY: only tokens that it opens are taken.",
+    help="The private JWK of the key of GRAB_PAYMENT_ENCRYPTION_KEY: only tokens that it opens are accepted.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write log lines as JSON.")
 def fake_payments(port: int, key_file: Path | None, as_json: bool) -> None:
     """Run a payment provider that moves no money, to try payments (docs/flash-sale.md). Not for production:
-    whoever reaches it pays nothing. Runs until SIGTERM (exit code 0) or Ctrl-C (130).
+    every payment succeeds without money. Runs until SIGTERM (exit code 0) or Ctrl-C (130).
     """
     if as_json:
         log_as_json()

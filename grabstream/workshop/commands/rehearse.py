@@ -99,7 +99,7 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     type=WholeNumber(min=0),
     default=24,
     show_default=True,
-    help="How many small envelopes there are beside it.",
+    help="How many small envelopes there are in addition.",
 )
 @click.option(
     "--small-parts",
@@ -113,7 +113,7 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     type=WholeNumber(1, 3_600),
     default=15,
     show_default=True,
-    help="Seconds after which two of the envelopes close by themselves, from the start of the rush.",
+    help="Seconds from the start of the rush after which two of the envelopes close automatically.",
 )
 @click.option(
     "--seed", type=WholeNumber(0, 10**9), help="Seed of the crowd; repeats a run. Default: random, printed."
@@ -123,13 +123,12 @@ MONEY: Final = ("revenue", "refunded", "refund_due")
     type=click.Choice(["all", "http"]),
     default="all",
     show_default=True,
-    help="How the envelopes' crowd comes: through topic, gate and gateway at once; or over HTTP only, in a "
-    "shape.",
+    help="How the envelopes' crowd arrives: by topic, gate and gateway; or over HTTP only, in a shape.",
 )
 @click.option(
     "--shape",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with the shape of a crowd that comes over HTTP (docs/rehearsing.md). Default: a short rush.",
+    help="File with the shape of a crowd over HTTP (docs/rehearsing.md). Default: a short rush.",
 )
 @click.option(
     "--report",
@@ -159,11 +158,11 @@ def rehearse(
     keep: bool,
     as_json: bool,
 ) -> None:
-    """Let a made-up crowd of thousands grab through topic, gate and gateway at once, first steadily, then in
-    a rush, and print a verdict. Exit code 1: a check of the verdict failed.
+    """Simulate a crowd of thousands that grabs through topic, gate and gateway at once, first steadily, then
+    in a rush, and print a verdict. Exit code 1: a check of the verdict failed.
 
-    The rehearsal makes a separate system (topics, schema and keys under a new prefix) with two workers and a
-    gateway, on the servers of the settings, and removes it at the end.
+    The rehearsal creates a separate system (topics, schema and keys under a new prefix) with two workers and
+    a gateway, on the servers of the settings, and removes it at the end.
     """
     _refuse_foreign_options(context, story, door)
     try:

@@ -179,15 +179,15 @@ def _write_seal_key() -> bool:
 @click.option(
     "--secure",
     is_flag=True,
-    help="Start servers with TLS and logins, beside the others, with certificates and users of their own.",
+    help="Start servers with TLS and logins, in addition to the others, with new certificates and users.",
 )
 @json_option
 def up(temporary: bool, cluster: bool, secure: bool, as_json: bool) -> None:
-    """Start those of Redis, Kafka and PostgreSQL that do not run; a second call does nothing.
+    """Start Redis, Kafka and PostgreSQL, unless they are running.
 
     If a Docker engine answers, compose.yaml is used, unless GRAB_SERVICES=processes asks for plain processes.
     These keep their data in the folder .services (PostgreSQL in /var/tmp, if root starts it). A cluster has
-    its own ports, and may run beside the single servers.
+    its own ports, and may run in addition to the single servers.
     """
     report = (lambda line: None) if as_json else (lambda line: console.print(f"[dim]{line}[/]"))
     made_key = _write_seal_key()

@@ -57,8 +57,8 @@ def approve(file: Path, key_id: str, key_file: Path, expires: str, as_json: bool
     """Approve the commands of FILE: one JSON object or an array, with ids, as services send them (`-` is
     standard input). Connects to no server; shows what is signed, then the signatures.
 
-    Give the output to --approval, or put each `approval` into the command's field `approvals`. Whoever sends
-    the command may be another: `operator` is not signed.
+    Give the output to --approval, or put each `approval` into the command's field `approvals`. Another party
+    may send the command: `operator` is not signed.
     """
     if not is_id(key_id):
         raise click.BadParameter(f"must match [A-Za-z0-9._-]{{1,64}}, got {key_id!r}", param_hint="--key-id")

@@ -199,7 +199,7 @@ def load(
     """Load the lines of FILE into OFFER before it opens: its coupon codes, or the users who may grab. Empty
     lines are skipped.
 
-    Repeat the same call, with the same file, to continue where a call stopped: chunks that are loaded already
+    Repeat the same call, with the same file, to continue where a call stopped: chunks that are already loaded
     are answered `repeated` and not loaded again.
     """
     if (codes is None) == (audience is None):

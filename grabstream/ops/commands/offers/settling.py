@@ -37,8 +37,8 @@ _grab_argument = click.argument("grab")
 def confirm(
     offer: str, receipt_file: TextIO | None, command_id: str | None, as_json: bool, **fields: Any
 ) -> None:
-    """Confirm that the units of OFFER that GRAB holds were paid: they become the user's for good. A payment
-    for units that cannot be confirmed is recorded as due for a refund.
+    """Confirm that the units of OFFER that GRAB holds were paid: they then belong to the user. A payment for
+    units that cannot be confirmed is recorded as due for a refund.
     """
     # One character more than a receipt may have, which is refused as too long.
     receipt = receipt_file.read(RECEIPT_LENGTH_MAX + 1).strip() if receipt_file is not None else None
@@ -74,7 +74,7 @@ def extend(offer: str, command_id: str | None, as_json: bool, **fields: Any) -> 
 @id_option
 @json_option
 def return_(offer: str, command_id: str | None, as_json: bool, **fields: Any) -> None:
-    """Return units of OFFER that GRAB has for good. Money that was paid for them is refunded."""
+    """Return units of OFFER that GRAB owns. Money that was paid for them is refunded."""
     carry_out(make_command("return", command_id, offer, **fields), as_json)
 
 

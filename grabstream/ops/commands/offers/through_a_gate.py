@@ -241,7 +241,7 @@ def open(  # noqa: A001 - the verb's name
     contain {week}, open the offers of one week.
 
     All offers are checked before the first is opened. An offer without an id in the file gets the command id
-    open-<offer>, so the same call may be repeated: an offer that is open already gets its first answer again.
+    open-<offer>, so the same call may be repeated: an offer that is already open gets its first answer again.
     Exit code 1: an offer was refused; 2: the file is wrong.
     """
     plan = plan_of(week)

@@ -44,7 +44,7 @@ LOCK_DAYS_MAX = 36_500
 @click.option(
     "--lock-mode",
     type=click.Choice(["compliance", "governance"]),
-    help="Who can end this lock: nobody, or who has s3:BypassGovernanceRetention.  [default: compliance]",
+    help="Who can remove it: no one, or holders of s3:BypassGovernanceRetention.  [default: compliance]",
 )
 @json_option
 def checkpoint(
@@ -54,8 +54,8 @@ def checkpoint(
     the root of a tree of all events. Kept elsewhere, it proves later that this history was not rewritten
     (`verify --against`), and that a grab is part of it (`prove`).
 
-    Reads every event. Exit code 1: the trail contradicts itself, or is not what the journal has, or the file
-    exists, or the store refuses; 3: a server or the store cannot be reached.
+    Reads every event. Exit code 1: the trail contradicts itself or the journal, the file exists, or the store
+    refuses; 3: a server or the store cannot be reached.
     """
     if lock_days is not None and not isinstance(output, Place):
         raise click.UsageError("--lock-days is for --output s3://bucket/key")

@@ -42,7 +42,7 @@ from grabstream.streams.journal_keys import new_key_pair
     "--user-of",
     "name",
     metavar="NAME",
-    help="Print the id of the user whom tokens call NAME (GRAB_JWT_USER_CLAIM), and nothing else.",
+    help="Print the id of the user that tokens name NAME (GRAB_JWT_USER_CLAIM), and nothing else.",
 )
 @json_option
 def config(

@@ -38,10 +38,10 @@ _MEANS: Final = {
 )
 @json_option
 def doctor(watch: float | None, as_json: bool) -> None:
-    """Show what is stuck, since when, what it means for users, and the command that mends it.
+    """Show what is stuck, since when, what it means for users, and the command that fixes it.
 
-    Every server is asked separately: if one is away, the others are still examined. Exit code 0: nothing
-    found; 1: something is stuck or at risk; 3: a server does not answer.
+    Servers are examined separately, even if one of them does not answer. Exit code 0: nothing found; 1:
+    something is stuck or at risk; 3: a server does not answer.
     """
     settings = load_settings()
     while True:
@@ -63,10 +63,9 @@ def doctor(watch: float | None, as_json: bool) -> None:
 @click.option("--operator", required=True, help="The name of the operator who decides it.")
 @json_option
 def dismiss(finding: int, reason: str, operator: str, as_json: bool) -> None:
-    """Dismiss FINDING, the number of a difference that `doctor` shows: it is no longer shown while it stays
-    the same.
+    """Dismiss FINDING, the number of a difference that `doctor` shows: it is hidden while it stays the same.
 
-    A difference that was mended need not be dismissed: it disappears when the verifier compares the same rows
+    A corrected difference need not be dismissed: it disappears when the verifier compares the same rows
     again. Exit code 1: there is no open finding with this number.
     """
     if not asyncio.run(_dismiss(finding, operator, reason)):

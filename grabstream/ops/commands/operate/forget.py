@@ -20,18 +20,22 @@ EFFECT_SECONDS = 60
 @click.command()
 @click.argument("user")
 @click.option(
-    "--by", "by_name", required=True, metavar="NAME", help="Who does it; an id, which is recorded for good."
+    "--by",
+    "by_name",
+    required=True,
+    metavar="NAME",
+    help="Who does it: an id, which is recorded permanently.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and change nothing.")
 @json_option
 def forget(user: str, by_name: str, dry_run: bool, as_json: bool) -> None:
-    """Delete the key under which events have sealed the metadata of USER, and the kept refusals of USER. The
-    metadata are unreadable from then on, in the journal and in everything that was made of it; sums, hashes
-    and proofs stay as they are. It cannot be undone.
+    """Delete the key under which events have sealed the metadata of USER, and the kept refusals of USER.
+    After that, the metadata are unreadable, in the journal and in everything computed from it; sums, hashes
+    and proofs do not change. It cannot be undone.
 
-    USER is an id, or the name in tokens of which GRAB_JWT_USER_KEY makes the id. The id itself stays in the
-    events: use pseudonyms as ids, and delete your own mapping too (docs/privacy.md). A copy of PostgreSQL
-    from before still has the key.
+    USER is an id, or the name in tokens from which GRAB_JWT_USER_KEY makes the id. The id itself stays in the
+    events: use pseudonyms as ids, and delete your own mapping too (docs/privacy.md). An older copy of
+    PostgreSQL still has the key.
     """
     if not is_id(by_name):
         raise click.BadParameter(

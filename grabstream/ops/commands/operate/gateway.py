@@ -92,13 +92,13 @@ PROCESSES_MAX: Final = 64
     type=WholeNumber(1, PROCESSES_MAX),
     default=1,
     show_default=True,
-    help="How many processes serve the port; one that dies is started again.",
+    help="How many processes serve the port; a process that dies is restarted.",
 )
 @click.option("--process", "number", type=WholeNumber(1, PROCESSES_MAX), hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Write log lines as JSON, as with GRAB_LOG=json.")
 def gateway(host: str, port: int, processes: int, number: int | None, as_json: bool) -> None:
-    """Serve commands over HTTP (docs/http.md). Runs until SIGTERM (exit code 0) or Ctrl-C (130); requests in
-    work get their answers first.
+    """Serve commands over HTTP (docs/http.md). Runs until SIGTERM (exit code 0) or Ctrl-C (130); open
+    requests are answered first.
     """
     if as_json:
         log_as_json()

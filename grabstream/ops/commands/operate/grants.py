@@ -12,7 +12,7 @@ from grabstream.ops.settings import Settings, load_settings
 
 
 @click.command()
-@click.option("--apply", "applies", is_flag=True, help="Give these rights, as the administrators.")
+@click.option("--apply", "applies", is_flag=True, help="Grant these rights, as the administrators.")
 @click.option("--dry-run", is_flag=True, help="With --apply: show what would be done, and change nothing.")
 @click.option(
     "--group",
@@ -23,7 +23,7 @@ from grabstream.ops.settings import Settings, load_settings
 )
 @json_option
 def grants(applies: bool, dry_run: bool, groups: tuple[str, ...], as_json: bool) -> None:
-    """Print the least rights of each role on Redis, Kafka and PostgreSQL, or give them. Running it again
+    """Print the least rights of each role on Redis, Kafka and PostgreSQL, or grant them. Running it again
     changes nothing. Passwords are set by the administrator of each server.
     """
     settings = load_settings()

@@ -29,10 +29,10 @@ from grabstream.ops.settings import load_settings
 )
 @json_option
 def init(replication: int | None, new_journal: bool, drop_libraries: bool, as_json: bool) -> None:
-    """Create the topics and tables that are missing, and load the function library into Redis; a second call
-    does nothing. The number of shards cannot be changed later.
+    """Create missing topics and tables, and load the function library into Redis; a second call changes
+    nothing. The number of shards cannot be changed later.
 
-    Prefix, journal, schema and number of shards belong together from then on: every process refuses other
+    After that, prefix, journal, schema and number of shards belong together: every process refuses other
     combinations. Exit code 2: one of them belongs to another system; nothing was created.
     """
     settings = load_settings()

@@ -100,14 +100,14 @@ def create(
 @_name
 @click.option(
     "--grace", default="24h", show_default=True,
-    help="How long the secret until now stays valid beside the new one; 0 ends it at once.",
+    help="How long the old secret stays valid next to the new one; 0 revokes it at once.",
 )  # fmt: skip
 @_expires
 @_dry_run
 @json_option
 def rotate(name: str, grace: str, expires: str | None, dry_run: bool, as_json: bool) -> None:
-    """Give the key NAME a new secret, and print it. The secret until now stays valid for a time, in which its
-    service takes the new one; a secret from before it ends at once.
+    """Give the key NAME a new secret, and print it. The old secret stays valid for the time of --grace, in
+    which the service changes to the new one; a secret from before it is revoked at once.
     """
     try:
         grace_ms = read_duration(grace)
@@ -128,7 +128,7 @@ def rotate(name: str, grace: str, expires: str | None, dry_run: bool, as_json: b
 @_dry_run
 @json_option
 def revoke(name: str, dry_run: bool, as_json: bool) -> None:
-    """End the key NAME for ever, with all of its secrets. Gateways refuse it within seconds."""
+    """Revoke the key NAME permanently, with all of its secrets. Gateways refuse it within seconds."""
 
     was_revoked = False
 
@@ -151,7 +151,7 @@ def revoke(name: str, dry_run: bool, as_json: bool) -> None:
 @keys.command(name="list")
 @json_option
 def list_(as_json: bool) -> None:
-    """List the keys, also those that are revoked. Secrets are not kept, so they cannot be shown."""
+    """List the keys, including revoked ones. Secrets are not kept, so they cannot be shown."""
 
     async def load() -> list[ApiKey]:
         async with checked_books(load_settings()) as connection:

@@ -44,18 +44,16 @@ class CannotRetire(Exception):
 
 
 @click.command()
-@click.option(
-    "--retire", metavar="KEY", help="Retire the old key with this id, if nothing needs it any more."
-)
+@click.option("--retire", metavar="KEY", help="Retire the old key with this id, if it is no longer needed.")
 @click.option("--dry-run", is_flag=True, help="Show what would change, and change nothing.")
 @json_option
 def reseal(retire: str | None, dry_run: bool, as_json: bool) -> None:
     """Seal the secrets of webhooks and the keys of users with the first key of GRAB_SEAL_KEYS, and show what
-    each key is needed for. It may be stopped and repeated at any time.
+    each key is needed for. It may be interrupted and repeated at any time.
 
-    Events and Redis keep what an old key has sealed, so that key is needed until their offers have ended
-    (docs/operating.md, A new seal key). Whether a process still seals with the key to retire is not known
-    here: give every process the new settings first. Exit code 1: the key to retire is needed.
+    Events and Redis keep values sealed by an old key, so that key is needed until their offers have ended
+    (docs/operating.md, A new seal key). It is not known here whether a process still seals with the key to
+    retire: give every process the new settings first. Exit code 1: the key to retire is needed.
     """
     if retire is not None:
         require_id_alone(retire, "--retire")

@@ -14,11 +14,11 @@ from grabstream.projections.database.system import schemas_of
 @click.command()
 @json_option
 def schemas(as_json: bool) -> None:
-    """Print the PostgreSQL schemas of this system, one in each line: GRAB_SCHEMA, and those of the versions
-    of its read models.
+    """Print the PostgreSQL schemas of this system, one in each line: GRAB_SCHEMA, and one for each version of
+    its read models.
 
-    For backups (docs/backup.md): schemas with a similar name may belong to other systems. Exit code 1: there
-    is no schema of this system.
+    For backups (docs/backup.md): schemas with a similar name may belong to other systems. Exit code 1: this
+    system has no schema.
     """
     found = asyncio.run(_read(load_settings()))
     if as_json:

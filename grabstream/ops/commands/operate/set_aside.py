@@ -63,7 +63,7 @@ def _verb(projection: str) -> None:
         cannot apply.
 
         The record is shown first, and then kept in the books with its bytes, the reason and the operator.
-        From then on the read model lacks the record's events; `status`, `verify` and `doctor` show that. To
+        After that, the read model lacks the record's events; `status`, `verify` and `doctor` show that. To
         undo it, remove the cause and rebuild the read model: `grabstream rebuild PROJECTION --accept` reads
         the record again. Exit code 1: there is nothing to set aside.
         """,
@@ -138,9 +138,9 @@ def retry(projection: str, shard: int, wait: float, as_json: bool) -> None:
     """Let PROJECTION, which has stopped at SHARD, try the same record again, once the cause is removed. Exit
     code 1: it has stopped again.
 
-    A projection may also have stopped because its cursor was moved away from its rows (`doctor` shows that).
-    It then reads the shard's journal from the beginning, without changing rows that it has, checks their hash
-    against the journal, and continues after them.
+    If a projection stopped because its cursor no longer matches its rows (`doctor` shows that), it reads the
+    shard's journal from the beginning, without changing existing rows, checks their hash against the journal,
+    and continues after them.
     """
     settings = load_settings()
     try:

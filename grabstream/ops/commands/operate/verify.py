@@ -52,14 +52,14 @@ async def _verify(
     "--against",
     type=ObjectAddress(),
     metavar="FILE",
-    help="Also check that the history is that of a checkpoint (`grabstream checkpoint`): a file, or "
+    help="Also compare the history with a checkpoint (`grabstream checkpoint`): a file, or "
     "s3://bucket/key, with ?versionId=ID for one version.",
 )
 @json_option
 def verify(wait: float, quick: bool, against: Path | Place | None, as_json: bool) -> None:
     """Check the chain of every shard in the journal, and compare everything else with it: the audit trail
     byte for byte, the rows of all read models, cursors, views, and every key in Redis. Exit code 1: a
-    difference, or the file of --against is not the checkpoint that was written.
+    difference, or the file of --against was altered.
     """
     settings = load_settings()
     try:

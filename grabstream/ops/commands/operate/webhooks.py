@@ -50,10 +50,15 @@ def webhooks() -> None:
 @click.option(
     "--offer", "offers", multiple=True, metavar="ID", help="An offer. Repeatable; without it, all offers."
 )
-@click.option("--from", "from_time", metavar="TIME", help="Events from a past time on; without it, from now.")
+@click.option(
+    "--from",
+    "from_time",
+    metavar="TIME",
+    help="Send events from a past time on; without it, new events only.",
+)
 @json_option
 def add(url: str, types: Sequence[str], offers: Sequence[str], from_time: str | None, as_json: bool) -> None:
-    """Send events to URL from now on. The secret that is printed signs them; it is not shown again."""
+    """Send new events to URL. The secret that is printed signs them; it is not shown again."""
     settings = load_settings()
     settings.require_seal_keys()
     try:
@@ -96,7 +101,7 @@ def add(url: str, types: Sequence[str], offers: Sequence[str], from_time: str | 
 @webhooks.command(name="list")
 @json_option
 def list_(as_json: bool) -> None:
-    """List the webhooks, with what each has delivered and has not."""
+    """List the webhooks, with their delivered and undelivered events."""
     found, waiting, parked = _ask(load_settings(), _read)
     if as_json:
         print_json(
@@ -125,7 +130,7 @@ def list_(as_json: bool) -> None:
 @_webhook
 @json_option
 def show(webhook: str, as_json: bool) -> None:
-    """Show WEBHOOK: what it is subscribed to, how far it is, and what is wrong."""
+    """Show WEBHOOK: its subscription, its progress, and its errors."""
 
     async def read(connection: AsyncConnection[Any]) -> Any:
         return await _read(connection), await records.undelivered(connection, webhook, None, 1)
@@ -153,19 +158,19 @@ def _of_one(function: Callable[..., Any]) -> Any:
 
 @_of_one
 def pause(webhook: str, as_json: bool) -> None:
-    """Send nothing more to WEBHOOK until it is resumed. It then gets everything since."""
+    """Send nothing to WEBHOOK until it is resumed. It then gets all events since the pause."""
     _change(webhook, lambda connection: records.set_state(connection, webhook, "paused"), "paused", as_json)
 
 
 @_of_one
 def resume(webhook: str, as_json: bool) -> None:
-    """Send to WEBHOOK again, from where it was paused, and at once what had failed before."""
+    """Continue sending to WEBHOOK from where it was paused, and retry failed events at once."""
     _change(webhook, lambda connection: records.set_state(connection, webhook, "active"), "active", as_json)
 
 
 @_of_one
 def remove(webhook: str, as_json: bool) -> None:
-    """Remove WEBHOOK, with all that was not delivered to it."""
+    """Remove WEBHOOK and its undelivered events."""
     _change(webhook, lambda connection: records.remove(connection, webhook), "removed", as_json)
 
 
@@ -173,12 +178,12 @@ def remove(webhook: str, as_json: bool) -> None:
 @_webhook
 @click.option(
     "--grace", default="24h", show_default=True,
-    help="How long the secret until now signs beside the new one; 0 ends it at once.",
+    help="How long the old secret also signs; 0 revokes it at once.",
 )  # fmt: skip
 @json_option
 def rotate(webhook: str, grace: str, as_json: bool) -> None:
     """Give WEBHOOK a new secret, and print it. For a time, events are signed with both, so that the receiver
-    can take the new one without a gap.
+    can change to the new one without a gap.
     """
     settings = load_settings()
     settings.require_seal_keys()
@@ -212,7 +217,7 @@ def rotate(webhook: str, grace: str, as_json: bool) -> None:
 )
 @json_option
 def deliveries(webhook: str | None, state: str | None, limit: int, as_json: bool) -> None:
-    """List what is not delivered, to WEBHOOK or to all, by offer, the next one of each first."""
+    """List undelivered events, of WEBHOOK or of all, by offer, the next one of each first."""
     found = _ask(load_settings(), lambda connection: records.undelivered(connection, webhook, state, limit))
     if as_json:
         print_json([_delivery_as_json(one) for one in found])
@@ -227,12 +232,10 @@ def deliveries(webhook: str | None, state: str | None, limit: int, as_json: bool
 
 @webhooks.command()
 @_webhook
-@click.option("--offer", metavar="ID", help="Only what is parked, or has failed, of this offer.")
+@click.option("--offer", metavar="ID", help="Only parked or failed events of this offer.")
 @json_option
 def resend(webhook: str, offer: str | None, as_json: bool) -> None:
-    """Send again at once what is parked for WEBHOOK, or waits after it failed, in its order. Exit code 1:
-    there is nothing of that.
-    """
+    """Send parked and failed events of WEBHOOK again at once, in order. Exit code 1: there are none."""
     count = _ask(load_settings(), lambda connection: records.resend(connection, webhook, offer))
     if not count:
         _refuse(f"nothing is parked, or has failed, for {webhook}{f' of offer {offer}' if offer else ''}")
@@ -247,8 +250,8 @@ def resend(webhook: str, offer: str | None, as_json: bool) -> None:
 @click.argument("event")
 @json_option
 def discard(webhook: str, event: str, as_json: bool) -> None:
-    """Give up EVENT (SHARD-SEQ) for WEBHOOK, such as one that its receiver cannot take; then `resend` sends
-    those after it.
+    """Give up EVENT (SHARD-SEQ) for WEBHOOK, such as one that its receiver cannot process; `resend` then
+    sends the later ones.
     """
     named = records.event_of(event)
     if named is None:

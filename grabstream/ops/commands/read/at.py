@@ -56,7 +56,7 @@ class NothingThen(Exception):
     type=click.Choice(["journal", "audit"]),
     default="journal",
     show_default=True,
-    help="What to read the events from.",
+    help="The source of the events.",
 )
 @click.option("--limit", type=WholeNumber(min=0), help="Rows of each list. Default: 20, with --json all.")
 @click.option("--keep", metavar="SCHEMA", help="Build the result in this schema, and keep it.")
@@ -73,9 +73,9 @@ def at(
     """Show offers, holds and balances as they were at the end of the millisecond TIME.
 
     TIME is ISO 8601 (UTC when it has no zone) or milliseconds since 1970. It is compared with the times of
-    the events, which are those of the shards' clocks. Decisions that are not journaled yet are not shown. A
-    hold whose deadline was over, but that the sweeper had not ended yet, is shown as held. Money is in major
-    units, as in 99.00 CNY; where ISO 4217 does not know a currency, and with --json, in minor units.
+    the events, by the clocks of their shards. Decisions that are not journaled yet are not shown. A hold
+    after its deadline that the sweeper had not ended yet is shown as held. Money is in major units, as in
+    99.00 CNY; where ISO 4217 does not know a currency, and with --json, in minor units.
 
     Exit code 1: nothing existed at that time; 2: wrong usage, such as a time in the future; 3: a server
     cannot be reached.

@@ -77,13 +77,15 @@ class _Duration(click.ParamType):
 @click.option(
     "--limit", type=WholeNumber(min=1, max=LIMIT_MAX), default=20, show_default=True, help="Offers to list."
 )
-@click.option("--after", metavar="OFFER", help="Continue after this offer, the last one of the page before.")
+@click.option(
+    "--after", metavar="OFFER", help="Continue after this offer, the last one of the previous page."
+)
 @click.option(
     "--check",
     "file",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     metavar="FILE",
-    help="Compare the open and planned offers with those of FILE, in place of a list.",
+    help="Compare the open and planned offers with FILE, instead of listing them.",
 )
 @click.option("--format", "form", type=click.Choice(get_args(Form)), help="The form of FILE, as for `open`.")
 @week_option

@@ -57,7 +57,7 @@ def prove(
     offer: str, user: str, grab: str, against: Path | Place, output: Path | None, as_json: bool
 ) -> None:
     """Write a proof that GRAB of USER is in the history of a checkpoint: the event of this grab, and hashes.
-    It shows no other user, and anyone can check it with the public keys of the relays: `verify-proof`.
+    It reveals no other user, and anyone can check it with the public keys of the relays: `verify-proof`.
     """
     settings = load_settings()
     with _refusing():
@@ -74,7 +74,7 @@ def prove(
 @_grab(required=False)
 @json_option
 def verify_proof(file: Path, offer: str | None, user: str | None, grab: str | None, as_json: bool) -> None:
-    """Say what the proof in FILE proves, and, with OFFER USER GRAB, that it is this grab. Asks no server.
+    """Show what FILE proves and, with OFFER USER GRAB, check that it is about this grab. Needs no server.
 
     Exit code 1: it does not.
     """

@@ -69,9 +69,9 @@ class NoResult(Exception):
 )
 @json_option
 def result(week: str | None, campaign: str | None, form: str | None, as_json: bool) -> None:
-    """Show what became of the offers of a week: offered, held, sold, paid, late, refunded, revenue, and how
-    long it took to sell out. Weeks and times are in the time zone of each campaign. Money is in major
-    units where ISO 4217 knows the currency (99.00 CNY), else in minor units.
+    """Show the results of the offers of a week: offered, held, sold, paid, late, refunded, revenue, and the
+    time until sold out. Weeks and times are in the time zone of each campaign. Money is in major units where
+    ISO 4217 knows the currency (99.00 CNY), else in minor units.
 
     CSV, JSON and Parquet have all columns of the view `results_by_week`, with money in minor units, and the
     refusals of each offer by reason.

@@ -42,8 +42,8 @@ def status(as_json: bool) -> None:
     Exit code 3: a server does not answer; 1: a shard is fenced or has no relay, a read model has stopped or
     waits for a rebuild, or the verifier found a difference. `grabstream doctor` shows what to do.
 
-    While PostgreSQL does not answer, its values are unknown, shown as – (null in JSON). The same holds for
-    the shards on a server of a Redis Cluster that does not answer while others do.
+    While PostgreSQL does not answer, its values are unknown, shown as – (null in JSON). The same applies to
+    shards on a server of a Redis Cluster that does not answer while others do.
     """
     readings = asyncio.run(read(load_settings()))
     if as_json:

@@ -28,8 +28,8 @@ from grabstream.ops.settings import Settings, load_settings
 )
 @json_option
 def verify_fair(offer: str, source: Literal["journal", "audit"], as_json: bool) -> None:
-    """Compute every part of the closed envelope OFFER from its events alone, and compare it with what was
-    given. Says what this proves, and what it cannot prove.
+    """Compute every part of the closed envelope OFFER from its events alone, and compare it with the part
+    that was given. Says what this proves, and what it cannot prove.
 
     Exit code 0: all checks pass; 1: one does not; 2: it cannot be verified, since it is not an envelope, or
     still open.

@@ -87,7 +87,7 @@ class _Found:
     type=click.Choice(["journal", "audit", "archive"]),
     default="journal",
     show_default=True,
-    help="What to read the history from.",
+    help="The source of the history.",
 )
 @archive_option
 @click.option(
@@ -113,8 +113,8 @@ def whatif(
     """Decide the past commands of an offer or a campaign again under the changed terms of FILE (YAML or JSON;
     `-` is standard input), and show the difference. Changes nothing in the system.
 
-    The history is also decided under its own terms: where that does not make the recorded events, there is no
-    result. Refused commands are not in the journal, so users whom other terms would have served are missing:
+    The history is also decided under its own terms: if that does not give the recorded events, there is no
+    result. Refused commands are not in the journal, so users that other terms would have served are missing:
     docs/whatif.md.
 
     Exit code 0: there is a result; 1: there is none, because an offer does not exist, cannot have these

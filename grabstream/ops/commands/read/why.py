@@ -40,8 +40,8 @@ def why(user: str, offer: str, as_json: bool) -> None:
     to the opening. Money is in major units, as in 99.00 CNY; where ISO 4217 does not know a currency, and
     with --json, in minor units.
 
-    USER is an id, or the name in tokens of which GRAB_JWT_USER_KEY makes the id. Only refusals that are kept
-    are shown (GRAB_REFUSALS_…). Exit code 1: the read models do not have the offer.
+    USER is an id, or the name in tokens from which GRAB_JWT_USER_KEY makes the id. Only refusals that are
+    kept are shown (GRAB_REFUSALS_…). Exit code 1: the read models do not have the offer.
     """
     if not is_id(offer):
         raise click.UsageError(f"OFFER: must match [A-Za-z0-9._:-]{{1,64}}, got {offer!r}")

@@ -28,9 +28,9 @@ from grabstream.streams.topics import Topics
 def dump(shards: Sequence[int], dry_run: bool, as_json: bool) -> None:
     """Write the records of the journal to standard output, as Kafka has them: a JSON object a line, with
     topic, partition, offset, headers and payload, as `kcat -J` writes them. Nothing is verified: this is for
-    readers in other languages that verify themselves, such as examples/verify-journal.mjs.
+    readers in other languages that verify the records, such as examples/verify-journal.mjs.
 
-    Shards come one after the other. Reading ends at the last record that was there when it began. A summary
+    Shards come one after the other. Reading ends at the last record that existed when it began. A summary
     goes to standard error, also with --json.
 
     Exit code 2: wrong usage; 3: Kafka cannot be reached.

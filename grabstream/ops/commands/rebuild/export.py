@@ -35,7 +35,7 @@ from grabstream.streams.replaying.selection import Selection, Wanted
     type=click.Choice(["journal", "audit"]),
     default="journal",
     show_default=True,
-    help="What to read the lines from.",
+    help="The source of the lines.",
 )
 @click.option(
     "--shard", "shards", multiple=True, type=WholeNumber(min=0), help="Only this shard. Repeatable."
@@ -45,9 +45,9 @@ from grabstream.streams.replaying.selection import Selection, Wanted
 def export(archive: Path | str, source: str, shards: Sequence[int], dry_run: bool, as_json: bool) -> None:
     """Export the journal to ARCHIVE as Parquet files, partitioned by day and shard, for DuckDB, pandas and
     other tools. ARCHIVE is a directory, or s3://bucket/prefix in an S3-compatible store. Continues where the
-    last export into ARCHIVE ended, also after Ctrl-C or a crash.
+    last export into ARCHIVE stopped, also after Ctrl-C or a crash.
 
-    Every line is verified by the chain of hashes, and stored byte for byte beside its fields as columns.
+    Every line is verified by the chain of hashes, and stored byte for byte, with its fields as columns.
     docs/archive.md describes the files. Needs the extra `analysts`, and for s3:// the extra `s3`.
 
     Exit code 1: ARCHIVE is damaged, or of another system, or the source contradicts itself, or the store
@@ -76,7 +76,7 @@ def export(archive: Path | str, source: str, shards: Sequence[int], dry_run: boo
 @click.argument("archive", type=ArchiveAddress(exists=False))
 @json_option
 def verify_archive(archive: Path | str, as_json: bool) -> None:
-    """Verify every file of ARCHIVE, which `export` has written. Asks no server of the system.
+    """Verify every file of ARCHIVE, which `export` has written. Needs no server of the system.
 
     Exit code 1: ARCHIVE is damaged, or the store refuses; 2: wrong usage; 3: the store cannot be reached, or
     refuses the credentials.

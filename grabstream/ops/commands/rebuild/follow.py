@@ -32,7 +32,7 @@ FILE: Final = "file:"
 @click.option(
     "--rebuild",
     is_flag=True,
-    help="Rebuild it from the first event, beside the tables in use, then replace them and end.",
+    help="Rebuild it from the first event, next to the tables in use, then replace them and exit.",
 )
 @json_option
 def follow(projection: str, rebuild: bool, as_json: bool) -> None:
@@ -40,8 +40,8 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
     the methods of grabstream.EventSink; file:PATH appends each event to a file as a line, with its cursor in
     PATH.cursor (docs/projection.md).
 
-    The working directory is searched for the module too. Exit code 1: the projection's schema or the file
-    holds something else, or the journal contradicts itself.
+    The working directory is searched for the module too. Exit code 1: the projection's schema or the file has
+    other content, or the journal contradicts itself.
     """
     settings = load_settings()
     found = _load(projection)

@@ -54,7 +54,7 @@ def _source_options(command: Callable[..., None]) -> Callable[..., None]:
     @click.option(
         "--from", "source", type=click.Choice(["journal", "audit", "archive"]), default="journal",
         show_default=True,
-        help="What to read the events from: the journal in Kafka, the audit trail if the journal is lost, or "
+        help="The source of the events: the journal in Kafka, the audit trail if the journal is lost, or "
         "an archive and the journal after it.",
     )  # fmt: skip
     @archive_option
@@ -88,10 +88,10 @@ def _switch_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group()
 def rebuild() -> None:
-    """Rebuild read models from the events, beside the live versions. Readers are not disturbed.
+    """Rebuild read models from the events, next to the live versions. Readers are not disturbed.
 
-    `rebuild MODEL` is the whole way: the new version is loaded in bulk, follows the journal until it has
-    caught up, is compared with the live version row by row at the same cursors, and then replaces it in one
+    `rebuild MODEL` does all steps: the new version is loaded in bulk, follows the journal until it has caught
+    up, is compared with the live version row by row at the same cursors, and then replaces it in one
     transaction. The switch is refused if rows differ in a way that the definition does not declare. `build`,
     `compare` and `switch` are its steps. After Ctrl-C, the same command continues. Nothing is published
     again.
@@ -134,7 +134,7 @@ rebuild.add_command(redis_command)
 @_dry_run
 @json_option
 def build(model: str, source: EventSource, jobs: int, dry_run: bool, as_json: bool) -> None:
-    """Build a new version of MODEL, or continue an unfinished one, and do not show it."""
+    """Build a new version of MODEL, or continue an unfinished one, without showing it."""
     _require_other_source(model, source)
 
     async def built(one: ModelRebuild) -> RebuildResult:
@@ -220,7 +220,7 @@ def _require_other_source(model: str, source: EventSource) -> None:
     "source",
     type=click.Choice(["audit"]),
     required=True,
-    help="What to read the events from: the audit trail.",
+    help="The source of the events: the audit trail.",
 )
 @click.option(
     "--replication",
@@ -230,7 +230,7 @@ def _require_other_source(model: str, source: EventSource) -> None:
 @click.option(
     "--new-journal",
     is_flag=True,
-    help="Declare that the schema's journal is lost for good, and replace it with a new one.",
+    help="Declare that the schema's journal is permanently lost, and replace it with a new one.",
 )
 @click.option(
     "--republish",
@@ -253,13 +253,13 @@ def journal_(
     """Restore the journal from the audit trail, if Kafka has lost it.
 
     The schema belongs to one journal, identified by the id that Kafka gave its topic. If that topic is gone,
-    or replaced by another topic of the same name, --new-journal declares that it is lost for good: the topic
-    is created if it is missing, and is the journal from then on.
+    or replaced by another topic of the same name, --new-journal declares that it is permanently lost: the
+    topic is created if it is missing, and becomes the journal.
 
-    Stop all workers first. The topic must not have events (markers of workers that have started do not
-    matter). The events are written with the same chain, at new offsets; every cursor is moved to its event's
-    new offset. Exit code 1: a read model, Redis or a topic has events that the audit trail lacks; they are
-    named, and --accept-loss gives them up.
+    Stop all workers first. The topic must not have events; markers of started workers are allowed. The events
+    are written with the same chain, at new offsets; every cursor is moved to its event's new offset. Exit
+    code 1: a read model, Redis or a topic has events that the audit trail lacks; they are named, and
+    --accept-loss gives them up.
     """
     asked = _restore(load_settings(), replication, new_journal, republish, accept_loss, dry_run, as_json)
     _run_until_stopped(asked, "repeat the command to continue")

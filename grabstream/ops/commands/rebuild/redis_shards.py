@@ -55,7 +55,7 @@ class ShardResult(NamedTuple):
 @click.option("--dry-run", is_flag=True, help="Show the state of each shard, and change nothing.")
 @json_option
 def redis_command(shards: tuple[int, ...], dry_run: bool, as_json: bool) -> None:
-    """Rebuild shards in Redis from the journal, whatever they have now. Events in their outboxes are
+    """Rebuild shards in Redis from the journal, whatever their present state. Events in their outboxes are
     journaled first.
 
     A shard decides nothing during its rebuild; a running worker takes it over again afterwards. Exit code 1:

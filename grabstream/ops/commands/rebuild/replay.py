@@ -144,7 +144,7 @@ class _Into(click.ParamType):
     type=click.Choice(["journal", "audit", "archive"]),
     default="journal",
     show_default=True,
-    help="What to read the events from.",
+    help="The source of the events.",
 )
 @archive_option
 @click.option("--append", is_flag=True, help="Write to a topic even if it has records already.")
@@ -172,12 +172,12 @@ def replay(
 
     TIME is ISO 8601 (UTC when it has no zone) or milliseconds since 1970; numbers below 100000000000 are a
     SEQ. --from and --until may be repeated: SHARD:SEQ for one shard, TIME for all others. Events are written
-    one shard after the other, within a shard in order. Lines stay whole where SHARD:SEQ is within a run of
+    one shard after the other, within a shard in order. Lines stay whole if SHARD:SEQ is within a run of
     grabs; a topic, and --user, have only the events between the points. The system's topics, tables and keys
     do not change, and nothing is published again.
 
-    A replay into a file or a topic that was stopped, in any way, continues with the same command and
-    --continue. It is refused with another --offer, --user, --from or system than before.
+    An interrupted replay into a file or a topic continues with the same command and --continue. It is refused
+    with another --offer, --user, --from or system than before.
 
     schema:NAME gets a complete set of read models; a second call with the same options continues where the
     first one stopped. With --offer or --user, views that cannot be exact are named <view>_partial.
