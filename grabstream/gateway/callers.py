@@ -16,7 +16,7 @@ SCOPES: Final[Mapping[str, str]] = {
     "grab": "grab, baskets, release, extend",
     "settle": "confirm, return, redeem, unredeem, release, extend",
     "read": "questions, streams of events",
-    "operate": "open, amend, load, adjust, pause, resume, close; webhooks, and what the doctor says",
+    "operate": "open, amend, load, adjust, pause, resume, close; webhooks, and the findings of the doctor",
 }
 _OF_GRABS: Final = frozenset({"release", "extend"})
 #: What an end user may do. A new operation is not theirs until it is named here.

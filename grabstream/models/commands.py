@@ -200,7 +200,7 @@ class GrabCommand(Command, frozen=True, kw_only=True):
     """
 
     grab: Id
-    user: Annotated[Id | None, Meta(description="whose grab it must be; absent: anybody's")] = None
+    user: Annotated[Id | None, Meta(description="whose grab it must be; absent: any user's")] = None
 
 
 class Confirm(GrabCommand, frozen=True, kw_only=True, gc=False):
