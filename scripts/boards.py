@@ -288,7 +288,7 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             Panel("Statuses", "ops", one(rate("grabstream_http_requests_total", "status"), "{{status}}")),
             Panel("Time of requests", "s", quantiles("grabstream_http_request_seconds", "operation")),
             Panel(
-                "Requests in work",
+                "Requests being processed",
                 "short",
                 (
                     ("grabstream_http_requests_in_work", "{{instance}}"),
@@ -296,7 +296,7 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 ),
             ),
             Panel(
-                "Commands in work",
+                "Commands being processed",
                 "short",
                 (
                     ("grabstream_http_commands_in_work", "{{instance}}"),

@@ -56,7 +56,9 @@ def _cursor(stored: str | None, settings: Settings, journal: str | None) -> Even
         cursor = EventCursor() if stored is None else EventCursor.decode(stored)
         cursor.require_system(settings.prefix, settings.shards, journal)
     except ValueError as error:
-        raise SinkDamaged(f"the sink has stored what is not a cursor of this system: {error}") from None
+        raise SinkDamaged(
+            f"the sink has stored a text that is not a cursor of this system: {error}"
+        ) from None
     return cursor
 
 

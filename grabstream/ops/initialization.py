@@ -175,12 +175,11 @@ def _to_a_new_schema(settings: Settings) -> str:
     the old one any more.
     """
     return (
-        "Make the read models again in a new schema, from the journal: when nothing waits for the journal "
-        "any more, end all processes; in PostgreSQL, "
-        f"`COMMENT ON TABLE {settings.schema_}.system IS NULL`; `redis-cli DEL "
-        f"{key_space(settings).system}`, and delete all other keys `{settings.prefix}:*` in Redis, whose "
-        "layout this program cannot read; set GRAB_SCHEMA to a new name, and run `grabstream init`. "
-        "docs/operating.md (A schema from before 0.1.0) says what else is in the old schema"
+        "Rebuild the read models in a new schema, from the journal: when no event waits for the journal, "
+        f"stop all processes; in PostgreSQL, run `COMMENT ON TABLE {settings.schema_}.system IS NULL`; run "
+        f"`redis-cli DEL {key_space(settings).system}`, and delete all other keys `{settings.prefix}:*` in "
+        "Redis, whose layout this program cannot read; set GRAB_SCHEMA to a new name, and run `grabstream "
+        "init`. docs/operating.md (A schema from before 0.1.0) lists what else the old schema contains"
     )
 
 

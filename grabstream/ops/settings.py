@@ -196,11 +196,11 @@ class Settings(BaseSettings):
     kafka: Annotated[str, _setting("Kafka brokers to connect to first.")] = f"127.0.0.1:{KAFKA_PORT}"
     kafka_security_protocol: Annotated[
         Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"],
-        _setting("How brokers are spoken to, by Kafka's names; SSL means TLS, SASL a login."),
+        _setting("The protocol of the brokers, by Kafka's names; SSL means TLS, SASL a login."),
     ] = "PLAINTEXT"
     kafka_sasl_mechanism: Annotated[
         Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN", "OAUTHBEARER"],
-        _setting("How a login is proved; with OAUTHBEARER by a token of GRAB_KAFKA_TOKEN_URL."),
+        _setting("The SASL mechanism of a login; with OAUTHBEARER a token of GRAB_KAFKA_TOKEN_URL."),
     ] = "SCRAM-SHA-512"
     kafka_username: Annotated[
         str, _setting("User of Kafka; with OAUTHBEARER the id of the client that asks for tokens.")
@@ -221,7 +221,7 @@ class Settings(BaseSettings):
     kafka_token_url: Annotated[
         str, _setting("Issuer of tokens for OAUTHBEARER, an https URL (http to this machine).")
     ] = ""
-    kafka_token_scope: Annotated[str, _setting("Scope of these tokens; absent: none is asked for.")] = ""
+    kafka_token_scope: Annotated[str, _setting("Scope of these tokens; absent: no scope is requested.")] = ""
     kafka_request_timeout_ms: Annotated[
         int | None,
         _setting(
@@ -234,7 +234,7 @@ class Settings(BaseSettings):
     ] = None
     kafka_retry_backoff_ms: Annotated[
         int,
-        _setting("Pause before a request to a broker that failed is made again.", "ms", ge=10, le=1_000),
+        _setting("Pause before a failed request to a broker is retried.", "ms", ge=10, le=1_000),
     ] = 100
     kafka_connections_max_idle_ms: Annotated[
         int,
@@ -313,8 +313,8 @@ class Settings(BaseSettings):
     payment_encryption_key: Annotated[
         SecretStr,
         _setting(
-            "Public key of the payment side, a JWK (EC, P-256): payment tokens are encrypted for it, so that "
-            "nobody else reads them; absent: they are signed only. Only gateways need it."
+            "Public key of the payment side, a JWK (EC, P-256): payment tokens are encrypted for it, so "
+            "that no one else can read them; absent: they are signed only. Only gateways need it."
         ),
     ] = SecretStr("")
     journal_keys: Annotated[
@@ -396,9 +396,9 @@ class Settings(BaseSettings):
     operations_on_commands: Annotated[
         bool,
         _setting(
-            "Whether the topic of commands also takes those of operators (`open`, `load`, `amend`, `pause`, "
-            "`resume`, `close`, `adjust`), as before version 0.2: whoever may send grabs may then adjust the "
-            "books. For the time of an upgrade; the next release has no such setting."
+            "Whether the topic of commands also takes those of operators (`open`, `load`, `amend`, "
+            "`pause`, `resume`, `close`, `adjust`), as before version 0.2: anyone who may send grabs may "
+            "then adjust the books. For the time of an upgrade; the next release has no such setting."
         ),
     ] = False
     outbox_events_max: Annotated[
@@ -450,7 +450,9 @@ class Settings(BaseSettings):
     gateway_requests_max: Annotated[
         int,
         _setting(
-            "Requests that one gateway has in work; it answers further ones `busy` at once.", "requests", ge=1
+            "Requests that one gateway processes at the same time; it answers further ones `busy` at once.",
+            "requests",
+            ge=1,
         ),
     ] = 1_000
     gateway_connections_max: Annotated[
@@ -503,16 +505,16 @@ class Settings(BaseSettings):
     ] = ""
     gateway_key_rate: Annotated[
         str,
-        _setting("How often one API key may ask, `100/second; 2000/minute`; absent: without limit."),
+        _setting("Rate of requests of one API key, `100/second; 2000/minute`; absent: without limit."),
     ] = ""
     gateway_user_rate: Annotated[
-        str, _setting("How often one end user may ask, as above; empty: without limit.")
+        str, _setting("Rate of requests of one end user, as above; empty: without limit.")
     ] = "100/second"
     gateway_failures_rate: Annotated[
         str,
         _setting(
-            "How often one address may ask without valid credentials, and send receipts that are not signed, "
-            "as above; empty: without limit."
+            "Rate of requests of one address without valid credentials, and of its receipts that are not "
+            "signed, as above; empty: without limit."
         ),
     ] = "60/minute"
     jwt_issuer: Annotated[
@@ -525,8 +527,9 @@ class Settings(BaseSettings):
     jwt_user_key: Annotated[
         SecretStr,
         _setting(
-            "Key that makes an id of a user's name in tokens that is none, at least 64 hex digits (`openssl "
-            "rand -hex 32`). Another key gives these users other ids; absent: their tokens are refused."
+            "Key that derives an id from a user's name in a token that is not an id, at least 64 hex "
+            "digits (`openssl rand -hex 32`). Another key gives these users other ids; absent: their "
+            "tokens are refused."
         ),
     ] = SecretStr("")
     jwt_jwks: Annotated[
@@ -568,8 +571,8 @@ class Settings(BaseSettings):
     demand_days: Annotated[
         int,
         _setting(
-            "How long the counts of refusals (`demand`) are kept; 0: for ever. Workers delete older ones "
-            "when they write newer ones of the same shard.",
+            "How long the counts of refusals (`demand`) are kept; 0: permanently. Workers delete older "
+            "ones when they write newer ones of the same shard.",
             "days",
             ge=0,
             le=3_650,
@@ -636,8 +639,9 @@ class Settings(BaseSettings):
     metrics_listen: Annotated[
         str | None,
         _setting(
-            "Address on which a worker or gateway serves /metrics, /health/live and /health/ready to whoever "
-            "reaches it, `127.0.0.1:9464`; port 0: any free one, which the log names; absent: nowhere."
+            "Address on which a worker or gateway serves /metrics, /health/live and /health/ready to "
+            "anyone who reaches it, `127.0.0.1:9464`; port 0: any free one, which the log names; absent: "
+            "nowhere."
         ),
     ] = None
     traces_url: Annotated[
@@ -813,7 +817,9 @@ class Settings(BaseSettings):
             if not parts or not all(map(_is_port, str(parts.get("port") or "1").split(","))):
                 raise ProgrammingError
             if not re.fullmatch("[1-9]|[1-5][0-9]|60", str(parts.get("connect_timeout") or "1")):
-                raise ValueError("connect_timeout must be from 1 to 60 s, so that an end is seen in time")
+                raise ValueError(
+                    "connect_timeout must be from 1 to 60 s, so that the end of the server is noticed in time"
+                )
         except ProgrammingError:
             raise ValueError(
                 "must be postgresql://[user:password@]host:port/database, or host=… port=… dbname=…"
@@ -940,7 +946,9 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _has_both_parts_of_a_key(self) -> Self:
         if bool(self.s3_access_key) is not bool(self.s3_secret_key.get_secret_value()):
-            raise ValueError("GRAB_S3_ACCESS_KEY and GRAB_S3_SECRET_KEY need each other: set both, or none")
+            raise ValueError(
+                "GRAB_S3_ACCESS_KEY and GRAB_S3_SECRET_KEY belong together: set both, or neither"
+            )
         return self
 
     @model_validator(mode="after")
@@ -957,13 +965,13 @@ class Settings(BaseSettings):
                     )
         elif self.kafka_username or self.kafka_password.get_secret_value():
             raise ValueError(
-                f"GRAB_KAFKA_USERNAME and GRAB_KAFKA_PASSWORD need GRAB_KAFKA_SECURITY_PROTOCOL=SASL_SSL (or "
-                f"SASL_PLAINTEXT), it is {protocol}"
+                "GRAB_KAFKA_USERNAME and GRAB_KAFKA_PASSWORD need GRAB_KAFKA_SECURITY_PROTOCOL=SASL_SSL "
+                f"(or SASL_PLAINTEXT), but it is {protocol}"
             )
         if not protocol.endswith("SSL") and (self.kafka_ca or self.kafka_certificate or self.kafka_key):
             raise ValueError(
                 "GRAB_KAFKA_CA, GRAB_KAFKA_CERTIFICATE and GRAB_KAFKA_KEY need "
-                f"GRAB_KAFKA_SECURITY_PROTOCOL=SSL or SASL_SSL, it is {protocol}"
+                f"GRAB_KAFKA_SECURITY_PROTOCOL=SSL or SASL_SSL, but it is {protocol}"
             )
         for name, url in (("REDIS", self.redis_url), ("CACHE", self.cache_url or "")):
             files = [getattr(self, f"{name.lower()}_{what}") for what in ("ca", "certificate", "key")]
@@ -1053,8 +1061,9 @@ class Settings(BaseSettings):
 
         if only := Sealer.from_text(self.seal_keys.get_secret_value()).only_sealing:
             raise BadSettings(
-                f"GRAB_SEAL_KEYS: key {', '.join(only)} is a sealing part, which opens nothing, and {who} "
-                "opens what is sealed: give it the whole key (docs/operating.md, Processes that only seal)"
+                f"GRAB_SEAL_KEYS: key {', '.join(only)} is a sealing part, which cannot open anything, but "
+                f"{who} must open sealed data: give it the whole key (docs/operating.md, Processes that "
+                "only seal)"
             )
 
 

@@ -333,8 +333,8 @@ class Bucket(NamedTuple):
             )
         if isinstance(error, exceptions.SSLError):
             return StoreAway(
-                f"{SCHEME}{self.name}: the certificate of {self._store} is not trusted (GRAB_S3_CA has to "
-                f"know its authority): {said}"
+                f"{SCHEME}{self.name}: the certificate of {self._store} is not trusted (GRAB_S3_CA must "
+                f"contain its certificate authority): {said}"
             )
         return StoreAway(
             f"{SCHEME}{self.name}: {self._store} cannot be reached (GRAB_S3_ENDPOINT, GRAB_S3_TIMEOUT_MS): "

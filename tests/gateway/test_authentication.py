@@ -526,7 +526,7 @@ async def test_processes_of_a_gateway_count_requests_together(
     await asyncio.to_thread(cache.start)
     overrides = {"gateway_authentication": "required", "gateway_key_rate": "10/hour"}
     at_cache = {"cache_url": f"redis://127.0.0.1:{port}/0"}
-    by_itself = "each of the 2 processes counts requests of callers by itself"
+    by_itself = "each of the 2 processes counts the requests of callers separately"
     try:
         words = ("--processes", "2")
         with GatewayProcess(door.settings, tmp_path / "log", *words, **overrides, **at_cache) as gateway:

@@ -179,7 +179,7 @@ async def test_page_shows_webhooks_and_sends_again(
         await expect(dialog.get_by_role("button", name="Give up")).to_be_disabled()
         await dialog.get_by_role("textbox").fill("1-1")
         await dialog.get_by_role("button", name="Give up").click()
-        await expect(page.get_by_text(f"1-1 is not sent to {webhook}.")).to_be_visible()
+        await expect(page.get_by_text(f"1-1 will not be sent to {webhook}.")).to_be_visible()
         await expect(row.locator("[data-webhook=parked]")).to_have_text("2")
         await expect(parked).to_contain_text("1-2, grab.granted")
         await row.get_by_role("button", name="Send again").click()

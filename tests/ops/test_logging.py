@@ -109,7 +109,7 @@ def test_a_place_in_a_library_is_heard_twice_a_minute_and_says_how_often_it_was_
     assert heard("aiokafka", "something else of %s", 8) == "something else of x"
     assert [heard("grabstream.worker", "ours %s") for _ in range(5)] == ["ours x"] * 5
     now = PERIOD_SECONDS
-    assert heard("aiokafka", "cannot reach %s") == "cannot reach x (and 3 times in 60 s before)"
+    assert heard("aiokafka", "cannot reach %s") == "cannot reach x (3 more in the 60 s before)"
     assert heard("aiokafka", "cannot reach %s") == "cannot reach x"
     assert heard("aiokafka", "cannot reach %s") is None
 

@@ -160,9 +160,9 @@ async def test_runbook_of_a_new_seal_key(system: Settings, worker: Callable[...,
 
     # It retires.
     await _until_needed(new, {new_id: Uses(0, 0, 1)})
-    assert await _note(new) == f"seal key {old_id} is not needed any more"
+    assert await _note(new) == f"seal key {old_id} is no longer needed"
     would = resealed(new, "--retire", old_id, "--dry-run")
-    assert [f"has {old_id} as its first key" in note for note in would["notes"]] == [True]
+    assert [f"seals with key {old_id}" in note for note in would["notes"]] == [True]
     assert resealed(new)["notes"] == []
     last = shell.run("retire the old one")
     assert sealer(last).first == new_id

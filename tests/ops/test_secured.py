@@ -230,8 +230,8 @@ async def test_certificates_that_ended_or_are_of_another_host_are_named(
 ) -> None:
     authority = Authority(tmp_path / "authority")
     for name, certificate, words in (
-        ("ended", authority.certificate("ended", ("127.0.0.1",), days=-1), "has ended"),
-        ("other", authority.certificate("other", ("redis.example.com",)), "of another host"),
+        ("ended", authority.certificate("ended", ("127.0.0.1",), days=-1), "has expired"),
+        ("other", authority.certificate("other", ("redis.example.com",)), "for another host"),
     ):
         [port] = free_ports(1)
         server = SecureRedis(tmp_path / name, port, authority, certificate, "secret", name)

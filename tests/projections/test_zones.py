@@ -96,8 +96,8 @@ async def test_the_log_names_the_zone_when_an_offer_opens(
         await READ_MODELS["balances"].apply(connection, facts(list(map(encode_event, events))))
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == [
-        f"PostgreSQL does not know the time zone {UNKNOWN} (offers: 3, the first: w:1): the views reckon it "
-        "as UTC until PostgreSQL is updated; decisions are not affected"
+        f"PostgreSQL does not know the time zone {UNKNOWN} (offers: 3, the first: w:1): the views use UTC "
+        "for it until PostgreSQL is updated; decisions are not affected"
     ]
     assert await fetched(connection, "SELECT count(*) FROM offers WHERE total = 1") == [(4,)]
 

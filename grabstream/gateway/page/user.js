@@ -132,7 +132,7 @@ function* detailsOf(one, found) {
   if (of.deadline_at) yield `to be confirmed by ${relative(of.deadline_at - found.opens_at)}${of.due ? `, ${amount(of.due, of.currency)} ${of.currency} are due` : ""}`;
   if (of.paid) yield `paid ${amount(of.paid, of.currency)} ${of.currency}${of.payment ? ` by ${of.payment}` : ""}`;
   for (const [payment, back] of of.refunds ?? []) yield `${amount(back, of.currency)} ${of.currency} go back to payment ${payment}`;
-  if (of.codes_voided) yield `codes that are void now: ${count(of.codes_voided)}`;
+  if (of.codes_voided) yield `codes voided: ${count(of.codes_voided)}`;
   if (of.reason) yield `reason: ${words(String(of.reason))}`;
   if (one.late_ms !== undefined) yield `${length(one.late_ms)} ${one.late_ms >= 0 ? "after" : "before"} ${one.late_behind}`;
   if (of.units_left !== undefined) yield `${count(of.units_left)} units left`;

@@ -88,7 +88,7 @@ export function webhooks({ id, signal, report }) {
         row.events > 1 ? `${counted(row.events - 1, "event")} of the offer after it stay parked until they are sent again.` : "",
       ].filter(Boolean),
       run: () => change("POST", `/v1/webhooks/${part(id)}/discard`, { event: row.event }),
-      done: (answer) => done(answer.discarded ? `${answer.event} is not sent to ${id}.` : `${answer.event} had been delivered, or given up before.`),
+      done: (answer) => done(answer.discarded ? `${answer.event} will not be sent to ${id}.` : `${answer.event} had been delivered, or given up before.`),
     });
   }
 

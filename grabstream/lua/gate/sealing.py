@@ -208,8 +208,8 @@ class Sealer:
             raise CannotOpen(f"no key {quoted(key_id)} in GRAB_SEAL_KEYS")
         if key_id not in self._keys:
             raise CannotOpen(
-                f"key {quoted(key_id)} in GRAB_SEAL_KEYS is a sealing part, which opens nothing: ask a "
-                "process with the whole key"
+                f"key {quoted(key_id)} in GRAB_SEAL_KEYS is a sealing part, which cannot open anything: use "
+                "a process with the whole key"
             )
         try:
             raw = b64decode(body, validate=True)

@@ -59,7 +59,7 @@ async def open_history(
                 if name == "audit":
                     raise
                 reason = str(error).strip()
-                warn(f"reading the journal from its beginning, because PostgreSQL cannot be asked: {reason}")
+                warn(f"reading the journal from its beginning, because PostgreSQL cannot be read: {reason}")
         journal = Topics(settings.prefix).journal
         yield await stack.enter_async_context(
             open_source(name, settings.brokers, journal, books, facts_of=facts_of)

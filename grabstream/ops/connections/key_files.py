@@ -88,11 +88,13 @@ class KeyFiles:
                 self._use(fields)
             except Exception as error:  # whatever is in a file, its process continues
                 self.refused.update(dict.fromkeys(changed, str(error)))
-                log.error("%s: has changed, and the keys before stay in use: %s", names, error)
+                log.error(
+                    "%s has changed, but cannot be used; the previous keys stay in use: %s", names, error
+                )
                 continue
             for field in fields:
                 self.refused.pop(field, None)
-            log.info("%s: has changed, and its keys are in use", names)
+            log.info("%s has changed; its keys are now in use", names)
 
     def _use(self, fields: Sequence[str]) -> None:
         texts = {}
@@ -102,7 +104,7 @@ class KeyFiles:
             if content.problem:
                 raise BadSettings(content.problem)
             if not listed(content.text):
-                raise BadSettings("there is no key in it")
+                raise BadSettings("it contains no key")
             texts[field] = content.text
         if fields == _JOURNAL:
             _use_of_journal(self._journal | texts)
@@ -126,11 +128,11 @@ def _use_of_journal(texts: Mapping[str, str]) -> None:
     """Raises BadSettings when this process would no longer sign, or would ignore records that count."""
     now, keys = journal_keys(), JournalKeys.from_text(*(texts[field] for field in _JOURNAL))
     if now.signer is not None and keys.signer is None:
-        raise BadSettings("there is no key in it that signs")
+        raise BadSettings("it contains no key that signs")
     if lost := [key_id for key_id, key in now.public.items() if keys.public.get(key_id) != key]:
         raise BadSettings(
-            f"the public key {', '.join(lost)} is not in it, or is another: what it signed would not count "
-            "any more; append new keys to GRAB_JOURNAL_PUBLIC_KEYS"
+            f"the public key {', '.join(lost)} is missing in it, or differs: the records that it signed "
+            "would no longer count; append new keys to GRAB_JOURNAL_PUBLIC_KEYS"
         )
     use_keys(keys)
 

@@ -35,11 +35,11 @@ _BY_POSTGRES: Final = (
     ),
     (
         r"root certificate file .* does not exist|could not read root certificate",
-        "the file of authorities that GRAB_POSTGRES names cannot be read: correct sslrootcert",
+        "the file of certificate authorities that GRAB_POSTGRES names cannot be read: correct sslrootcert",
     ),
     (
         "certificate has expired",
-        "the certificate of PostgreSQL has ended: renew it on the server",
+        "the certificate of PostgreSQL has expired: renew it on the server",
     ),
     (
         "certificate verify failed",
@@ -53,7 +53,8 @@ _BY_POSTGRES: Final = (
     ),
     (
         "does not match host name",
-        "the certificate of PostgreSQL is of another host: write a host in GRAB_POSTGRES that it names",
+        "the certificate of PostgreSQL is for another host: use a host in GRAB_POSTGRES that the "
+        "certificate names",
     ),
     (
         "does not support SSL",
@@ -61,8 +62,8 @@ _BY_POSTGRES: Final = (
     ),
     (
         "no encryption|no pg_hba.conf entry",
-        "PostgreSQL does not admit this connection: add sslmode=verify-full and sslrootcert to "
-        "GRAB_POSTGRES, or an entry to pg_hba.conf",
+        "PostgreSQL rejects this connection: add sslmode=verify-full and sslrootcert to GRAB_POSTGRES, or "
+        "an entry to pg_hba.conf",
     ),
     (
         "alert (unknown ca|decrypt error|bad certificate|certificate (unknown|expired|revoked))|"
@@ -71,7 +72,7 @@ _BY_POSTGRES: Final = (
     ),
     (
         "requires a valid client certificate|certificate required",
-        "PostgreSQL wants a certificate of this client: add sslcert and sslkey to GRAB_POSTGRES",
+        "PostgreSQL requires a certificate of this client: add sslcert and sslkey to GRAB_POSTGRES",
     ),
 )
 
@@ -140,16 +141,15 @@ async def kafka_refusal(settings: Settings) -> str:
                 try:
                     if "sasl_mechanism" not in options and await wants_login(connection):
                         return (
-                            f"Kafka at {broker} serves nobody without a login: set "
-                            "GRAB_KAFKA_SECURITY_PROTOCOL to SASL_SSL, GRAB_KAFKA_USERNAME and "
-                            "GRAB_KAFKA_PASSWORD"
+                            f"Kafka at {broker} requires a login: set GRAB_KAFKA_SECURITY_PROTOCOL to "
+                            "SASL_SSL, GRAB_KAFKA_USERNAME and GRAB_KAFKA_PASSWORD"
                         )
                 finally:
                     connection.close()
             except TokenRefused as error:
                 return (
                     f"{error}: correct GRAB_KAFKA_TOKEN_URL, GRAB_KAFKA_USERNAME or GRAB_KAFKA_PASSWORD "
-                    "(GRAB_KAFKA_CA has to know its authority too)"
+                    "(GRAB_KAFKA_CA must contain its certificate authority, too)"
                 )
             except SaslAuthenticationFailed:
                 if settings.kafka_sasl_mechanism == "OAUTHBEARER":
@@ -195,11 +195,11 @@ async def _tls_refusal(
     cause = _of_tls(error) or await _alert(host, port, own)
     if isinstance(cause, ssl.SSLCertVerificationError):
         if cause.verify_code in _ENDED:
-            return f"the certificate of {server} has ended, or does not count yet: renew it on the server"
+            return f"the certificate of {server} has expired, or is not valid yet: renew it on the server"
         if cause.verify_code in _OTHER_HOST:
             return (
-                f"the certificate of {server} is of another host: write a host in GRAB_{setting}"
-                f"{'_URL' if setting == 'REDIS' else ''} that it names"
+                f"the certificate of {server} is for another host: use a host in "
+                f"GRAB_{setting}{'_URL' if setting == 'REDIS' else ''} that it names"
             )
         return (
             f"the certificate of {server} is not signed by an authority that this client knows: set "
@@ -209,10 +209,10 @@ async def _tls_refusal(
         return ""
     if _is_of_certificate(cause):
         return (
-            f"{server} refuses this client's certificate, or wants one: set GRAB_{setting}_CERTIFICATE and "
-            f"GRAB_{setting}_KEY"
+            f"{server} refuses this client's certificate, or requires one: set GRAB_{setting}_CERTIFICATE "
+            f"and GRAB_{setting}_KEY"
         )
-    return f"{server} does not serve TLS: turn it on there, or do without {use}"
+    return f"{server} does not serve TLS: turn it on there, or do not use {use}"
 
 
 def _is_of_certificate(error: ssl.SSLError) -> bool:

@@ -66,7 +66,7 @@ async def keeps_every_character(connection: AsyncConnection[Any], settings: Sett
         return None
     name = connection.info.dbname
     return Unmet(
-        f"GRAB_POSTGRES: the encoding of database {name} is {encoding}, and must be UTF8",
+        f"GRAB_POSTGRES: the encoding of database {name} is {encoding}, but must be UTF8",
         "a title with a character that it lacks stops the read models of its shard",
         f"CREATE DATABASE {name}_utf8 ENCODING 'UTF8' TEMPLATE template0; and name it in GRAB_POSTGRES. What "
         f"{name} has of a system comes along with pg_dump and psql",
@@ -81,8 +81,8 @@ async def keeps_sessions(connection: AsyncConnection[Any], settings: Settings) -
         return None
     return Unmet(
         "GRAB_POSTGRES names a pooler that gives each transaction another session (pool_mode = transaction)",
-        "settings, locks and prepared statements of a session are lost or meet those of others: rows are "
-        "looked for in the schema of another system",
+        "settings, locks and prepared statements of a session are lost or mixed with those of others: rows "
+        "may be read from the schema of another system",
         "name PostgreSQL itself in GRAB_POSTGRES, or a pooler whose pool_mode is session",
     )
 
@@ -149,9 +149,10 @@ def enough_partitions(topics: Mapping[str, TopicState], settings: Settings) -> l
     names = Topics(settings.prefix)
     return [
         Unmet(
-            f"topic {name} has {counted(topic.partitions, 'partitions')}, and must have {settings.shards} "
+            f"topic {name} has {counted(topic.partitions, 'partitions')}, but must have {settings.shards} "
             "(GRAB_SHARDS)",
-            "a partition is a shard: what belongs to the others can be neither written nor read",
+            "a partition is a shard: records of the shards without a partition can be neither written nor "
+            "read",
             f"kafka-topics.sh --bootstrap-server {settings.kafka} --alter --topic {name} --partitions "
             f"{settings.shards}",
         )
@@ -167,12 +168,12 @@ def loses_nothing(topics: Mapping[str, TopicState], settings: Settings) -> list[
         needed = settings_needed(Topics(settings.prefix), name, topic.settings)
         if needed:
             has = ", ".join(
-                f"its {setting} is {topic.settings[setting]}, and must be {_at_least(value)}"
+                f"its {setting} is {topic.settings[setting]}, but must be {_at_least(value)}"
                 for setting, value in needed.items()
             )
             unmet.append(
                 Unmet(
-                    f"topic {name}: {has}", "records are deleted before their time, or never taken: events "
+                    f"topic {name}: {has}", "Kafka deletes records too early, or rejects them: events "
                     "that Kafka has lost cannot be rebuilt, and commands are not answered",
                     change_command(settings.kafka, name, needed),
                 )

@@ -42,7 +42,7 @@ def compare_first(fingerprints: dict[str, str], known: Sequence[SealKey]) -> Non
     first = next(iter(fingerprints))
     if first not in {key.key_id for key in known}:
         raise WrongSealKeys(
-            f"key {first}, which would seal, is not recorded as a key of this system (those are "
+            f"key {first}, which would seal, is not recorded as a key of this system (recorded: "
             f"{_listed([key.key_id for key in known])})",
             "if it is a new key of this system, record it first: `grabstream init`, with these settings",
         )
@@ -61,7 +61,7 @@ def compare(fingerprints: dict[str, str], known: Sequence[SealKey]) -> None:
     for key in known:
         if fingerprints.get(key.key_id, key.fingerprint) != key.fingerprint:
             raise WrongSealKeys(
-                f"key {key.key_id} is not the key of that id that this system seals with",
+                f"key {key.key_id} differs from the key with this id that the system seals with",
                 f"restore key {key.key_id} from the backup; if yours is a new key, give it another id",
             )
     missing = [key.key_id for key in known if key.retired_at is None and key.key_id not in fingerprints]

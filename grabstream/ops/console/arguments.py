@@ -10,6 +10,6 @@ def require_id_alone(key_id: str, param_hint: str) -> None:
     alone, colon, _ = key_id.partition(":")
     if colon:
         raise click.BadParameter(
-            f"{alone}:… is a key with its secret; give the id alone, what stands before the colon",
+            f"{alone}:… contains the secret of a key; give only its id, the part before the colon",
             param_hint=param_hint,
         )

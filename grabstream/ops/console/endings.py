@@ -52,8 +52,8 @@ def ending_of(error: Exception) -> tuple[int, str] | None:
             )
         case Held():
             return 1, (
-                f"nothing was done, because another session of PostgreSQL holds a lock: {error}. Try again "
-                "when it has ended"
+                f"the command changed nothing, because another PostgreSQL session holds a lock: {error}. "
+                "Try again when that session has ended"
             )
         case LockNotAvailable():
             return 1, (
@@ -64,7 +64,7 @@ def ending_of(error: Exception) -> tuple[int, str] | None:
             return 1, (
                 f"PostgreSQL ended a statement ({error.diag.message_primary}): if GRAB_POSTGRES names a "
                 "`statement_timeout` in its options, raise it, or leave it out; otherwise an administrator "
-                "has ended it, and it can be run again"
+                "has canceled it: run the command again"
             )
         case OperationalError():
             return 3, _refused(error) or f"PostgreSQL cannot be reached (GRAB_POSTGRES): {str(error).strip()}"

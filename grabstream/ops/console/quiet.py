@@ -40,7 +40,7 @@ class Repeats(logging.Filter):
             self._seen.clear()
         self._seen[place] = began, lines + 1
         if is_over and dropped > 0:
-            record.msg = f"{record.getMessage()} (and {dropped:,} times in {PERIOD_SECONDS:.0f} s before)"
+            record.msg = f"{record.getMessage()} ({dropped:,} more in the {PERIOD_SECONDS:.0f} s before)"
             record.args = None
         return lines < LINES_MAX
 

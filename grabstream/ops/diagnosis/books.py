@@ -299,8 +299,8 @@ def signatures_not_checked(readings: BookReadings, settings: Settings) -> list[F
     return [
         Finding(
             "risk",
-            f"{of_shards(signed)}: the journal is signed, and GRAB_JOURNAL_PUBLIC_KEYS is not set here",
-            "what reads the journal with these settings counts what anybody writes to it",
+            f"{of_shards(signed)}: the journal is signed, but GRAB_JOURNAL_PUBLIC_KEYS is not set here",
+            "processes with these settings accept records from anyone who can write to the journal",
             "set GRAB_JOURNAL_PUBLIC_KEYS   # docs/operating.md, Signing the journal",
         )
     ]  # fmt: skip
@@ -351,8 +351,8 @@ def journal_lost(
         return []
     journal, command = Topics(settings.prefix).journal, RESTORE
     means = (
-        "read models get no new events of these shards; a shard decides nothing after its relay has compared "
-        "it with the journal"
+        "read models get no new events of these shards; a shard stops deciding as soon as its relay has "
+        "compared it with the journal"
     )
     if any(last_seqs.values()):
         # The restore deletes the rest of the journal too, so the audit trail must have read it.
@@ -391,10 +391,10 @@ def stopped(readings: BookReadings, settings: Settings) -> list[Finding]:
                      f"offset {stop.journal_offset}): "
             f"{stop.reason.splitlines()[0]}",
             f"{stop.projection} gets no new events of that shard; the other shards continue",
-            "start workers of the newer release that wrote the record: they continue by themselves"
+            "start workers of the newer release that wrote the record: they continue from there"
             if stop.newer
-            else f"grabstream set-aside {stop.projection} {stop.shard} --dry-run   # shows the record; once "
-                 f"its cause is mended: grabstream retry {stop.projection} {stop.shard}",
+            else f"grabstream set-aside {stop.projection} {stop.shard} --dry-run   # shows the record; "
+            f"once its cause is removed: grabstream retry {stop.projection} {stop.shard}",
             _ms(stop.stopped_at),
         )
         for stop in readings.stops
@@ -496,7 +496,7 @@ def differs(readings: BookReadings, settings: Settings) -> list[Finding]:
 def _rebuilt(projection: str) -> str:
     """What mends a read model. A rebuild stops at rows that differ, which here are what is wrong."""
     rebuild = f"grabstream rebuild {projection}"
-    return f"`{rebuild}` shows the rows that differ, `{rebuild} --accept` then mends it"
+    return f"`{rebuild}` shows the rows that differ, `{rebuild} --accept` then repairs them"
 
 
 _DIFFERENCES = {
@@ -507,7 +507,7 @@ _DIFFERENCES = {
     "balances": "users or offers are shown sums that do not follow from their events: "
     f"{_rebuilt('balances')}",
     "redis": "Redis decides with numbers that do not follow from the events: `grabstream rebuild redis` "
-    "mends it",
+    "repairs them",
 }
 
 
@@ -539,7 +539,7 @@ def zones_unknown(readings: BookReadings, settings: Settings) -> list[Finding]:
         Finding(
             "risk", f"PostgreSQL does not know the time zone {zone} of {counted(count, 'offers')}, such as "
                     f"{offer}",
-            "`limits`, `results_by_week` and `funnel` reckon their days and weeks in UTC; decisions and "
+            "`limits`, `results_by_week` and `funnel` count their days and weeks in UTC; decisions and "
             "answers are those of the zone",
             "update PostgreSQL on its machine, or the system's tzdata where PostgreSQL uses that",
         )

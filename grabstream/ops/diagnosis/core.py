@@ -229,8 +229,8 @@ def in_trouble(readings: CoreReadings, settings: Settings) -> list[Finding]:
     return [
         Finding(
             "stuck", f"worker {worker}: {', '.join(sorted(one.where for one in troubles))}: {words}",
-            "this does not get on, however often it is tried: it will not pass by itself",
-            "mend what the text names; the worker tries again by itself   # its log says more",
+            "this makes no progress, despite retries: its cause must be removed",
+            "remove the cause that the text names; the worker keeps trying   # its log says more",
             min(one.since for one in troubles),
         )
         for (worker, words), troubles in alike.items()
@@ -271,8 +271,8 @@ def may_lose(readings: CoreReadings, settings: Settings) -> list[Finding]:
                     "note",
                     f"{server.name} writes no append-only file; its replica "
                     f"{', '.join(name for name, appends in server.replicas.items() if appends)} does",
-                    "a restart of this server alone empties both, and each shard decides again only after a "
-                    "rebuild from the journal: no supervisor may start it again by itself",
+                    "a restart of this server alone empties both, and each shard decides again only after "
+                    "a rebuild from the journal: no supervisor may restart it automatically",
                     "redis-cli -h REPLICA REPLICAOF NO ONE   # if it ends: promote the replica first",
                 )
             )
@@ -326,9 +326,9 @@ def clock_of_callers(readings: CoreReadings, settings: Settings) -> list[Finding
     return [
         Finding(
             "risk",
-            f"{of_shards([shard.number for shard in shards])}: callers may name the time to decide at, as in "
-            "a test or a rehearsal",
-            "a caller with a wrong time ends holds and offers, and moves the shard's clock for ever",
+            f"{of_shards([shard.number for shard in shards])}: callers may set the time at which commands "
+            "are decided, as in a test or a rehearsal",
+            "a caller with a wrong time ends holds and offers, and moves the shard's clock permanently",
             "; ".join(f"redis-cli HDEL {keys.shard(shard.number).state} clock" for shard in shards),
         )
     ]
@@ -510,8 +510,8 @@ def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:
                 "stuck", f"{of_shards(shard.number for shard in late)}: the relay ({holders}) has not copied "
                 f"{counted(sum(shard.waiting for shard in late), 'events')} to the journal",
                 "callers that wait for the journal get no answer",
-                "read that worker's log and the findings about Kafka; if neither explains it, restart that "
-                "worker",
+                "read that worker's log and the findings about Kafka; if neither explains the lag, restart "
+                "the worker",
                 min(shard.oldest_unjournaled_at or 0 for shard in late),
             )
         )  # fmt: skip
@@ -570,7 +570,7 @@ def not_swept(readings: CoreReadings, settings: Settings) -> list[Finding]:
             ),
             (
                 [shard for shard in late if shard.relay is not None],
-                "the sweeper cannot keep up, or meets an error, or the worker has no role `sweep`",
+                "the sweeper cannot keep up or fails, or the worker has no role `sweep`",
                 "grabstream status   # names the shard's worker: read its log; if it only lags, give it or "
                 "the shard's Redis another core",
             ),

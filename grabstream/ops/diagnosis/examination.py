@@ -205,47 +205,47 @@ def _conditions_not_met(readings: Readings) -> list[Finding]:
 
 
 _AFTER_THE_JOURNAL: Final = ("grabstream init", "grabstream worker", "grabstream rebuild")
-CONDITIONS_CHECK: Final = "servers are what the system needs"
-SYSTEM_CHECK: Final = "the settings are those of one system"
-JOURNAL_CHECK: Final = "the journal has what is known of it"
+CONDITIONS_CHECK: Final = "servers have the settings that the system needs"
+SYSTEM_CHECK: Final = "the settings name one system"
+JOURNAL_CHECK: Final = "the journal has all known events"
 #: Checks of what stops everything come first.
 CHECKS: Final = (
     Check("seal keys are set", (), lambda readings: machine.seal_keys_missing(readings.settings)),
     Check(CONDITIONS_CHECK, (), _conditions_not_met),
     Check(SYSTEM_CHECK, (), _mixed_up),
     Check("seal keys are those of the system", ("postgres",), _seal_keys(seal_keys.wrong)),
-    Check("topics are there", ("kafka",), _topics(topics.missing)),
+    Check("topics exist", ("kafka",), _topics(topics.missing)),
     Check(JOURNAL_CHECK, ("kafka", "postgres"), _journal_lost),
-    Check("tables are there", ("postgres",), _books(books.tables_missing)),
+    Check("tables exist", ("postgres",), _books(books.tables_missing)),
     Check("the journal's keys are known", ("postgres",), _books(books.journal_keys_missing)),
     Check("signed records are checked", ("postgres",), _books(books.signatures_not_checked)),
     Check("the number of shards is that of the system", ("redis",), _core(core.other_shards)),
     Check("clocks agree", (), _clocks_apart),
     Check("Redis never evicts", ("redis",), _core(core.may_evict)),
-    Check("Redis keeps what it has", ("redis",), _core(core.may_lose)),
+    Check("Redis writes an append-only file", ("redis",), _core(core.may_lose)),
     Check("Redis has memory", ("redis",), _core(core.memory_is_short)),
     Check("partitions have leaders and copies", ("kafka",), _topics(topics.not_led)),
-    Check("commands are bounded", ("kafka",), _topics(topics.keeps_batches_compressed)),
-    Check("PostgreSQL waits for its disk", ("postgres",), _books(books.may_forget)),
-    Check("time zones are known to all", ("postgres",), _books(books.zones_unknown)),
+    Check("batches of commands have a bounded size", ("kafka",), _topics(topics.keeps_batches_compressed)),
+    Check("PostgreSQL waits for its disk to write", ("postgres",), _books(books.may_forget)),
+    Check("PostgreSQL knows the time zones", ("postgres",), _books(books.zones_unknown)),
     Check("disks have room", (), _disks),
     Check("shards have the clock of Redis", ("redis",), _core(core.clock_of_callers)),
     Check("servers of the Redis Cluster answer", ("redis",), _core(core.silent)),
     Check("shards decide", ("redis",), _core(core.fenced)),
     Check("Redis has the functions", ("redis",), _core(core.without_functions)),
-    Check("workers get on", ("redis",), _core(core.in_trouble)),
+    Check("workers make progress", ("redis",), _core(core.in_trouble)),
     Check("shards are relayed", ("redis",), _core(core.not_relayed)),
     Check("outboxes have room", ("redis",), _core(core.outbox_is_full)),
-    Check("holds and offers end in time", ("redis",), _core(core.not_swept)),
+    Check("holds and offers end on time", ("redis",), _core(core.not_swept)),
     Check("commands are read", ("kafka",), _commands_wait),
     Check("transactions end", ("kafka",), _transactions_hang),
     Check("operations have a topic of their own", ("kafka",), _topics(topics.operations_on_commands)),
     Check("commands can be decided", ("kafka",), _commands_set_aside),
     Check("read models are of this release", ("postgres",), _books(books.of_another_release)),
-    Check("read models go on", ("postgres",), _books(books.stopped)),
+    Check("read models have not stopped", ("postgres",), _books(books.stopped)),
     Check("read models keep up", ("kafka", "postgres"), _lagging),
-    Check("cursors are where their rows are", ("kafka", "postgres"), _jumped),
-    Check("somebody verifies", ("postgres",), _not_verified),
+    Check("cursors match their rows", ("kafka", "postgres"), _jumped),
+    Check("a verifier is running", ("postgres",), _not_verified),
     Check("the books agree", ("postgres",), _books(books.differs)),
     Check("no decision was lost", ("postgres",), _books(books.lost_decisions)),
     Check("webhooks are delivered", ("postgres",), _not_delivered),
@@ -343,7 +343,8 @@ def _without_needless_start(finding: Finding, workers: Mapping[str, WorkerReport
     ]
     means = f"its last error: {'; '.join(errors)}" if errors else "it reports no error: read its log"
     return finding._replace(
-        command=f"start none: {', '.join(playing)} plays {finding.command.rpartition(' ')[2]}; {means}"
+        command=f"do not start another worker: {', '.join(playing)} has "
+        f"{finding.command.rpartition(' ')[2]}; {means}"
     )
 
 

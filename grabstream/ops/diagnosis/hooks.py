@@ -106,7 +106,7 @@ def _of(hook: HookReading, now_ms: int) -> Iterator[Finding]:
         yield Finding(
             "stuck",
             f"webhook {hook.webhook} was paused: {hook.reason}",
-            "its receiver gets nothing; after a resume, it gets everything since",
+            "its receiver gets no events; after a resume, it gets all events since the pause",
             f"grabstream webhooks resume {hook.webhook}   # or, if it is no longer wanted: "
             f"grabstream webhooks remove {hook.webhook}",
         )
@@ -144,9 +144,9 @@ def _nearly_full(hook: HookReading) -> Iterator[Finding]:
         yield Finding(
             "risk",
             f"{name}: {hook.waiting:,} events wait, of at most {WAITING_EVENTS_MAX:,}, and take "
-            f"{hook.places:,} of {WAITING_MAX:,} places, an offer at most {OFFER_PLACES_MAX}",
-            "with no more room, its receiver gets new events, of all offers, only as fast as it takes "
-            "those that wait; nothing is lost",
+            f"{hook.places:,} of {WAITING_MAX:,} places, of which an offer takes at most {OFFER_PLACES_MAX}",
+            "when it is full, its receiver gets new events of all offers only as fast as it accepts those "
+            "that wait; no event is lost",
             f"{show} --state waiting   # which offers they are of, and what its receiver answered",
         )
 
@@ -157,7 +157,7 @@ def _late(hook: HookReading, now_ms: int) -> Iterator[Finding]:
         yield Finding(
             "risk",
             f"webhook {hook.webhook} fails, after {counted(hook.attempts, 'attempts')}{_why(hook)}",
-            "its receiver gets events late; they are parked in the end",
+            "its receiver gets events late; after the last attempt they are parked",
             f"{_SHOW} {hook.webhook}   # mend the receiver: the events are sent again by themselves, or at "
             f"once by grabstream webhooks resend {hook.webhook}",
             hook.failing_since,
@@ -166,7 +166,8 @@ def _late(hook: HookReading, now_ms: int) -> Iterator[Finding]:
     elif late := [at for at in (hook.due_since, hook.unread_since) if at and now_ms - at > LATE_MS]:
         yield Finding(
             "stuck",
-            f"webhook {hook.webhook} lags: {counted(hook.waiting, 'events')} waiting, others are not read",
+            f"webhook {hook.webhook} lags: {counted(hook.waiting, 'events')} waiting, newer events are not "
+            "read",
             "its receiver gets events late; nothing is lost",
             "grabstream worker --roles webhooks",
             min(late),

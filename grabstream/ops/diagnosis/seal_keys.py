@@ -49,7 +49,8 @@ def wrong(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
         return [
             Finding(
                 "risk", "the seal keys of this system are not recorded",
-                "a process with wrong keys starts, and is noticed when a recovery cannot open what it needs",
+                "a process with wrong keys starts; the error shows only when a recovery cannot open what "
+                "it needs",
                 "grabstream init   # with the right keys; it records them",
             )
         ]  # fmt: skip
@@ -84,7 +85,7 @@ def old(readings: SealKeyReadings, settings: Settings) -> list[Finding]:
             else:
                 mend = f"grabstream reseal && {mend}"
         else:
-            what += "is not needed any more"
+            what += "is no longer needed"
             means = "every process must have the key until it is retired"
         findings.append(Finding("note", what, means, f"{mend}   # {note}"))
     return findings

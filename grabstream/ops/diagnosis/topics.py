@@ -275,8 +275,9 @@ def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
     if more:
         has = ", ".join(f"{name} has {count}" for name, count in more.items())
         means = (
-            "commands in the partitions that were added are decided; their answers are in the partition of "
-            "`results` whose number is theirs modulo its partitions. Those of other topics stay empty"
+            "commands in the added partitions are decided; each answer is in the partition of `results` "
+            "with that partition's number modulo the number of partitions of `results`. Added partitions "
+            "of other topics stay empty"
         )
         what = f"{has} partitions, GRAB_SHARDS is {settings.shards}"
         findings.append(Finding("risk", what, means, "let senders use the first partitions only"))
@@ -352,7 +353,7 @@ def operations_on_commands(readings: TopicReadings, settings: Settings) -> list[
     return [
         Finding(
             "risk", f"{topics.commands} takes commands of operators: GRAB_OPERATIONS_ON_COMMANDS is set",
-            "whoever may send grabs may also open and close offers and adjust the books",
+            "anyone who may send grabs may also open and close offers and adjust the books",
             f"send open, load, amend, pause, resume, close and adjust to {topics.operations}, then unset "
             "GRAB_OPERATIONS_ON_COMMANDS for all workers",
         )
@@ -418,7 +419,7 @@ def commands_set_aside(readings: TopicReadings, settings: Settings, now_ms: int)
     return [
         Finding(
             "risk", f"a command was set aside because no script can decide it{others}: {last.reason}",
-            "its sender was answered `invalid`, or got no answer where it may have been decided; report the "
+            "its sender was answered `invalid`, or got no answer if it may have been decided; report the "
             "reason, and send the command again with the same id after an upgrade",
             f"kafka-console-consumer.sh --bootstrap-server {settings.kafka} --topic {rejected} --partition 0 "
             f"--offset {last.offset} "

@@ -28,7 +28,7 @@ class Metric(NamedTuple):
 
 METRICS: Final = (
     Metric("grabstream_build_info", "gauge", "1; the version of the program.", ("version",), _BOTH),
-    Metric("grabstream_ready", "gauge", "1 if /health/ready says so, else 0.", (), _BOTH),
+    Metric("grabstream_ready", "gauge", "1 if /health/ready answers 200, else 0.", (), _BOTH),
     Metric(
         "grabstream_server_up", "gauge", "1 if the server answers this process, else 0.", ("server",), _BOTH
     ),
@@ -42,7 +42,7 @@ METRICS: Final = (
     Metric(
         "grabstream_key_files_refused",
         "gauge",
-        "Files of keys whose present content cannot be used; the keys before stay in use.",
+        "Files of keys whose present content cannot be used; the previous keys stay in use.",
         (),
         _BOTH,
     ),
@@ -57,16 +57,16 @@ METRICS: Final = (
     Metric(
         "grabstream_answers_unknown_total",
         "counter",
-        "Callers of the gate that got OutcomeUnknown: the time ran out, or the answer was lost.",
+        "Callers of the gate that got OutcomeUnknown: the call timed out, or the answer was lost.",
         (),
         _BOTH,
     ),
     Metric(
         "grabstream_lost_answers_total",
         "counter",
-        "Answers that a gate gave as decided and that a recovery lost: found, then written to "
-        "`lost_decisions`, or dropped, which are in the log only; and those that were not followed, since "
-        "too many were not journaled yet.",
+        "Answers that a gate gave as decided and that a recovery lost: `found`, then `written` to "
+        "`lost_decisions`, or `dropped` (in the log only); `not_followed`: answers that the gate did not "
+        "follow, since too many were not journaled yet.",
         ("state",),
         _BOTH,
     ),
@@ -80,7 +80,7 @@ METRICS: Final = (
     Metric(
         "grabstream_calls_not_decided_total",
         "counter",
-        "Calls of the gate that decided nothing: `refused` (fenced or busy), `history` (the shard was "
+        "Calls of the gate without a decision: `refused` (fenced or busy), `history` (the shard was "
         "recovered), `undecidable`, `broken_off`, `trouble` (no reply).",
         ("reason",),
         _BOTH,
@@ -88,8 +88,8 @@ METRICS: Final = (
     Metric(
         "grabstream_refusals_dropped_total",
         "counter",
-        "Refusals of the sample that were not written, since they were too many or the server was away for "
-        "too long: to the view `refusals` (`books`) or to the topic (`topic`).",
+        "Refusals of the sample that were not written, since there were too many, or the server did not "
+        "answer for too long: to the view `refusals` (`books`) or to the topic (`topic`).",
         ("place",),
         _BOTH,
     ),
@@ -198,9 +198,8 @@ METRICS: Final = (
     Metric(
         "grabstream_trouble_seconds",
         "gauge",
-        "For how long attempts of this worker have failed, of the trouble that lasts longest; 0: none, or "
-        "one failure. What succeeds beside it does not end it. The log and `grabstream doctor` say what it "
-        "is.",
+        "How long the longest-lasting failure of this worker has been retried; 0: no failure, or a single "
+        "one. The success of other work does not end it. The log and `grabstream doctor` name it.",
     ),
     Metric("grabstream_role_restarts_total", "counter", "Restarts of roles that failed.", ("role",)),
     Metric(
@@ -221,7 +220,8 @@ METRICS: Final = (
     Metric(
         "grabstream_read_model_lag_seconds",
         "gauge",
-        "For how long the read model has lacked the oldest of these events, as seen by those who asked.",
+        "How long the read model has lacked the oldest of these events, measured from the first reading "
+        "that saw it.",
         ("read_model",),
         _WORKER,
         "system",
@@ -281,19 +281,20 @@ METRICS: Final = (
         ("operation",),
         _GATEWAY,
     ),
-    Metric("grabstream_http_requests_in_work", "gauge", "Requests in work.", (), _GATEWAY),
+    Metric("grabstream_http_requests_in_work", "gauge", "Requests being processed.", (), _GATEWAY),
     Metric(
         "grabstream_http_requests_max",
         "gauge",
-        "Requests in work at most (GRAB_GATEWAY_REQUESTS_MAX).",
+        "Maximum of requests processed at once (GRAB_GATEWAY_REQUESTS_MAX).",
         (),
         _GATEWAY,
     ),
-    Metric("grabstream_http_commands_in_work", "gauge", "Commands in work.", (), _GATEWAY),
+    Metric("grabstream_http_commands_in_work", "gauge", "Commands being processed.", (), _GATEWAY),
     Metric(
         "grabstream_http_commands_max",
         "gauge",
-        "Commands in work at most, now: it falls while commands are slow, and rises while they are fast.",
+        "Present maximum of commands processed at once: it falls while commands are slow, and rises while "
+        "they are fast.",
         (),
         _GATEWAY,
     ),
@@ -314,14 +315,14 @@ METRICS: Final = (
     Metric(
         "grabstream_http_streams_slow_total",
         "counter",
-        "Streams whose clients did not take events in time: `behind` (what had no room in memory is read "
-        "again from PostgreSQL, or by the client), `ended` (the connection was cut).",
+        "Streams whose clients did not read events in time: `behind` (events that had no room in memory "
+        "are read again from PostgreSQL, or by the client), `ended` (the connection was cut).",
         ("result",),
         _GATEWAY,
     ),
     Metric("grabstream_http_cache_hits_total", "counter", "Questions answered from memory.", (), _GATEWAY),
     Metric(
-        "grabstream_http_cache_misses_total", "counter", "Questions that PostgreSQL was asked.", (), _GATEWAY
+        "grabstream_http_cache_misses_total", "counter", "Questions answered by PostgreSQL.", (), _GATEWAY
     ),
 )
 

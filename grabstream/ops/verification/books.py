@@ -154,7 +154,7 @@ class Books:
             )
         for name, cursors in self._positions.items():
             for shard in sorted(cursors.keys() - set(range(count))):
-                self._cursors.add(f"{name}, shard {shard}: the system has no such shard, but a cursor of it")
+                self._cursors.add(f"{name}, shard {shard}: it has a cursor, but the system has no such shard")
 
     def _of(self, shard: int) -> dict[str, Cursor]:
         """The cursors of one shard."""

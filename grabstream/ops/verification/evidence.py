@@ -64,7 +64,7 @@ def read_bounded(path: Path, bytes_max: int = FILE_BYTES_MAX) -> bytes:
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     if len(content) > bytes_max:
-        raise BadCheckpoint(f"{path} has more than {bytes_max:,} bytes: it is not such a file")
+        raise BadCheckpoint(f"{path} has more than {bytes_max:,} bytes: it is not a checkpoint or a proof")
     return content
 
 
@@ -73,13 +73,13 @@ def _read_object(place: Place, bucket: Bucket, bytes_max: int) -> Evidence:
     try:
         found = bucket.get(place.key, bytes_max, named.version)
     except TooLarge as error:
-        raise BadCheckpoint(f"{place} is not such a file: {error}") from None
+        raise BadCheckpoint(f"{place} is not a checkpoint or a proof: {error}") from None
     if found is None:
         raise BadCheckpoint(f"{place} cannot be read: there is no such object")
     if found.lock is None:
-        note = f"{named} is not locked: whoever may write there can replace it"
+        note = f"{named} is not locked: anyone with write access can replace it"
     elif found.lock.until <= datetime.now(UTC):
-        note = f"{named}: its lock has ended at {in_words(found.lock)}"
+        note = f"{named}: its lock expired at {in_words(found.lock)}"
     else:
         note = f"{named} is locked until {in_words(found.lock)}"
     return Evidence(found.content, (note,))
@@ -129,11 +129,16 @@ def require_new(where: Path | Place, login: StoreLogin, locks: bool = False) -> 
     """
     if not isinstance(where, Place):
         if where.exists():
-            raise BadCheckpoint(f"{where} exists: give another name, older ones prove more")
+            raise BadCheckpoint(
+                f"{where} exists and is not overwritten, since older ones prove more: give another name"
+            )
         return
     bucket = Bucket(where.bucket, login)
     if bucket.versions(where.key):
-        raise BadCheckpoint(f"{where} exists, or did: give another name, older ones prove more")
+        raise BadCheckpoint(
+            f"{where} exists, or existed, and is not overwritten, since older ones prove more: give another "
+            "name"
+        )
     if locks and not bucket.may_lock():
         raise BadCheckpoint(
             f"{where}: the bucket cannot lock objects: create one with object lock enabled, or leave out "
@@ -149,7 +154,9 @@ def write_new(where: Path | Place, text: str, login: StoreLogin, lock: Lock | No
         with where.open("x") as file:
             file.write(text)
     except FileExistsError:
-        raise BadCheckpoint(f"{where} exists: give another name, older ones prove more") from None
+        raise BadCheckpoint(
+            f"{where} exists and is not overwritten, since older ones prove more: give another name"
+        ) from None
     except OSError as error:
         raise BadCheckpoint(f"{where} cannot be written: {error.strerror}") from None
     return Written(str(where))
@@ -167,14 +174,16 @@ def _write_object(place: Place, bucket: Bucket, content: bytes, lock: Lock | Non
     except TooLarge:
         found = None
     if found is None or found.content != content:
-        raise BadCheckpoint(f"{place} exists: give another name, older ones prove more")
+        raise BadCheckpoint(
+            f"{place} exists and is not overwritten, since older ones prove more: give another name"
+        )
     named = place if found.version in ("", "null") else place._replace(version=found.version)
     if lock is not None and (
         found.lock is None or found.lock.mode != lock.mode or found.lock.until < lock.until - LOCK_TOLERANCE
     ):
         said = "is not locked" if found.lock is None else f"is locked until {in_words(found.lock)}"
         raise BadCheckpoint(
-            f"{named} was written, but {said}, not until {in_words(lock)}: the store does not do what object "
-            "lock promises"
+            f"{named} was written, but {said}, not until {in_words(lock)}: the store does not implement "
+            "object lock correctly"
         )
     return Written(str(named), found.lock)

@@ -47,7 +47,7 @@ class PositionChecks:
         end.
         """
         if self._redis.journaled_seq == UNREADABLE:
-            return f"shard {self._shard}: the journaled seq in Redis is no number"
+            return f"shard {self._shard}: the journaled seq in Redis is not a number"
         if self._redis.journaled_seq > end.seq:
             return (
                 f"shard {self._shard}: Redis counts seq {self._redis.journaled_seq} as journaled, but the "

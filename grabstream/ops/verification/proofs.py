@@ -116,7 +116,7 @@ def check_proof(proof: Proof) -> GrabGranted | GrabHeld:
     except msgspec.DecodeError as error:
         raise NotProved(f"the event cannot be read by this release: {error}") from None
     if not isinstance(event, GrabGranted | GrabHeld):
-        raise NotProved(f"the event is no grab, but {event.__struct_config__.tag}")
+        raise NotProved(f"the event is not a grab, but {event.__struct_config__.tag}")
     return event
 
 

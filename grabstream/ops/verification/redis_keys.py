@@ -95,7 +95,7 @@ async def redis_check(
         if seq is None and server_epoch is None:
             if books.ends[shard]:
                 problems.append(
-                    f"shard {shard}: Redis has nothing of it, its journal ends at seq {books.ends[shard]}"
+                    f"shard {shard}: Redis has no data of it, but its journal ends at seq {books.ends[shard]}"
                 )
             continue
         trail = snapshots(settings, slowly=True) if shard in books.trail_is_sound else None

@@ -243,8 +243,8 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
     # Who opens an offer by HTTP or by a topic is not told otherwise.
     for zone in await unknown_zones(connection, by_zone.keys() - {"UTC"}):
         log.warning(
-            "PostgreSQL does not know the time zone %s (offers: %d, the first: %s): the views reckon it as "
-            "UTC until PostgreSQL is updated; decisions are not affected",
+            "PostgreSQL does not know the time zone %s (offers: %d, the first: %s): the views use UTC for "
+            "it until PostgreSQL is updated; decisions are not affected",
             zone, len(by_zone[zone]), by_zone[zone][0],
         )  # fmt: skip
 

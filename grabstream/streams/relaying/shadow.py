@@ -361,7 +361,7 @@ class ShadowShard:
                 + (f" ({fault.decode(errors='replace')})" if fault else "")
             )
         if seq is not None and not seq.isdigit():
-            raise NotComparable(f"its seq in Redis is {_text(seq)}, which is no number")
+            raise NotComparable(f"its seq in Redis is {_text(seq)}, which is not a number")
         if layout != b"%d" % LAYOUT:
             named = _text(layout) if layout else "none"
             raise NotComparable(f"its keys have layout {named}, this program writes layout {LAYOUT}")

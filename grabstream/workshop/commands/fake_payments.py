@@ -55,8 +55,8 @@ def fake_payments(port: int, key_file: Path | None, as_json: bool) -> None:
     keys = payment_keys(load_settings())
     if keys is None:
         raise BadSettings(
-            "GRAB_PAYMENT_KEYS is not set, so no payment token could be verified: give the provider the same "
-            "keys as the gateway"
+            "GRAB_PAYMENT_KEYS is not set, so payment tokens cannot be verified: set it to the keys of the "
+            "gateway"
         )
     decryption = None
     if key_file is not None:

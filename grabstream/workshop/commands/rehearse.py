@@ -195,7 +195,7 @@ def rehearse(
         _print(outcome, as_json)
     if keep and not as_json:
         console.print(
-            f"It is kept. To look at it: GRAB_PREFIX={name} GRAB_SCHEMA={name} grabstream offers",
+            f"The rehearsal is kept. To look at it: GRAB_PREFIX={name} GRAB_SCHEMA={name} grabstream offers",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     sys.exit(0 if all(check.passed for check in outcome["checks"]) else 1)
@@ -277,8 +277,8 @@ async def _shown_port(stage: Stage, chosen: Sequence[Envelope], quiet: bool) -> 
     if not quiet:
         at = f"http://127.0.0.1:{port}/"
         console.print(
-            f"watch it in a browser, until the verdict: {at} "
-            f"[dim](a page for everybody: {at}o/{chosen[0].offer})[/]",
+            f"watch it in a browser, until the verdict: {at} [dim](the public page: "
+            f"{at}o/{chosen[0].offer})[/]",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     return port

@@ -280,5 +280,5 @@ def down(which: str | None, dry_run: bool, remove: bool, as_json: bool) -> None:
     console.print(f"Stopped: {', '.join(stopped)}." if stopped else "No server that `up` started is running.")
     if remove:
         console.print(
-            f"Deleted: {', '.join(deleted)}." if deleted else "There were no data.", highlight=False
+            f"Deleted: {', '.join(deleted)}." if deleted else "There was no data to delete.", highlight=False
         )

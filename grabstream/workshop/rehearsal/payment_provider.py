@@ -53,7 +53,7 @@ HOW: Final = {
     "abandons": "it fails, and the buyer gives up: no payment is taken for the grab any more",
     "late": "it is paid after the deadline of the hold",
     "twice": "it is paid, and its receipt comes twice at the same time",
-    "altered": "it is paid; its receipt first comes with another amount, which somebody changed on the way",
+    "altered": "it is paid; its receipt first comes with another amount, changed on the way",
     "lost": "it is paid, and no receipt comes",
 }
 PAYMENTS_MAX: Final = 10_000
@@ -296,7 +296,7 @@ class PaymentProvider:
                 return
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(pause_seconds * 2, PAUSE_SECONDS_MAX)
-        log.error("payment %s: its receipt got no answer that counts", payment.payment)
+        log.error("payment %s: its receipt got no usable answer", payment.payment)
 
     async def _send(self, payment: Payment, text: str) -> int:
         """Sends a receipt once; returns the status of the answer, 0 without one."""

@@ -201,8 +201,8 @@ class Promotion(Story):
         )
         reached = {f"{answer.limit.by}/{answer.limit.per}" for answer in self.answers if answer.limit}
         return [
-            Check("each code in one hand", len(codes), "codes", repeated + unknown + missing),
-            Check("nothing used after it ran out", len(uses), "uses", late),
+            Check("each code belongs to one user", len(codes), "codes", repeated + unknown + missing),
+            Check("no coupon used after it expired", len(uses), "uses", late),
             Check(
                 "every limit was met",
                 len(reached),

@@ -183,7 +183,7 @@ class Story:
 
     def require(self, holds: bool, problem: str) -> None:
         """Checks a condition that must hold at this point of the story."""
-        self.tally.check("the story goes as it is told", holds, problem)
+        self.tally.check("the story goes as planned", holds, problem)
 
     def plan(self, at_ms: float, command: AnyCommand) -> None:
         """Plans a command for a time (ms since 1970 UTC)."""
@@ -237,10 +237,12 @@ class Story:
                 answer.seq,
             )
             self.tally.check(
-                "everybody was answered, always the same", same, f"{command.id}: {before} and then {answer}"
+                "every command was answered, repeats identically",
+                same,
+                f"{command.id}: {before} and then {answer}",
             )
             return
-        self.tally.check("everybody was answered, always the same", True, "")
+        self.tally.check("every command was answered, repeats identically", True, "")
         self.first[command.id] = (command, answer)
         expected = self._expected.get(command.id)
         if expected is not None:

@@ -298,7 +298,7 @@ class Tally:
         for counter in counters:
             self.used[counter] += units
             self.check(
-                "nobody above a limit",
+                "no user above a limit",
                 self.used[counter] <= int(counter[-1]),
                 f"{' '.join(counter[:-1])}: {self.used[counter]} used, the maximum is {counter[-1]}",
             )

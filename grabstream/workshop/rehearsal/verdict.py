@@ -35,7 +35,7 @@ def all_answered(doors: Doors) -> Check:
     missing = doors.total - sum(doors.answered.values())
     problems = [f"{counted(missing, 'attempts')} without an answer"] if missing > 0 else []
     return Check(
-        "everybody was answered, always the same",
+        "every command was answered, repeats identically",
         sum(doors.answered.values()),
         "answers",
         problems + doors.contradictions,

@@ -442,7 +442,7 @@ class Week(Story):
                 "offers",
                 [f"{name}: not retired" for name in not_retired],
             ),
-            Check("everything has happened", len(expected), "outcomes", missing),
+            Check("every planned case has happened", len(expected), "outcomes", missing),
         ]
 
     def result(self) -> list[dict[str, Any]]:

@@ -136,7 +136,7 @@ def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) 
                 f"events/{type_}",
                 "$",
                 "the type was removed",
-                "keep it: journals have such events for ever",
+                "keep it: journals keep such events permanently",
             )
         elif news[type_] < released:
             yield Change(
@@ -158,7 +158,7 @@ def _events(old: Contract, new: Contract, upcasts: Collection[tuple[str, int]]) 
                 name,
                 "$",
                 "the schema of an older version was removed",
-                "keep the file: journals have such events for ever",
+                "keep the file: journals keep such events permanently",
             )
     for type_ in (type_ for type_ in news if type_ not in olds):
         yield Change(
@@ -201,7 +201,7 @@ def _topics(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
                 "warning",
                 topic,
                 "$.retention",
-                f"kept for {kept[1]} ms, formerly for {kept[0]} ms (-1: for ever)",
+                f"kept for {kept[1]} ms, formerly for {kept[0]} ms (-1: permanently)",
             )
         for message in was["messages"]:
             if message in is_["messages"]:

@@ -113,11 +113,11 @@ def _form(servers: Sequence[Redis], clients: Sequence[Any], masters: int) -> Non
         clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, server.bus_port)
     _until(
         lambda: all(int(_info(client)["cluster_known_nodes"]) == len(clients) for client in clients),
-        "the Redis servers have not met",
+        "the Redis servers have not joined",
     )
     for index, replica in enumerate(clients[masters:]):
         follow = partial(_replicate, replica, clients[index % masters])
-        _until(follow, "a replica has not met its master")
+        _until(follow, "a replica has not connected to its master")
 
 
 def _info(client: Any) -> dict[str, str]:

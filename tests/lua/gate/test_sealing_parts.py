@@ -39,7 +39,7 @@ def test_what_the_part_seals_the_key_opens_and_nobody_else(shard: int, offer: st
 
 
 def test_the_part_does_not_open_what_the_key_has_sealed() -> None:
-    with pytest.raises(CannotOpen, match="is a sealing part, which opens nothing"):
+    with pytest.raises(CannotOpen, match="is a sealing part, which cannot open anything"):
         PART.open(0, "e", "seed", WHOLE.seal(0, "e", "seed", "5eed"))
 
 

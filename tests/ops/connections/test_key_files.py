@@ -68,7 +68,7 @@ def test_keys_of_a_payment_side_are_added_put_first_and_removed(
     files.refresh()
     assert (takes(old), takes(new), signs_as(new)) == (False, True, True)
     assert [one.levelname for one in caplog.records] == ["INFO"] * 3
-    assert "GRAB_PAYMENT_KEYS_FILE: has changed, and its keys are in use" in caplog.text
+    assert "GRAB_PAYMENT_KEYS_FILE has changed; its keys are now in use" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_keys_of_a_payment_side_are_added_put_first_and_removed(
     [
         ("k1:short", "GRAB_PAYMENT_KEYS: key 1"),
         ("", "is empty"),
-        (",", "there is no key in it"),
+        (",", "it contains no key"),
         (None, "cannot be read"),
     ],
 )

@@ -80,10 +80,10 @@ class Entry(NamedTuple):
 
 ENTRIES = {
     "a database in LATIN1": Entry(
-        database_encoded("LATIN1"), ("is LATIN1, and must be UTF8", "ENCODING 'UTF8' TEMPLATE template0")
+        database_encoded("LATIN1"), ("is LATIN1, but must be UTF8", "ENCODING 'UTF8' TEMPLATE template0")
     ),
     "a database without encoding": Entry(
-        database_encoded("SQL_ASCII"), ("is SQL_ASCII, and must be UTF8", "ENCODING 'UTF8'")
+        database_encoded("SQL_ASCII"), ("is SQL_ASCII, but must be UTF8", "ENCODING 'UTF8'")
     ),
     "a pooler in transaction mode": Entry(
         pooled, ("pool_mode = transaction", "PostgreSQL itself in GRAB_POSTGRES")
@@ -136,31 +136,31 @@ class TopicEntry(NamedTuple):
 TOPICS = {
     "one partition": TopicEntry(
         "operations", 1, {},
-        ("operations has 1 partition, and must have 8", "--topic {}.operations --partitions 8"), True,
+        ("operations has 1 partition, but must have 8", "--topic {}.operations --partitions 8"), True,
     ),
     "one partition of results": TopicEntry(
-        "results", 1, {}, ("results has 1 partition, and must have 8", "kafka-topics.sh"), True
+        "results", 1, {}, ("results has 1 partition, but must have 8", "kafka-topics.sh"), True
     ),
     "a journal of 7 days": TopicEntry(
         "journal", None, {"retention.ms": "604800000"},
-        ("its retention.ms is 604800000, and must be -1", "--topic {}.journal --add-config retention.ms=-1"),
+        ("its retention.ms is 604800000, but must be -1", "--topic {}.journal --add-config retention.ms=-1"),
     ),
     "events of a gigabyte": TopicEntry(
         "events", None, {"retention.ms": "-1", "retention.bytes": "1073741824"},
-        ("its retention.bytes is 1073741824, and must be -1", "--topic {}.events"),
+        ("its retention.bytes is 1073741824, but must be -1", "--topic {}.events"),
     ),
     "commands of a day": TopicEntry(
         "commands", None, {"retention.ms": "86400000"},
-        ("its retention.ms is 86400000, and must be at least 604800000",
+        ("its retention.ms is 86400000, but must be at least 604800000",
         "--add-config retention.ms=604800000"),
     ),
     "compacted commands": TopicEntry(
         "operations", None, {"cleanup.policy": "compact"},
-        ("its cleanup.policy is compact, and must be delete", "cleanup.policy=delete"),
+        ("its cleanup.policy is compact, but must be delete", "cleanup.policy=delete"),
     ),
     "small records": TopicEntry(
         "rejected", None, {"max.message.bytes": "1000000"},
-        ("its max.message.bytes is 1000000, and must be at least", "kafka-configs.sh"),
+        ("its max.message.bytes is 1000000, but must be at least", "kafka-configs.sh"),
     ),
     "events that must be young": TopicEntry(
         "events", None,

@@ -68,7 +68,7 @@ async def test_wrong_seal_keys_are_refused_at_the_start(system: Settings) -> Non
     assert await finding_of(system) is None
     # Another key under the same id.
     said = await refusal_of(with_keys(system, other_key(key_id)))
-    assert said.startswith(f"GRAB_SEAL_KEYS: key {key_id} is not the key of that id")
+    assert said.startswith(f"GRAB_SEAL_KEYS: key {key_id} differs from the key with this id")
     assert f"Restore key {key_id} from the backup" in said
     # The key of another system: the system's own is missing.
     said = await refusal_of(with_keys(system, other_key("other")))
@@ -131,7 +131,7 @@ async def test_a_worker_that_started_without_postgresql_ends_when_its_keys_are_w
         assert started.process.poll() is None
         await connection.execute(f"ALTER TABLE {hidden} RENAME TO system".encode())
         await until(lambda: started.process.poll() is not None, 30, "the end of the worker")
-    assert "is not the key of that id" in started.log.read_text()
+    assert "differs from the key with this id" in started.log.read_text()
     assert started.process.returncode == 2
 
 
@@ -153,7 +153,7 @@ async def test_processes_that_only_seal(system: Settings, worker: Callable[..., 
     ):  # fmt: skip
         done = grabstream(*words, **env_of(only))
         assert done.returncode in (1, 2), (words, done.stdout, done.stderr)
-        assert "is a sealing part, which opens nothing" in done.stdout + done.stderr, words
+        assert "is a sealing part, which cannot open anything" in done.stdout + done.stderr, words
     async with open_gate(only) as gate:
         terms = EnvelopeTerms(issuer="i", funding="p", asset="CNY", total=100, parts=3)
         [opened] = await gate.decide(
@@ -173,6 +173,6 @@ async def test_processes_that_only_seal(system: Settings, worker: Callable[..., 
     assert len(json.loads(done.stdout)["webhooks_resealed"]) == 1
     # The part of another key of that id is noticed as the key would be.
     other = Sealer.from_text(other_key(key_id)).sealing_text()
-    with pytest.raises(WrongSealKeys, match="is not the key of that id"):
+    with pytest.raises(WrongSealKeys, match="differs from the key with this id"):
         async with open_gate(with_keys(system, other)):
             pass

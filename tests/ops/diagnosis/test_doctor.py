@@ -108,8 +108,8 @@ async def test_a_healthy_system_has_no_findings(system: Settings, worker: Callab
 
 async def test_before_init_topics_and_tables_are_missing(settings: Settings) -> None:
     examination = await examine(settings.model_copy(update={"seal_keys": SecretStr("")}))
-    assert only(examination, "topics are there").command == "grabstream init"
-    assert "0001_system.sql" in only(examination, "tables are there").what
+    assert only(examination, "topics exist").command == "grabstream init"
+    assert "0001_system.sql" in only(examination, "tables exist").what
     assert "GRAB_SEAL_KEYS" in only(examination, "seal keys are set").what
     assert examination.exit_code == 1
 
@@ -168,7 +168,7 @@ async def test_doctor_names_what_waits_after_the_worker_has_stopped(
     small = system.model_copy(update={"outbox_events_max": 3})
 
     async def holds_are_late() -> bool:
-        return bool(findings_of(await examine(small), "holds and offers end in time"))
+        return bool(findings_of(await examine(small), "holds and offers end on time"))
 
     await until(holds_are_late, 20, "the holds' end")
     examination = await examine(small)
@@ -179,7 +179,7 @@ async def test_doctor_names_what_waits_after_the_worker_has_stopped(
     full = only(examination, "outboxes have room")
     assert f"shard {shard}: the outbox holds 3 of 3 events" in full.what
     assert full.severity == "stuck"
-    holds = only(examination, "holds and offers end in time")
+    holds = only(examination, "holds and offers end on time")
     assert "holds have passed their deadline and have not ended" in holds.what
     assert holds.since is not None
     commands, operations = findings_of(examination, "commands are read")
@@ -212,7 +212,7 @@ async def test_a_stopped_read_model_and_a_record_set_aside_are_reported(
     async with running(system, "ledger") as [ledger]:
         await ledger.put(CatchUp(SHARD))
         await until_stopped(system, "ledger")
-        stopped = only(await examine(system), "read models go on")
+        stopped = only(await examine(system), "read models have not stopped")
         assert f"ledger has stopped at shard {SHARD}, after seq 1" in stopped.what
         assert "never_below_zero" in stopped.what
         assert f"grabstream set-aside ledger {SHARD} --dry-run" in stopped.command
@@ -220,7 +220,7 @@ async def test_a_stopped_read_model_and_a_record_set_aside_are_reported(
         assert stopped.since is not None
         assert (await call_json(system, "set-aside", "ledger", str(SHARD), *WHY, "--yes"))[0] == 0
     examination = await examine(system)
-    assert not findings_of(examination, "read models go on")
+    assert not findings_of(examination, "read models have not stopped")
     note = only(examination, "nothing is set aside")
     assert (
         note.severity,
@@ -247,7 +247,7 @@ async def test_a_finding_of_the_verifier_is_reported(system: Settings, journal: 
             await projector.put(CatchUp(SHARD))
 
         async def no_worker_verifies() -> list[Finding]:
-            return findings_of(await examine(system), "somebody verifies")
+            return findings_of(await examine(system), "a verifier is running")
 
         await until(no_worker_verifies, 20, "the finding that no worker verifies")
     await execute(system, "UPDATE accounts_1 SET posted = posted + 1 WHERE account = 'wallet:u2'")
@@ -257,7 +257,7 @@ async def test_a_finding_of_the_verifier_is_reported(system: Settings, journal: 
     finding = only(examination, "the books agree")
     assert "wallet:u2 CNY has 11, its events lead to 10" in finding.what
     assert f"grabstream dismiss {difference.id}" in finding.command
-    assert not findings_of(examination, "somebody verifies")
+    assert not findings_of(examination, "a verifier is running")
     status = json.loads(grabstream("status", "--json", **env_of(system)).stdout)
     assert [finding["id"] for finding in status["findings"]] == [difference.id]
     assert {shard["shard"]: shard["seq"] for shard in status["verified"]}[SHARD] == 2
@@ -277,7 +277,7 @@ async def test_a_verifier_that_rests_is_not_missing(system: Settings) -> None:
             await connection.execute(
                 "UPDATE verified SET compared_at = now() - make_interval(mins => %s)", (minutes,)
             )
-        return [finding.what for finding in findings_of(await examine(system), "somebody verifies")]
+        return [finding.what for finding in findings_of(await examine(system), "a verifier is running")]
 
     assert await reported(20) == ["no worker verifies"]
     lock = f"grabstream-verifier-{system.schema_}"
@@ -342,7 +342,7 @@ async def test_a_lost_journal_leads_every_finding_to_the_restore(
     assert everything.stop() == 0
     await delete_topics(system, Topics(system.prefix).journal)
     gone = await examine(system)
-    assert only(gone, "topics are there").command == RESTORE
+    assert only(gone, "topics exist").command == RESTORE
     events = OFFERS * 10
     lost = only(gone, JOURNAL_CHECK)
     assert f"Kafka has lost {events} events that the read models or Redis have" in lost.what
@@ -382,7 +382,7 @@ async def test_a_cursor_that_is_not_where_its_rows_are_is_reported_and_retried(
         for projector in projectors:
             await projector.put(CatchUp(SHARD))
         await until_at_seq(system, 20)
-    check = "cursors are where their rows are"
+    check = "cursors match their rows"
     assert not findings_of(await examine(system), check)
     await journal.block(lines, 21, 40, owner="an-owner")
     assert not findings_of(await examine(system), check), "a cursor that lags is where its rows are"
@@ -577,7 +577,7 @@ async def test_settings_of_topics_clocks_and_disks_are_reported(
     The doctor's clock is a minute ahead, so the clocks of both servers are behind it. The bound of disks is
     above 100 % free, so every disk counts as nearly full.
     """
-    kept, bounded = CONDITIONS_CHECK, "commands are bounded"
+    kept, bounded = CONDITIONS_CHECK, "batches of commands have a bounded size"
     sound = await examine(system)
     assert not [name for name, _ in sound.findings if name in (kept, bounded, "clocks agree")]
     topics_of = Topics(system.prefix)
@@ -651,7 +651,7 @@ async def test_each_fault_of_a_redis_server_is_reported(
         assert only(examination, "Redis never evicts").command.endswith(
             "CONFIG SET maxmemory-policy noeviction"
         )
-        assert "appendonly is off" in only(examination, "Redis keeps what it has").what
+        assert "appendonly is off" in only(examination, "Redis writes an append-only file").what
         # Only now: before, it would have evicted keys.
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", 1_000_000)

@@ -29,7 +29,8 @@ LATE = NOW - LATE_MS - 1
         ({"due_since": LATE, "waiting": 2}, "stuck", "lags: 2 events waiting",
          "grabstream worker --roles webhooks"),
         ({"unread_since": LATE}, "stuck", "lags", "grabstream worker --roles webhooks"),
-        ({"waiting": 9_000, "places": 5_000}, "risk", "take 5,000 of 10,000 places, an offer at most 100",
+        ({"waiting": 9_000, "places": 5_000}, "risk", "take 5,000 of 10,000 places, of which an offer "
+        "takes at most 100",
          "grabstream webhooks deliveries wh --state waiting "),
         ({"waiting": 50_000, "places": 100}, "risk", "50,000 events wait, of at most 100,000,",
          "grabstream webhooks deliveries wh --state waiting "),

@@ -32,4 +32,4 @@ def test_old_seal_key_is_retired_only_when_no_offer_needs_it(
 def test_read_model_with_a_wrong_row_is_rebuilt_and_accepted() -> None:
     """A rebuild without --accept is refused where rows differ, and these do."""
     for kind in ("ledger", "accounts", "balances", "heads"):
-        assert "--accept` then mends it" in books._DIFFERENCES[kind]
+        assert "--accept` then repairs them" in books._DIFFERENCES[kind]

@@ -1031,7 +1031,7 @@ async def test_a_shard_at_another_seq_than_its_journal_is_reported(
         assert_only_problem(
             await verify(whole, 0, share=1),
             FOLD,
-            f"shard 1: Redis has nothing of it, its journal ends at seq {seq}",
+            f"shard 1: Redis has no data of it, but its journal ends at seq {seq}",
         )
 
 

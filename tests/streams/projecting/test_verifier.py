@@ -227,7 +227,7 @@ async def test_records_set_aside_are_not_findings(system: Settings, journal: Jou
     code, checks = await call_json(system, "verify", "--wait", "0")
     wrong = {check["name"]: check["problems"] for check in checks if check["problems"]}
     # The test wrote this journal: Redis has no state of the offer.
-    problem = f"shard {SHARD}: Redis has nothing of it, its journal ends at seq 4"
+    problem = f"shard {SHARD}: Redis has no data of it, but its journal ends at seq 4"
     assert (code, wrong) == (1, {"Redis = fold of the journal": [problem]})
     [notes] = [check["notes"] for check in checks if check["name"] == "set aside by operators"]
     assert len(notes) == 3

@@ -176,7 +176,9 @@ async def test_every_journaled_answer_is_there_after_a_crash(
 
 async def finding(settings: Settings) -> Finding:
     """What `doctor` says about the file of the primary."""
-    [found] = [one for name, one in (await examine(settings)).findings if name == "Redis keeps what it has"]
+    [found] = [
+        one for name, one in (await examine(settings)).findings if name == "Redis writes an append-only file"
+    ]
     return found
 
 

@@ -341,4 +341,4 @@ def test_exit_codes_are_those_of_the_page(stored: Stored) -> None:
     done = stored.run("export", stored.address, login=away)
     assert (done.returncode, "127.0.0.1:9 cannot be reached" in done.stderr) == (3, True), done.stderr
     done = stored.run("export", stored.address, s3_secret_key="")
-    assert (done.returncode, "set both, or none" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "set both, or neither" in done.stderr) == (2, True), done.stderr

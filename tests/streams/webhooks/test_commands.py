@@ -80,7 +80,7 @@ async def test_a_worker_delivers_what_commands_subscribe_to(
         await ask(system, "discard", name, parked[0]["event"])
         assert await ask(system, "resend", name) == {"webhook": name, "resent": 1}
         await until(lambda: receiver.ids[-1] == parked[1]["event"], 30, "the next event")
-        assert "nothing is parked, or has failed, for" in await ask(system, "resend", name, code=1)
+        assert "no event is parked, or has failed, for" in await ask(system, "resend", name, code=1)
         assert (await ask(system, "pause", name))["state"] == "paused"
         assert (await ask(system, "resume", name))["state"] == "active"
         assert (await ask(system, "remove", name))["state"] == "removed"

@@ -48,7 +48,7 @@ def test_the_envelope_rehearsal_passes_its_verdict(settings: Settings) -> None:
         settings, "--parts", "2000", "--envelopes", "6", "--small-parts", "100", "--deadline", "3"
     )
     checked = {check["name"]: check["checked"] for check in report["checks"]}
-    assert checked["everybody was answered, always the same"] == report["attempts"] > 2_600
+    assert checked["every command was answered, repeats identically"] == report["attempts"] > 2_600
     assert (
         checked["granted = parts"]
         == checked["nobody twice"]

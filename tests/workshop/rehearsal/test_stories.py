@@ -37,7 +37,7 @@ def test_the_week_of_a_flash_sale_passes_its_verdict(settings: Settings, tmp_pat
     report = story("week", settings, tmp_path)
     checked = {check["name"] for check in report["checks"] if check["checked"]}
     assert checked >= {
-        "never over-sold", "left + held + taken = total", "nobody above a limit",
+        "never over-sold", "left + held + taken = total", "no user above a limit",
         "each payment confirmed or refunded, once",
         "money confirmed = issuer's + refunds", "all holds have ended", "expiry at its deadline",
         "late payments as the offer says",
@@ -65,10 +65,10 @@ def test_a_promotion_of_five_days_passes_its_verdict(settings: Settings, tmp_pat
     report = story("promotion", settings, tmp_path)
     checked = {check["name"] for check in report["checks"] if check["checked"]}
     assert checked >= {
-        "each code in one hand",
+        "each code belongs to one user",
         "every limit was met",
         "an order uses a coupon once",
-        "nothing used after it ran out",
+        "no coupon used after it expired",
     }
     [row] = report["result"]
     assert row["taken"] + row["back"] == row["total"]

@@ -52,7 +52,7 @@ def test_limits_of_a_campaign_count_in_the_zone_of_its_first_offer() -> None:
         history.send(Grab, "m:second", user="ann")
         history.send(Grab, "m:second", user="ann")
         history.forward(16 * HOUR_MS)
-    assert history.tally.checked["nobody above a limit"] == 4
+    assert history.tally.checked["no user above a limit"] == 4
     assert not history.tally.problems
 
 

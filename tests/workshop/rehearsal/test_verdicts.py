@@ -99,7 +99,7 @@ def copied(story: Story, events: list[AnyEvent] | None = None) -> Story:
 
 
 #: Checks that are made when an answer arrives.
-OF_ANSWERS = ("everybody was answered, always the same", "the story goes as it is told")
+OF_ANSWERS = ("every command was answered, repeats identically", "the story goes as planned")
 
 Events = list[AnyEvent]
 
@@ -210,7 +210,7 @@ WEEK = [
         with_("grab.released", replaced(at=more(-HOUR_MS)), reason="expired"),
     ),
     Damage("no account below 0", "has -", twice("grab.released", reason="expired")),
-    Damage("nobody above a limit", "", with_("grab.held", replaced(quantity=more(20)), waited=False)),
+    Damage("no user above a limit", "", with_("grab.held", replaced(quantity=more(20)), waited=False)),
     Damage("each payment confirmed or refunded, once", "its events are []", without("grab.confirmed")),
     Damage(
         "each payment confirmed or refunded, once",
@@ -245,7 +245,7 @@ WEEK = [
     Damage("all holds have ended", "held", without("grab.released", reason="expired")),
     Damage("every offer closed and retired", "not retired", without("offer.retired")),
     Damage(
-        "everything has happened",
+        "every planned case has happened",
         "no user got units from the waiting list",
         lambda events: [
             msgspec.structs.replace(event, waited=False) if getattr(event, "waited", False) else event
@@ -279,8 +279,8 @@ PROMOTION = [
     Damage(
         "nothing used beyond what was taken", "used of", with_("grab.redeemed", replaced(quantity=more(9)))
     ),
-    Damage("nothing used after it ran out", "used at", with_("grab.redeemed", replaced(at=VALID_UNTIL_MS))),
-    Damage("nobody above a limit", "user/", with_("grab.granted", replaced(quantity=more(9)))),
+    Damage("no coupon used after it expired", "used at", with_("grab.redeemed", replaced(at=VALID_UNTIL_MS))),
+    Damage("no user above a limit", "user/", with_("grab.granted", replaced(quantity=more(9)))),
 ]
 
 
@@ -303,15 +303,15 @@ async def test_codes_of_two_users_and_unknown_codes_are_reported(promotion: Stor
         story = copied(promotion)
         story.coupons.append(coupon)  # type: ignore[attr-defined]
         problems = problems_of(await story.checks())
-        assert list(problems) == ["each code in one hand"]
-        assert any(says in problem for problem in problems["each code in one hand"])
+        assert list(problems) == ["each code belongs to one user"]
+        assert any(says in problem for problem in problems["each code belongs to one user"])
 
 
 @pytest.mark.long
 async def test_a_code_that_no_user_got_is_reported(promotion: Story) -> None:
     story = copied(promotion)
     story.coupons.pop()  # type: ignore[attr-defined]
-    [problem] = problems_of(await story.checks())["each code in one hand"]
+    [problem] = problems_of(await story.checks())["each code belongs to one user"]
     assert "coupons are taken" in problem
 
 
@@ -331,7 +331,7 @@ async def test_damaged_answers_are_reported(week: Story) -> None:
     story = copied(week)
     story._take(command, msgspec.structs.replace(answer, quantity=(answer.quantity or 0) + 1))
     [name] = problems_of(await story.checks())
-    assert name == "everybody was answered, always the same"
+    assert name == "every command was answered, repeats identically"
 
     story = copied(week)
     early = Grab(id="early", offer=command.offer, user="u")
@@ -340,7 +340,7 @@ async def test_damaged_answers_are_reported(week: Story) -> None:
         msgspec.structs.replace(answer, id="early", seq=None, shard=None),
     )
     [name] = problems_of(await story.checks())
-    assert name == "the story goes as it is told"
+    assert name == "the story goes as planned"
 
     refused, over = next(pair for pair in week.first.values() if pair[1].outcome == "over")
     story = copied(week)
@@ -352,7 +352,7 @@ async def test_damaged_answers_are_reported(week: Story) -> None:
     story = copied(week)
     story.first = {id_: pair for id_, pair in story.first.items() if pair[1].outcome != "extended"}
     assert problems_of(await story.checks()) == {
-        "everything has happened": ["no command was answered extended"]
+        "every planned case has happened": ["no command was answered extended"]
     }
 
     story = copied(week)
@@ -412,7 +412,7 @@ async def test_answers_to_the_crowd_are_compared_with_the_read_models(crowd: Cro
     lost = copy.deepcopy(crowd.rehearsal.doors)
     lost.answered["gate"] -= 1 + sum(lost.answered.values()) - lost.total
     assert await judged(crowd, lost) == {
-        "everybody was answered, always the same": ["1 attempt without an answer"]
+        "every command was answered, repeats identically": ["1 attempt without an answer"]
     }
 
     offer, grabs = next(iter(crowd.rehearsal.doors.granted.items()))
@@ -434,7 +434,7 @@ async def test_two_answers_that_differ_are_reported(crowd: Crowd) -> None:
     grab, amount = next(iter(grabs.items()))
     doors.take("gate", Answer(grab, "granted", 0, offer, grab=grab, amount=amount + 1))
     assert await judged(crowd, doors) == {
-        "everybody was answered, always the same": [f"{grab}: {amount} and then {amount + 1}"]
+        "every command was answered, repeats identically": [f"{grab}: {amount} and then {amount + 1}"]
     }
 
 

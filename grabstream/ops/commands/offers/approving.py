@@ -109,7 +109,9 @@ def _commands_in(content: bytes) -> list[OfferCommand]:
             raise click.UsageError(f"command {number}: {command.reason}")
         if not isinstance(command, OfferCommand):
             name = type(command).__name__.lower()
-            raise click.UsageError(f"command {number}: `{name}` needs no approval: no operator sends it")
+            raise click.UsageError(
+                f"command {number}: `{name}` needs no approval: it is not a command of operators"
+            )
         commands.append(command)
     if not commands:
         raise click.UsageError("there is no command to approve")

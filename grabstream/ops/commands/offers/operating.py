@@ -114,7 +114,7 @@ def _round_in(file: Path) -> str:
         with click.open_file(str(file)) as opened:
             text = opened.read(ROUND_CHARACTERS_MAX + 1)
         if len(text) > ROUND_CHARACTERS_MAX:
-            raise ValueError("is longer than a round of a beacon is")
+            raise ValueError("is too long for a round of a beacon")
         found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("is not a JSON object")
@@ -326,7 +326,7 @@ def _load(chunks: Sequence[Load], summary: dict[str, object], as_json: bool) -> 
         code = 1
         complain(
             f"{refused[0].outcome}: "
-            f"{refused[0].message or _WAYS_OUT.get(refused[0].outcome, 'nothing more was sent')}"
+            f"{refused[0].message or _WAYS_OUT.get(refused[0].outcome, 'the other chunks were not sent')}"
         )
     sys.exit(code)
 

@@ -298,7 +298,7 @@ def _open_all(opens: Sequence[Open], as_json: bool, week: str | None) -> None:
     for zone in asyncio.run(_zones_without_views(settings, opens)):
         click.echo(
             f"grabstream: PostgreSQL does not know the time zone {zone}: the views `limits` and "
-            "`results_by_week` will reckon it as UTC until PostgreSQL is updated. Decisions are not affected",
+            "`results_by_week` will use UTC for it until PostgreSQL is updated. Decisions are not affected",
             err=True,
         )
     try:

@@ -101,7 +101,7 @@ def _print(written: Written, made: Made, is_object: bool) -> None:
     if written.lock is not None:
         words += f" Locked until {in_words(written.lock)}."
     elif is_object:
-        words += " Not locked: whoever may write there can replace it (--lock-days)."
+        words += " Not locked: anyone with write access can replace it (--lock-days)."
     console.print(words, highlight=False, markup=False, soft_wrap=True)
     for line in made.ignored.in_words():
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -139,8 +139,8 @@ async def _supervise(
     stop, signals = stop_on_signals(EXIT_HANGS)
     if settings.gateway_authentication == "required" and not settings.cache_url:
         log.warning(
-            "each of the %d processes counts requests of callers by itself: with GRAB_CACHE_URL, they count "
-            "them together",
+            "each of the %d processes counts the requests of callers separately; set GRAB_CACHE_URL to "
+            "count them together",
             processes,
         )
     # The same words; of an option that is there twice, the last one holds.
@@ -187,9 +187,9 @@ def require_loopback(host: str, port: int) -> None:
     addresses = sorted({str(address[0]).partition("%")[0] for *_, address in found})
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise click.UsageError(
-            f"--host {host}: without authentication, whoever reaches the gateway could open offers and "
-            f"settle grabs. So it listens on addresses of this machine only (127.0.0.1, ::1), not on "
-            f"{', '.join(addresses)}. GRAB_GATEWAY_AUTHENTICATION=required lets it listen on others"
+            f"--host {host}: without authentication, anyone who reaches the gateway could open offers and "
+            "settle grabs, so it listens only on addresses of this machine (127.0.0.1, ::1), not on "
+            f"{', '.join(addresses)}. Set GRAB_GATEWAY_AUTHENTICATION=required to listen on other addresses"
         )
 
 
@@ -208,7 +208,7 @@ def _require_whole(settings: Settings) -> None:
     missing = [name for name, value in given.items() if not value]
     if missing and len(missing) < len(given):
         raise BadSettings(
-            f"{' and '.join(missing)}: is required for tokens of end users; set all three of them"
+            f"{' and '.join(missing)}: required for tokens of end users; set all three settings"
         )
     if settings.gateway_hosts and settings.gateway_authentication == "none":
         raise BadSettings(

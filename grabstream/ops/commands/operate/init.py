@@ -81,5 +81,6 @@ def _in_words(server: ServerLibraries, dropped: bool) -> str:
     if not server.others:
         return words
     others = f"libraries of other releases: {', '.join(server.others)}"
-    hint = "dropped" if dropped else "`grabstream init --drop-libraries` drops them when none of them runs"
+    drop = "`grabstream init --drop-libraries` drops them; run it when no process uses them"
+    hint = "dropped" if dropped else drop
     return f"{words}; {others} ({hint})"

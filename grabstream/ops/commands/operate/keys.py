@@ -55,7 +55,7 @@ def _name_alone(ctx: click.Context, param: click.Parameter, name: str) -> str:
     """The name of a key. A secret is not repeated in a message."""
     if name.startswith(PREFIX):
         raise click.BadParameter(
-            "this is the secret of a key; give its name, as `grabstream keys list` has it"
+            "this is the secret of a key; give its name, as `grabstream keys list` shows it"
         )
     return name
 
@@ -193,11 +193,11 @@ def _show_change(key: ApiKey, what: str, secret: str | None, dry_run: bool, as_j
     verb = f"Would be {what}" if dry_run else what.capitalize()
     facts = [f"scopes {', '.join(key.scopes)}"]
     if what == "rotated" and key.previous_until is not None:
-        facts.append(f"the secret until now is valid until {_cell(described['previous_until'])}")
+        facts.append(f"the previous secret is valid until {_cell(described['previous_until'])}")
     facts.append(f"expires {_cell(described['expires_at'])}" if key.expires_at else "does not expire")
     console.print(f"{verb}: key {key.name}; {'; '.join(facts)}.", highlight=False, soft_wrap=True)
     if secret is not None:
-        console.print("Its secret, which is shown only now:", highlight=False)
+        console.print("Its secret, which is shown only once:", highlight=False)
         click.echo(secret)
 
 

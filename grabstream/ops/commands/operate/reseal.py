@@ -33,9 +33,9 @@ from grabstream.streams.webhooks.sending import secrets_now
 USERS_A_STEP: Final = 1_000
 NO_USES: Final = Uses(0, 0, 0)
 NOT_KNOWN: Final = (
-    "Not known here: whether a process that runs still has {key} as its first key of GRAB_SEAL_KEYS. What "
-    "it seals from now on needs the key again: give every worker, gate and gateway the new settings, and "
-    "restart them, before they lose the key."
+    "It is not known whether a running process still seals with key {key}, the first one in its "
+    "GRAB_SEAL_KEYS. What such a process seals needs the key again: give every worker, gate and gateway "
+    "the new settings and restart them before you remove the key."
 )
 
 
@@ -163,7 +163,7 @@ def _require_unneeded(
 ) -> None:
     """Raises CannotRetire when a key is needed."""
     if key_id == sealer(settings).first:
-        raise CannotRetire(f"key {key_id} seals: put another key before it")
+        raise CannotRetire(f"key {key_id} is the key that seals: put another key before it")
     if key_id not in {key.key_id for key in known}:
         raise CannotRetire(f"key {key_id} is not a key of this system")
     needed = counts.get(key_id, NO_USES)
@@ -187,6 +187,6 @@ async def _require_whole_audit(connection: AsyncConnection[Any], settings: Setti
     for shard, seq in last_seqs.items():
         if (await newest(connection, shard)).seq < seq:
             raise CannotRetire(
-                f"the audit trail has not all events of shard {shard} yet, so what they need key {key_id} "
-                "for is not known: repeat the command when `grabstream doctor` shows no lag of it"
+                f"the audit trail lacks events of shard {shard}, which may still need key {key_id}: repeat "
+                "the command when `grabstream doctor` no longer shows that it lags"
             )

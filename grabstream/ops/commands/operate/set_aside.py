@@ -180,7 +180,9 @@ async def _stop_of(connection: AsyncConnection[Any], projection: str, shard: int
     for stop in await cursors.stops(connection):
         if (stop.projection, stop.shard) == (projection, shard):
             return stop
-    raise CannotSetAside(f"{projection} has not stopped at shard {shard}; `grabstream status` shows what has")
+    raise CannotSetAside(
+        f"{projection} has not stopped at shard {shard}; `grabstream status` shows what has stopped"
+    )
 
 
 async def _cursor_of(

@@ -95,7 +95,7 @@ def add(url: str, types: Sequence[str], offers: Sequence[str], from_time: str | 
         print_json({**_as_json(added), "secret": secret})
     else:
         _say(f"{name} sends {_wanted(added)} to {url}, from {show_time(added.from_ms)} UTC on.")
-        _say(f"Secret, shown only now: {secret}")
+        _say(f"Secret, shown only once: {secret}")
 
 
 @webhooks.command(name="list")
@@ -203,10 +203,10 @@ def rotate(webhook: str, grace: str, as_json: bool) -> None:
         return
     until = rotated.previous_until
     if until is None:
-        _say(f"{webhook} has a new secret; the one until now signs no longer.")
+        _say(f"{webhook} has a new secret; the previous one no longer signs.")
     else:
-        _say(f"{webhook} has a new secret; the one until now signs too until {until:%Y-%m-%d %H:%M:%SZ}.")
-    _say(f"Secret, shown only now: {secret}")
+        _say(f"{webhook} has a new secret; the previous one also signs until {until:%Y-%m-%d %H:%M:%SZ}.")
+    _say(f"Secret, shown only once: {secret}")
 
 
 @webhooks.command()
@@ -238,7 +238,7 @@ def resend(webhook: str, offer: str | None, as_json: bool) -> None:
     """Send parked and failed events of WEBHOOK again at once, in order. Exit code 1: there are none."""
     count = _ask(load_settings(), lambda connection: records.resend(connection, webhook, offer))
     if not count:
-        _refuse(f"nothing is parked, or has failed, for {webhook}{f' of offer {offer}' if offer else ''}")
+        _refuse(f"no event is parked, or has failed, for {webhook}{f' of offer {offer}' if offer else ''}")
     if as_json:
         print_json({"webhook": webhook, "resent": count})
     else:
@@ -257,11 +257,11 @@ def discard(webhook: str, event: str, as_json: bool) -> None:
     if named is None:
         raise click.BadParameter(f"must be written as SHARD-SEQ, got {event!r}", param_hint="EVENT")
     if not _ask(load_settings(), lambda connection: records.discard(connection, webhook, *named)):
-        _refuse(f"{event} does not wait for {webhook}, and is not parked")
+        _refuse(f"{event} is neither waiting nor parked for {webhook}")
     if as_json:
         print_json({"webhook": webhook, "event": event, "discarded": True})
     else:
-        _say(f"{event} is not sent to {webhook}.")
+        _say(f"{event} will not be sent to {webhook}.")
 
 
 # -- in common -----------------------------------------------------------------------------------------------

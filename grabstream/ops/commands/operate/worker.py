@@ -189,7 +189,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
             left = await run_worker(roles, stop)
         if left:
             # The event loop would wait for these roles before it ends.
-            log.critical("role %s does not end: ending the process", ", ".join(sorted(left)))
+            log.critical("role %s does not stop: ending the process", ", ".join(sorted(left)))
             logging.shutdown()
             os._exit(EXIT_UNKNOWN_ERROR)
     finally:
@@ -259,7 +259,7 @@ class Known:
         self._settings = settings
         self._ready = ready
         self._relays = relays
-        self._trouble = Trouble(log, "which system this is")
+        self._trouble = Trouble(log, "checking which system this is")
         self._identity: Identity | None = None
         self._is_known = asyncio.Event()
 
@@ -272,8 +272,8 @@ class Known:
             return
         if self._identity is None:
             self._trouble.say(
-                f"schema {self._settings.schema_} cannot be asked: PostgreSQL is away, or `grabstream init` "
-                "was not run"
+                f"schema {self._settings.schema_} cannot be read: PostgreSQL does not answer, or "
+                "`grabstream init` was not run"
             )
             return
         self._trouble.over()
@@ -298,7 +298,7 @@ class Known:
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                log.info("which system this is: %s", in_words(error))
+                log.info("checking which system this is: %s", in_words(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds_to_tick(CHECK_AGAIN_SECONDS)):
                     await stop.wait()
@@ -365,7 +365,7 @@ async def _require_journal_key(settings: Settings) -> None:
             audit = await cursors.load(connection, "audit")
     except (psycopg.OperationalError, psycopg.errors.UndefinedTable, IdentityNotRecorded) as error:
         # A relay looks for itself, shard by shard.
-        log.warning("whether the journal is signed is not known yet: %s", error)
+        log.warning("cannot read yet whether the journal is signed: %s", error)
         return
     if any(is_signed_owner(cursor.owner) for cursor in audit.values()):
         raise BadSettings(f"GRAB_JOURNAL_KEYS is not set: {NO_KEY}")

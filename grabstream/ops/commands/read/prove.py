@@ -114,8 +114,8 @@ def _say(proof: Proof, named: list[str], as_json: bool, settings: Settings) -> N
         )
     if named and named != [event.offer, event.user, event.grab]:
         raise NotProved(
-            f"the proof is about grab {event.grab} of {event.user}, offer {event.offer}: not about the named "
-            "one"
+            f"the proof is about grab {event.grab} of {event.user}, offer {event.offer}, not about the grab "
+            "that was named"
         )
     if as_json:
         print_json(

@@ -92,7 +92,7 @@ def result(week: str | None, campaign: str | None, form: str | None, as_json: bo
     for stop in found.pop("stopped"):
         click.echo(
             f"grabstream: {stop['projection']} has stopped at shard {stop['shard']}, so the result lacks "
-            "what came after: see `grabstream doctor`",
+            "later events: see `grabstream doctor`",
             err=True,
         )
     _PRINT["json" if as_json else form or "table"](found)
@@ -103,7 +103,7 @@ def _require_parquet() -> None:
     if not installed("pyarrow"):
         raise click.UsageError(f"--format parquet needs the extra `analysts`: {INSTALL_ANALYSTS}")
     if sys.stdout.isatty():
-        raise click.UsageError("--format parquet is not for a terminal: add > week.parquet")
+        raise click.UsageError("--format parquet does not write to a terminal: add > week.parquet")
 
 
 def check_week(text: str) -> None:
@@ -116,7 +116,7 @@ def check_week(text: str) -> None:
 
 async def _read(settings: Settings, week: str | None, campaign: str | None) -> dict[str, Any]:
     async with checked_books(settings, row_factory=dict_row) as connection, connection.transaction():
-        # All tables of one moment: the read models go on meanwhile.
+        # All tables of one moment: the read models have not stopped meanwhile.
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if week is None:
             [newest] = await _rows(connection, _NEWEST, campaign, campaign)

@@ -149,7 +149,9 @@ async def _run(
 ) -> dict[str, Any]:
     if asked.until is not None and asked.until > time.time_ns() // 1_000_000:
         # Holds would end in the changed history alone.
-        raise NoResult(f"until: {show_time(asked.until)} is still to come: give a time that is over, or none")
+        raise NoResult(
+            f"until: {show_time(asked.until)} is in the future: give a time in the past, or leave it out"
+        )
     await check_system(settings, journal=source != "audit")
     shard = shard_of(asked.campaign, settings.shards)
     last = None if asked.until is None else Point(at=asked.until)
@@ -384,7 +386,7 @@ def _print_limits(report: dict[str, Any]) -> None:
     """Says what the result cannot contain."""
     refused = report["refused"]
     if refused is None:
-        counts = "their number is unknown, because PostgreSQL cannot be asked"
+        counts = "their number is unknown, because PostgreSQL cannot be read"
     elif refused:
         counts = ", ".join(f"{outcome} {number:,}" for outcome, number in refused.items())
     else:

@@ -250,7 +250,7 @@ def _details(moment: Moment, offer: dict[str, Any]) -> Iterator[str]:
     for payment, amount in details.get("refunds", ()):
         yield f"{shown_amount(amount, details['currency'])} are refunded to payment {payment}"
     if "codes_voided" in details:
-        yield f"codes that are void now: {details['codes_voided']:,}"
+        yield f"codes voided: {details['codes_voided']:,}"
     if "limit_name" in details and not moment.limits:
         yield f"limit {details['limit_name']}: {details.get('limit_left', 0):,} left"
     if "units_left" in details:

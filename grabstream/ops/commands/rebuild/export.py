@@ -88,7 +88,7 @@ def verify_archive(archive: Path | str, as_json: bool) -> None:
         print_json(report)
     else:
         files, lines, events = (counted(report[name], name) for name in ("files", "lines", "events"))
-        click.echo(f"{report['directory']} is whole: {files} with {lines} ({events}).")
+        click.echo(f"{report['directory']} is complete: {files} with {lines} ({events}).")
 
 
 def _require_analysts(verb: str) -> None:

@@ -51,7 +51,7 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
             _run(settings, found, rebuild, as_json)
         elif rebuild:
             raise click.UsageError(
-                "--rebuild: a sink is built again by removing what it has stored, with its cursor"
+                "--rebuild is not for a sink: to rebuild it, remove what it has stored, with its cursor"
             )
         else:
             run_until_stopped(

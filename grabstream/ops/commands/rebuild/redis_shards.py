@@ -34,7 +34,7 @@ from grabstream.streams.relaying.relay import ShardRelay
 from grabstream.streams.topics import Topics
 
 ATTEMPTS_MAX = 10
-REASON = "it is being rebuilt by hand"
+REASON = "an operator is rebuilding it"
 OF_ANOTHER = (
     "another `grabstream rebuild redis` is rebuilding it; if that was killed, try again in a few seconds"
 )
@@ -185,5 +185,5 @@ async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> Shard
         seconds = round(time.monotonic() - began, 2)
         done = f"{applied:,} events applied in {seconds} s"
         return ShardResult(shard, done, applied=applied, seconds=seconds)
-    repeated = "another owner takes the shard again and again: stop one of the workers"
+    repeated = "another owner repeatedly takes the shard: stop one of the workers"
     return ShardResult(shard, repeated, refused=True)
