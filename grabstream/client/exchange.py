@@ -152,7 +152,7 @@ class Exchange(Generic[T]):
 
     def given_up(self, seconds: float) -> Exception:
         """The error after the last attempt."""
-        last = self._last or RequestProblem(0, "no_reply", "there was no time for an attempt")
+        last = self._last or RequestProblem(0, "no_reply", "the time ran out before the first attempt")
         words = f"no answer within {seconds:g} s, after {self._attempts} attempts; the last one: {last}"
         return self._unknown(words) or RequestProblem(last.status, last.type, words, last.field)
 
@@ -161,7 +161,8 @@ class Exchange(Generic[T]):
         if not self._is_unknown or self.request.key is None:
             return None
         return OutcomeUnknown(
-            f"{words}. The command may be decided or not: send it again with the id {self.request.key}"
+            f"{words}. It is unknown whether the command was decided: send it again with the id "
+            f"{self.request.key}"
         )
 
     def _read(self, body: bytes) -> T:

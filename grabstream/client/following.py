@@ -128,7 +128,7 @@ class Following(Exchange[None]):
         return self._pause_seconds(self._retry_seconds)
 
     def _read(self, body: bytes) -> None:
-        raise ValueError("the reply is no stream of events")
+        raise ValueError("the reply is not a stream of events")
 
 
 def _fields_of(message: bytes) -> dict[str, str]:

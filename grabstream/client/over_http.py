@@ -253,7 +253,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
     def _ensure_running(self) -> "_Running":
         """The event loop of this process: a process that was forked has none of the threads of its parent."""
         if self._is_ended:
-            raise RuntimeError("the client has ended")
+            raise RuntimeError("the client is closed")
         if self._running is None or self._running.process != os.getpid():
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=_run_loop, args=(loop,), name="grabstream client", daemon=True)
@@ -273,7 +273,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
         waiting = self._submit(call)
         if waiting is None:
-            raise RuntimeError("the client has ended")
+            raise RuntimeError("the client is closed")
         return _result_of(waiting)
 
 

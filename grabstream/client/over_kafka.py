@@ -163,7 +163,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
         if reading is None or reading.done():
             raise RuntimeError("the client does not read answers: use it in `async with`")
         if any(self._is_known(command) for command in commands):
-            raise ValueError(f"a command with the id {commands[0].id} waits for its answer")
+            raise ValueError(f"a command with the id {commands[0].id} is already waiting for its answer")
         last = "no answer"
         is_unknown = False
         attempt = 0
@@ -188,7 +188,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
                 if all(answer.decided for answer in answers):
                     return answers
                 [first, *_] = (answer for answer in answers if not answer.decided)
-                last = f"{first.outcome}: {first.message or 'nothing was decided'}"
+                last = f"{first.outcome}: {first.message or 'the command was not decided'}"
             except TimeoutError:
                 is_unknown |= is_sent
             except KafkaError as error:
@@ -202,7 +202,7 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
                 words = f"{last} within {self._timeout_seconds:g} s"
                 if is_unknown:
                     raise OutcomeUnknown(
-                        f"{words}. The command may be decided or not: send it again with the id "
+                        f"{words}. It is unknown whether the command was decided: send it again with the id "
                         f"{commands[0].id}"
                     )
                 raise RequestProblem(0, last.partition(":")[0], words)

@@ -115,7 +115,7 @@ class Application:
         self._is_ready = is_ready
         self.measures = GatewayMeasures()
         self.in_work = 0
-        self._questions_in_work = Slots(QUESTIONS_MAX, "questions in work")
+        self._questions_in_work = Slots(QUESTIONS_MAX, "queries being answered")
         self._pressure = Pressure(bounds.requests_max)
         self._bounds = bounds
         self._hosts = hosts
@@ -425,7 +425,7 @@ class Application:
         query_of(request, ())
         explained = explanation(request.path["problem"])
         if explained is None:
-            raise Problem("not_found", f"There is no type of problems {request.path['problem']}.")
+            raise Problem("not_found", f"Unknown problem type {request.path['problem']}.")
         return document_reply(msgspec.json.encode(explained))
 
     async def _event_schema(self, request: Request, body: bytes) -> Reply:
@@ -437,7 +437,7 @@ class Application:
             self._schemas = {name: msgspec.json.encode(schema) for name, schema in made.items()}
         text = self._schemas.get(request.path["event"])
         if text is None:
-            raise Problem("not_found", f"This release has no schema of an event {request.path['event']}.")
+            raise Problem("not_found", f"This release has no schema for the event {request.path['event']}.")
         return tagged_reply(request, text, tag_of(text), _KEEP_SCHEMA)
 
     async def _health(self, request: Request, body: bytes) -> Reply:
@@ -472,7 +472,7 @@ class _Place:
         else:
             raise Problem(
                 "method_not_allowed",
-                f"This path has the methods {self._allow.decode()}.",
+                f"This path supports the methods {self._allow.decode()}.",
                 headers=[(b"allow", self._allow)],
             )
 
@@ -480,7 +480,7 @@ class _Place:
 def _no_room() -> Problem:
     return retry_soon(
         "busy",
-        "The gateway has as many requests in work as it takes now. This one decided nothing: send the same "
+        "The gateway is processing as many requests as it can now. This request was not processed: send it "
         f"again after {RETRY_SOON_SECONDS} s, with the same Idempotency-Key.",
     )
 
@@ -491,7 +491,7 @@ def _method_of(operation: Operation) -> str:
 
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
-    raise Problem("not_found", "No route has this path. GET /openapi.json lists the routes.")
+    raise Problem("not_found", "No route matches this path. GET /openapi.json lists the routes.")
 
 
 async def _received() -> Any:
@@ -539,8 +539,8 @@ def _internal_error(scope: Scope, error: BaseException) -> Reply:
     log.error("request %s: %s %r", instance, scope["method"], scope["raw_path"][:200], exc_info=error)
     problem = Problem(
         "internal_error",
-        f"The log of the gateway has the error as {instance}. If a command was sent, it may be carried out "
-        "or not: send the same request again with the same Idempotency-Key.",
+        f"The log of the gateway has the error as {instance}. If the request was a command, it is unknown "
+        "whether it was decided: send the same request again with the same Idempotency-Key.",
     )
     return problem.reply()
 

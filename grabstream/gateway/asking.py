@@ -152,7 +152,7 @@ class Questions:
         self._books = books
         self._tokens = tokens or PaymentTokens()
         self._cache = cache
-        self._waiting = Slots(AFTER_WAITERS_MAX, "questions that wait for events (`after`)")
+        self._waiting = Slots(AFTER_WAITERS_MAX, "queries that wait for events (`after`)")
         #: Offers for a random order, by the tag of the document that has them.
         self._listed: dict[bytes, _Listed] = {}
         #: Waiting lists, by the tag of the document that has them.
@@ -209,7 +209,7 @@ class Questions:
         chosen(asked, "order", OFFER_ORDERS, "newest")
         filters, values = _filters_of(asked)
         if "visitor" in asked:
-            raise invalid("visitor: belongs to order=random")
+            raise invalid("visitor: is only for order=random")
         page = Page(asked, (int, str))
         query = (
             _NEWEST + filters + (" AND (opened_at, offer) < (%s, %s)" if page.last else "") + _NEWEST_FIRST
@@ -224,7 +224,7 @@ class Questions:
         """
         filters, values = _filters_of(asked)
         if "visitor" not in asked:
-            raise invalid("visitor: is required with order=random; the order is that of the visitor")
+            raise invalid("visitor: is required with order=random; each visitor has an order")
         visitor = _id(asked, "visitor")
         page = Page(asked, (str,))
         after = page.last[0] if page.last else None

@@ -213,7 +213,7 @@ async def _answered(asking: Coroutine[Any, Any, T], seconds: float, ms_max: int)
     except (UndefinedTable, UndefinedColumn, UndefinedFunction) as error:
         log.error("a view is missing, or one of another release: %s", str(error).strip())
         raise _unavailable(
-            "A view is missing in PostgreSQL, or it is one of another release: `grabstream init` and "
+            "A view is missing in PostgreSQL, or it is a view of another release: `grabstream init` and "
             "`grabstream rebuild` create them. Commands work without it."
         ) from None
     except InsufficientPrivilege as error:

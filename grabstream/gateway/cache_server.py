@@ -55,8 +55,8 @@ class CacheServer:
         if not self._was_logged:
             self._was_logged = True
             log.warning(
-                "the cache Redis (GRAB_CACHE_URL) cannot be used; each gateway counts, and keeps answers, by "
-                "itself: %s",
+                "the cache Redis (GRAB_CACHE_URL) cannot be used; each gateway counts requests and keeps "
+                "answers separately: %s",
                 error or type(error).__name__,
             )
 

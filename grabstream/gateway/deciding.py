@@ -191,8 +191,8 @@ class Commands:
         key = key_of(request) or command.id
         return retry_soon(
             "outcome_unknown",
-            f"The command may be carried out or not: {error.cause}. Send the same request again with "
-            f"{IDEMPOTENCY_KEY}: {key} (offer {command.offer}), until it has an answer.",
+            f"It is unknown whether the command was decided: {error.cause}. Send the same request again "
+            f"with {IDEMPOTENCY_KEY}: {key} (offer {command.offer}) until it is answered.",
             None,
             (IDEMPOTENCY_KEY.lower().encode(), key.encode()),
         )

@@ -187,20 +187,26 @@ class EventStreams:
         if "after" in asked:
             wanted = read(asked["after"])
             if wanted is None:
-                raise invalid(f"after: is no position of this stream, got {quoted(asked['after'])}", "after")
+                raise invalid(
+                    f"after: is not a position of this stream, got {quoted(asked['after'])}", "after"
+                )
         if known is not None:
             # A browser sends it by itself, and would give up if it were refused.
             wanted = read(known.decode("latin-1"))
-            reason = "" if wanted else "it is no position of this stream"
+            reason = "" if wanted else "it is not a position of this stream"
         if request.scope["method"] == "HEAD":
             return Reply(200, b"", _HEADERS)
         if self.count >= STREAMS_MAX or self.is_ending:
-            raise self._no_room(f"The gateway has {STREAMS_MAX} streams, as many as it takes.")
+            raise self._no_room(f"The gateway has {STREAMS_MAX} streams, its maximum.")
         if len(self._joining) >= STREAMS_JOINING_MAX:
-            raise self._no_room(f"{STREAMS_JOINING_MAX} streams begin now, as many as may.")
+            raise self._no_room(
+                f"The gateway is opening {STREAMS_JOINING_MAX} streams, its maximum at a time."
+            )
         caller = request.user
         if caller is not None and self._of_users[caller] >= STREAMS_USER_MAX:
-            raise self._no_room(f"{caller} has {STREAMS_USER_MAX} streams here, as many as a user may.")
+            raise self._no_room(
+                f"{caller} has {STREAMS_USER_MAX} streams at this gateway, the maximum of a user."
+            )
         gone = asyncio.create_task(_until_gone(request.receive))
         stream = Stream(self, Watch(offer, user, wanted), wanted, reason, gone, caller, request.is_admitted)
         self.count += 1
@@ -244,7 +250,7 @@ class EventStreams:
                     if gone.done():
                         raise Gone
                     if self.is_ending:
-                        raise retry_soon("unavailable", "The gateway ends.")
+                        raise retry_soon("unavailable", "The gateway is shutting down.")
         except TimeoutError:
             self.leave(watch)
             raise retry_soon("unavailable", "PostgreSQL cannot be reached now.") from None
@@ -287,10 +293,10 @@ class EventStreams:
             try:
                 is_at_end = await self._round()
             except Problem as problem:
-                log.info("streams of events wait: %s", problem)
+                log.info("streams of events get no events now: %s", problem)
             except Exception:
                 # Streams resume; the reader must not end.
-                log.exception("events cannot be read for streams, which are ended")
+                log.exception("events cannot be read for streams; all streams are closed")
                 self._cut_all()
             if is_at_end:
                 try:
@@ -487,7 +493,7 @@ class Stream:
         except TimeoutError:
             pass  # the client connects again, and resumes if it may
         except Problem as problem:
-            log.info("a stream of events ends: %s", problem)
+            log.info("a stream of events is closed: %s", problem)
         finally:
             is_gone = self.gone.done()
             self._streams.ended(self)
@@ -507,7 +513,7 @@ class Stream:
                 await asyncio.sleep(STREAM_ADMISSION_SECONDS)
                 is_admitted = await self._is_admitted()
         except Exception:
-            log.exception("it cannot be told whether a stream is still admitted; it is ended")
+            log.exception("cannot check whether a stream is still permitted; it is closed")
         if not limit.expired():
             limit.reschedule(asyncio.get_running_loop().time())
 

@@ -112,7 +112,9 @@ class KeySet:
         except NoUsableKey as error:
             if self._keys or self._unusable != str(error):
                 self._unusable = str(error)
-                log.warning("GRAB_JWT_JWKS: %s; no token of an end user is valid", shortened(self._unusable))
+                log.warning(
+                    "GRAB_JWT_JWKS: %s; no token of an end user is accepted", shortened(self._unusable)
+                )
             self._keys, self.problem = {}, ""
         except (BadKeySet, OSError) as error:
             before, self.problem = self.problem, shortened(str(error) or type(error).__name__)
@@ -222,7 +224,7 @@ def keys_of(raw: bytes) -> dict[str, VerifyingKey]:
         except BadKeySet as error:
             reasons.append(str(error))
     if not found:
-        raise NoUsableKey(f"no key of it can be used: {'; '.join(reasons) or 'it is empty'}")
+        raise NoUsableKey(f"none of its keys can be used: {'; '.join(reasons) or 'it is empty'}")
     return found
 
 
@@ -257,4 +259,4 @@ def _algorithm_of(key_id: str, document: Mapping[str, Any]) -> str:
         algorithm = _OF_CURVES[type_, curve]
         if named in (None, algorithm, "Ed25519" if algorithm == "EdDSA" else algorithm):
             return algorithm
-    raise BadKeySet(f"key {key_id} is of a type or algorithm that is not taken")
+    raise BadKeySet(f"key {key_id} is of a type or algorithm that is not accepted")

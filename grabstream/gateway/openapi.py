@@ -190,7 +190,7 @@ def _parameters(operation: Operation) -> list[Node]:
                 "name": "Last-Event-ID",
                 "in": "header",
                 "required": False,
-                "description": "As `after`, which it replaces. A browser sends it by itself.",
+                "description": "As `after`, which it replaces. Browsers send it automatically.",
                 "schema": {"type": "string"},
             }
         )
@@ -293,7 +293,9 @@ def _responses(operation: Operation) -> Node:
 def _positive(operation: Operation) -> dict[int, str]:
     """The statuses of success, with their meaning."""
     if operation.kind == "receipt":
-        return {200: "It is in the journal what becomes of the money. Until this answer, send it again."}
+        return {
+            200: "The journal records what becomes of the money. Send the receipt again until this answer."
+        }
     if operation.kind == "stream":
         return {
             200: "Server-Sent Events: `event` is the type of the event, `data` its text as on `grab.events`, "

@@ -127,7 +127,7 @@ OPERATIONS: Final = (
     _operating("POST", f"{_OFFER}/adjustments", "adjust", "Correct the ledger"),
     _operating("POST", f"{_OFFER}/pause", "pause", "Refuse grabs until the offer is resumed"),
     _operating("POST", f"{_OFFER}/resume", "resume", "Accept grabs again"),
-    _operating("POST", f"{_OFFER}/close", "close", "Close an offer for ever"),
+    _operating("POST", f"{_OFFER}/close", "close", "Close an offer permanently"),
     Operation(
         "POST", f"{_OFFER}/grabs", "grab", "command", "grab", "Grab units of an offer for a user", "grab",
         "required", GRAB_BODY_BYTES_MAX, (PROMISE,),
@@ -182,7 +182,7 @@ OPERATIONS: Final = (
     ),
     _watching("/v1/system", "system", "Shards, read models and their lag, recoveries, differences"),
     _watching("/v1/books", "books", "The sums of the ledger by asset and kind of account"),
-    _watching("/v1/doctor", "doctor", "What is stuck, and the command that mends it", scope="operate"),
+    _watching("/v1/doctor", "doctor", "What is stuck, and the command that repairs it", scope="operate"),
     _watching(
         f"{_USER}/why", "user_why", "Everything that happened between a user and an offer",
         Parameter("offer", "The offer.", form="id", is_required=True),

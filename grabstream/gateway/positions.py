@@ -167,7 +167,7 @@ class Positions:
                 await self.tell()
             except Exception:
                 # What was not told is told in the next round.
-                log.exception("positions on waiting lists cannot be told")
+                log.exception("positions on waiting lists cannot be sent")
             await asyncio.sleep(POSITIONS_SECONDS)
 
     async def tell(self) -> None:
@@ -178,7 +178,7 @@ class Positions:
         try:
             reached = {row["shard"]: row["seq"] for row in await self._books.rows(REACHED)}
         except FAILURES as problem:
-            self._late = f"how far the read model is cannot be read: {problem}"
+            self._late = f"the progress of the read model cannot be read: {problem}"
             self._count_late(True)
             return
         await self._look_up(reached)
@@ -193,10 +193,10 @@ class Positions:
         if is_late:
             self._late_rounds += 1
             if self._late_rounds == LATE_ROUNDS:
-                log.warning("some users hear late of their positions on waiting lists: %s", self._late)
+                log.warning("some users get their positions on waiting lists late: %s", self._late)
             return
         if self._late_rounds >= LATE_ROUNDS:
-            log.info("positions on waiting lists are told as usual again")
+            log.info("positions on waiting lists are sent in time again")
         self._late_rounds = 0
 
     async def _look_up(self, reached: Mapping[int, int]) -> None:
@@ -228,7 +228,7 @@ class Positions:
         try:
             rows = await self._books.rows(WAITS, [users, STREAM_WAITS_MAX])
         except FAILURES as problem:
-            self._late = f"what users wait for cannot be read: {problem}"
+            self._late = f"the waiting grabs of users cannot be read: {problem}"
             # One of them may be the cause. The others are looked up without it sooner or later.
             for stream in streams:
                 if (waiter := self._waiters.pop(stream, None)) is not None:

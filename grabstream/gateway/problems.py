@@ -133,8 +133,8 @@ def problem_reply(
 
 #: Every refusal of the gate.
 REFUSALS: Final[Mapping[Outcome, Refusal]] = {
-    Outcome.invalid: Refusal(HTTPStatus.BAD_REQUEST, "The request is malformed, or above a bound"),
-    Outcome.fenced: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "The shard decides nothing now"),
+    Outcome.invalid: Refusal(HTTPStatus.BAD_REQUEST, "The request is malformed, or exceeds a bound"),
+    Outcome.fenced: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "The shard cannot decide now"),
     Outcome.busy: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "There is no room for more commands now"),
     Outcome.conflict: Refusal(HTTPStatus.CONFLICT, "The id was used for something else"),
     Outcome.no_such_offer: Refusal(HTTPStatus.NOT_FOUND, "There is no such offer"),
@@ -147,7 +147,7 @@ REFUSALS: Final[Mapping[Outcome, Refusal]] = {
     Outcome.limit_reached: Refusal(HTTPStatus.CONFLICT, "A limit is reached"),
     Outcome.sold_out: Refusal(HTTPStatus.CONFLICT, "Nothing is left"),
     Outcome.not_enough_left: Refusal(HTTPStatus.CONFLICT, "Fewer units are left"),
-    Outcome.expired: Refusal(HTTPStatus.CONFLICT, "The time is over"),
+    Outcome.expired: Refusal(HTTPStatus.CONFLICT, "The time limit has passed"),
     Outcome.not_held: Refusal(HTTPStatus.CONFLICT, "The grab has no such units"),
     Outcome.not_redeemable: Refusal(HTTPStatus.CONFLICT, "The grab cannot be used"),
 }
@@ -163,26 +163,26 @@ POSITIVE: Final[Mapping[Outcome, HTTPStatus]] = {
 
 #: Problems of the door itself: name → status and title. `busy` here means that the gateway has no room.
 DOOR_PROBLEMS: Final[Mapping[str, tuple[HTTPStatus, str]]] = {
-    "not_signed": (HTTPStatus.UNAUTHORIZED, "The receipt is not signed as it must be"),
+    "not_signed": (HTTPStatus.UNAUTHORIZED, "The receipt is not signed correctly"),
     "unauthenticated": (HTTPStatus.UNAUTHORIZED, "Valid credentials are required"),
     "insufficient_scope": (HTTPStatus.FORBIDDEN, "The caller may not do this"),
     "other_user": (HTTPStatus.FORBIDDEN, "This belongs to another user"),
     "no_such_webhook": (HTTPStatus.NOT_FOUND, "There is no such webhook"),
-    "not_found": (HTTPStatus.NOT_FOUND, "There is nothing at this path"),
-    "method_not_allowed": (HTTPStatus.METHOD_NOT_ALLOWED, "The path does not have this method"),
-    "position_not_reached": (HTTPStatus.CONFLICT, "The shard has not come that far"),
+    "not_found": (HTTPStatus.NOT_FOUND, "No route matches this path"),
+    "method_not_allowed": (HTTPStatus.METHOD_NOT_ALLOWED, "The path does not support this method"),
+    "position_not_reached": (HTTPStatus.CONFLICT, "The shard has not reached this position"),
     "request_timeout": (HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive"),
-    "content_too_large": (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The body is above its bound"),
-    "uri_too_long": (HTTPStatus.REQUEST_URI_TOO_LONG, "The query is above its bound"),
+    "content_too_large": (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The body is too large"),
+    "uri_too_long": (HTTPStatus.REQUEST_URI_TOO_LONG, "The query is too long"),
     "unsupported_media_type": (HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "The body must be JSON"),
     "misdirected_request": (HTTPStatus.MISDIRECTED_REQUEST, "The gateway does not serve this host"),
-    "too_many_requests": (HTTPStatus.TOO_MANY_REQUESTS, "The caller asks too often"),
-    "head_too_large": (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The headers are above their bound"),
+    "too_many_requests": (HTTPStatus.TOO_MANY_REQUESTS, "The caller sends requests too often"),
+    "head_too_large": (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The headers are too large"),
     "malformed_request": (HTTPStatus.BAD_REQUEST, "This is not an HTTP request"),
-    "internal_error": (HTTPStatus.INTERNAL_SERVER_ERROR, "The gateway met an unknown error"),
+    "internal_error": (HTTPStatus.INTERNAL_SERVER_ERROR, "The gateway had an unknown error"),
     "busy": (HTTPStatus.SERVICE_UNAVAILABLE, "There is no room for more requests now"),
     "unavailable": (HTTPStatus.SERVICE_UNAVAILABLE, "A server that is needed cannot be reached"),
-    "read_model_behind": (HTTPStatus.SERVICE_UNAVAILABLE, "The read model has not come that far yet"),
+    "read_model_behind": (HTTPStatus.SERVICE_UNAVAILABLE, "The read model has not reached this position yet"),
     "outcome_unknown": (HTTPStatus.GATEWAY_TIMEOUT, "It is unknown whether the command was decided"),
 }
 

@@ -207,13 +207,13 @@ class BoundedProtocol(HttpToolsProtocol):
         #: The name under which the connection is counted.
         self._counted: str | None = None
         if len(self.connections) > self.connections_max:
-            problem = f"The gateway has {self.connections_max} connections, as many as it takes."
+            problem = f"The gateway has {self.connections_max} connections, its maximum."
             self._shed("connections", retry_soon("busy", problem))
             return
         self._counted = self.by_address.add(self.client[0] if self.client else "")
         if self._counted is None:
             most = self.by_address.most
-            problem = f"This address has {most} connections to the gateway, as many as one may have."
+            problem = f"This address has {most} connections to the gateway, the maximum of one address."
             self._shed("connections_of_address", retry_soon("too_many_requests", problem))
 
     def _shed(self, what: str, problem: Problem) -> None:
@@ -309,7 +309,7 @@ class BoundedProtocol(HttpToolsProtocol):
             elif lower == b"transfer-encoding":
                 self._is_coded = True
                 if value.strip().lower() != b"chunked":
-                    self._unsafe = "Transfer-Encoding must be chunked, if it is there."
+                    self._unsafe = "Transfer-Encoding must be chunked, if it is present."
             elif lower == b"expect" and value.lower() == b"100-continue":
                 self.expect_100_continue = True
             # One more than the bound says that there are too many.
@@ -336,8 +336,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end(
                 retry_soon(
                     "busy",
-                    f"At most {PIPELINE_MAX} requests of a connection wait for their turn. The requests from "
-                    "this one on decided nothing.",
+                    f"At most {PIPELINE_MAX} requests of a connection may wait for processing. This request "
+                    "and those after it were not processed.",
                 )
             )
             return
@@ -496,7 +496,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuses what is not HTTP."""
         if not self._is_ending:
-            self._end(Problem("malformed_request", "This is not an HTTP/1.1 request, or not a safe one."))
+            self._end(Problem("malformed_request", "This is not a valid and safe HTTP/1.1 request."))
 
     def _unsupported_upgrade_warning(self) -> None:
         log.debug("a request asked for another protocol, and was refused")

@@ -133,7 +133,8 @@ class Receipts:
         except NotSigned:
             raise Problem(
                 "not_signed",
-                "The receipt is not a receipt that a key of GRAB_PAYMENT_KEYS has signed.",
+                "The receipt is not signed with a key of GRAB_PAYMENT_KEYS, or is signed for another "
+                "purpose.",
                 "receipt",
                 [(b"www-authenticate", b"JWS")],
             ) from None
@@ -151,8 +152,8 @@ def _found(receipt: Receipt, command: Confirm, found: Answer | BaseException) ->
     if isinstance(found, OutcomeUnknown):
         return retry_soon(
             "outcome_unknown",
-            f"Payment {receipt.payment} may be recorded or not: {found}. Send the same receipt again, "
-            "until it has an answer.",
+            f"It is unknown whether payment {receipt.payment} was recorded: {found}. Send the same receipt "
+            "again until it is answered.",
         )
     if not isinstance(found, Answer):
         return found
@@ -188,11 +189,11 @@ def _refused(receipt: Receipt, command: Confirm, answer: Answer) -> Reply:
         return refusal_reply(answer, command, now_ms)
     if outcome is Outcome.conflict:
         words = (
-            f"Payment {receipt.payment} is recorded with other contents, and all of this money stands in the "
-            "books already. Nothing was changed. Another payment needs another id; this does not change with "
-            "time."
+            f"Payment {receipt.payment} is already recorded with other contents, and all of this money is "
+            "in the books. The receipt changed nothing. Another payment needs another id; this does not "
+            "change with time."
         )
     else:
-        words = f"Nothing was booked for payment {receipt.payment}: {answer.message or outcome.name}"
+        words = f"Payment {receipt.payment} was not booked: {answer.message or outcome.name}"
     refusal = REFUSALS[outcome]
     return problem_reply(outcome.name, refusal.status, refusal.title, words, members_of(answer))

@@ -48,12 +48,12 @@ _ID_WORDS: Final = f"must match {ID_PATTERN.strip('^$')}"
 _is_json = re.compile(rb'application/json(?:[ \t]*;[ \t]*charset="?utf-8"?)?[ \t]*\Z', re.IGNORECASE).match
 #: Where a field comes from that a body must not have.
 _GIVEN: Final = {
-    "type": "the path and the method give it",
-    "id": f"the header {IDEMPOTENCY_KEY} gives it",
-    "offer": "the path gives it",
-    "grab": "the path gives it",
-    "basket": f"the header {IDEMPOTENCY_KEY} gives it; POST /v1/baskets takes baskets",
-    "user": "the token gives it",
+    "type": "the path and the method set it",
+    "id": f"the header {IDEMPOTENCY_KEY} sets it",
+    "offer": "the path sets it",
+    "grab": "the path sets it",
+    "basket": f"the header {IDEMPOTENCY_KEY} sets it; POST /v1/baskets takes baskets",
+    "user": "the token sets it",
 }
 #: Commands whose operator is always the caller.
 _OF_THE_KEY: Final = frozenset({"load", "adjust"})
@@ -89,7 +89,7 @@ class Request:
         if value is not None and len(self._headers) < len(self.scope["headers"]):
             count = sum(known == name for known, _ in self.scope["headers"])
             if count > 1:
-                raise invalid(f"{name.decode()}: the header is there {count} times; keep one")
+                raise invalid(f"{name.decode()}: the header occurs {count} times; keep one")
         return value
 
     def has(self, name: bytes) -> bool:
@@ -161,10 +161,10 @@ def _parameters_of(raw: bytes, known: Sequence[str]) -> dict[str, str]:
     parameters: dict[str, str] = {}
     for name, value in pairs:
         if name not in known:
-            words = f"this path has {', '.join(known)}" if known else "this path has none"
+            words = f"this path has {', '.join(known)}" if known else "this path has no parameters"
             raise invalid(f"query: {quoted(name)} is not a parameter; {words}", "query")
         if name in parameters:
-            raise invalid(f"{name}: the parameter is there twice; keep one")
+            raise invalid(f"{name}: the parameter occurs twice; keep one")
         parameters[name] = value
     return parameters
 

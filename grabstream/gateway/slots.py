@@ -25,9 +25,11 @@ class Slots:
     def taken(self, caller: str, caller_max: int) -> Iterator[None]:
         """Has a slot; raises Problem (`busy`) when there is none, or when the caller has its part already."""
         if self._taken >= self._slots_max:
-            raise self._busy(f"The gateway has {self._slots_max} {self._things}, as many as it takes")
+            raise self._busy(f"The gateway has {self._slots_max} {self._things}, its maximum")
         if self._of[caller] >= caller_max:
-            raise self._busy(f"{caller} has {caller_max} {self._things} here, as many as a caller may")
+            raise self._busy(
+                f"{caller} has {caller_max} {self._things} at this gateway, the maximum of a caller"
+            )
         self._taken += 1
         self._of[caller] += 1
         try:

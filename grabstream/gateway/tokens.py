@@ -66,10 +66,12 @@ class UserNames(NamedTuple):
         name = claims[self.claim]
         try:
             if not isinstance(name, str):
-                raise ValueError("must be a text")
+                raise ValueError("must be a string")
             return user_of(name, self.key)
         except ValueError as error:
-            raise UnusableToken(f"The claim {self.claim} of the token is no user: it {error}.") from None
+            raise UnusableToken(
+                f"The claim {self.claim} of the token is not a user id: it {error}."
+            ) from None
 
 
 class Tokens:

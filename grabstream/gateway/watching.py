@@ -328,8 +328,8 @@ class Watching:
         if self._examining >= EXAMINATIONS_MAX:
             raise retry_soon(
                 "busy",
-                f"The gateway has {EXAMINATIONS_MAX} examinations in work, as many as it takes; ask again "
-                f"after {RETRY_SOON_SECONDS} s.",
+                f"The gateway is running {EXAMINATIONS_MAX} examinations, its maximum; ask again after "
+                f"{RETRY_SOON_SECONDS} s.",
             )
         self._examining += 1
         try:

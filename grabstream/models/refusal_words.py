@@ -93,7 +93,7 @@ def _because(answer: Answer) -> str:
 
 
 def _invalid(answer: Answer, command: AnyCommand, id_name: str) -> str:
-    return answer.message or "The command is malformed, or above a bound."
+    return answer.message or "The command is malformed, or exceeds a bound."
 
 
 def _fenced(answer: Answer, command: AnyCommand, id_name: str) -> str:

@@ -153,7 +153,7 @@ async def test_calls_that_are_closed_are_unknown_and_one_identity_waits_once(sys
         client._consumer.pause(*client._consumer.assignment())
         waiting = asyncio.create_task(client.grab("closing", "ann", id="g"))
         await until(lambda: client._waiting)
-        with pytest.raises(ValueError, match="waits for its answer"):
+        with pytest.raises(ValueError, match="waiting for its answer"):
             await client.grab("closing", "ann", id="g", quantity=2)
     with pytest.raises(OutcomeUnknown, match="send it again with the id g"):
         await waiting

@@ -623,7 +623,7 @@ async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Call
         if got.status == 200:
             return False
         assert is_refused(got, "busy", 503)
-        assert f"ann has {QUESTIONS_USER_MAX} questions in work here" in got.body["detail"]
+        assert f"ann has {QUESTIONS_USER_MAX} queries being answered at this gateway" in got.body["detail"]
         assert got.headers["retry-after"] == "1"
         return True
 

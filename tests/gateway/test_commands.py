@@ -399,8 +399,8 @@ async def test_shard_without_a_relay_is_fenced(system: Settings, tmp_path: Path)
     ("body", "field", "word"),
     [
         (b'{"user": "ann", "amount": 5}', "amount", "unknown field `amount`"),
-        (b'{"user": "ann", "id": "x"}', "id", "Idempotency-Key gives it"),
-        (b'{"offer": "x", "user": "ann"}', "offer", "the path gives it"),
+        (b'{"user": "ann", "id": "x"}', "id", "Idempotency-Key sets it"),
+        (b'{"offer": "x", "user": "ann"}', "offer", "the path sets it"),
         (b'{"user": "ann", "type": "open"}', "type", "Invalid value 'open'"),
         (b'{"user": "ann", "basket": "b"}', "basket", "/v1/baskets"),
         (b'{"user": "ann", "user": "bob"}', None, "named twice"),

@@ -154,14 +154,14 @@ async def test_clients_that_connect_again_at_random_miss_nothing_and_get_nothing
 @pytest.mark.parametrize(
     ("kind", "place", "words"),
     [
-        ("offers", "none", "no position of this stream"),
-        ("offers", "7-1", "no position of this stream"),
-        ("offers", "1.1", "no position of this stream"),
-        ("users", "0-1", "no position of this stream"),
-        ("users", "1.2.3", "no position of this stream"),
+        ("offers", "none", "not a position of this stream"),
+        ("offers", "7-1", "not a position of this stream"),
+        ("offers", "1.1", "not a position of this stream"),
+        ("users", "0-1", "not a position of this stream"),
+        ("users", "1.2.3", "not a position of this stream"),
         ("users", "9999999999999999.1", "after the newest event"),
-        ("users", "99999999999999999.1", "no position of this stream"),
-        ("users", "\u00e9", "no position of this stream"),
+        ("users", "99999999999999999.1", "not a position of this stream"),
+        ("users", "\u00e9", "not a position of this stream"),
     ],
 )
 async def test_position_that_cannot_be_resumed_is_a_reset(
@@ -333,7 +333,7 @@ async def test_streams_are_bounded(
     streams = EventStreams(books, door.settings.shards)
     reading = asyncio.create_task(streams.keep_reading())
     got = [await opened(streams, offer) for _ in range(3)]
-    with pytest.raises(Problem, match="streams, as many as it takes"):
+    with pytest.raises(Problem, match="streams, its maximum"):
         await opened(streams, offer)
     stream, client = got[0]
     client.gone.set()
@@ -357,7 +357,7 @@ async def test_streams_of_one_end_user_are_bounded(
         return got
 
     first, _ = [await follow("ann") for _ in range(2)]
-    with pytest.raises(Problem, match="ann has 2 streams here"):
+    with pytest.raises(Problem, match="ann has 2 streams at this gateway"):
         await follow("ann")
     await follow("bob")
     streams.ended(first.stream)
@@ -373,7 +373,7 @@ async def test_stream_that_waits_for_its_beginning_ends_with_its_client(
     client = Client()
     waiting = asyncio.create_task(opened(streams, offer, client))
     await until(lambda: len(streams._joining) == 1)
-    with pytest.raises(Problem, match="1 streams begin now"):
+    with pytest.raises(Problem, match="opening 1 streams"):
         await opened(streams, offer)
     client.gone.set()
     with pytest.raises(Gone):

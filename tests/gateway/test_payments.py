@@ -361,7 +361,7 @@ async def test_altered_contents_confirm_nothing(
                 continue
             got = await report(caller, claims)
             assert (got.status, got.body["outcome"]) == (409, "conflict")
-            assert "stands in the books already" in got.body["detail"]
+            assert "is in the books" in got.body["detail"]
 
     await caller.open(offer, **SALE)
     held = await held_by(caller, offer)
@@ -437,8 +437,8 @@ async def test_only_receipts_of_a_known_key_are_taken(caller: Caller, offer: str
         assert (got.status, got.body["type"]) == (401, "/problems/not_signed"), text
         assert got.headers["www-authenticate"] == "JWS"
         # The same words for all of them.
-        assert (
-            got.body["detail"] == "The receipt is not a receipt that a key of GRAB_PAYMENT_KEYS has signed."
+        assert got.body["detail"] == (
+            "The receipt is not signed with a key of GRAB_PAYMENT_KEYS, or is signed for another purpose."
         )
     seen = await rows(
         door.settings, f"SELECT count(*) FROM audit WHERE offer = '{offer}' AND type LIKE '%conf%'"

@@ -364,9 +364,9 @@ async def test_list_that_cannot_be_read_holds_up_no_other(
     books.failing = set()
     assert await told.round() == [("u1", 1)]
     assert [one.levelname for one in caplog.records] == ["WARNING", "INFO"]
-    assert "hear late of their positions" in caplog.messages[0]
+    assert "get their positions on waiting lists late" in caplog.messages[0]
     assert "the waiting list of x cannot be read" in caplog.messages[0]
-    assert caplog.messages[1] == "positions on waiting lists are told as usual again"
+    assert caplog.messages[1] == "positions on waiting lists are sent in time again"
     # Said again after all was well. Nothing is kept of a list for which nobody waits any more.
     books.failing = {"x"}
     told.moved("x", 0, 10)
@@ -400,7 +400,7 @@ async def test_user_who_cannot_be_looked_up_holds_up_nobody_else(
     books.failing = set()
     assert await told.round() == [("u3", 2)]
     assert [one.levelname for one in caplog.records] == ["WARNING", "INFO"]
-    assert "what users wait for cannot be read" in caplog.messages[0]
+    assert "the waiting grabs of users cannot be read" in caplog.messages[0]
     # It is looked up with others again.
     books.asked.clear()
     told.named("u3", "grab.held", 0, 10)
@@ -544,7 +544,7 @@ async def test_what_postgresql_refuses_is_asked_for_less_and_less_often(
                     assert await told.round(POSITIONS_SECONDS) == []
                 assert (asked[WAITS], asked[WAITING_PLACES]) == (6, 0), "again after 2, 4, 8, 16, 32 s"
                 assert [one.levelname for one in caplog.records] == ["WARNING"]
-                assert "what users wait for cannot be read: division by zero" in caplog.messages[0]
+                assert "the waiting grabs of users cannot be read: division by zero" in caplog.messages[0]
                 await set_place("place")
                 assert await told.round() == [("stream", 2)]
                 gone = await caller.post(f"{grabs}/{users[1]}-k/release", {"user": users[1]})

@@ -429,7 +429,10 @@ async def test_what_is_answered_is_in_the_books_when_the_cache_is_killed(
             await asyncio.to_thread(cache_redis.kill)
             try:
                 await until_more(80, "answers without the cache")
-                assert "cannot be used; each gateway counts, and keeps answers, by itself" in gateway.text()
+                assert (
+                    "cannot be used; each gateway counts requests and keeps answers separately"
+                    in gateway.text()
+                )
             finally:
                 await asyncio.to_thread(cache_redis.start)
             await until(lambda: "can be used again" in gateway.text(), 60, "the cache")

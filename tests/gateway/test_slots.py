@@ -104,7 +104,7 @@ class Door:
         wanted = self.books.asked[what] + count
         tasks = [asyncio.create_task(self.ask(caller, query)) for _ in range(count)]
         try:
-            await until(lambda: self.books.asked[what] == wanted, 10, "questions in work")
+            await until(lambda: self.books.asked[what] == wanted, 10, "queries being answered")
             yield
         finally:
             self.books.go_on.set()
@@ -127,7 +127,10 @@ async def test_one_caller_gets_a_part_of_the_questions_in_work(
     assert most <= QUESTIONS_MAX // 2
     async with door.asking("rows", one, most):
         status, detail = await door.ask(one)
-        assert (status, f"{words} has {most} questions in work here" in detail) == (503, True), detail
+        assert (status, f"{words} has {most} queries being answered at this gateway" in detail) == (
+            503,
+            True,
+        ), detail
         async with door.asking("rows", other, most):
             pass
     assert (await door.ask(one))[0] == 200
@@ -143,7 +146,7 @@ async def test_one_caller_gets_a_part_of_the_questions_that_wait_for_events(
     assert most <= AFTER_WAITERS_MAX // 4
     async with door.asking("events", one, most, never):
         status, detail = await door.ask(one, never)
-        assert (status, f"{words} has {most} questions that wait for events" in detail) == (503, True), detail
+        assert (status, f"{words} has {most} queries that wait for events" in detail) == (503, True), detail
         async with door.asking("rows", one, 1), door.asking("events", other, most, never):
             pass
 
@@ -155,4 +158,6 @@ async def test_all_together_get_what_the_gateway_has() -> None:
         door.asking("rows", "192.0.2.2", QUESTIONS_MAX - QUESTIONS_CALLER_MAX),
     ):
         status, detail = await door.ask("192.0.2.3")
-        assert (status, f"The gateway has {QUESTIONS_MAX} questions in work" in detail) == (503, True), detail
+        assert (status, f"The gateway has {QUESTIONS_MAX} queries being answered" in detail) == (503, True), (
+            detail
+        )

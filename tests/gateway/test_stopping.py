@@ -76,7 +76,7 @@ async def test_answer_that_does_not_come_in_time_is_unknown_and_can_be_repeated(
             running.signal(signal.SIGSTOP)
             got = await caller.post("/v1/offers/x/grabs", {"user": "ann"}, "k")
             assert (got.status, got.body["type"]) == (504, "/problems/outcome_unknown")
-            assert "may be carried out or not" in got.body["detail"]
+            assert "It is unknown whether the command was decided" in got.body["detail"]
             assert got.body["detail"].lower().count("again") == 1
             assert got.headers["idempotency-key"] == "k"
             assert "outcome" not in got.body

@@ -240,7 +240,7 @@ async def test_forged_token_is_refused(tokens: Tokens, name: str) -> None:
             "The token is not valid.", "The token has expired.", "The token is not valid yet.",
             TOO_LARGE, "The token names a claim twice.", "The token is for another audience (aud).",
             "The token is of another issuer (iss).", *(f"The token has no claim {one}." for one in CLAIMS),
-            *(f"The claim sub of the token is no user: it {why}." for why in NO_USER),
+            *(f"The claim sub of the token is not a user id: it {why}." for why in NO_USER),
         }  # fmt: skip
         is_signed = name in SIGNED
         assert isinstance(refused.value, UnusableToken) == is_signed
@@ -297,11 +297,11 @@ SMALL = rsa.generate_private_key(65_537, 1_024).public_key()
     ("document", "reason"),
     [
         ({"kty": "oct", "k": encoded(b"secret" * 8)}, "secret or private"),
-        ({"kty": "oct"}, "not taken"),
-        ({**public("rsa"), "alg": "HS256"}, "not taken"),
-        ({**public("rsa"), "alg": "none"}, "not taken"),
-        ({**public("p256"), "alg": "RS256"}, "not taken"),
-        ({**public("p256"), "crv": "secp256k1"}, "not taken"),
+        ({"kty": "oct"}, "not accepted"),
+        ({**public("rsa"), "alg": "HS256"}, "not accepted"),
+        ({**public("rsa"), "alg": "none"}, "not accepted"),
+        ({**public("p256"), "alg": "RS256"}, "not accepted"),
+        ({**public("p256"), "crv": "secp256k1"}, "not accepted"),
         ({**public("rsa"), "use": "enc"}, "not for signatures"),
         ({**public("rsa"), "key_ops": ["encrypt"]}, "not for signatures"),
         ({**public("rsa"), "key_ops": 5}, "not for signatures"),
@@ -314,7 +314,7 @@ SMALL = rsa.generate_private_key(65_537, 1_024).public_key()
         ({**public("p256"), "x": "AA"}, "cannot be read"),
         ({**public("ed"), "x": "AA"}, "cannot be read"),
         ({**jwt.get_algorithm_by_name("RS256").to_jwk(SMALL, as_dict=True), "kid": "k"}, "1024 bits"),
-        ({}, "not taken"),
+        ({}, "not accepted"),
     ],
 )
 def test_key_that_cannot_be_used_is_ignored(document: dict[str, Any], reason: str) -> None:
@@ -515,7 +515,7 @@ async def test_keys_that_are_withdrawn_end_at_once(
         await keys.refresh()
     assert keys.known("rsa") is None
     assert await keys.key("rsa") is None, "and nobody is told to try again later"
-    assert len([one for one in caplog.records if "no token of an end user is valid" in one.message]) == 1
+    assert len([one for one in caplog.records if "no token of an end user is accepted" in one.message]) == 1
     current = key_set("rsa")
     await keys.refresh()
     assert keys.known("rsa") is not None

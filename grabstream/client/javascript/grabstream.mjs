@@ -38,7 +38,7 @@ export class OutcomeUnknown extends Error {
   name = 'OutcomeUnknown'
 
   constructor(id, words) {
-    super(`${words}. The command may be decided or not: send it again with the id ${id}`)
+    super(`${words}. It is unknown whether the command was decided: send it again with the id ${id}`)
     this.id = id
   }
 }
@@ -238,7 +238,7 @@ export class Client {
   // Resolves to the body of the reply, and its problem if it is one; rejects when there is none in time.
   async #send(method, where, { id, body }) {
     if (id !== undefined && !isId(id)) {
-      throw new TypeError(`id: ${JSON.stringify(id)} is no id: it must match [A-Za-z0-9._:-]{1,64}`)
+      throw new TypeError(`id: ${JSON.stringify(id)} is not an id: it must match [A-Za-z0-9._:-]{1,64}`)
     }
     const until = performance.now() + this.#timeoutMs
     const headers = {}
