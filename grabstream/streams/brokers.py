@@ -143,7 +143,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
             words = str(error) or type(error).__name__
             # Which authority the issuer's certificate is of, the settings have to say.
             kind = TokenRefused if isinstance(error, aiohttp.ClientConnectorCertificateError) else NoToken
-            raise kind(f"the issuer of tokens cannot be asked: {words}") from None
+            raise kind(f"the issuer of tokens cannot be reached: {words}") from None
         return _token_in(text)
 
 
@@ -156,7 +156,7 @@ def _token_in(text: bytes) -> tuple[str, float]:
     try:
         issued = msgspec.json.decode(text, type=_Issued)
     except msgspec.DecodeError as error:
-        raise TokenRefused(f"the issuer of tokens answered no token: {error}") from None
+        raise TokenRefused(f"the issuer of tokens returned no token: {error}") from None
     return issued.access_token, issued.expires_in
 
 

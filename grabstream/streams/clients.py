@@ -72,7 +72,7 @@ async def close(closing: Coroutine[Any, Any, Any]) -> None:
         if not task.done():
             task.cancel()
     if not task.done() or task.cancelled():
-        log.warning("closing a Kafka client: gave up waiting for it")
+        log.warning("a Kafka client did not close in time and is abandoned")
     elif error := task.exception():
         log.warning("closing a Kafka client: %r", error)
 
@@ -214,7 +214,7 @@ class Trouble:
                 self._log.info("%s: %s; trying again", self._where, words)
         elif now - self._since >= LASTING_SECONDS and now - self._lasting_logged_at >= LASTING_LOGGED_SECONDS:
             self._log.warning(
-                "%s: for %.0f s now, however often it is tried: %s", self._where, now - self._since, words
+                "%s: has failed for %.0f s, despite retries: %s", self._where, now - self._since, words
             )
             self._warned, self._warned_at, self._lasting_logged_at = words, now, now
         elif words != self._warned and (

@@ -146,12 +146,12 @@ def lacking(keys: JournalKeys, recorded: Mapping[str, str]) -> str:
     if missing:
         return (
             f"GRAB_JOURNAL_PUBLIC_KEYS lacks the key {', '.join(missing)}, with which relays of this system "
-            "sign: what it signed would not count here. Add it, and leave it there for ever"
+            "sign: records that it signed would not count here. Add it, and never remove it"
         )
     if other:
         return (
-            f"GRAB_JOURNAL_PUBLIC_KEYS has another key of the id {', '.join(other)} than that with which "
-            "relays of this system sign. Restore that key; if yours is a new one, give it another id"
+            f"GRAB_JOURNAL_PUBLIC_KEYS has another key under the id {', '.join(other)} than the relays of "
+            "this system. Restore the key of the relays; if yours is a new key, give it another id"
         )
     return ""
 

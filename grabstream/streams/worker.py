@@ -260,9 +260,9 @@ class RestartingRole:
             try:
                 await self._role.run(stop)
                 if not stop.is_set():
-                    trouble.note("it ended by itself")
+                    trouble.note("it stopped unexpectedly")
                     log.critical(
-                        "role %s ended by itself: restarting it in %.0f s, other roles continue",
+                        "role %s stopped unexpectedly: restarting it in %.0f s, other roles continue",
                         self._name,
                         pause_seconds,
                     )

@@ -174,7 +174,7 @@ def test_trouble_that_comes_back_soon_is_logged_now_and_then(
         trouble.over()
         now += 0.7
     said = ["shard 3: full; trying again", "shard 3: continues"]
-    lasts = ["shard 3: for 60 s now, however often it is tried: full", "shard 3: continues"]
+    lasts = ["shard 3: has failed for 60 s, despite retries: full", "shard 3: continues"]
     assert caplog.messages == [*said, *said, *lasts]
     caplog.clear()
     now += clients.STEADY_SECONDS
@@ -208,7 +208,7 @@ def test_the_same_trouble_for_a_minute_is_a_warning_at_a_bounded_rate(
         caplog.clear()
         time.now += 5.0
     assert lasts == [
-        f"deciding: for {seconds} s now, however often it is tried: TopicAuthorizationFailedError: results"
+        f"deciding: has failed for {seconds} s, despite retries: TopicAuthorizationFailedError: results"
         for seconds in (60, 660)
     ]
     [present] = time.troubles.present()

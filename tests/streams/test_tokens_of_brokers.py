@@ -35,12 +35,12 @@ async def test_an_issuer_that_is_away_is_asked_again_and_one_that_refuses_is_not
                 await tokens.token()
             assert isinstance(raised.value, TokenRefused) is refused
         issuer.status, issuer.text = 200, "[]"
-        with pytest.raises(TokenRefused, match="answered no token"):
+        with pytest.raises(TokenRefused, match="returned no token"):
             await tokens.token()
         issuer.text = '{"access_token": "t"}'
         assert await tokens.token() == "t"
         assert issuer.asked_by == f"Basic {b64encode(b'id:secret').decode()}"
-    with pytest.raises(NoToken, match="cannot be asked") as away:
+    with pytest.raises(NoToken, match="cannot be reached") as away:
         await Tokens(login).token()
     assert not isinstance(away.value, TokenRefused)
     assert is_trouble(away.value)

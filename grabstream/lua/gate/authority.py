@@ -17,7 +17,7 @@ from grabstream.models.commands import APPROVAL_LENGTH_MAX, Adjust, AnyCommand, 
 from grabstream.models.money import Invalid
 from grabstream.models.payments import TOKEN_LENGTH_MAX, check_audience, decode_receipt
 
-_NOT_A_RECEIPT = "receipt: is not a receipt that a key of GRAB_PAYMENT_KEYS has signed"
+_NOT_A_RECEIPT = "receipt: is not a receipt signed with a key of GRAB_PAYMENT_KEYS"
 
 
 class Authority:
@@ -107,9 +107,7 @@ class Authority:
                 signer, payload = keys.read(Purpose.approval, text, APPROVAL_LENGTH_MAX)
                 check_approval(payload, command, self._system)
             except NotSigned:
-                raise Invalid(
-                    f"{name} is not an approval that a key of GRAB_OPERATOR_KEYS has signed"
-                ) from None
+                raise Invalid(f"{name} is not an approval signed with a key of GRAB_OPERATOR_KEYS") from None
             except Invalid as error:
                 raise Invalid(f"{name}: {error}") from None
             if (operator := operator_of(signer)) in operators:

@@ -169,8 +169,8 @@ class DecidedAnswers:
         self._measures.lost_answers["not_followed"] += count
         if not self._is_full:
             log.error(
-                "%d answers were given as decided, and are not journaled yet: whether further ones are lost "
-                "is not followed",
+                "%d answers were given as decided, and are not journaled yet: a loss of further ones would "
+                "not be noticed",
                 self.kept,
             )
         self._is_full = True

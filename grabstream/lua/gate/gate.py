@@ -116,8 +116,8 @@ ReportUndecidable = Callable[[int, str], None]
 
 #: The answer to an `open` with a seed, unless the gate accepts them.
 SEED_REFUSED: Final = (
-    "terms.seed: is refused, because whoever chooses the seed can choose who gets which part. Leave it out: "
-    "the gate draws it. (GRAB_ISSUER_SEEDS=true accepts it, for tests and reproductions.)"
+    "terms.seed: is refused, because a caller who chooses the seed can choose who gets which part. Leave "
+    "it out: the gate draws it. (GRAB_ISSUER_SEEDS=true accepts it, for tests and reproductions.)"
 )
 
 
@@ -865,12 +865,12 @@ class Gate:
             for entry in entries:
                 if entry.deadline <= now:
                     entry.unsure = True
-                    entry.refuse(Outcome.busy, "Redis did not answer within the time-out", 0)
+                    entry.refuse(Outcome.busy, "Redis did not answer within the timeout", 0)
         for entry in shard.drawing:
             if entry.deadline <= now:
                 entry.refuse(
                     Outcome.busy,
-                    "the parts were not drawn within the time-out; large envelopes are drawn one by one",
+                    "the parts were not drawn within the timeout; large envelopes are drawn one by one",
                     self._calls.now() + BUSY_RETRY_MS,
                 )
         self._refuse_late(shard, now)
@@ -888,7 +888,7 @@ class Gate:
         for entry in late:
             entry.refuse(
                 Outcome.busy,
-                "the command waited for others of its shard until its time-out",
+                "the command waited for others of its shard until its timeout",
                 self._calls.now() + BUSY_RETRY_MS,
             )
 

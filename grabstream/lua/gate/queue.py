@@ -151,7 +151,9 @@ class QueueEntry(msgspec.Struct, eq=False):
         entry: QueueEntry | None = self
         while entry is not None:
             if entry.unsure:
-                entry.fail(OutcomeUnknown(f"the commands may be decided or not ({message}){SEND_AGAIN}"))
+                entry.fail(
+                    OutcomeUnknown(f"it is unknown whether the commands were decided ({message}){SEND_AGAIN}")
+                )
             else:
                 entry.answer(
                     [refusal(c.id, outcome, c.offer, message, retry_at, user_of(c)) for c in entry.commands]

@@ -107,6 +107,6 @@ class SingleCommand:
 def not_journaled(shard: int, seq: int) -> OutcomeUnknown:
     """The reason why a decided command has no answer."""
     return OutcomeUnknown(
-        f"decided, but not journaled within the time-out (shard {shard}, seq {seq}; is a relay running?)"
-        f"{SEND_AGAIN}"
+        f"decided, but not journaled within the timeout (shard {shard}, seq {seq}; is a relay "
+        f"running?){SEND_AGAIN}"
     )

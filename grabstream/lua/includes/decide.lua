@@ -137,7 +137,7 @@ do
       local skew = clock - tonumber(ARGV[2])
       if math.abs(skew) > tonumber(ARGV[4]) then
         return nil, {CODE.fenced, clock + 1000, string.format(
-          'the clock of Redis is %d ms ahead of the caller, at most %s allowed: set the clocks right', skew,
+          'the clock of Redis is %d ms ahead of the caller, at most %s allowed: correct the clocks', skew,
             ARGV[4])}
       end
     end

@@ -129,7 +129,7 @@ class Questions:
             raise NoAnswer(f"the answer cannot be used: {error}") from None
         if wrong:
             log.warning(
-                "the payment side: states in an answer that cannot be used: %d, the first: %s",
+                "the payment side: an answer has %d states that cannot be used, the first: %s",
                 len(wrong), wrong[0],
             )  # fmt: skip
         return states

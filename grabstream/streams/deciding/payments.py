@@ -202,7 +202,8 @@ class HoldQueries:
                 if attempt == ATTEMPTS_MAX:
                     # A hold that is still there ends at its time, and receipts are repeated.
                     log.warning(
-                        "shard %d: what the payment side said may be decided or not: %s",
+                        "shard %d: it is unknown whether the commands from answers of the payment side "
+                        "were decided: %s",
                         self._keys.shard, error,
                     )  # fmt: skip
                     return

@@ -97,11 +97,11 @@ class Authority:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "%s: a command `%s` is taken, since GRAB_OPERATIONS_ON_COMMANDS is set: send it to %s, "
-                    "which is required from the next release on; this is said once", topic, name, right,
+                    "%s: a command `%s` is accepted, since GRAB_OPERATIONS_ON_COMMANDS is set: send it to "
+                    "%s, which the next release requires; this is logged once", topic, name, right,
                 )  # fmt: skip
             return command
-        reason = f"type: `{name}` is not taken from {topic}; send it to {right}"
+        reason = f"type: `{name}` is not accepted from {topic}; send it to {right}"
         return _refused(command, reason)
 
 

@@ -103,7 +103,7 @@ class FileSink:
         if (stored := self._read_cursor()) is None:
             if size:
                 raise SinkDamaged(
-                    f"{self._path} is not empty, and has no cursor beside it: name another file"
+                    f"{self._path} is not empty, but has no file with its cursor: name another file"
                 )
             stored = _Stored(0, None)
             self._write_cursor(stored)

@@ -204,9 +204,9 @@ def check_files(archive: Archive, sizes: Mapping[str, int]) -> None:
     for left in unlisted(archive.manifest, sizes):
         if left.first_seq <= archive.end(left.shard).seq:
             raise BadArchive(
-                f"archive, {archive.store.where(left.name)}: the manifest does not name this file, and other "
-                f"files have its seqs too (shard {left.shard}, from seq {left.first_seq}): whoever reads all "
-                "files would count its lines twice. "
+                f"archive, {archive.store.where(left.name)}: the manifest does not name this file, and "
+                f"other files have its seqs too (shard {left.shard}, from seq {left.first_seq}): a reader "
+                "of all files would count its lines twice. "
                 + ("Export again, which removes it" if left.writer else "Move it away")
             )
 

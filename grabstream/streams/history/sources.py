@@ -242,8 +242,8 @@ class JournalSource:
                         records = await anext(lists, None)
                 except TimeoutError:
                     raise KafkaTimeoutError(
-                        f"no records of shard {shard} within {self._patience_seconds:.0f} s, though there "
-                        "are more"
+                        f"no records of shard {shard} within {self._patience_seconds:.0f} s, although the "
+                        "journal has more"
                     ) from None
                 except OffsetOutOfRangeError:
                     beginning = await self._reader.beginning(shard)

@@ -226,7 +226,7 @@ def _why_it_ended(app: faust.App, watching: "asyncio.Task[str]", running: "async
         return watching.result()
     if running.done() and not running.cancelled() and running.exception() is not None:
         return f"the app did not start ({running.exception()!r})"
-    return f"the app ended by itself ({app.crash_reason!r})"
+    return f"the app stopped unexpectedly ({app.crash_reason!r})"
 
 
 def _is_servers_fault(app: faust.App, running: "asyncio.Task[None]") -> bool:

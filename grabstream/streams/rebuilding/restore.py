@@ -301,7 +301,7 @@ class Restore:
                 raise RebuildRefused(str(error)) from None
             except LockNotAvailable:
                 raise RebuildRefused(
-                    f"the views of {version.projection} are in use by open transactions: begin again after "
+                    f"the views of {version.projection} are in use by open transactions: start again after "
                     "they have ended"
                 ) from None
 
@@ -327,7 +327,7 @@ class Restore:
         except ResponseError as error:
             if str(error).startswith("LOST"):
                 raise RebuildRefused(
-                    f"shard {plan.shard}: {error}: stop the workers, and begin again"
+                    f"shard {plan.shard}: {error}: stop the workers, and start again"
                 ) from None
             raise
 
@@ -540,7 +540,7 @@ async def _anchor_read_models(
             )
             if updated.rowcount != 1:
                 raise RebuildRefused(
-                    f"{version.schema}, shard {plan.shard}: the cursor moved: stop the workers, and begin "
+                    f"{version.schema}, shard {plan.shard}: the cursor moved: stop the workers, and start "
                     "again"
                 )
             await connection.execute(

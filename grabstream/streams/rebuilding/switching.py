@@ -56,8 +56,8 @@ class Switch(NamedTuple):
         while (reason := await self._try()) is not None:
             if time.monotonic() > deadline:
                 raise RebuildRefused(
-                    f"not switched within {patience_seconds:.0f} s: {reason}. Nothing is lost: the same "
-                    "command tries again"
+                    f"not switched within {patience_seconds:.0f} s: {reason}. No data is lost: repeat the "
+                    "command to try again"
                 )
             self.wait(reason)
             await asyncio.sleep(RETRY_SECONDS)

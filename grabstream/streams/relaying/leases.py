@@ -419,7 +419,7 @@ class Leases:
             if held is None or held.taker is None:
                 return
             if await self._is_absent(shard, held):
-                log.warning("shard %d: %s does not come for it", shard, held.taker)
+                log.warning("shard %d: %s does not take it over", shard, held.taker)
                 await self._take_back(shard, held)
             elif held.task.done():
                 return

@@ -649,7 +649,7 @@ async def open_shadow(
             )
         await redis.pexpire(shadow.lease, LEASE_MS)
         if problem := await room(shadow.state):
-            raise NoRoom(f"the shadow of shard {shard} cannot be made: {problem}")
+            raise NoRoom(f"the shadow of shard {shard} cannot be built: {problem}")
 
     async def paced(events: AsyncIterator[Sequence[Any]]) -> AsyncIterator[Sequence[Any]]:
         async for part in events:

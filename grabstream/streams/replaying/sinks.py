@@ -172,7 +172,9 @@ def written_lines(file: Path, mend: bool = False) -> dict[int, int]:
         while line := stream.readline(FILE_LINE_BYTES_MAX):
             if not line.endswith(b"\n") and len(line) < FILE_LINE_BYTES_MAX:
                 if not (line.startswith(LINE_BEGINS) or LINE_BEGINS.startswith(line)):
-                    raise ReplayRefused(f"{file} ends with what no replay has written: name another file")
+                    raise ReplayRefused(
+                        f"{file} ends with data that no replay has written: name another file"
+                    )
                 if mend:
                     stream.truncate(whole)
                 break

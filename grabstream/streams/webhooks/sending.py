@@ -266,7 +266,7 @@ class Sender:
             if outcome.delivered:
                 return await records.delivered(connection, delivery)
             if outcome.status == GONE:
-                reason = f"{webhook.url} answered 410: it wants no more"
+                reason = f"{webhook.url} answered 410: it accepts no more events"
                 await records.set_state(connection, webhook.webhook, "paused", reason)
                 log.warning("webhook %s is paused: %s", webhook.webhook, reason)
             is_parked = await records.failed(

@@ -129,7 +129,7 @@ def test_a_receipt_that_no_key_has_signed_for_this_purpose_is_refused() -> None:
         f"{head}.{signed(RECEIPT | {'paid': 1}).split('.')[1]}.{signature}", right + "=",
     ):  # fmt: skip
         reason = why_refused(replace(CONFIRM, receipt=text))
-        assert reason == "receipt: is not a receipt that a key of GRAB_PAYMENT_KEYS has signed", text
+        assert reason == "receipt: is not a receipt signed with a key of GRAB_PAYMENT_KEYS", text
 
 
 def test_a_confirm_of_money_needs_its_receipt_where_keys_are_set() -> None:

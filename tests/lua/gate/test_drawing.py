@@ -104,7 +104,7 @@ async def test_an_envelope_that_is_not_drawn_in_time_is_busy_and_is_drawn_no_fur
     gate, draws = make_gate(timeout_ms=60_000), watched(monkeypatch, 1)
     [answer] = await gate.decide([large(0)], "decided", timeout_ms=200)
     assert (answer.outcome, answer.seq) == ("busy", None)
-    assert "the parts were not drawn within the time-out" in answer.message
+    assert "the parts were not drawn within the timeout" in answer.message
     await until(lambda: not draws.at_a_time, what="the end of the drawing")
     draws.grabs_wanted = 0
     [answer] = await gate.decide([large(0)], "decided")

@@ -227,7 +227,7 @@ async def test_the_gate_times_out_before_a_more_patient_client(
     # The next command is queued only once this call is in flight.
     await until(lambda: len(gate._shards[0].in_flight) == 1)
     queued = asyncio.create_task(gate.decide(grabs(1, start=1), "decided"))
-    with pytest.raises(OutcomeUnknown, match="within the time-out"):
+    with pytest.raises(OutcomeUnknown, match="within the timeout"):
         await asyncio.wait_for(sent, 30)
     assert [answer.outcome for answer in await asyncio.wait_for(queued, 30)] == ["busy"]
     os.kill(private_server[0].pid, signal.SIGCONT)

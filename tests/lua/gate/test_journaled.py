@@ -315,7 +315,7 @@ async def test_answers_beyond_the_bound_are_counted_as_not_followed(
     for _ in range(2):
         await gate.decide(grabs(2), "decided")
     assert (gate._decided.kept, gate.measures.lost_answers["not_followed"]) == (3, 4)
-    assert sum("is not followed" in record.getMessage() for record in caplog.records) == 1
+    assert sum("would not be noticed" in record.getMessage() for record in caplog.records) == 1
     await journal(client, keys, 0, 3)
     await until(lambda: gate._decided.kept == 0)
     await gate.close()
@@ -325,7 +325,7 @@ async def test_an_event_not_journaled_within_the_time_limit_is_unknown(private_r
     client, keys = private_redis
     gate = Gate(client, keys, SEALER, GateLimits(timeout_ms=1_500))
     gate.start()
-    with pytest.raises(OutcomeUnknown, match="not journaled within the time-out"):
+    with pytest.raises(OutcomeUnknown, match="not journaled within the timeout"):
         await gate.decide([opening(secrets.token_hex(4))])
     await gate.close()
 

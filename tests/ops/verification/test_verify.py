@@ -1129,7 +1129,7 @@ async def test_a_shard_is_not_copied_where_there_is_no_room(
     problems = problems_of(await verify(whole, 0, share=1))
     assert list(problems) == [FOLD]
     assert len(problems[FOLD]) == whole.shards
-    assert "the shadow of shard 0 cannot be made: " in problems[FOLD][0]
+    assert "the shadow of shard 0 cannot be built: " in problems[FOLD][0]
     assert " bytes in use (--quick skips this check)" in problems[FOLD][0]
     assert problems_of(await verify(whole, 0, quick=True)) == {}
 

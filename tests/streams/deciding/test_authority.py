@@ -56,7 +56,7 @@ async def test_each_command_of_an_array_is_judged_by_itself(right: str) -> None:
     for answer, rejected in zip(understood.refused, understood.rejected, strict=True):
         reason = dict(rejected.headers)["reason"].decode()
         assert answer.message == reason
-        assert reason.endswith(f"is not taken from {right}; send it to {wrong}")
+        assert reason.endswith(f"is not accepted from {right}; send it to {wrong}")
     assert {answer.user for answer in understood.refused} == ({"ann", None} if ours is OPERATIONS else {None})
 
 

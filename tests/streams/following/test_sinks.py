@@ -306,7 +306,7 @@ def _huge(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_foreign, "is not empty, and has no cursor beside it: name another file"),
+        (_foreign, "is not empty, but has no file with its cursor: name another file"),
         (_shortened, "has 2 bytes, but 9 were written: restore it, or remove it and f.cursor"),
         (_garbage, "is not a cursor"),
         (_huge, "it has more than 2,097,152 bytes"),

@@ -309,7 +309,7 @@ async def test_a_switch_waits_for_open_transactions_of_readers(booked: Settings)
             await reader.execute("SELECT count(*) FROM transfers")
             refused = grabstream("rebuild", "ledger", "--patience", "0", **env_of(booked))
             assert refused.returncode == 1
-            assert "the same command tries again" in refused.stderr
+            assert "repeat the command to try again" in refused.stderr
             assert await rows(booked, "SELECT count(*) FROM accounts WHERE account LIKE 'offer:%'") == [
                 (booked.shards,)
             ]

@@ -366,7 +366,7 @@ def test_keys_that_a_process_lacks_are_named() -> None:
     only = JournalKeys.from_text(f"k2:{NEXT[0]}", "")
     assert lacking(only, {"k2": NEXT[1]}) == ""
     assert lacking(only, recorded).startswith("GRAB_JOURNAL_PUBLIC_KEYS lacks the key k1, ")
-    assert "has another key of the id k2 " in lacking(only, {"k2": RELAY[1]})
+    assert "has another key under the id k2 " in lacking(only, {"k2": RELAY[1]})
 
 
 @pytest.mark.nightly
