@@ -551,7 +551,7 @@ def _check_load(command: Load) -> None:
                 raise Invalid(f"items: must match [A-Za-z0-9._:-]{{1,64}}{which}")
         return
     if len(set(command.items)) < len(command.items):
-        raise Invalid("items: a code occurs twice; each code is handed out once")
+        raise Invalid("items: a code occurs twice; each code is given to one grab")
     if command.what != "codes":
         raise Invalid(f"what: must be codes or audience, got {quoted(command.what)}")
     for item in command.items:

@@ -16,24 +16,25 @@ from grabstream.models.splitting import check_split, next_part, split_ahead
 
 #: What no event can prove.
 SEED_TRUSTED: Final = (
-    "that the seed was drawn at random: whoever runs the gates is trusted for that. They know the seed from "
-    "the opening on, and so does who can read Redis"
+    "that the seed was drawn at random: the operators of the gates are trusted for that. They know the "
+    "seed from the opening on, and so does anyone who can read Redis"
 )
 #: In its place, of an envelope with a beacon. Fields: address of the round.
 BEACON_TO_COMPARE: Final = (
-    "that the randomness is that of the beacon's round: compare it with {} . If it is, nobody could choose "
-    "the parts; from the round on, whoever runs the gates knows them, and so does who can read Redis"
+    "that the randomness is that of the beacon's round: compare it with {} . If it is, no one could "
+    "choose the parts; from the round on, the operators of the gates know them, and so does anyone who "
+    "can read Redis"
 )
 ALWAYS_NOT_PROVED: Final = (
     "that users were served in the order in which they sent their grabs: the order is that in which Redis "
     "decided them",
-    "that these are the events that everybody else sees: `grabstream verify` compares them with the books "
-    "and with Redis",
+    "that these are the events that all other readers see: `grabstream verify` compares them with the "
+    "books and with Redis",
 )
 #: What is not proved of an envelope without a beacon.
 NOT_PROVED: Final = (SEED_TRUSTED, *ALWAYS_NOT_PROVED)
 COMMITTED: Final = "the seed is the one that was committed to at the opening"
-BEACON: Final = "what is said to be the named round's randomness was mixed in, after that round was due"
+BEACON: Final = "the randomness given for the named round was mixed in, after that round was due"
 DRAWN: Final = "the seed was not given by the opener"
 ONE_EACH: Final = "places follow each other, and each user has one part"
 PARTS: Final = "every part follows from the seed"
@@ -144,9 +145,9 @@ def _beacon(
     if found.number != beacon.number:
         return f"round {found.number} was given, named was {beacon.number}", found.randomness
     if given_at < beacon.at:
-        return "it was given before the round had come", found.randomness
+        return "it was given before the round was due", found.randomness
     if beacon.at <= opened_at:
-        return "the round had come before the envelope was opened", found.randomness
+        return "the round was due before the envelope was opened", found.randomness
     return None, found.randomness
 
 

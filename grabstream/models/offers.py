@@ -121,7 +121,10 @@ class _Terms(
     ] = None
     closes_at: Annotated[
         TimeMs | None,
-        Meta(description="closes automatically then; absent: 24 h after opening (envelope), never (others)"),
+        Meta(
+            description="closes automatically then; absent: 24 h after opening (envelope), never (coupon, "
+            "stock)"
+        ),
     ] = None
     timezone: Annotated[str, Meta(description="the time zone for `limits` and `hours`")] = "UTC"
     hours: Annotated[
@@ -178,9 +181,9 @@ class EnvelopeTerms(_Terms, tag="envelope", frozen=True, kw_only=True):
     beacon: Annotated[
         BeaconText | None,
         Meta(
-            description="`<chain>/<round>` of a public randomness beacon, a round still to come; with `draw: "
-            "at_grab`. Grabs are `not_open_yet` until `amend` gives its `randomness`, from which the parts "
-            "follow too"
+            description="`<chain>/<round>` of a public randomness beacon, a round that is not due yet; "
+            "with `draw: at_grab`. Grabs are `not_open_yet` until `amend` gives its `randomness`, from "
+            "which the parts follow too"
         ),
     ] = None
 
@@ -489,7 +492,7 @@ def check_changes(changes: Changes) -> None:
     """Raises Invalid when a change is wrong for every offer. Scripts check what depends on the offer."""
     fields = changes.fields()
     if not fields:
-        raise Invalid("changes: nothing is to be changed")
+        raise Invalid("changes: is empty; name at least one field")
     if "title" in fields:
         check_line("terms.title", fields["title"])
     if "limits" in fields:
@@ -517,7 +520,7 @@ def check_line(field: str, text: str, characters_max: int = LINE_LENGTH_MAX) -> 
 def _check_by(read: Callable[[str], object], field: str, value: Any) -> None:
     """Raises Invalid that names the field when this function cannot read it."""
     if not isinstance(value, str):
-        raise Invalid(f"{field}: must be a text, got {quoted(value)}")
+        raise Invalid(f"{field}: must be a string, got {quoted(value)}")
     try:
         read(value)
     except Invalid as error:

@@ -47,7 +47,7 @@ def user_of(name: str, key: bytes | None) -> str:
         return name
     # The length is looked at first: a character has one byte or more.
     if not (0 < len(name) <= USER_NAME_BYTES_MAX and len(_bytes_of(name)) <= USER_NAME_BYTES_MAX):
-        raise ValueError(f"must be a text of 1 to {USER_NAME_BYTES_MAX} bytes of UTF-8")
+        raise ValueError(f"must be a string of 1 to {USER_NAME_BYTES_MAX} bytes of UTF-8")
     if key is None:
         raise ValueError(
             f"must match {ID_PATTERN}, and be neither . nor .. nor begin with {NAMED_USERS}; with "

@@ -29,7 +29,7 @@ from grabstream.models.outcomes import Outcome
 #: How much of a message of the scripts the words of a refusal quote.
 QUOTED_BYTES_MAX: Final = 600
 #: The message of the answers to a basket that was refused, except to the grab that was refused first.
-WHOLE_BASKET: Final = "no grab of the basket was carried out"
+WHOLE_BASKET: Final = "the basket was refused as a whole"
 
 # Refusals are remembered, so those of an older release do not name the offer.
 _basket_refused = re.compile(r"basket: refused (?:at offer \S+, )?with grab (\S+)\Z").match
@@ -41,8 +41,9 @@ def words_of(answer: Answer, command: AnyCommand, id_name: str = "id") -> str:
     if isinstance(command, Grab) and command.basket is not None and answer.repeated and not answer.message:
         # Messages are not remembered, so nobody knows which of the grabs it is true of.
         return (
-            f"The basket {command.basket} was refused before, as {answer.outcome}: no grab of it was carried "
-            f"out. Only its first answer said with which grab. Another basket needs another {id_name}."
+            f"The basket {command.basket} was refused before, as {answer.outcome}: none of its grabs was "
+            f"granted. Only its first answer named the grab that caused it. Another basket needs another "
+            f"{id_name}."
         )
     if answer.repeated and answer.code in _WORDS_BEFORE:
         return shortened(_before(answer, command, id_name))
@@ -75,7 +76,7 @@ def refusal_of_basket(answers: Sequence[Answer], commands: Sequence[AnyCommand])
 
 def _again(answer: Answer, id_name: str) -> str:
     at = f" after {utc_text(answer.retry_at)}" if answer.retry_at else ""
-    return f"This request decided nothing: send the same again{at}, with the same {id_name}."
+    return f"This request was not decided: send it again{at}, with the same {id_name}."
 
 
 def _before(answer: Answer, command: AnyCommand, id_name: str) -> str:
@@ -98,8 +99,8 @@ def _invalid(answer: Answer, command: AnyCommand, id_name: str) -> str:
 
 def _fenced(answer: Answer, command: AnyCommand, id_name: str) -> str:
     return (
-        f"The shard of offer {command.offer} decides nothing now{_because(answer)}, for some seconds as a "
-        f"rule. {_again(answer, id_name)}"
+        f"The shard of offer {command.offer} cannot decide now{_because(answer)}, usually for a few "
+        f"seconds. {_again(answer, id_name)}"
     )
 
 
@@ -109,9 +110,9 @@ def _busy(answer: Answer, command: AnyCommand, id_name: str) -> str:
 
 def _conflict(answer: Answer, command: AnyCommand, id_name: str) -> str:
     return (
-        f"The id {command.id} was used before, with another body"
-        f"{_other_conflict(command)}{_because(answer)}. Nothing was changed. Another command needs another "
-        f"{id_name}; this does not change with time."
+        f"The id {command.id} was used before, with another "
+        f"body{_other_conflict(command)}{_because(answer)}. The command changed nothing. Another command "
+        f"needs another {id_name}; this does not change with time."
     )
 
 
@@ -135,7 +136,7 @@ def _other_conflict(command: AnyCommand) -> str:
 def _no_such_offer(answer: Answer, command: AnyCommand, id_name: str) -> str:
     return (
         f"There is no offer {command.offer}: it was never opened, or it has retired{_because(answer)}. This "
-        "does not change with time, unless it is opened."
+        "does not change with time, unless the offer is opened."
     )
 
 
@@ -156,9 +157,9 @@ def _already_taken(answer: Answer, command: AnyCommand, id_name: str) -> str:
 def _not_open_yet(answer: Answer, command: AnyCommand, id_name: str) -> str:
     if answer.retry_at:
         from_then = utc_text(answer.retry_at)
-        return f"Offer {command.offer} takes no grabs now; it takes grabs from {from_then} on."
+        return f"Offer {command.offer} accepts no grabs now; it accepts grabs from {from_then} on."
     return (
-        f"Offer {command.offer} takes no grabs yet: what it needs (codes, audience, randomness) is not "
+        f"Offer {command.offer} accepts no grabs yet: what it needs (codes, audience, randomness) is not "
         "loaded completely. It is not known when it will be."
     )
 
@@ -168,7 +169,7 @@ def _on_hold(answer: Answer, command: AnyCommand, id_name: str) -> str:
 
 
 def _over(answer: Answer, command: AnyCommand, id_name: str) -> str:
-    return f"Offer {command.offer} is closed, for ever{_because(answer)}."
+    return f"Offer {command.offer} is closed permanently{_because(answer)}."
 
 
 def _not_eligible(answer: Answer, command: AnyCommand, id_name: str) -> str:
@@ -176,7 +177,8 @@ def _not_eligible(answer: Answer, command: AnyCommand, id_name: str) -> str:
     if isinstance(command, Grab) and command.ticket is not None:
         return (
             f"The ticket does not let {user} grab offer {command.offer}: its signature is wrong, it is for "
-            "another user or another offer, it has ended, or it was used before. Another ticket may do."
+            "another user or another offer, it has expired, or it was used before. Another ticket may be "
+            "accepted."
         )
     return (
         f"{user} may not grab offer {command.offer}: it is for the users of a list, or for those with a "
@@ -214,30 +216,30 @@ def _not_enough_left(answer: Answer, command: AnyCommand, id_name: str) -> str:
     asked = getattr(command, "quantity", None) or 1
     if isinstance(command, Grab):
         left = "fewer" if answer.left is None else f"only {answer.left}"
-        return f"{asked} units of offer {command.offer} were asked for, {left} are left; ask for fewer."
+        return f"{asked} units of offer {command.offer} were requested, {left} are left; request fewer."
     if isinstance(command, Return) and answer.left is not None:
         if not answer.left:
             return f"No unit of grab {command.grab} can be returned: its units are redeemed; unredeem first."
         return (
-            f"{asked} units were named, {answer.left} of grab {command.grab} can be returned; name fewer, or "
-            "unredeem first those that were redeemed."
+            f"{asked} units were requested, {answer.left} of grab {command.grab} can be returned; request "
+            "fewer, or unredeem first those that were redeemed."
         )
     if isinstance(command, Amend):
         left = "fewer" if answer.left is None else f"{answer.left}"
         return (
-            f"The total of offer {command.offer} cannot be {command.changes.total}: the units that are left "
-            f"to be taken out of it are {left}."
+            f"The total of offer {command.offer} cannot be {command.changes.total}: units that are left and "
+            f"can be taken out of it: {left}."
         )
     return (
-        f"{asked} units were named, which is more than grab {_grab_of(command)} has{_because(answer)}; name "
-        "fewer."
+        f"{asked} units were requested, which is more than grab {_grab_of(command)} has{_because(answer)}; "
+        "request fewer."
     )
 
 
 def _expired(answer: Answer, command: AnyCommand, id_name: str) -> str:
     if isinstance(command, Redeem):
-        return f"The units of grab {command.grab} can no longer be used: the offer's valid_until is over."
-    return f"The hold of grab {_grab_of(command)} has ended{_because(answer)}. It does not come back."
+        return f"The units of grab {command.grab} can no longer be used: the offer's valid_until has passed."
+    return f"The hold of grab {_grab_of(command)} has ended{_because(answer)}. It cannot be restored."
 
 
 def _not_held(answer: Answer, command: AnyCommand, id_name: str) -> str:
@@ -251,7 +253,7 @@ def _not_redeemable(answer: Answer, command: AnyCommand, id_name: str) -> str:
     needed = command.quantity if isinstance(command, Redeem) else 1
     return (
         f"Grab {_grab_of(command)} cannot be used: its offer is not a coupon, or it has fewer than {needed} "
-        f"unused units that are the user's for good{_because(answer)}. A hold is confirmed first."
+        f"unused units that are granted or confirmed{_because(answer)}. Confirm a hold first."
     )
 
 
@@ -305,7 +307,7 @@ _WORDS_BEFORE: Final[Mapping[Outcome, _Words]] = {
         else f"grab {_grab_of(command)} had fewer units"
     ),
     Outcome.expired: lambda _, command, __: (
-        "the offer's valid_until was over"
+        "the offer's valid_until had passed"
         if isinstance(command, Redeem)
         else f"the hold of grab {_grab_of(command)} had ended"
     ),

@@ -86,11 +86,11 @@ async def test_refusals_say_why(system: Settings) -> None:
         await client.open(COUPON, "august:a")
         await client.open(COUPON.model_copy(update={"total": 1}), "august:b")
         await client.grab("august:b", "ann", id="g")
-        assert "name fewer" in ((await client.return_("august:b", "g", "ann", quantity=2)).message or "")
+        assert "request fewer" in ((await client.return_("august:b", "g", "ann", quantity=2)).message or "")
         basket = [Grab(id="x", offer=f"august:{name}", user="bob") for name in "ba"]
         b, a = await client.take_basket(basket, "both-2")
         assert (a.outcome, b.outcome) == ("sold_out", "sold_out")
-        assert (b.message or "").startswith("Nothing is left of offer august:b (no grab of the basket")
+        assert (b.message or "").startswith("Nothing is left of offer august:b (the basket was refused")
         assert a.message == "basket: refused at offer august:b, with grab both-2.2"
         for again in await client.take_basket(basket, "both-2"):
             assert again.repeated

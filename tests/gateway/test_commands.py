@@ -189,7 +189,7 @@ async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
     )
     words = refused(other, Outcome.sold_out)
     assert f"{offer}:b" in words
-    assert "no grab of the basket was carried out" in words
+    assert "the basket was refused as a whole" in words
     assert [answer["outcome"] for answer in other.body["answers"]] == ["sold_out", "sold_out"]
     assert other.body["answers"][0]["message"] == f"basket: refused at offer {offer}:b, with grab basket-2.2"
     # Nothing says of offer a that it is sold out, when the reason is no longer known.
@@ -330,7 +330,7 @@ async def test_every_refusal_says_what_and_until_when(caller: Caller, offer: str
     again = await caller.post(f"/v1/offers/{offer}:later/grabs", {"user": "ann"}, "early")
     assert "a new attempt needs a new Idempotency-Key" in refused(again, Outcome.not_open_yet)
     of_basket = await caller.post("/v1/baskets", {"grabs": [{"offer": f"{offer}:later", "user": "ann"}]}, "b")
-    assert re.search(r"it takes grabs from \d{4}-", refused(of_basket, Outcome.not_open_yet)), of_basket
+    assert re.search(r"it accepts grabs from \d{4}-", refused(of_basket, Outcome.not_open_yet)), of_basket
     assert "retry-after" in of_basket.headers
     await caller.open(f"{offer}:codes", codes=True)
     got = await caller.post(f"/v1/offers/{offer}:codes/grabs", {"user": "ann"})
@@ -340,7 +340,7 @@ async def test_every_refusal_says_what_and_until_when(caller: Caller, offer: str
     got = await caller.post(f"/v1/offers/{offer}:tickets/grabs", {"user": "ann"})
     assert "User ann may not grab" in refused(got, Outcome.not_eligible)
     got = await caller.post(f"/v1/offers/{offer}:tickets/grabs", {"user": "ann", "ticket": "a.b.c"})
-    assert "Another ticket may do" in refused(got, Outcome.not_eligible)
+    assert "Another ticket may be accepted" in refused(got, Outcome.not_eligible)
     await caller.open(f"{offer}:limited", total=5, limits=[{"by": "user", "per": "day", "max": 1}])
     await caller.post(f"/v1/offers/{offer}:limited/grabs", {"user": "ann"}, "first")
     got = await caller.post(f"/v1/offers/{offer}:limited/grabs", {"user": "ann"}, "second")
@@ -388,7 +388,7 @@ async def test_shard_without_a_relay_is_fenced(system: Settings, tmp_path: Path)
         async with calling(gateway.port) as caller:
             got = await caller.post("/v1/offers/x/grabs", {"user": "ann"})
             words = refused(got, Outcome.fenced)
-            assert "This request decided nothing: send the same again after" in words
+            assert "This request was not decided: send it again after" in words
             assert int(got.headers["retry-after"]) >= 1
 
 

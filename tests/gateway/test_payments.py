@@ -382,7 +382,7 @@ async def test_receipt_for_what_never_was_is_not_taken(caller: Caller, offer: st
     held = await held_by(caller, f"{offer}-other")
     got = await report(caller, receipt_for(held, "p", offer=offer))
     assert (got.status, got.body["outcome"]) == (404, "no_such_offer")
-    assert "nothing was booked" in got.body["detail"]
+    assert "was not booked" in got.body["detail"]
 
 
 async def test_caller_cannot_use_the_ids_of_receipts(caller: Caller, offer: str) -> None:

@@ -150,8 +150,8 @@ FORGED: dict[str, Callable[[], str]] = {
 
 
 NO_USER: Final = (
-    "must be a text",
-    "must be a text of 1 to 255 bytes of UTF-8",
+    "must be a string",
+    "must be a string of 1 to 255 bytes of UTF-8",
     "has half of a surrogate pair, which is no character",
     f"must match {ID_PATTERN}, and be neither . nor .. nor begin with sub:; with GRAB_JWT_USER_KEY, any text "
     "gives an id",
@@ -206,7 +206,7 @@ async def test_a_name_that_is_no_id_gives_one_under_a_key(key_ring: KeySet, name
     # Who takes the id of another one as a name is somebody else.
     other = (await tokens.caller_of(token(caller.name).encode())).user
     assert other not in (None, caller.user)
-    with pytest.raises(UnusableToken, match="no user: it must be a text of 1 to 255 bytes"):
+    with pytest.raises(UnusableToken, match="not a user id: it must be a string of 1 to 255 bytes"):
         await tokens.caller_of(token("ä" * 128).encode())
 
 

@@ -31,7 +31,7 @@ def test_basket_is_refused_with_the_grab_that_its_answers_name(message: str) -> 
     assert (refused_with(answers[0]), refusal.id, refusal.message, command) == (
         "b.2", "b.2", WHOLE_BASKET, GRABS[1]
     )  # fmt: skip
-    assert words_of(refusal, command).startswith("Nothing is left of offer july:2 (no grab of the basket")
+    assert words_of(refusal, command).startswith("Nothing is left of offer july:2 (the basket was refused")
 
 
 def test_basket_whose_answers_name_no_grab_is_refused_with_the_first_refusal() -> None:
@@ -87,7 +87,7 @@ def test_return_of_redeemed_units_names_the_way_out() -> None:
     )  # fmt: skip
     assert "its units are redeemed; unredeem first" in words_of(none, command)
     three = Return(id="r", offer="o", grab="g", user="ann", quantity=3)
-    assert words_of(few, three).startswith("3 units were named, 1 of grab g can be returned")
+    assert words_of(few, three).startswith("3 units were requested, 1 of grab g can be returned")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_total_below_what_is_taken_is_told_as_that() -> None:
     command = Amend(id="c", offer="o", changes=Changes(total=1))
     answer = Answer("c", "not_enough_left", Outcome.not_enough_left, "o", left=2)
     assert words_of(answer, command) == (
-        "The total of offer o cannot be 1: the units that are left to be taken out of it are 2."
+        "The total of offer o cannot be 1: units that are left and can be taken out of it: 2."
     )
 
 

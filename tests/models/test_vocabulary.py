@@ -289,7 +289,7 @@ def test_error_has_the_message_of_the_check_and_its_field() -> None:
         (Hours, {"from": "11:00", "until": "10:00"}, "from must be before until"),
         (vocabulary.Entry, {"asset": "x", "debit": "a", "credit": "b", "amount": 1}, "transfers.asset"),
         (vocabulary.CouponTerms, {"issuer": "a", "total": 0}, "terms.total: must be from 1"),
-        (vocabulary.Changes, {}, "nothing is to be changed"),
+        (vocabulary.Changes, {}, "name at least one field"),
     ],
 )
 def test_parts_of_commands_are_checked_when_made(model: Any, said: Any, word: str) -> None:

@@ -78,7 +78,7 @@ export interface CouponTerms {
   total: number
   /** grabs before are `not_open_yet`; absent: at once */
   opens_at?: number
-  /** closes automatically then; absent: 24 h after opening (envelope), never (others) */
+  /** closes automatically then; absent: 24 h after opening (envelope), never (coupon, stock) */
   closes_at?: number
   /** the time zone for `limits` and `hours` */
   timezone?: string
@@ -129,7 +129,7 @@ export interface EnvelopeTerms {
   total: number
   /** grabs before are `not_open_yet`; absent: at once */
   opens_at?: number
-  /** closes automatically then; absent: 24 h after opening (envelope), never (others) */
+  /** closes automatically then; absent: 24 h after opening (envelope), never (coupon, stock) */
   closes_at?: number
   /** the time zone for `limits` and `hours` */
   timezone?: string
@@ -157,8 +157,8 @@ export interface EnvelopeTerms {
   /** 16 to 64 bytes in hex from which all parts follow; absent: the gate draws it. Refused unless
    *  `GRAB_ISSUER_SEEDS=true` */
   seed?: string
-  /** `<chain>/<round>` of a public randomness beacon, a round still to come; with `draw: at_grab`. Grabs
-   *  are `not_open_yet` until `amend` gives its `randomness`, from which the parts follow too */
+  /** `<chain>/<round>` of a public randomness beacon, a round that is not due yet; with `draw: at_grab`.
+   *  Grabs are `not_open_yet` until `amend` gives its `randomness`, from which the parts follow too */
   beacon?: string
 }
 
@@ -202,7 +202,7 @@ export interface StockTerms {
   total: number
   /** grabs before are `not_open_yet`; absent: at once */
   opens_at?: number
-  /** closes automatically then; absent: 24 h after opening (envelope), never (others) */
+  /** closes automatically then; absent: 24 h after opening (envelope), never (coupon, stock) */
   closes_at?: number
   /** the time zone for `limits` and `hours` */
   timezone?: string

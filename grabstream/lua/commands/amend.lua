@@ -35,8 +35,8 @@ local function unfit(offer, changes, now)
   end
   if changes.beacon then
     if not rules.beacon_round then return 'changes.randomness: the offer awaits no beacon' end
-    if rules.beacon then return 'changes.randomness: it has been given already' end
-    if now < rules.beacon_at then return 'changes.randomness: the round has not come yet' end
+    if rules.beacon then return 'changes.randomness: was already given' end
+    if now < rules.beacon_at then return 'changes.randomness: the round is not due yet' end
     if changes.beacon_round ~= rules.beacon_round then
       return 'changes.randomness: the offer awaits round ' .. int(rules.beacon_round)
     end

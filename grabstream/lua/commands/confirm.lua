@@ -42,7 +42,7 @@ local function payment_of(call, campaign, field)
   end
 end
 
-local ANOTHER_PAYMENT = '; nothing was booked: a different payment needs a different id'
+local ANOTHER_PAYMENT = '; this payment was not booked: another payment needs another id'
 
 -- Whether a command names a recorded payment with another amount, currency or quantity. A recorded `quantity`
 -- of 0 is a payment that was not served.
@@ -108,7 +108,7 @@ local function repeated_payment(call, campaign, offer, name, id, digest, body, r
   local was_unknown = here and (here[3] == CODE.no_such_grab or here[3] == CODE.no_such_offer)
   local is_foreign = refused_as and not (was_unknown and is_same)
   if is_foreign and not body.signed then
-    return refused_row(call, refused_as, {message = 'nothing was booked: this payment is recorded, '
+    return refused_row(call, refused_as, {message = 'this payment was not booked: it is recorded, '
       .. 'but not known to be for a grab of this user'})
   end
   if is_foreign or not is_same then
@@ -171,10 +171,10 @@ local function confirm_without_offer(call, name, id, digest, body, campaign)
   if past then return (refuse_payment(call, past, nil, id, digest, body, campaign, 'no_such_offer')) end
   if body.paid == 0 then return nil end
   local message = has_retired(call, name)
-    and 'the offer retired too long ago, so nothing was booked for this payment: '
+    and 'the offer retired too long ago, so this payment was not booked: '
       .. 'see the view payments, and adjust what is missing'
-    or 'no offer was ever opened under this id, so nothing was booked for this payment: '
-      .. 'pay it back where it came from'
+    or 'no offer was ever opened under this id, so this payment was not booked: '
+      .. 'pay it back to its sender'
   return refused_row(call, CODE.no_such_offer, {message = message})
 end
 

@@ -85,7 +85,7 @@ for i = 1, #ids do
         details = {message = 'terms.closes_at: must be after opens_at and after now'}}
     elseif terms.beacon_at and terms.beacon_at <= call.now then
       row = {code = CODE.invalid, at = call.now,
-        details = {message = 'terms.beacon: the round has come already; name one that is still to come'}}
+        details = {message = 'terms.beacon: the round is already due; name a later one'}}
     else
       local staged = terms.staged and staged_key(terms, ARGV[6 + i], staged_from)
       if staged == false then

@@ -123,8 +123,8 @@ SEED_REFUSED: Final = (
 
 #: The answer to an `open` of an envelope without a beacon, where the gate requires one.
 BEACON_REQUIRED: Final = (
-    "terms.beacon: GRAB_BEACON_REQUIRED is set: name <chain>/<round> of a public randomness beacon, a round "
-    "still to come, and draw at_grab"
+    "terms.beacon: GRAB_BEACON_REQUIRED is set: name <chain>/<round> of a public randomness beacon, a "
+    "round that is not due yet, and draw at_grab"
 )
 
 

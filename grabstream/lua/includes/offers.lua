@@ -203,7 +203,7 @@ end
 local function unapproved_row(call, body)
   if not body.approved_until or body.approved_until > call.now then return nil end
   return {code = CODE.invalid, at = call.now,
-    details = {message = 'approvals: expires_at: is over; sign the command again'}}
+    details = {message = 'approvals: expires_at: has passed; sign the command again'}}
 end
 
 -- Closes an offer: what is left returns to the issuer, and the seed is revealed. `digest` and

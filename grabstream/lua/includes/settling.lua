@@ -128,8 +128,7 @@ local function keep_refund_due(call, campaign, payment, name, grab, code, amount
   keep_payment(call, campaign, payment, name, grab, code, 0, amount, currency,
     code ~= CODE.conflict and known_grab and known_grab.basket or nil)
   if code == CODE.conflict then
-    return {message = 'payment: this id is recorded with other contents; '
-      .. 'what came beyond that is to be paid back'}
+    return {message = 'payment: this id is recorded with other contents; what exceeds it is to be paid back'}
   end
   local details = unserved_details(code, known_grab)
   details.message = (details.message and details.message .. '; ' or '') .. 'the payment is to be paid back'

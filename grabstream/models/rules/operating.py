@@ -70,7 +70,7 @@ from grabstream.models.splitting import check_split, split_ahead
 from grabstream.models.transfers import source_of
 
 RETIRE_AGAIN_MS = 60_000
-BEACON_TOO_EARLY = "terms.beacon: the round has come already; name one that is still to come"
+BEACON_TOO_EARLY = "terms.beacon: the round is already due; name a later one"
 CLOSES_TOO_EARLY = "terms.closes_at: must be after opens_at and after now"
 
 
@@ -286,9 +286,9 @@ def _unfit_randomness(offer: Offer, changes: Changes, now: int) -> str | None:
     if offer.beacon is None:
         return "changes.randomness: the offer awaits no beacon"
     if offer.randomness is not None:
-        return "changes.randomness: it has been given already"
+        return "changes.randomness: was already given"
     if now < offer.beacon.at:
-        return "changes.randomness: the round has not come yet"
+        return "changes.randomness: the round is not due yet"
     if round_of(changes.randomness).number != offer.beacon.number:
         return f"changes.randomness: the offer awaits round {offer.beacon.number}"
     return None

@@ -60,15 +60,14 @@ PAYMENTS_MAX = 100
 COUNTED_MAX = 100
 TOO_MANY_PAYMENTS = f"payment: a grab has at most {PAYMENTS_MAX} payments that were not returned"
 TOO_LATE = (
-    "the offer retired too long ago, so nothing was booked for this payment: see the view payments, "
-    "and adjust what is missing"
+    "the offer retired too long ago, so this payment was not booked: see the view payments, and adjust "
+    "what is missing"
 )
 NEVER_OPENED = (
-    "no offer was ever opened under this id, so nothing was booked for this payment: pay it back "
-    "where it came from"
+    "no offer was ever opened under this id, so this payment was not booked: pay it back to its sender"
 )
-CONFLICT_BOOKED = "payment: this id is recorded with other contents; what came beyond that is to be paid back"
-NOT_THEIRS = "nothing was booked: this payment is recorded, but not known to be for a grab of this user"
+CONFLICT_BOOKED = "payment: this id is recorded with other contents; what exceeds it is to be paid back"
+NOT_THEIRS = "this payment was not booked: it is recorded, but not known to be for a grab of this user"
 #: The outcomes of payments for which there was no grab, whoever asks.
 _UNKNOWN = frozenset({Outcome.no_such_grab, Outcome.no_such_offer})
 
@@ -339,8 +338,8 @@ def _conflict_message(known: Payment) -> str:
     money = f"{known.paid} {known.currency}" if known.paid else "nothing paid"
     units = f" for {known.quantity} units" if known.quantity else ""
     return (
-        f"payment: this id is recorded with {money}{units}; nothing was booked: a different payment needs a "
-        "different id"
+        f"payment: this id is recorded with {money}{units}; this payment was not booked: another payment "
+        "needs another id"
     )
 
 

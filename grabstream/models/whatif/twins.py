@@ -151,7 +151,7 @@ class Twins:
         self._pass_time(at)
         if self._expected:
             raise Differs(
-                f"the rules make one more event, which the journal does not have: {_text(self._expected[0])}"
+                f"the rules make an event that the journal does not have: {_text(self._expected[0])}"
             )
 
     # -- the recorded state ----------------------------------------------------------------------------------

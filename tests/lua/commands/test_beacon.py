@@ -77,7 +77,7 @@ def test_what_is_no_round_is_refused(text: Any) -> None:
     [
         ({"beacon": "x"}, "terms.beacon: must be <hash"), ({"beacon": "ab" * 32 + "/5"}, "is not known"),
         ({"beacon": f"{QUICKNET}/0"}, "must be"), ({"draw": "ahead"}, "terms.beacon: needs draw at_grab"),
-        ({"beacon": 5}, "terms.beacon: must be a text"), ({"beacon": f"{QUICKNET}/{10**13}"}, "must be"),
+        ({"beacon": 5}, "terms.beacon: must be a string"), ({"beacon": f"{QUICKNET}/{10**13}"}, "must be"),
     ],
 )  # fmt: skip
 def test_a_beacon_that_cannot_be_is_refused(terms: dict[str, Any], reason: str) -> None:
@@ -95,7 +95,7 @@ async def test_parts_follow_from_seed_and_beacon(scene: Scene, keys: KeySpace) -
     due = CHAINS[QUICKNET].at(number)
     scene.now = due - 1
     assert (await scene.amend(randomness=given(number))).message == (
-        "changes.randomness: the round has not come yet"
+        "changes.randomness: the round is not due yet"
     )
     scene.now = due
     for randomness, reason in (
@@ -107,7 +107,7 @@ async def test_parts_follow_from_seed_and_beacon(scene: Scene, keys: KeySpace) -
     assert await scene.outcomes("a") == ["not_open_yet"]
     assert (await scene.amend(randomness=given(number))).outcome == "amended"
     again = await scene.amend(randomness=given(number, 8))
-    assert again.message == "changes.randomness: it has been given already"
+    assert again.message == "changes.randomness: was already given"
     assert await scene.outcomes("a", "b", "c", "a") == ["granted", "granted", "granted", "already_taken"]
     assert (await scene.do(Close)).outcome == "closed"
     await scene.open(envelope(1, beacon=None, seed="5eed" * 16), "plain")
@@ -144,7 +144,7 @@ async def test_a_recovery_and_the_verifier(client: Any, keys: KeySpace) -> None:
         changes = Changes(randomness=given(round_number))
         [answer] = await gate.decide([Amend(id=f"am{next(ids)}", offer="e", changes=changes)], "decided")
         if answer.outcome == "invalid":
-            assert answer.message == "changes.randomness: the round has not come yet"
+            assert answer.message == "changes.randomness: the round is not due yet"
         return answer.outcome == "amended"
 
     try:

@@ -8,7 +8,7 @@ from grabstream.models.answers import Answer
 from grabstream.models.commands import Close, Confirm
 from tests.lua.histories.scene import DAY, HOUR, Scene, stock
 
-KNOWN = "payment: this id is recorded with {}; nothing was booked: a different payment needs a different id"
+KNOWN = "payment: this id is recorded with {}; this payment was not booked: another payment needs another id"
 
 
 async def begin(scene: Scene, **rest: Any) -> str:

@@ -320,7 +320,7 @@ async def test_a_repeat_gets_its_first_answer_after_its_approvals_have_ended(
     old = [approved(command, BY_ANN, BY_BOB, expires_at=1_000) for command in commands]
     [refused] = await gate.decide([old[0]], "decided")
     assert (refused.outcome, refused.message) == (
-        "invalid", "approvals: expires_at: is over; sign the command again",
+        "invalid", "approvals: expires_at: has passed; sign the command again",
     )  # fmt: skip
     assert await decide(approved(commands[0], BY_ANN)) == [("opened", False)]
     assert await decide(*old[1:]) == [("invalid", False)] * 3

@@ -345,7 +345,7 @@ async def test_a_payment_for_an_unknown_offer_makes_no_event_and_the_answer_says
     command = Confirm(id="c", offer="never", grab="g", payment="p", paid=250, currency="CNY")
     for answer in [*(await scene.decide_both([command])), *(await scene.decide_both([command, command]))]:
         assert answer.outcome == "no_such_offer"
-        assert "nothing was booked" in (answer.message or "")
+        assert "was not booked" in (answer.message or "")
     free = await scene.do(Confirm, offer="never", grab="g")
     assert (free.outcome, free.message) == ("no_such_offer", None)
     assert not await scene.all_lines()

@@ -477,7 +477,7 @@ def test_a_history_that_the_rules_do_not_make_has_no_result() -> None:
         again(recording.events[1:], "a", TermChange({}), recording.now)
     drained = Recording(envelope())
     drained.grabs(1, 4)
-    with pytest.raises(Differs, match="one more event"):
+    with pytest.raises(Differs, match="the rules make an event"):
         twins = Twins(0, TermChange({}), {"a:x": SEED})
         for event in drained.events[:-1]:
             twins.feed(event)

@@ -86,7 +86,7 @@ async def test_every_part_is_proved_from_the_events(system: Settings, worker: Ca
     shown = grabstream("verify-fair", "ahead", **env_of(system))
     assert shown.returncode == 0
     assert "4 parts of 6 were taken" in shown.stdout
-    assert "whoever runs the gates is trusted" in " ".join(shown.stdout.split())
+    assert "the operators of the gates are trusted" in " ".join(shown.stdout.split())
     assert "is still open" in asked(system, "open", code=2)
     assert "is not an envelope" in asked(system, "coupon", code=2)
     assert "there is no offer none" in asked(system, "none", code=2)
