@@ -243,7 +243,7 @@ async def test_hold_is_paid_at_the_provider(
         await page.get_by_role("button", name="More time").click()
         await expect(page.locator("#said")).to_contain_text("You have until ")
         await page.get_by_role("button", name="More time").click()
-        await expect(page.get_by_role("alert")).to_have_text("This hold cannot be extended any more.")
+        await expect(page.get_by_role("alert")).to_have_text("This hold can no longer be extended.")
         await page.get_by_role("button", name="Pay 49.00 CNY").click()
         await expect(page.locator("#said")).to_have_text("Paid: 1 piece is yours.")
         await expect(page.locator(".mine .badge")).to_have_text("Paid, yours")
@@ -317,7 +317,7 @@ async def test_states_of_an_offer(browser: Browser, caller: Caller, door: Door, 
         assert amended.status == 200, amended
         await expect(button).to_be_enabled()
         for action, words in (
-            ("pause", "Paused for now. It may go on; this page will show it."), ("resume", ""),
+            ("pause", "Paused for now. It may continue; this page will show it."), ("resume", ""),
             ("close", "This has ended, on "),
         ):  # fmt: skip
             await caller.post(f"/v1/offers/{offer}/{action}", {})
@@ -344,7 +344,7 @@ async def test_user_signs_in_with_a_token(
         await expect(page.get_by_role("alert")).to_have_text("This is not a token.")
         await page.get_by_label("Token").fill(token("ann", exp=1))
         await page.get_by_role("button", name="Sign in").click()
-        await expect(page.get_by_role("alert")).to_have_text("This token is not valid, or not any more.")
+        await expect(page.get_by_role("alert")).to_have_text("This token is not valid, or no longer valid.")
         valid = token("ann")
         await page.goto(f"http://127.0.0.1:{guarded.gateway.port}/o/{offer}#token={valid}")
         await expect(page.locator("[data-value=user]")).to_have_text("ann")

@@ -152,7 +152,7 @@ FORGED: dict[str, Callable[[], str]] = {
 NO_USER: Final = (
     "must be a string",
     "must be a string of 1 to 255 bytes of UTF-8",
-    "has half of a surrogate pair, which is no character",
+    "has half of a surrogate pair, which is not a character",
     f"must match {ID_PATTERN}, and be neither . nor .. nor begin with sub:; with GRAB_JWT_USER_KEY, any text "
     "gives an id",
 )

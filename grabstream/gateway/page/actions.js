@@ -22,11 +22,11 @@ const ACTIONS = {
   amend: { title: "Amend", may: (row) => row.state === "open" || row.state === "paused", will: () => [] },
   close: {
     title: "Close", danger: true, may: (row) => row.state === "open" || row.state === "paused",
-    will: (row) => ["The offer ends for ever: it cannot be opened again.",
+    will: (row) => ["The offer closes permanently: it cannot be opened again.",
       `${left(row)} go back to ${row.terms.funding ? "the funding account" : "the issuer"}.`,
       row.held ? `${counted(row.held, "unit")} on hold can still be paid until their deadlines.` : "Nothing is on hold.",
-      row.waiting ? `${counted(row.waiting, "grab")} on the waiting list will get nothing.` : "Nobody waits.",
-      row.kind === "envelope" ? "The seed is revealed, so that everybody can recompute the parts." : ""].filter(Boolean),
+      row.waiting ? `${counted(row.waiting, "grab")} on the waiting list will get nothing.` : "The waiting list is empty.",
+      row.kind === "envelope" ? "The seed is revealed, so that anyone can recompute the parts." : ""].filter(Boolean),
   },
 };
 

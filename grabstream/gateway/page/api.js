@@ -38,7 +38,7 @@ export class Unreachable extends Error {}
 
 // Wrong keys are counted against the address that sends them. So the first request with a key goes alone, and
 // after a 401 nothing is asked until there is another key.
-const LOCKED = "The gateway wants an API key.";
+const LOCKED = "The gateway requires an API key.";
 let isKnown = false;
 let isLocked = false;
 let trial = null;
@@ -81,7 +81,7 @@ async function answerOf(path, options) {
   try {
     body = Object(parsedExactly(text));
   } catch {
-    if (answer.ok) throw new Unreachable("The answer is not one of the gateway.");
+    if (answer.ok) throw new Unreachable("The answer is not from the gateway.");
   }
   if (!answer.ok) {
     if (answer.status === 401 && sent === key.get()) {

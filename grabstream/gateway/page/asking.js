@@ -50,7 +50,7 @@ async function attempt(user, path, { key, body }) {
   document.addEventListener("key-changed", change);
   try {
     const answer = await Promise.race([left, send("POST", path, body, key, control.signal)]);
-    if (!isAnswerTo(key, answer)) throw new Unreachable("The answer is not one to this command.");
+    if (!isAnswerTo(key, answer)) throw new Unreachable("The answer is not to this command.");
     return answer;
   } finally {
     document.removeEventListener("key-changed", change);

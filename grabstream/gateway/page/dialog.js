@@ -44,7 +44,7 @@ export function ask({ title, button, danger = false, fields = null, sure = "", p
       dialog.close();
       done(answer);
     } catch (error) {
-      say(problem, error instanceof Refused ? error.message : `${error.message} Nobody knows whether it was done: try again, it is the same command.`);
+      say(problem, error instanceof Refused ? error.message : `${error.message} It is unknown whether the command was decided: try again, it is the same command.`);
       show(problem, true);
     } finally {
       sending = false;

@@ -32,7 +32,7 @@ export function offer({ id, signal, report }) {
     { title: "Amount", number: true, cell: (row) => amount(row.amount, row.asset) },
     { title: "State", cell: (row) => row.state },
   ], (row) => `${row.user} ${row.grab}`, nothing);
-  const luckiest = grabRow("The luckiest", "Nobody has got anything yet.");
+  const luckiest = grabRow("The luckiest", "No one has a unit yet.");
   const waiting = table("Waiting list", [
     { title: "Position", number: true, cell: (row) => count(row.position) },
     { title: "User", head: true, wrap: true, cell: (row, cell) => {
@@ -40,12 +40,12 @@ export function offer({ id, signal, report }) {
     } },
     { title: "Units", number: true, cell: (row) => count(row.quantity) },
     { title: "Since (UTC)", cell: (row) => moment(row.at) },
-  ], (row) => `${row.user} ${row.grab}`, "Nobody waits.");
+  ], (row) => `${row.user} ${row.grab}`, "The waiting list is empty.");
   const waitingMore = h("p", { class: "empty soft small", hidden: true }, "The first 100 are shown.");
   const refusals = table("Refusals", [
     { title: "Outcome", head: true, cell: (row) => words(row.outcome) },
     { title: "Refusals", number: true, cell: (row) => count(row.refusals) },
-  ], (row) => row.outcome, "Nobody was refused.");
+  ], (row) => row.outcome, "There are no refusals.");
 
   const ofEnvelopes = card("The luckiest", luckiest.element, { flush: true });
   const ofPieces = h("div", { class: "grid stack" },
@@ -139,7 +139,7 @@ function filmOf(id, signal, report) {
     { title: "Outcome", cell: (row) => row.outcome },
     { title: "Amount", number: true, cell: (row) => amount(row.amount, row.asset) },
     { title: "Left after it", number: true, cell: (row) => count(row.left) },
-  ], (row) => row.seq, "Nobody had got anything yet.");
+  ], (row) => row.seq, "No one had a unit yet.");
 
   let frames = [];
   let following = true;

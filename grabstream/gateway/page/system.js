@@ -22,7 +22,7 @@ export function system({ signal, report }) {
   const shards = table("Shards", [
     { title: "Shard", head: true, cell: (row) => String(row.shard) },
     { title: "State", wrap: true, cell: (row) => h("span", {}, h("span", { class: `badge ${row.fault ? "bad" : "good"}` }, row.fault ? "fenced" : "decides"), row.fault ? ` ${row.fault}` : "") },
-    { title: "Lease of", wrap: true, cell: (row) => h("span", { class: "mono" }, row.relay ?? "nobody") },
+    { title: "Lease of", wrap: true, cell: (row) => h("span", { class: "mono" }, row.relay ?? "none") },
     { title: "Term", number: true, cell: (row) => (row.term === undefined ? "–" : count(row.term)) },
     { title: "Decided", number: true, cell: (row) => (row.seq === undefined ? "–" : count(row.seq)) },
     { title: "Journaled", number: true, cell: (row) => (row.journaled_seq === undefined ? "–" : count(row.journaled_seq)) },

@@ -173,7 +173,7 @@ function report(error, source) {
 
 document.addEventListener("key-wanted", () => {
   show(entryProblem, true);
-  say(entryProblem, "This token is not valid, or not any more.");
+  say(entryProblem, "This token is not valid, or no longer valid.");
   key.set("");
   render();
 });
@@ -213,7 +213,7 @@ function resume() {
 async function grab(body) {
   const user = visitor.user;
   asking = "asking";
-  tell(unanswered(user, `${path}/grabs`) ? "Asking what became of your last try…" : "");
+  tell(unanswered(user, `${path}/grabs`) ? "Asking for the answer to your last grab…" : "");
   render();
   try {
     const answer = await command(user, `${path}/grabs`, body, (error, ms, retry) => {
@@ -225,8 +225,8 @@ async function grab(body) {
         render();
       };
       tell(!unanswered(user, `${path}/grabs`)?.isUnknown
-        ? `There is a crowd, and no room right now. The page asks again in ${Math.ceil(ms / 1000)} s, by itself.`
-        : "The answer was lost. Asking again by itself: it is the same grab, so you get nothing twice.", "warn");
+        ? `There is a crowd, and no room right now. The page asks again in ${Math.ceil(ms / 1000)} s.`
+        : "The answer was lost. The page asks again: it is the same grab, so you get nothing twice.", "warn");
       render();
     });
     taken(answer, user);
@@ -272,7 +272,7 @@ function refused(error, user) {
   if (at && outcome === "not_open_yet") notBefore = at;
   else if (outcome === "limit_reached" && limit?.resets_at && !limit.left) notBefore = limit.resets_at;
   const isOpen = error.status !== 401 && unanswered(user, `${path}/grabs`);
-  const open = " It is not known what became of your try: press again to ask. It is the same grab, so you get nothing twice.";
+  const open = " It is unknown whether your grab was decided: press again to ask. It is the same grab, so you get nothing twice.";
   tell(inWords(error, offer) + (isOpen ? open : ""), outcome === "already_taken" ? "" : "warn");
   readOffer();
   if (outcome === "already_taken") {
@@ -300,7 +300,7 @@ function phase() {
   if (offer.state === "closed" || offer.state === "retired" || (offer.closes_at && offer.closes_at <= at)) {
     return { text: offer.closed_at || offer.closes_at ? `This has ended, on ${local(offer.closed_at ?? offer.closes_at, at)}.` : "This has ended." };
   }
-  if (offer.state === "paused") return { text: "Paused for now. It may go on; this page will show it." };
+  if (offer.state === "paused") return { text: "Paused for now. It may continue; this page will show it." };
   const opens = Math.max(offer.opens_at ?? 0, notBefore);
   if (opens > at) return { opens };
   const rows = all();
@@ -398,7 +398,7 @@ const paying = new Set();
 
 function announce(row) {
   if (row.state === "confirmed" || row.state === "granted") tell(`Paid: ${what(row)} ${row.quantity === 1 ? "is" : "are"} yours.`, "good");
-  else if (row.state === "expired") tell("The time of your hold is over, and it went to others.", "warn");
+  else if (row.state === "expired") tell("Your hold has expired, and its units went to others.", "warn");
   paying.delete(row.grab);
 }
 

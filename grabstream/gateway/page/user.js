@@ -15,7 +15,7 @@ export function user({ id, query, signal, report }) {
     { title: "Asset", head: true, wrap: true, cell: (row) => row.asset },
     { title: "Available", number: true, cell: (row) => amount(row.available, row.asset) },
     { title: "Held", number: true, cell: (row) => amount(row.held, row.asset) },
-  ], (row) => row.asset, "The user has nothing.");
+  ], (row) => row.asset, "The user has no balances.");
   const grabs = table("Grabs, the newest first", [
     { title: "Offer", head: true, wrap: true, cell: (row, cell) => {
       if (!cell.firstChild) cell.append(h("a", { href: href("offers", row.offer) }, row.offer));
@@ -74,7 +74,7 @@ function story(id, offer, missing, signal, report) {
     { title: "Amount", number: true, cell: (row) => amount(row.amount, row.asset) },
     { title: "From", wrap: true, cell: (row) => row.debit },
     { title: "To", wrap: true, cell: (row) => row.credit },
-  ], (row) => `${row.seq} ${row.leg}`, "Nothing was moved.");
+  ], (row) => `${row.seq} ${row.leg}`, "There are no transfers.");
   poll(async (until) => {
     let found;
     try {

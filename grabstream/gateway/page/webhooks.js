@@ -11,13 +11,13 @@ const change = (method, path, body) => send(method, path, body, newKey());
 const ACTIONS = {
   pause: {
     title: "Pause", send: (path) => change("PATCH", path, { state: "paused" }), may: (row) => row.state === "active",
-    will: (row) => [`Nothing more is sent to ${row.url}.`, "Events since then wait. It gets them when it is resumed."],
+    will: (row) => [`No more events are sent to ${row.url}.`, "Events from then on wait, and are sent when the webhook is resumed."],
   },
   resume: {
     title: "Resume", send: (path) => change("PATCH", path, { state: "active" }), may: (row) => row.state === "paused",
     will: (row) => [
       row.reason ? `The system has paused it: ${row.reason}` : "",
-      `${row.waiting ? counted(row.waiting, "event") : "Nothing"} waits now. All events since it was paused are sent, those of an offer in their order.`,
+      `${row.waiting ? counted(row.waiting, "event") : "No event"} waits now. All events since it was paused are sent, those of an offer in their order.`,
       row.parked ? `${counted(row.parked, "parked event")} stay parked until they are sent again.` : "",
     ].filter(Boolean),
   },
@@ -26,7 +26,7 @@ const ACTIONS = {
     will: (row) => [
       `${counted(row.parked, "parked event")} are sent again, those of an offer in their order.`,
       "Events that wait after they failed are sent at once, too.",
-      "An event that its receiver had taken nevertheless has the same webhook-id.",
+      "An event that the receiver had accepted nevertheless is sent with the same webhook-id.",
       row.state === "paused" ? "The webhook is paused: they are sent when it is resumed." : "",
     ].filter(Boolean),
   },
@@ -84,7 +84,7 @@ export function webhooks({ id, signal, report }) {
     ask({
       title: `Give up ${row.event}: ${id}`, button: "Give up", danger: true, sure: row.event,
       preview: () => [
-        `${row.event} (${row.type} of ${row.offer}) is never sent to this webhook. Its receiver has to get along without it.`,
+        `${row.event} (${row.type} of ${row.offer}) is never sent to this webhook. Its receiver will lack it.`,
         row.events > 1 ? `${counted(row.events - 1, "event")} of the offer after it stay parked until they are sent again.` : "",
       ].filter(Boolean),
       run: () => change("POST", `/v1/webhooks/${part(id)}/discard`, { event: row.event }),
@@ -108,7 +108,7 @@ export function webhooks({ id, signal, report }) {
     { title: "Last answer", wrap: true, cell: (row) => row.problem ?? "–" },
     { title: "Next attempt (UTC)", cell: (row) => (row.state === "parked" ? "–" : moment(row.due_at)) },
     { title: "Actions", cell: (row, cell) => giveUpButton(cell, row) },
-  ], (row) => `${row.state} ${row.offer}`, "Everything is delivered.");
+  ], (row) => `${row.state} ${row.offer}`, "All events are delivered.");
 
   const seen = h("div", { class: "view" },
     numbers.element,
@@ -136,7 +136,7 @@ export function webhooks({ id, signal, report }) {
     numbers.set.webhooks(count(found.webhooks.length));
     numbers.set.webhooks_paused(count(paused), "", paused ? "warn" : "");
     numbers.set.webhooks_waiting(count(sum("waiting")));
-    numbers.set.webhooks_parked(count(sum("parked")), sum("parked") ? "until they are sent again" : "nothing failed for good", sum("parked") ? "bad" : "");
+    numbers.set.webhooks_parked(count(sum("parked")), sum("parked") ? "until they are sent again" : "no event is parked", sum("parked") ? "bad" : "");
     refresh?.();
   }, 3000, signal, report);
   if (id) {
