@@ -476,7 +476,7 @@ def _fixed_schemas() -> dict[str, Node]:
             ["title", "status"],
         ),
         "Health": _object(
-            "The gateway takes requests.", {"status": {"type": "string", "const": "ok"}}, ["status"]
+            "The gateway accepts requests.", {"status": {"type": "string", "const": "ok"}}, ["status"]
         ),
         "Document": {"type": "object", "description": "An OpenAPI document."},
         "EventSchema": {

@@ -214,7 +214,7 @@ OPERATIONS: Final = (
         "GET", "/v1/schemas/events/{event}", "event_schema", "document", "none",
         "The JSON Schema of an event, as `ce_dataschema` names it: `grab.granted.v1`",
     ),
-    Operation("GET", "/health", "health", "document", "none", "Whether the gateway takes requests"),
+    Operation("GET", "/health", "health", "document", "none", "Whether the gateway accepts requests"),
     Operation("GET", "/health/live", "health_live", "document", "none", "Whether the gateway works at all"),
     Operation("GET", "/health/ready", "health_ready", "document", "none", "Whether Redis answers it"),
 )  # fmt: skip

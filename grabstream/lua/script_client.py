@@ -218,7 +218,7 @@ class _Line(_TakenOver):
                     self._give(reply)
         except Exception as error:
             # Also what the text of an error raises: nobody knows which replies follow.
-            self.lose(ConnectionError(f"what the server sent is no reply: {error!r}"))
+            self.lose(ConnectionError(f"the server sent bytes that are not a reply: {error!r}"))
         if self._is_retired and not self._waiting:
             self._transport.close()
 

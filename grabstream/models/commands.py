@@ -559,7 +559,7 @@ def _check_load(command: Load) -> None:
             raise Invalid(f"items: a code has 1 to {CODE_LENGTH_MAX} characters, got {len(item)}")
         if item != item.strip():
             raise Invalid(
-                "items: a code begins or ends with a blank: a reader could not tell it from another"
+                "items: a code begins or ends with a blank: a reader could not distinguish it from another"
             )
         check_line("items", item)
     if (size := sum(map(bytes_of_code, command.items))) > ITEMS_BYTES_MAX:

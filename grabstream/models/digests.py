@@ -117,8 +117,8 @@ class Digests:
             )
         if key_id not in self._keys:
             raise CannotCompare(
-                f"the digest of the first command with this id was made with key {key_id!r}, which is not in "
-                "GRAB_SEAL_KEYS any more: add the key again after the new key, or send another id"
+                f"the digest of the first command with this id was made with key {key_id!r}, which is no "
+                "longer in GRAB_SEAL_KEYS: add the key again after the new key, or send another id"
             )
         return compare_digest(value, _text(body_of(command), BYTES, self._keys[key_id]))
 

@@ -106,7 +106,7 @@ class _Terms(
 ):
     """What all kinds of offers have."""
 
-    issuer: Annotated[Id, Meta(description="who gives the offer; gets back units that no user takes")]
+    issuer: Annotated[Id, Meta(description="who gives the offer; gets back what no one takes")]
     title: Annotated[
         str,
         Meta(

@@ -57,8 +57,8 @@ def user_of(name: str, key: bytes | None) -> str:
 
 
 def _bytes_of(text: str) -> bytes:
-    """The text in UTF-8; raises ValueError for half of a surrogate pair, which is no character."""
+    """The text in UTF-8; raises ValueError for half of a surrogate pair, which is not a character."""
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise ValueError("has half of a surrogate pair, which is no character") from None
+        raise ValueError("has half of a surrogate pair, which is not a character") from None

@@ -128,7 +128,7 @@ class Upcasters:
         if event.v > current:
             raise NewerEvent(
                 f"{where}{event.type} v{event.v} was written by {NEWER}, this release knows up to "
-                f"v{current}: start the newer release here; it continues from this event, nothing is lost"
+                f"v{current}: start the newer release here; it continues from this event, no event is lost"
             )
         return None if event.v == current else self._raise(line, event, current, where)
 

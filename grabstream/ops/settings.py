@@ -418,7 +418,7 @@ class Settings(BaseSettings):
     block_events_max: Annotated[
         int,
         _setting(
-            "Events in one journal record. A longer entry of the outbox is a record by itself.",
+            "Events in one journal record. A longer entry of the outbox is a separate record.",
             "events",
             ge=1,
             le=10_000,
@@ -485,7 +485,7 @@ class Settings(BaseSettings):
     gateway_hosts: Annotated[
         str,
         _setting(
-            "Names, beside those of its own machine, under which a gateway is called (the header Host, "
+            "Names, besides those of its own machine, under which a gateway is called (the header Host, "
             "without port), `name,name,…`; needs authentication."
         ),
     ] = ""
@@ -648,7 +648,7 @@ class Settings(BaseSettings):
         str | None,
         _setting(
             "Address of a collector of OpenTelemetry to which workers and gateways send traces (OTLP over "
-            "HTTP), `http://127.0.0.1:4318/v1/traces`; absent: nothing is traced."
+            "HTTP), `http://127.0.0.1:4318/v1/traces`; absent: no traces are sent."
         ),
     ] = None
     traces_one_in: Annotated[

@@ -299,7 +299,7 @@ class Bucket(NamedTuple):
         if code in _ABSENT:
             return _Absent(where)
         if code in _ANOTHER_REGION:
-            return StoreAway(f"{where}: {self._store} wants another region (GRAB_S3_REGION): {said}")
+            return StoreAway(f"{where}: {self._store} requires another region (GRAB_S3_REGION): {said}")
         if code in _LOGIN_REFUSED:
             return StoreAway(
                 f"{where}: {self._store} refuses the credentials (GRAB_S3_ACCESS_KEY and GRAB_S3_SECRET_KEY, "

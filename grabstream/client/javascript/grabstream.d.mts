@@ -70,7 +70,7 @@ export interface Changes {
 /** Coupons: units with limits, used by `redeem`. */
 export interface CouponTerms {
   kind: 'coupon'
-  /** who gives the offer; gets back units that no user takes */
+  /** who gives the offer; gets back what no one takes */
   issuer: string
   /** one line of text for people */
   title?: string
@@ -121,7 +121,7 @@ export interface CouponTerms {
 /** A sum of money in random parts, one for each user. */
 export interface EnvelopeTerms {
   kind: 'envelope'
-  /** who gives the offer; gets back units that no user takes */
+  /** who gives the offer; gets back what no one takes */
   issuer: string
   /** one line of text for people */
   title?: string
@@ -194,7 +194,7 @@ export interface LimitState {
 /** Stock: items in any quantity; with `hold_ms`, held until paid. */
 export interface StockTerms {
   kind: 'stock'
-  /** who gives the offer; gets back units that no user takes */
+  /** who gives the offer; gets back what no one takes */
   issuer: string
   /** one line of text for people */
   title?: string

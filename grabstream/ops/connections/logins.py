@@ -31,7 +31,7 @@ _BY_POSTGRES: Final = (
     (
         "password authentication failed|no password supplied",
         "PostgreSQL refuses the login of GRAB_POSTGRES: correct its user or password (also in the password "
-        "file), or sslcert, where the server wants a certificate with the name of the user",
+        "file), or sslcert, where the server requires a certificate with the name of the user",
     ),
     (
         r"root certificate file .* does not exist|could not read root certificate",

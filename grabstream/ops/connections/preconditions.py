@@ -46,7 +46,7 @@ class Unmet(NamedTuple):
     mend: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.means}. Mend it: {self.mend}"
+        return f"{self.what}: {self.means}. Fix: {self.mend}"
 
 
 class ConditionNotMet(BadSettings):

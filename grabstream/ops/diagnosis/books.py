@@ -423,7 +423,7 @@ def lagging(
                     "stuck",
                     f"{name} lags behind the journal: {of_shards(lag.partition for lag in late)}, "
                     f"{counted(records, 'blocks')}",
-                    "its readers see old data; nothing is lost", f"grabstream worker --roles {role}",
+                    "its readers see old data; no data is lost", f"grabstream worker --roles {role}",
                     min(lag.since or 0 for lag in late),
                 )
             )  # fmt: skip
@@ -454,7 +454,7 @@ def put_aside(readings: BookReadings, settings: Settings) -> list[Finding]:
     return [
         Finding(
             "note", record.in_words(), f"{record.projection} lacks these events",
-            f"grabstream rebuild {record.projection}   # once the cause is mended", _ms(record.at),
+            f"grabstream rebuild {record.projection}   # once the cause is removed", _ms(record.at),
         )
         for record in readings.aside
     ]  # fmt: skip

@@ -369,7 +369,7 @@ def fenced(readings: CoreReadings, settings: Settings) -> list[Finding]:
         what = f"{of_shards(number for number, _, _ in shards)}: fenced: {reason}"
         since = min((since for *_, since in shards if since), default=None)
         findings.append(
-            Finding("stuck", what, "nothing is decided there: grabs are answered fenced", command, since)
+            Finding("stuck", what, "the shard decides no commands: grabs are answered fenced", command, since)
         )
     return findings
 

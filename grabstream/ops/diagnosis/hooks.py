@@ -122,7 +122,7 @@ def _parked(hook: HookReading) -> Finding:
         "stuck",
         f"webhook {hook.webhook}: {events} of {offers} are parked{_why(hook)}",
         "its receiver gets no events of these offers until they are sent again",
-        f"grabstream webhooks resend {hook.webhook}   # once the receiver takes them; {_SHOW} "
+        f"grabstream webhooks resend {hook.webhook}   # once the receiver accepts them; {_SHOW} "
         f"{hook.webhook} --state parked shows them",
         hook.parked_since,
     )
@@ -136,8 +136,8 @@ def _nearly_full(hook: HookReading) -> Iterator[Finding]:
             "risk",
             f"{name}: {hook.parked:,} events are parked; with {PARKED_MAX:,} it is paused",
             "its receiver then gets no events of any offer until it is resumed",
-            f"{show} --state parked   # give up what cannot be taken: grabstream webhooks discard "
-            f"{hook.webhook} EVENT; then grabstream webhooks resend {hook.webhook}",
+            f"{show} --state parked   # give up what the receiver cannot accept: grabstream webhooks "
+            f"discard {hook.webhook} EVENT; then grabstream webhooks resend {hook.webhook}",
             hook.parked_since,
         )
     if hook.places >= WAITING_MAX / 2 or hook.waiting >= WAITING_EVENTS_MAX / 2:
@@ -158,8 +158,8 @@ def _late(hook: HookReading, now_ms: int) -> Iterator[Finding]:
             "risk",
             f"webhook {hook.webhook} fails, after {counted(hook.attempts, 'attempts')}{_why(hook)}",
             "its receiver gets events late; after the last attempt they are parked",
-            f"{_SHOW} {hook.webhook}   # mend the receiver: the events are sent again by themselves, or at "
-            f"once by grabstream webhooks resend {hook.webhook}",
+            f"{_SHOW} {hook.webhook}   # repair the receiver: the events are then sent again, or at once "
+            f"with grabstream webhooks resend {hook.webhook}",
             hook.failing_since,
         )
     # While the receiver fails, few requests are sent to it, and the other deliveries wait for that.
@@ -168,7 +168,7 @@ def _late(hook: HookReading, now_ms: int) -> Iterator[Finding]:
             "stuck",
             f"webhook {hook.webhook} lags: {counted(hook.waiting, 'events')} waiting, newer events are not "
             "read",
-            "its receiver gets events late; nothing is lost",
+            "its receiver gets events late; no event is lost",
             "grabstream worker --roles webhooks",
             min(late),
         )

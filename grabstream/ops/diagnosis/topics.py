@@ -352,7 +352,7 @@ def operations_on_commands(readings: TopicReadings, settings: Settings) -> list[
     topics = Topics(settings.prefix)
     return [
         Finding(
-            "risk", f"{topics.commands} takes commands of operators: GRAB_OPERATIONS_ON_COMMANDS is set",
+            "risk", f"{topics.commands} accepts commands of operators: GRAB_OPERATIONS_ON_COMMANDS is set",
             "anyone who may send grabs may also open and close offers and adjust the books",
             f"send open, load, amend, pause, resume, close and adjust to {topics.operations}, then unset "
             "GRAB_OPERATIONS_ON_COMMANDS for all workers",
@@ -368,9 +368,9 @@ def transactions_hang(readings: TopicReadings, settings: Settings, now_ms: int) 
                      f"{one.next_offset}; {counted(one.end - one.next_offset, 'records')} from there on wait "
                      "for its end",
             "no decider reads them before it is committed or aborted, and their senders get no answer",
-            f"kafka-transactions.sh --bootstrap-server {settings.kafka} abort --topic {commands} --partition "
-            f"{one.partition} --start-offset {one.next_offset}   # if its sender is gone or hangs; it takes "
-            "its commands back",
+            f"kafka-transactions.sh --bootstrap-server {settings.kafka} abort --topic {commands} "
+            f"--partition {one.partition} --start-offset {one.next_offset}   # if its sender is gone or "
+            "hangs; this discards its commands",
             one.since,
         )
         for commands, reading in readings.of_commands.items()
@@ -403,7 +403,8 @@ def _commands_wait(commands: str, reading: Reading, now_ms: int) -> list[Finding
             "stuck",
             what,
             means,
-            "grabstream worker --roles decide   # adds a decider; first mend fenced shards and full outboxes",
+            "grabstream worker --roles decide   # adds a decider; first repair fenced shards and full "
+            "outboxes",
             oldest,
         )
     ]

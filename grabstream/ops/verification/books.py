@@ -89,7 +89,12 @@ class Books:
             await self._solvent(),
             await self._agree(),
             await self._views(),
-            Check("what Redis knows as journaled is", checkpoints, "checkpoints", self._checkpoints.lines),
+            Check(
+                "what Redis counts as journaled is in the journal",
+                checkpoints,
+                "checkpoints",
+                self._checkpoints.lines,
+            ),
         ]
 
     async def _shard(self, shard: int) -> None:

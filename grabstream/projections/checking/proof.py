@@ -172,7 +172,7 @@ def _verified(shard: int, head: bytes, row: Row) -> tuple[AnyLine, bytes]:
         columns = (by_text.offer, by_text.type, by_text.at, by_text.seqs)
         raise _Differs(
             "chain",
-            f"audit, seq {row.seq}: the columns beside the text differ from it: {columns} by the text",
+            f"audit, seq {row.seq}: the other columns differ from the text: {columns} by the text",
         )
     return event, row.hash
 

@@ -158,7 +158,7 @@ def integer_of(name: str) -> str:
 def _time_of(name: str, columns: Mapping[str, Column]) -> Column:
     source = integer_of(name)
     if source not in columns:
-        raise KeyError(f"{name} has no integer column {source} beside it")
+        raise KeyError(f"{name} has no integer column {source}")
     never = next((part for part in columns[source].text.split(". ") if part.startswith("NULL: ")), None)
     return Column("timestamptz", f"`{source}` as timestamptz." + (f" {never.rstrip('.')}." if never else ""))
 
@@ -180,7 +180,7 @@ VIEWS: Final[Mapping[str, View]] = {
             units="Parts of an envelope, pieces of other kinds.",
             state=Column("text", "State of the offer.", _STATES_OF_OFFERS),
             opened_at=f"When it was created, {_MS}.",
-            opens_at=f"When it begins to take grabs, {_MS}.",
+            opens_at=f"From when on it takes grabs, {_MS}.",
             closes_at=f"Until when it takes grabs, {_MS}; 4102444800000: it does not close automatically.",
             closes_time=(
                 "timestamptz", "`closes_at` as timestamptz. NULL: it does not close automatically."
@@ -189,12 +189,12 @@ VIEWS: Final[Mapping[str, View]] = {
             retired_at=f"When it left Redis, {_MS}. NULL: it has not retired.",
             reason=Column("text", "Why it closed. NULL: it has not closed.", _REASONS),
             grabs="Grabs that got units.",
-            given="Minor units of an envelope, pieces of other kinds, that users own now: see "
-                  "`given_amount` and `given_units`.",
+            given="Minor units of an envelope, pieces of other kinds, that users have now, units on hold not "
+                  "counted: see `given_amount` and `given_units`.",
             held="Pieces that are held now.",
             units_left="Parts or pieces that can still be taken.",
             amount_left="Minor units or pieces in the account of the offer. Pieces of it above `units_left` "
-                        "came back without their codes: they cannot be taken.",
+                        "came back without their codes: no one can take them.",
             refunded="Minor units or pieces that went back to the issuer: see `refunded_amount` and "
                      "`refunded_units`.",
             seed_sha256=("text", "SHA-256 of the seed of an envelope. NULL: pieces have none."),
@@ -207,7 +207,7 @@ VIEWS: Final[Mapping[str, View]] = {
             given_amount="Minor units of an envelope that users got. NULL: pieces.",
             left_amount="Minor units of an envelope that are left. NULL: pieces.",
             refunded_amount="Minor units of an envelope that went back when it closed. NULL: pieces.",
-            given_units="Parts or pieces that users own now.",
+            given_units="Parts or pieces that users have now, units on hold not counted.",
             refunded_units="Parts or pieces that went back to the issuer.",
             known_timezone=(
                 "text", "`campaign_timezone`, or UTC where this PostgreSQL does not know that zone."
@@ -229,7 +229,7 @@ VIEWS: Final[Mapping[str, View]] = {
             taken="Units that are the user's now, with those that are redeemed.",
             redeemed="Units of `taken` that were used for orders.",
             back="Units that went back, or are still waited for.",
-            due="Minor units of `currency` that the hold costs. NULL: nothing is to be paid.",
+            due="Minor units of `currency` that the hold costs. NULL: no payment is due.",
             paid="Minor units of `currency` that were paid.",
             refunded="Minor units of `currency` that returns gave back of `paid`.",
             attributes=("jsonb", "Attributes that the grab was sent with. NULL: none."),
@@ -338,7 +338,8 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "transfer_runs": View(
-        "ledger", "Transfers of runs of grabs, a row a run; `user_transfers` reads it.", ("shard", "seq"),
+        "ledger", "Transfers of runs of grabs, a row for each run; `user_transfers` reads it.",
+        ("shard", "seq"),
         _columns(
             "shard seq offer asset debit credit_kind users amounts at at_time",
             seq="Number of the first event of the run in its shard.",
@@ -383,7 +384,7 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "events": View(
-        "audit", "Single events, as on grab.events.", ("shard", "seq"),
+        "audit", "Every event as a single row, as on grab.events.", ("shard", "seq"),
         _columns("shard seq offer type at body at_time"),
     ),
     "operations": View(

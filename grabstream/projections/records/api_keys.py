@@ -66,7 +66,7 @@ async def create(
                 f"`grabstream keys rotate {name}` for a new secret"
             )
         if len(known) >= API_KEYS_MAX:
-            raise ApiKeyRefused(f"there are {len(known):,} keys, as many as a system may have")
+            raise ApiKeyRefused(f"there are {len(known):,} keys, the maximum of a system")
         [created] = await _rows(
             connection,
             "INSERT INTO api_keys (name, scopes, sha256, expires_at) VALUES (%s, %s, %s, %s) "  # noqa: S608

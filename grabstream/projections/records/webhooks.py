@@ -115,7 +115,7 @@ async def add(
         await connection.execute("LOCK TABLE webhooks IN SHARE ROW EXCLUSIVE MODE")
         [count] = await (await connection.execute("SELECT count(*) FROM webhooks")).fetchone() or [0]
         if count >= WEBHOOKS_MAX:
-            raise TooMany(f"there are {WEBHOOKS_MAX} webhooks already, no more are possible: remove one")
+            raise TooMany(f"there are {WEBHOOKS_MAX} webhooks, the maximum of a system: remove one")
         async with connection.cursor(row_factory=class_row(Webhook)) as cursor:
             await cursor.execute(
                 "INSERT INTO webhooks (webhook, url, types, offers, sealed_secret, from_ms) VALUES (%s, %s, "  # noqa: S608

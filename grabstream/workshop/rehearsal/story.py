@@ -443,7 +443,7 @@ class Story:
             for key in sorted(counted.keys() | answered.keys())
             if counted[key] != answered[key]
         ]
-        return Check("refusals counted = refusals told", answered.total(), "refusals", problems)
+        return Check("refusals counted = refusals answered", answered.total(), "refusals", problems)
 
 
 async def tell(

@@ -81,7 +81,7 @@ async def _nobody_twice(connection: AsyncConnection[Any]) -> Check:
     )
     [(people,)] = await _rows(connection, "SELECT count(*) FROM grabs")
     return Check(
-        "nobody twice",
+        "no user twice",
         people,
         "grabs",
         [f"{user} has {count} parts of {offer}" for offer, user, count in duplicates],

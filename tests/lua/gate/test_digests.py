@@ -183,7 +183,7 @@ async def test_a_repeat_whose_seal_key_is_missing_is_a_conflict_that_names_the_k
         [again] = await gate.decide([command], "decided")
         if command.id in secret:
             assert again.outcome == "conflict"
-            assert "key 'old', which is not in GRAB_SEAL_KEYS" in (again.message or "")
+            assert "key 'old', which is no longer in GRAB_SEAL_KEYS" in (again.message or "")
         else:
             assert again == msgspec.structs.replace(first, repeated=True)
     assert await event_lines(client, keys, 0) == lines

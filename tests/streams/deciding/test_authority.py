@@ -193,7 +193,7 @@ async def test_a_system_without_the_topic_of_operations_is_upgraded_by_init(
     assert (await until_answered(system, ["open"]))["open"] == "opened"
     permissive = system.model_copy(update={"operations_on_commands": True})
     found = [finding.what for _, finding in (await examine(permissive)).findings]
-    assert any(f"{topics.commands} takes commands of operators" in what for what in found)
+    assert any(f"{topics.commands} accepts commands of operators" in what for what in found)
 
 
 async def _is_gone(client: AIOKafkaAdminClient, topic: str) -> bool:

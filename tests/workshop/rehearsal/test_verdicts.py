@@ -346,8 +346,8 @@ async def test_damaged_answers_are_reported(week: Story) -> None:
     story = copied(week)
     story.first["once-more"] = (refused, over)
     problems = problems_of(await story.checks())
-    assert list(problems) == ["refusals counted = refusals told"]
-    assert "counted" in problems["refusals counted = refusals told"][0]
+    assert list(problems) == ["refusals counted = refusals answered"]
+    assert "counted" in problems["refusals counted = refusals answered"][0]
 
     story = copied(week)
     story.first = {id_: pair for id_, pair in story.first.items() if pair[1].outcome != "extended"}
@@ -449,7 +449,7 @@ BOOKS = [
                 "o.offer = t.offer "
      "ORDER BY offer, grab LIMIT 1) WHERE (offer, grab) = (SELECT offer, grab FROM {t} ORDER BY offer, grab "
      "LIMIT 1)",
-     "nobody twice", "has 2 parts of"),
+     "no user twice", "has 2 parts of"),
     ("grabs_1", "UPDATE {t} SET amount = amount + 1 WHERE (offer, grab) = (SELECT offer, grab FROM {t} ORDER "
                 "BY offer, grab LIMIT 1)",
      "every acknowledged grant is in the books", "was answered"),

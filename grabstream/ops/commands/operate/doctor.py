@@ -24,7 +24,7 @@ _SERVERS: Final = {
     "postgres": ("PostgreSQL", "GRAB_POSTGRES"),
 }
 _MEANS: Final = {
-    "redis": "nothing is decided", "kafka": "commands that wait for the journal get no answer",
+    "redis": "no command is decided", "kafka": "commands that wait for the journal get no answer",
     "postgres": "the read models do not advance; commands are still decided",
 }  # fmt: skip
 
