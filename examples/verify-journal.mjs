@@ -71,7 +71,7 @@ function lastSeqs(lines, firstSeq, seqs) {
   const found = lines.map((line) => Number(begins.exec(line.toString("latin1", 0, 160))?.[1] ?? 0));
   const ends = [...found.slice(1), firstSeq + seqs];
   if (found[0] !== firstSeq || found.some((seq, index) => seq >= ends[index])) {
-    throw corrupt(`the lines from seq ${firstSeq} on do not take ${seqs} seqs by their texts`);
+    throw corrupt(`the lines from seq ${firstSeq} on do not cover ${seqs} seqs by their texts`);
   }
   return ends.map((seq) => seq - 1);
 }

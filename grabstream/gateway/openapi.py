@@ -38,10 +38,10 @@ _REFERENCE: Final = "#/components/schemas/{model}"
 Node = dict[str, Any]
 
 DESCRIPTION: Final = (
-    "Commands and questions to a grabstream system. A command is identified by its Idempotency-Key: a repeat "
-    "gets the first answer. Amounts are integers, in minor units of a currency or in pieces; times are "
-    "milliseconds since 1970 UTC. Integers are written without a fraction or exponent (1, not 1.0). A "
-    "refusal is problem details (RFC 9457), with what and until when in words."
+    "Commands and questions to a grabstream system. A command is identified by its Idempotency-Key: a "
+    "repeat gets the first answer. Amounts are integers, in minor units of a currency or in pieces; times "
+    "are milliseconds since 1970 UTC. Integers are written without a fraction or exponent (1, not 1.0). A "
+    "refusal is a problem document (RFC 9457) that says what was refused and until when."
 )
 #: Problems that every operation may answer, and those of commands and questions.
 _ANY: Final = (

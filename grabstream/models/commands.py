@@ -616,7 +616,7 @@ def _check_confirm(command: Confirm) -> None:
         raise Invalid(f"payment: {PAYMENT_WORDS}, got {quoted(command.payment)}")
     check_amount("paid", command.paid)
     if command.currency is not None and not _is_currency(command.currency):
-        raise Invalid(f"currency: must be three capitals such as CNY, got {quoted(command.currency)}")
+        raise Invalid(f"currency: must be three capital letters such as CNY, got {quoted(command.currency)}")
     if (command.paid > 0) and (command.payment is None or command.currency is None):
         raise Invalid("paid: a payment has an id (payment) and a currency")
     if command.quantity is not None:

@@ -143,7 +143,7 @@ def _beacon(
     if len(given) > 1 or early:
         return f"it was given {len(given)} times, after {early} parts", found.randomness
     if found.number != beacon.number:
-        return f"round {found.number} was given, named was {beacon.number}", found.randomness
+        return f"round {found.number} was given, but the offer names round {beacon.number}", found.randomness
     if given_at < beacon.at:
         return "it was given before the round was due", found.randomness
     if beacon.at <= opened_at:
@@ -156,7 +156,7 @@ def _committed(seed: str, seed_sha256: str) -> str | None:
         actual = sha256(bytes.fromhex(seed)).hexdigest()
     except ValueError:
         return f"{quoted(seed)} is not a seed"
-    return None if actual == seed_sha256 else f"its SHA-256 is {actual}, committed was {seed_sha256}"
+    return None if actual == seed_sha256 else f"its SHA-256 is {actual}, but {seed_sha256} was committed to"
 
 
 def _drawn(digest: str) -> str | None:
@@ -191,7 +191,7 @@ def _parts(terms: EnvelopeTerms, seed: str, granted: list[GrabGranted]) -> str |
             left -= expected[-1]
     for event, amount in zip(granted, expected, strict=False):
         if event.amount != amount:
-            return f"the part at place {event.place} is {event.amount}; from the seed follows {amount}"
+            return f"the part at place {event.place} is {event.amount}, but {amount} follows from the seed"
     return None
 
 

@@ -161,8 +161,8 @@ def last_seqs_of(lines: Sequence[bytes], first_seq: int, seqs: int) -> Sequence[
     after = [*found[1:], first_seq + seqs]
     if found[:1] != [first_seq] or any(seq >= next_seq for seq, next_seq in pairwise([*found, after[-1]])):
         raise Corrupt(
-            f"the lines from seq {first_seq} on do not take {seqs} seqs by their texts: one begins with "
-            f"another seq"
+            f"the lines from seq {first_seq} on do not cover {seqs} seqs by their texts: one begins with "
+            "another seq"
         )
     return [seq - 1 for seq in after]
 

@@ -409,7 +409,7 @@ def _check_envelope(terms: EnvelopeTerms) -> None:
     _check_id("funding", terms.funding)
     if not _is_currency(terms.asset):
         raise Invalid(
-            f"terms.asset: must be a currency of three capitals such as CNY, got {quoted(terms.asset)}"
+            f"terms.asset: must be a currency of three capital letters such as CNY, got {quoted(terms.asset)}"
         )
     for field in ("parts", "min", "max"):
         _check_number(terms, field)
@@ -446,9 +446,11 @@ def _check_pieces(terms: PieceTerms) -> None:
         check_amount("terms.hold_ms", terms.hold_ms, least=1, most=HOLD_MS_MAX)
     check_limits(terms.limits)
     if (terms.price is None) != (terms.currency is None):
-        raise Invalid("terms.price: price and currency go together; give both or none")
+        raise Invalid("terms.price: price and currency belong together; give both or neither")
     if terms.currency is not None and not _is_currency(terms.currency):
-        raise Invalid(f"terms.currency: must be three capitals such as CNY, got {quoted(terms.currency)}")
+        raise Invalid(
+            f"terms.currency: must be three capital letters such as CNY, got {quoted(terms.currency)}"
+        )
     if terms.take not in ("all", "up_to") or terms.late not in ("refuse", "grace", "retake"):
         raise Invalid(
             "terms.take: must be all or up_to, terms.late refuse, grace or retake; got "
@@ -460,7 +462,7 @@ def _check_pieces(terms: PieceTerms) -> None:
                 f"terms.{field}: needs hold_ms, the time for which a grab is held until it is confirmed"
             )
     if (terms.late == "grace") != bool(terms.grace_ms):
-        raise Invalid("terms.grace_ms: goes together with late: grace")
+        raise Invalid("terms.grace_ms: is required with late: grace, and only with it")
     if terms.price is not None and terms.price * terms.max_per_grab > AMOUNT_MAX:
         raise Invalid(
             f"terms.price: price × max_per_grab must not be above {AMOUNT_MAX}, got "

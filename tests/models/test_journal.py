@@ -188,11 +188,11 @@ def test_a_cursor_within_a_run_contradicts_the_journal() -> None:
 )  # fmt: skip
 def test_lines_with_other_seqs_than_their_headers_say_are_corrupt(change: tuple[bytes, bytes]) -> None:
     assert block_of(0, 5).last_seq == sum(SEQS)
-    with pytest.raises(Corrupt, match="do not take 1008 seqs by their texts"):
+    with pytest.raises(Corrupt, match="do not cover 1008 seqs by their texts"):
         block_of(0, 5, change)
 
 
 def test_a_header_that_says_fewer_seqs_than_lines_is_corrupt() -> None:
     headers = block_headers(0, 1, "a", 1, 2, GENESIS, chain(GENESIS, LINES[:2])[-1], 1)
-    with pytest.raises(Corrupt, match="do not take 1 seqs"):
+    with pytest.raises(Corrupt, match="do not cover 1 seqs"):
         parse_block(headers, b"\n".join(LINES[:2]))

@@ -56,7 +56,7 @@ def without(*names: str) -> dict[str, Any]:
         ({**PAID, "paid": 0}, "paid: must be from 1"), (without("paid"), "paid: must be from 1"),
         ({**PAID, "paid": 10**13 + 1}, "paid: must be"), ({**PAID, "paid": 1.5}, "paid"),
         ({**PAID, "paid": -1}, "paid: must be"), (without("currency"), "currency: is required"),
-        ({**PAID, "currency": "yuan"}, "currency: must be three capitals"),
+        ({**PAID, "currency": "yuan"}, "currency: must be three capital letters"),
         ({**PAID, "at": -1}, "at: must be"), ({**PAID, "units": 1}, "unknown field `units`"),
         ({**PAID, "quantity": 0}, "quantity: must be from 1"),
         ({**PAID, "status": "failed"}, "paid: a payment that failed paid nothing"),

@@ -34,7 +34,7 @@ local function unfit(offer, changes, now)
     end
   end
   if changes.beacon then
-    if not rules.beacon_round then return 'changes.randomness: the offer awaits no beacon' end
+    if not rules.beacon_round then return 'changes.randomness: the offer does not await a beacon' end
     if rules.beacon then return 'changes.randomness: was already given' end
     if now < rules.beacon_at then return 'changes.randomness: the round is not due yet' end
     if changes.beacon_round ~= rules.beacon_round then
@@ -60,10 +60,10 @@ local function unfit(offer, changes, now)
     return 'changes.hold_ms: an offer that grants at once cannot get holds'
   end
   if ((changes.late or rules.late) == 'grace') ~= ((changes.grace_ms or rules.grace_ms) > 0) then
-    return 'changes.grace_ms: goes together with late: grace'
+    return 'changes.grace_ms: is required with late: grace, and only with it'
   end
   if (changes.price or rules.price or 0) * (changes.max_per_grab or rules.max_per_grab) > AMOUNT_MAX then
-    return 'changes.price: price × max_per_grab is too much'
+    return 'changes.price: price × max_per_grab is too large'
   end
 end
 

@@ -144,7 +144,7 @@ local function unfit(i, offer)
   local extra = extras and extras[i]
   if not offer.pieces then
     if extra and extra.basket then return 'basket: an envelope cannot be in a basket' end
-    return quantities[i] ~= 1 and 'quantity: an envelope has one part a user' or nil
+    return quantities[i] ~= 1 and 'quantity: an envelope has one part per user' or nil
   end
   if quantities[i] > offer.rules.max_per_grab then
     return 'quantity: above max_per_grab, which is ' .. string.format('%d', offer.rules.max_per_grab)

@@ -62,7 +62,7 @@ do
     local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
     local seq = last and tonumber(string.match(last[1], '^%d+')) + seqs_of(last[2]) - 1 or 0
     redis.call('HDEL', KEYS[1], 'server_epoch', 'history')
-    redis.call('HSET', KEYS[1], 'partial', '1', 'fault', 'a script broke off while it wrote: ' .. words,
+    redis.call('HSET', KEYS[1], 'partial', '1', 'fault', 'a script failed while it wrote: ' .. words,
       'seq', string.format('%d', math.max(seq, tonumber(redis.call('HGET', KEYS[1], 'seq') or 0))))
     error({err = 'BROKEN OFF ' .. words})
   end

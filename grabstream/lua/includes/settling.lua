@@ -93,7 +93,7 @@ local function unserved_details(code, grab)
       message = 'payment: a grab has at most ' .. PAYMENTS_MAX .. ' payments that were not returned'}
   end
   if code == CODE.not_enough_left then return {left = grab.held > 0 and grab.held or grab.lapsed} end
-  return {message = code == CODE.invalid and 'paid: not what is due' or nil}
+  return {message = code == CODE.invalid and 'paid: is not the amount due' or nil}
 end
 
 -- The record in a field of the payments of a campaign: {offer, grab, code, seq, at, quantity, paid, currency

@@ -46,7 +46,7 @@ def unfit(offer: Offer, command: Grab) -> str | None:
     if isinstance(offer.terms, EnvelopeTerms):
         if command.basket is not None:
             return "basket: an envelope cannot be in a basket"
-        return None if command.quantity == 1 else "quantity: an envelope has one part a user"
+        return None if command.quantity == 1 else "quantity: an envelope has one part per user"
     if command.quantity > offer.terms.max_per_grab:
         return f"quantity: above max_per_grab, which is {offer.terms.max_per_grab}"
     if command.quantity > CODES_PER_GRAB_MAX and "codes" in offer.chunks:

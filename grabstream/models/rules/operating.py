@@ -274,9 +274,9 @@ def unfit(offer: Offer, changes: Changes, now: int) -> str | None:
     if terms.hold_ms is None and fields.keys() & {"hold_ms", "extensions", "late", "grace_ms"}:
         return "changes.hold_ms: an offer that grants at once cannot get holds"
     if (fields.get("late", terms.late) == "grace") != (fields.get("grace_ms", terms.grace_ms) > 0):
-        return "changes.grace_ms: goes together with late: grace"
+        return "changes.grace_ms: is required with late: grace, and only with it"
     if (fields.get("price", terms.price) or 0) * fields.get("max_per_grab", terms.max_per_grab) > AMOUNT_MAX:
-        return "changes.price: price × max_per_grab is too much"
+        return "changes.price: price × max_per_grab is too large"
     return None
 
 
@@ -284,7 +284,7 @@ def _unfit_randomness(offer: Offer, changes: Changes, now: int) -> str | None:
     if changes.randomness is UNSET:
         return None
     if offer.beacon is None:
-        return "changes.randomness: the offer awaits no beacon"
+        return "changes.randomness: the offer does not await a beacon"
     if offer.randomness is not None:
         return "changes.randomness: was already given"
     if now < offer.beacon.at:

@@ -203,7 +203,7 @@ def _confirm(
     currency = offer.pieces.currency
     if command.paid != grab.price * quantity or (command.paid and command.currency != currency):
         return _unserved(
-            state, command, offer, grab, Outcome.invalid, digest, now, message="paid: not what is due"
+            state, command, offer, grab, Outcome.invalid, digest, now, message="paid: is not the amount due"
         )
     if command.payment is not None and len(grab.payments) >= PAYMENTS_MAX:
         limit = LimitState("payment", "offer", PAYMENTS_MAX, 0)

@@ -273,7 +273,9 @@ class Twins:
 
     def _require_opened(self, command: Open, decided: Decided) -> None:
         if not decided.answer.positive:
-            raise CannotChange(f"offer {command.offer} cannot be opened so: {decided.answer.message}")
+            raise CannotChange(
+                f"offer {command.offer} cannot be opened with these terms: {decided.answer.message}"
+            )
 
     def _note_changed(self, events: Sequence[AnyEvent]) -> None:
         for event in events:
@@ -386,7 +388,7 @@ class Twins:
         decided = _decided(self._changed, Amend(id="whatif", offer=offer.name, changes=changes), at, {})
         if not decided.answer.positive:
             raise CannotChange(
-                f"offer {offer.name} cannot be changed so at that time: "
+                f"offer {offer.name} cannot have this change at that time: "
                 f"{decided.answer.message or decided.answer.outcome}"
             )
         self._note_changed(decided.events)

@@ -233,7 +233,7 @@ def _in_words(difference: TableDifference) -> list[str]:
         if example.get("only") == "new":
             lines.append(f"{where}: the row is missing")
         elif example.get("only") == "old":
-            lines.append(f"{where}: the row exists, but no event makes it")
+            lines.append(f"{where}: the row exists, but no event creates it")
         else:
             changed: Mapping[str, Sequence[Any]] = example["changed"]
             lines.append(

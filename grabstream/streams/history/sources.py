@@ -416,7 +416,7 @@ def decode_verified(
             return facts, Corrupt(f"{where}: the event of seq {seq} cannot be decoded: {error}")
         if (event.shard, event.seq) != (shard, seq):
             return facts, Corrupt(
-                f"{where}: the text of seq {seq} carries other numbers: shard {event.shard}, seq {event.seq}"
+                f"{where}: the text of seq {seq} has other numbers: shard {event.shard}, seq {event.seq}"
             )
         facts.append(Fact(line, hash_, event, transfers_of(event)))
         seq = event.last_seq + 1

@@ -67,7 +67,7 @@ class Decoded:
             # agree.
             reach = [event.last_seq for event in events]
             if reach != list(block.last_seqs) or not follow(block.shard, block.first_seq - 1, events):
-                raise Corrupt(f"the events from seq {block.first_seq} on carry other numbers in their text")
+                raise Corrupt(f"the events from seq {block.first_seq} on have other numbers in their text")
             self._facts = facts_of(block.lines, block.hashes, events)
         return self._facts
 

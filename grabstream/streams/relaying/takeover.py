@@ -115,9 +115,7 @@ class Takeover:
             before = raised.ownership
             raised, marker = await self._raise(truth.cursor.term)
             if raised.ownership.server_epoch != before.server_epoch:
-                raise SteppedDown(
-                    "another server has answered: what was read of the shard is not of this one"
-                )
+                raise SteppedDown("another server answered: the data read before is from a different server")
             truth = await self._read_on(truth, marker, raised)
             if self._met_signatures and not self._signs:
                 raise NotReconciled(NO_KEY)

@@ -113,7 +113,7 @@ async def test_parts_follow_from_seed_and_beacon(scene: Scene, keys: KeySpace) -
     await scene.open(envelope(1, beacon=None, seed="5eed" * 16), "plain")
     assert (
         await scene.amend(randomness=given(1))
-    ).message == "changes.randomness: the offer awaits no beacon"
+    ).message == "changes.randomness: the offer does not await a beacon"
 
     events = [event for event in map(decode_event, await scene.all_lines()) if event.offer == "o"]
     result = verify_fairness("o", events)

@@ -319,7 +319,7 @@ async def _torn(twins: Twins, commands: list[AnyCommand]) -> list[list[bytes]]:
             lines = await event_lines(twins.client, keys, number)
             fields = await twins.client.hmget(shard.state, ["partial", "server_epoch", "fault", "seq"])
             assert (fields[0], fields[1]) == (b"1", None)
-            assert fields[2].startswith(b"a script broke off while it wrote")
+            assert fields[2].startswith(b"a script failed while it wrote")
             assert int(fields[3]) == len(lines)
             if len(lines) > before:
                 lines_of_copies.append(lines)

@@ -385,7 +385,7 @@ def test_json_with_tabs_and_emoji_is_read_as_yaml() -> None:
         (one(late="never"), "json", [("entry 1", "terms.late", "refuse, grace, retake", "'never'")]),
         (one(late="never (the nearest is a)"), "json", [("entry 1", "got 'never (the nearest is a)'")]),
         (one(waiting_list="yes"), "json", [("entry 1", "terms.waiting_list", "true or false")]),
-        (one(price=5), "json", [("entry 1", "price and currency go together")]),
+        (one(price=5), "json", [("entry 1", "price and currency belong together")]),
         (json.dumps([{"offer": "a", "terms": ENVELOPE | {"parts": 11}}]), "json",
         [("entry 1", "terms.total")]),
         (one(timezone="Mars"), "json", [("entry 1", "Asia/Shanghai")]),

@@ -274,7 +274,7 @@ TABLES = [
         "INSERT INTO {t} SELECT shard, seq, 0, offer, asset, debit, credit_kind || users[1], amounts[1], at "
         "FROM transfer_runs_1 WHERE shard = 0 AND users[1] = 'u1' LIMIT 1",
         LEDGER,
-        "leg 0): the row exists, but no event makes it",
+        "leg 0): the row exists, but no event creates it",
     ),
     TableDamage(
         "transfers_1",
@@ -292,7 +292,7 @@ TABLES = [
         "transfers_1",
         "INSERT INTO {t} VALUES (1, 9, 7, 'c:envelope', 'CNY', 'external:x', 'wallet:thief', 5, 1)",
         LEDGER,
-        "transfers (shard 1, seq 9, leg 7): the row exists, but no event makes it",
+        "transfers (shard 1, seq 9, leg 7): the row exists, but no event creates it",
     ),
     TableDamage(
         "accounts_1",

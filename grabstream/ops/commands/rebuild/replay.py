@@ -368,14 +368,14 @@ def _require_same(where: str, another: str, recorded: Filters, now: Filters, sha
 def _warn_of_unknown(where: str, recorded: Sequence[Filters | None]) -> None:
     """Warns of what is not recorded with a file or a topic that has events."""
     if None in recorded:
-        what = "with which --offer, --user and --from it was written"
-        same = "they are the same now, or events are missing in it"
+        what = "the --offer, --user and --from that it was written with"
+        same = "use the same ones now, otherwise it will lack events"
     elif any(one is not None and not one.journal for one in recorded):
-        what = "from which journal it was written"
-        same = "it is the same now, or events of two systems are mixed in it"
+        what = "the journal that it was written from"
+        same = "use the same journal now, otherwise it will mix events of two systems"
     else:
         return
-    click.echo(f"grabstream: {where} does not say {what}: make sure that {same}", err=True)
+    click.echo(f"grabstream: {where} does not record {what}: {same}", err=True)
 
 
 @asynccontextmanager
