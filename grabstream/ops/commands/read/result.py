@@ -116,7 +116,7 @@ def check_week(text: str) -> None:
 
 async def _read(settings: Settings, week: str | None, campaign: str | None) -> dict[str, Any]:
     async with checked_books(settings, row_factory=dict_row) as connection, connection.transaction():
-        # All tables of one moment: the read models have not stopped meanwhile.
+        # All tables of one moment: the read models advance meanwhile.
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if week is None:
             [newest] = await _rows(connection, _NEWEST, campaign, campaign)
