@@ -228,18 +228,32 @@ async def _watched(
     say("the load has ended: read models and webhooks catch up")
     async with await open_books(settings) as books:
 
-        async def is_level() -> bool:
+        async def missing() -> str:
+            """What is not caught up with yet; empty if everything is."""
             stage.check()
             # Holds that are not paid end, and offers retire, which is an event.
-            found = await (
-                await books.execute("SELECT count(*) FROM offers WHERE state <> 'retired'")
+            offers = await (
+                await books.execute(
+                    "SELECT string_agg(offer || ' is ' || state, ', ') FROM "
+                    "(SELECT offer, state FROM offers WHERE state <> 'retired' ORDER BY offer LIMIT 5) AS some"
+                )
             ).fetchone()
             progress = await read_progress(client, key_space(settings), books)
-            return (
-                progress.complete and found == (0,) and not await webhooks.undelivered(books, None, None, 1)
-            )
+            waiting = await webhooks.undelivered(books, None, None, 1)
+            found = [
+                "" if progress.complete else f"stages differ: {progress}",
+                (offers and offers[0]) or "",
+                f"not delivered: {waiting[0]}" if waiting else "",
+            ]
+            return "; ".join(filter(None, found))
 
-        await until(is_level, CATCH_UP_SECONDS, "the last event in read models and webhooks")
+        async def is_level() -> bool:
+            return not await missing()
+
+        try:
+            await until(is_level, CATCH_UP_SECONDS, "the last event in read models and webhooks")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {await missing()}") from None
         events = (await read_progress(client, key_space(settings), books)).decided
     counted = load.outcomes
     kept = (
