@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -275,6 +276,17 @@ def test_an_axis_ends_at_a_round_number(maximum: float, axis: float) -> None:
     found, step = nice(maximum)
     assert found == pytest.approx(axis)
     assert 1 <= round(found / step) <= 5
+
+
+def test_numbers_beside_an_axis_have_room() -> None:
+    """Of a crowd that waits for minutes. 12 px is the size of the text, 0.64 of it the width of a digit."""
+    measured = measured_of(("ordinary", answer("a", "ann")))
+    measured.arrivals.append(0.1)
+    result = result_of(measured)
+    result["http"]["timeline"]["latency_ms"] = [{"p50": 9.0, "p90": 90.0, "p99": 900_000.0}]
+    ticks = re.findall(r'class="tick" x="(\d+)" y="[^"]*" text-anchor="end">([\d,]+)<', report_of(result, 7))
+    assert "1,000,000" in [text for _, text in ticks]
+    assert [text for x, text in ticks if len(text) * 12 * 0.64 > int(x)] == []
 
 
 # -- runs ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 WIDTH: Final = 720
 HEIGHT: Final = 220
-LEFT: Final = 52
+LEFT: Final = 76
 RIGHT: Final = 8
 TOP: Final = 12
 BOTTOM: Final = 34
