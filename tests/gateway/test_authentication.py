@@ -602,7 +602,6 @@ async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
 
 
 @pytest.mark.long
-@pytest.mark.requirement("E11")
 async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Caller, guarded: Guarded) -> None:
     """A question waits for an event that never comes for 5 s, and the gateway takes a bounded number of
     those. Of a shard with a fault, nobody can say that it has not decided the event.
@@ -647,7 +646,7 @@ async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Call
     await until(is_free, 60, "the end of the questions")
 
 
-@pytest.mark.requirement("F11")
+@pytest.mark.requirement("E11", "F11")
 async def test_server_that_decides_is_refused_as_cache(door: Door) -> None:
     """Under another name, and another number of the database."""
     same = door.settings.redis_url.replace("127.0.0.1", "localhost").replace("/0", "/5")

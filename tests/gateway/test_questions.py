@@ -309,6 +309,7 @@ async def test_who_got_what_and_the_luckiest(caller: Caller, offer: str, door: D
     ]
 
 
+@pytest.mark.requirement("B7")
 async def test_what_a_user_has_and_how_it_came(caller: Caller, offer: str) -> None:
     user, issuer = f"u-{offer}", f"i-{offer}"
     await caller.open(

@@ -153,6 +153,7 @@ def answering(status: int, *ids: str, **headers: str) -> Any:
     return answer
 
 
+@pytest.mark.requirement("B7")
 async def test_events_are_sent_signed_in_the_order_of_their_offers(
     hooks: Hooks,
     journal: JournalWriter,
