@@ -1,8 +1,8 @@
 """grabstream gives out limited things that a crowd grabs at once. This module is its public interface for
 Python.
 
-- `Client` and `AsyncClient` send commands and ask questions over HTTP, `KafkaClient` sends commands by Kafka.
-  They return pydantic models of `grabstream.vocabulary`, and need no extra.
+- `Client` and `AsyncClient` send commands and ask questions over HTTP, `SyncKafkaClient` and `KafkaClient`
+  send commands by Kafka. They return pydantic models of `grabstream.vocabulary`, and need no extra.
 - Commands, terms, answers, outcomes and events are types. `encode_command`, `decode_answer` and
   `decode_event` convert them to and from records of Kafka; `decode_line` reads lines of the journal and of
   the audit trail, of which some are runs of grabs (`singles`). They need no extra.
@@ -27,7 +27,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "client.exchange": ("RequestProblem",),
     "client.following": ("ServedEvent", "StreamReset", "WaitingPosition"),
     "client.over_http": ("AsyncClient", "Client"),
-    "client.over_kafka": ("KafkaClient",),
+    "client.over_kafka": ("KafkaClient", "SyncKafkaClient"),
     "lua.gate.gate": ("Gate",),
     "models.answers": ("Answer", "LimitState", "decode_answer"),
     "models.commands": (

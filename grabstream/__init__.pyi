@@ -6,6 +6,7 @@ from grabstream.client.following import WaitingPosition as WaitingPosition
 from grabstream.client.over_http import AsyncClient as AsyncClient
 from grabstream.client.over_http import Client as Client
 from grabstream.client.over_kafka import KafkaClient as KafkaClient
+from grabstream.client.over_kafka import SyncKafkaClient as SyncKafkaClient
 from grabstream.extras import MissingExtra as MissingExtra
 from grabstream.lua.gate.gate import Gate as Gate
 from grabstream.models.answers import Answer as Answer
@@ -169,6 +170,7 @@ __all__ = [
     "SinkDamaged",
     "StockTerms",
     "StreamReset",
+    "SyncKafkaClient",
     "Terms",
     "Transfer",
     "Undecodable",

@@ -5,9 +5,7 @@ an error.
 """
 
 import asyncio
-import os
 import ssl
-import threading
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -19,11 +17,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import urlencode
 
 import aiohttp
@@ -49,6 +46,7 @@ from grabstream.client.following import (
     ServedEvent,
     WaitingPosition,
 )
+from grabstream.client.in_thread import InThread, result_of
 from grabstream.models.vocabulary import Answer, AnyCommand, Grab
 from grabstream.models.vocabulary.documents import (
     BalancePage,
@@ -129,7 +127,7 @@ def _target(request: Request) -> str:
     return f"{request.path}?{urlencode(request.query)}" if request.query else request.path
 
 
-class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
+class Client(InThread["AsyncClient"], Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
     """A client for threads. It may be used by several at once.
 
         with Client("http://127.0.0.1:18080") as client:
@@ -150,31 +148,12 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         connections_max: int = CONNECTIONS_MAX,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._make = partial(
-            AsyncClient, url, key=key, timeout_seconds=timeout_seconds, connections_max=connections_max,
-            verify=verify,
+        super().__init__(
+            partial(
+                AsyncClient, url, key=key, timeout_seconds=timeout_seconds, connections_max=connections_max,
+                verify=verify,
+            )
         )  # fmt: skip
-        self._lock = threading.Lock()
-        self._running: _Running | None = None
-        self._is_ended = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Closes the connections, and ends the streams of events. Calls of other threads end at once, too."""
-        with self._lock:
-            is_first, self._is_ended = not self._is_ended, True
-        running = self._running
-        if is_first and running is not None and running.process == os.getpid():
-            asyncio.run_coroutine_threadsafe(_end(running.client), running.loop).result()
-            running.loop.call_soon_threadsafe(running.loop.stop)
-            running.thread.join()
 
     def decide(self, command: AnyCommand) -> ServedAnswer:
         """Sends a command, and returns its answer, when that is journaled."""
@@ -231,7 +210,7 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
         messages = self._client()._messages(following)
         try:
             while (waiting := self._submit(_next_of(messages))) is not None:
-                if (found := _result_of(waiting)) is None:
+                if (found := result_of(waiting)) is None:
                     return
                 yield from _events_of(found, positions)
         finally:
@@ -245,70 +224,6 @@ class Client(Commands[ServedAnswer, tuple[ServedAnswer, ...]]):
             yield page
             page = ask(*words, **{**asked, "cursor": page.next})
         yield page
-
-    def _client(self) -> "AsyncClient":
-        with self._lock:
-            return self._ensure_running().client
-
-    def _ensure_running(self) -> "_Running":
-        """The event loop of this process: a process that was forked has none of the threads of its parent."""
-        if self._is_ended:
-            raise RuntimeError("the client is closed")
-        if self._running is None or self._running.process != os.getpid():
-            loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=_run_loop, args=(loop,), name="grabstream client", daemon=True)
-            thread.start()
-            self._running = _Running(os.getpid(), loop, thread, self._make())
-        return self._running
-
-    def _submit(self, call: Coroutine[Any, Any, T]) -> "Future[T] | None":
-        """Begins a coroutine in the event loop; None if the client has ended."""
-        # What begins before the end is known to `end`.
-        with self._lock:
-            if self._is_ended:
-                call.close()
-                return None
-            return asyncio.run_coroutine_threadsafe(call, self._ensure_running().loop)
-
-    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        waiting = self._submit(call)
-        if waiting is None:
-            raise RuntimeError("the client is closed")
-        return _result_of(waiting)
-
-
-def _result_of(waiting: "Future[T]") -> T:
-    """Waits for what was begun. It is cancelled when this thread is interrupted."""
-    try:
-        return waiting.result()
-    except BaseException:
-        waiting.cancel()
-        raise
-
-
-class _Running(NamedTuple):
-    """The event loop of a `Client` in a thread of its own, with the client that works there."""
-
-    process: int
-    loop: asyncio.AbstractEventLoop
-    thread: threading.Thread
-    client: "AsyncClient"
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-
-
-async def _end(client: "AsyncClient") -> None:
-    """Ends a client, and waits for the calls that it ends."""
-    calls = asyncio.all_tasks() - {asyncio.current_task()}
-    await client.end()
-    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def _next_of(messages: AsyncGenerator[T, None]) -> T | None:

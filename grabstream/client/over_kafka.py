@@ -1,4 +1,5 @@
-"""`KafkaClient`: commands by Kafka, for services that have it. Questions are asked over HTTP or in SQL.
+"""`KafkaClient` and `SyncKafkaClient`: commands by Kafka, for services that have it. Questions are asked over
+HTTP or in SQL.
 
 The rules of the results topic, which this follows (docs/commands.md, "Finding your answers"):
 
@@ -14,8 +15,9 @@ are read.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
@@ -29,6 +31,7 @@ from grabstream.client.exchange import (
     error_in_words,
     pause_seconds,
 )
+from grabstream.client.in_thread import InThread
 from grabstream.models import commands as sent
 from grabstream.models.commands import encode_command, named_in_basket
 from grabstream.models.outcomes import OutcomeUnknown
@@ -46,6 +49,8 @@ TOPIC_ATTEMPTS: Final = 3
 TOPIC_PAUSE_SECONDS: Final = 0.3
 #: How long a client of aiokafka may take to stop.
 STOP_SECONDS_MAX: Final = 5.0
+#: The type of the problem that there is no connection.
+_NO_BROKERS: Final = "no_brokers"
 
 
 class _Waiting(NamedTuple):
@@ -286,6 +291,82 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
     async def _stop(self) -> None:
         self._is_reading.set()  # calls that wait for it see that the client was closed
         await asyncio.gather(_stopped(self._producer), _stopped(self._consumer))
+
+
+class SyncKafkaClient(InThread["_Connecting"], Commands[Answer, tuple[Answer, ...]]):
+    """`KafkaClient` for threads. It may be used by several at once.
+
+        with SyncKafkaClient("127.0.0.1:9092") as client:
+            answer = client.grab("dinner", "bob")
+
+    It connects with its first call, or at the beginning of `with`, within `timeout_seconds`, which are not
+    those of the call: RequestProblem says why it cannot.
+    """
+
+    def __init__(
+        self, kafka: str, prefix: str = "grab", *, timeout_seconds: float = TIMEOUT_SECONDS, **options: Any
+    ) -> None:
+        make = partial(KafkaClient, kafka, prefix, timeout_seconds=timeout_seconds, **options)
+        super().__init__(partial(_Connecting, make, timeout_seconds))
+
+    def __enter__(self) -> Self:
+        try:
+            self._wait(self._client().connected())
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def decide(self, command: AnyCommand) -> Answer:
+        """Sends a command, and returns its answer."""
+        return self._wait(self._client().decide(command))
+
+    def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> tuple[Answer, ...]:
+        """Sends the grabs of a basket. They get the ids `<id>.1`, `<id>.2` …"""
+        return self._wait(self._client().take_basket(grabs, id))
+
+
+class _Connecting:
+    """A KafkaClient that connects when it is first used; after an error, with the next use."""
+
+    def __init__(self, make: Callable[[], KafkaClient], timeout_seconds: float) -> None:
+        self._make, self._timeout_seconds = make, timeout_seconds
+        self._connecting: asyncio.Task[KafkaClient] | None = None
+        self.client: KafkaClient | None = None
+
+    async def connected(self) -> KafkaClient:
+        """The client; raises RequestProblem."""
+        if self.client is not None:
+            return self.client
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect())
+        # Another caller may try again before this one sees the error.
+        connecting = self._connecting
+        done, _ = await asyncio.wait({connecting}, timeout=self._timeout_seconds)
+        if not done:
+            raise RequestProblem(0, _NO_BROKERS, f"no connection within {self._timeout_seconds:g} s")
+        if connecting.cancelled():
+            raise RequestProblem(0, _NO_BROKERS, "the client has ended")
+        return connecting.result()
+
+    async def _connect(self) -> KafkaClient:
+        try:
+            self.client = await self._make().__aenter__()
+        except KafkaError as error:
+            raise RequestProblem(0, _NO_BROKERS, error_in_words(error)) from error
+        return self.client
+
+    async def decide(self, command: AnyCommand) -> Answer:
+        return await (await self.connected()).decide(command)
+
+    async def take_basket(self, grabs: Sequence[Grab], id: str | None) -> tuple[Answer, ...]:
+        return await (await self.connected()).take_basket(grabs, id)
+
+    async def end(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self.client is not None:
+            await self.client.__aexit__(None, None, None)
 
 
 def _require_open(reading: "asyncio.Task[None]") -> None:

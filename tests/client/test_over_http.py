@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from grabstream import AsyncClient, Client, OutcomeUnknown, RequestProblem
 from grabstream.client.commands import Commands
 from grabstream.client.exchange import error_in_words
+from grabstream.client.in_thread import InThread
 from grabstream.models.vocabulary import (
     Adjust,
     AnyCommand,
@@ -153,7 +154,7 @@ def test_every_command_of_a_gateway_has_its_method() -> None:
     methods = {name.rstrip("_") for name in vars(Commands) if not name.startswith("_")}
     types = {kind.model_fields["type"].default for kind in get_args(get_args(AnyCommand)[0])}
     assert methods - {"decide", "take_basket"} == types - {"load", "adjust"}
-    public = {name for name in vars(Client) if not name.startswith("_")}
+    public = {name for kind in (Client, InThread) for name in vars(kind) if not name.startswith("_")}
     assert {name for name in vars(AsyncClient) if not name.startswith("_")} == public
 
 

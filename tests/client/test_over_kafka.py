@@ -3,7 +3,10 @@
 import asyncio
 import re
 import secrets
+import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +21,7 @@ from aiokafka.errors import (  # type: ignore[import-untyped]
     KafkaConnectionError,
 )
 
-from grabstream import KafkaClient, OutcomeUnknown, RequestProblem
+from grabstream import KafkaClient, OutcomeUnknown, RequestProblem, SyncKafkaClient
 from grabstream.client.exchange import pause_seconds
 from grabstream.models.vocabulary import CouponTerms, EnvelopeTerms, Grab
 from grabstream.ops.settings import Settings
@@ -286,3 +289,72 @@ async def test_a_client_that_cannot_start_says_so(servers: Settings) -> None:
     with pytest.raises(RuntimeError, match="async with"):
         await client.grab("o", "u")
     await client.__aexit__(None, None, None)
+
+
+# -- for threads ---------------------------------------------------------------------------------------------
+
+
+def test_threads_share_a_client(system: Settings) -> None:
+    """It connects once, with the first call, also without `with`."""
+    client = SyncKafkaClient(system.kafka, system.prefix)
+    assert client.open(COUPON, "threads").outcome == "opened"
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda number: client.grab("threads", f"u{number}"), range(20)))
+    assert [one.user for one in answers] == [f"u{number}" for number in range(20)]
+    assert sorted(one.outcome for one in answers) == ["granted"] * 9 + ["sold_out"] * 11
+    client.open(COUPON, "september:a")
+    grabs = [Grab(id="x", offer="september:a", user="ann")]
+    assert [one.grab for one in client.take_basket(grabs, "all")] == ["all.1"]
+    client.end()
+    with pytest.raises(RuntimeError, match="has ended"):
+        client.grab("threads", "ann")
+    client.end()
+
+
+def test_a_client_of_threads_says_why_it_cannot_connect_and_tries_again(system: Settings) -> None:
+    [port] = free_ports(1)
+    with (
+        pytest.raises(RequestProblem, match="no_brokers: KafkaConnectionError"),
+        SyncKafkaClient(f"127.0.0.1:{port}", "x"),
+    ):
+        pass
+    client = SyncKafkaClient(system.kafka, "nosuch", timeout_seconds=20.0)
+    for _ in range(2):
+        with pytest.raises(RequestProblem, match=r"no topic nosuch\.results"):
+            client.grab("o", "u")
+    client.end()
+
+
+def test_calls_of_threads_end_with_their_client(system: Settings) -> None:
+    client = SyncKafkaClient(system.kafka, system.prefix, timeout_seconds=3_600.0)
+    client.open(COUPON, "ending")
+    reading = client._client().client
+    assert reading is not None
+
+    async def pause() -> None:
+        reading._consumer.pause(*reading._consumer.assignment())
+
+    client._wait(pause())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.grab, "ending", "ann", id="g")
+        while not reading._waiting:
+            assert not waiting.done()
+            time.sleep(0.01)
+        client.end()
+        with pytest.raises(OutcomeUnknown, match="send it again with the id g"):
+            waiting.result(60)
+
+
+def test_a_client_that_ends_while_it_connects(system: Settings) -> None:
+    """The server accepts connections, and answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        client = SyncKafkaClient(f"127.0.0.1:{silent.getsockname()[1]}", "x", timeout_seconds=3_600.0)
+        waiting = pool.submit(client.grab, "o", "u")
+        silent.accept()
+        client.end()
+        with pytest.raises(RequestProblem, match="no_brokers: the client has ended"):
+            waiting.result(60)
+        late = SyncKafkaClient(f"127.0.0.1:{silent.getsockname()[1]}", "x", timeout_seconds=0.2)
+        with pytest.raises(RequestProblem, match=r"no_brokers: no connection within 0\.2 s"):
+            late.grab("o", "u")
+        late.end()
