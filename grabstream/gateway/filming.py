@@ -16,8 +16,9 @@ from grabstream.models.splitting import Law, check_split, next_part, split_ahead
 
 Row = dict[str, Any]
 
-#: What each line of an offer changes, in as many sums as there are frames. Parameters: frames, shard, offer,
-#: time of the last event (ms).
+#: What the lines of an offer change, summed by frame. Half of the frames divide the time, the other half the
+#: events: a rush of a second in an offer of a week has frames, too. Lines of the same time share a frame.
+#: Parameters: the number of frames, shard, offer, time of the last event (ms).
 FILM: Final = """
     WITH lines AS (
         SELECT seq + seqs - 1 AS seq, seqs, type, at, body::jsonb AS e
@@ -31,7 +32,7 @@ FILM: Final = """
                coalesce((e->>'waited')::boolean, false) AS waited
         FROM lines
     ), changes AS (
-        SELECT seq, at,
+        SELECT seq, at, sum(seqs) OVER (ORDER BY at) AS events,
             CASE WHEN type IN ('grab.granted', 'grab.held') THEN seqs ELSE 0 END AS grabs,
             CASE type WHEN 'grab.granted' THEN coalesce((e->>'amount')::bigint,
                           (SELECT sum(x::bigint) FROM jsonb_array_elements_text(e->'amounts') AS x), units)
@@ -57,14 +58,16 @@ FILM: Final = """
                       WHEN 'offer.retired' THEN 'retired' END AS state
         FROM measured
     ), span AS (
-        SELECT min(at) AS first, greatest(max(at) - min(at), 1) AS ms FROM lines
+        SELECT min(at) AS first, greatest(max(at) - min(at), 1) AS ms, sum(seqs) AS events FROM lines
     )
-    SELECT (at - span.first) * %(frames)s / (span.ms + 1) AS frame, max(at) AS at, max(seq) AS seq,
+    SELECT (at - span.first) * %(frames)s / (2 * (span.ms + 1)) AS by_time,
+           (changes.events - 1) * %(frames)s / (2 * span.events) AS by_events,
+           max(at) AS at, max(seq) AS seq,
            sum(grabs)::bigint AS grabs, sum(given)::bigint AS given, sum(held)::bigint AS held,
            sum(waiting)::bigint AS waiting, sum(refunded)::bigint AS refunded, sum(total)::bigint AS total,
            (array_agg(units_left ORDER BY seq DESC) FILTER (WHERE units_left IS NOT NULL))[1] AS units_left,
            (array_agg(state ORDER BY seq DESC) FILTER (WHERE state IS NOT NULL))[1] AS state
-    FROM changes, span GROUP BY 1 ORDER BY 1
+    FROM changes, span GROUP BY 1, 2 ORDER BY 1, 2
 """
 #: The lines with the newest grabs up to a time, the newest first.
 NEWEST: Final = """

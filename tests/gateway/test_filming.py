@@ -1,16 +1,71 @@
-"""Fairness of parts, from rows alone."""
+"""The film of an offer, from lines of its events, and fairness of parts, from rows alone."""
 
+import json
+from itertools import pairwise
 from typing import Any
 
+import psycopg
 import pytest
+from psycopg.rows import dict_row
 
-from grabstream.gateway.bounds import FAIRNESS_DRAWS_MAX
-from grabstream.gateway.filming import fairness_of
+from grabstream.gateway.bounds import FAIRNESS_DRAWS_MAX, FILM_FRAMES
+from grabstream.gateway.filming import FILM, fairness_of, frames_of
 from grabstream.models.splitting import split_ahead
+from grabstream.ops.settings import Settings
 
 
 def offer(parts: int, total: int, **terms: Any) -> dict[str, Any]:
     return {"kind": "envelope", "total": total, "units": parts, "terms": terms}
+
+
+DAY_MS = 86_400_000
+
+
+def film_of(servers: Settings, lines: list[tuple[str, int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The frames of an offer's lines: each has a type, a time in ms, and further fields."""
+    with psycopg.connect(servers.postgres, row_factory=dict_row) as connection:
+        connection.execute(
+            "CREATE TEMP TABLE audit"
+            " (shard int, offer text, seq bigint, seqs int, type text, at bigint, body text)"
+        )
+        seq = 1
+        for kind, at, fields in lines:
+            seqs = len(fields.get("amounts", [1]))
+            values = (seq, seqs, kind, at, json.dumps(fields))
+            connection.execute("INSERT INTO audit VALUES (0, 'o', %s, %s, %s, %s, %s)", values)
+            seq += seqs
+        asked = {"shard": 0, "offer": "o", "at": 9 * DAY_MS, "frames": FILM_FRAMES}
+        found = connection.execute(FILM, asked).fetchall()
+    return frames_of([{name: value for name, value in row.items() if value is not None} for row in found])
+
+
+def test_a_rush_has_frames_though_it_is_a_moment_of_the_life_of_an_offer(servers: Settings) -> None:
+    """An envelope that is opened a day before its rush of a second, and retires a week after it."""
+    lines = [("offer.opened", 0, {"total": 10_000, "terms": {"parts": 500}})]
+    for number in range(250):
+        fields = {"amounts": [10, 10], "left": 498 - 2 * number}
+        lines.append(("grab.granted", DAY_MS + number // 2 * 8, fields))
+    lines.append(("offer.closed", 2 * DAY_MS, {"amount": 5_000}))
+    lines.append(("offer.retired", 8 * DAY_MS, {}))
+    frames = film_of(servers, lines)
+    assert len(frames) <= FILM_FRAMES
+    assert [frame["at"] for frame in frames] == sorted({frame["at"] for frame in frames})
+    assert (frames[0]["given"], frames[0]["units_left"]) == (0, 500), "the opening, with a frame of its own"
+    assert frames[-1]["state"] == "retired"
+    rush = [frame for frame in frames if DAY_MS <= frame["at"] < DAY_MS + 1_000]
+    assert len(rush) >= FILM_FRAMES / 3
+    for before, frame in pairwise(frames):
+        assert frame["given"] - before["given"] <= 5_000 / 40
+    for frame in frames:
+        granted = [fields for kind, at, fields in lines if kind == "grab.granted" and at <= frame["at"]]
+        assert frame["given"] == sum(sum(fields["amounts"]) for fields in granted)
+
+
+def test_a_crowd_of_one_moment_is_one_frame(servers: Settings) -> None:
+    """What has the same time cannot be told apart by it."""
+    lines = [("offer.opened", 5, {"total": 100, "terms": {"parts": 10}})]
+    lines += [("grab.granted", 5, {"amount": 10, "left": 9 - number}) for number in range(10)]
+    assert [frame["given"] for frame in film_of(servers, lines)] == [100]
 
 
 def rows_of(amounts: list[int]) -> list[dict[str, Any]]:
