@@ -124,7 +124,10 @@ async def test_offer_has_the_numbers_of_sql_and_a_film(
             cell = luckiest.locator("tbody tr").nth(index).locator("td").nth(1)
             await expect(cell).to_have_text(f"{amount / 100:,.2f}")
         await expect(page.locator("[data-outcome=parts]")).to_have_text("30")
-        # The film: each frame is what the events until then add up to.
+        # The film: each frame is what the events until then add up to. The last one can be seen, too.
+        path = await page.locator(".film .chart path").first.get_attribute("d")
+        points = re.findall(r"H([0-9.]+)V", path or "")
+        assert float(points[points.index("600") - 1]) < 595
         slider = page.get_by_role("slider", name="Time")
         await expect(page.locator("[data-film=given]")).to_have_text(f"{row[1] / 100:,.2f}")
         await slider.focus()

@@ -144,6 +144,12 @@ function filmOf(id, signal, report) {
   let frames = [];
   let following = true;
 
+  /** Where a time stands in the chart, from 0 to 1: what the last event has changed is seen after it. */
+  function placeOf(at) {
+    const [first, last] = [frames[0].at, frames.at(-1).at];
+    return last > first ? (at - first) / (last - first) / 1.02 : 1;
+  }
+
   function place(film) {
     const at = film.now;
     say(values.given, amount(at.given, film.asset));
@@ -156,15 +162,14 @@ function filmOf(id, signal, report) {
     put(slider, "aria-valuetext", text);
   }
   function move() {
-    const [first, last] = [frames[0].at, frames.at(-1).at];
-    chart.at(last > first ? (frames[Number(slider.value)].at - first) / (last - first) : 1);
+    chart.at(placeOf(frames[Number(slider.value)].at));
     now.disabled = following;
   }
   function whole(film) {
     frames = film.frames;
-    const [first, last] = [frames[0].at, frames.at(-1).at];
-    const points = frames.map((frame) => ({ x: last > first ? (frame.at - first) / (last - first) : 1, values: [frame.given, frame.held, frame.refunded] }));
-    chart.update(points, Math.max(...frames.map((frame) => frame.total)) / 10 ** digitsOf(film.asset), [clock(first), clock(last)], 10 ** digitsOf(film.asset));
+    const points = frames.map((frame) => ({ x: placeOf(frame.at), values: [frame.given, frame.held, frame.refunded] }));
+    const below = [clock(frames[0].at), clock(frames.at(-1).at)];
+    chart.update(points, Math.max(...frames.map((frame) => frame.total)) / 10 ** digitsOf(film.asset), below, 10 ** digitsOf(film.asset));
     put(slider, "max", frames.length - 1);
     slider.value = frames.length - 1;
     place(film);
