@@ -1,16 +1,19 @@
 """What addresses may send that fails a check: wrong credentials, and receipts that are not signed."""
 
+import logging
 import math
 import time
 from collections.abc import Sequence
 
 from starlette.types import Scope
 
-from grabstream.gateway.addresses import Network, address_of
+from grabstream.gateway.addresses import Network, address_of, is_within
 from grabstream.gateway.bounds import CALLERS_COUNTED_MAX
 from grabstream.gateway.problems import Problem, retry_after
 from grabstream.gateway.rates import Counters, Rates
 from grabstream.gateway.tokens import add_bounded
+
+log = logging.getLogger(__name__)
 
 
 class Failures:
@@ -27,6 +30,7 @@ class Failures:
         self._proxies = tuple(proxies)
         self._kind = kind
         self._words = words
+        self._has_warned = False
         #: Addresses with too many failures, and until when (monotonic, s).
         self.blocked: dict[str, float] = {}
 
@@ -40,8 +44,22 @@ class Failures:
         address = address_of(scope, self._proxies)
         seconds = await self._counters.hit(self._rates, self._kind, address)
         if seconds:
+            self._warn_of_proxy(scope)
             add_bounded(self.blocked, address, time.monotonic() + seconds, CALLERS_COUNTED_MAX)
             self._check(address)
+
+    def _warn_of_proxy(self, scope: Scope) -> None:
+        """Logs, once, that an address which is refused may be a proxy that the settings do not name."""
+        peer = scope["client"][0] if scope.get("client") else ""
+        if self._has_warned or is_within(peer, self._proxies):
+            return
+        if any(name == b"x-forwarded-for" for name, _ in scope["headers"]):
+            self._has_warned = True
+            log.warning(
+                "%s is refused: it sent more than %s %s. Its requests have X-Forwarded-For: if it is a proxy "
+                "of yours, name it in GRAB_GATEWAY_PROXIES; otherwise its clients are refused together",
+                peer, in_words(self._rates), self._words,
+            )  # fmt: skip
 
     def check(self, scope: Scope) -> None:
         """Raises Problem while an address has had too many failures."""

@@ -2,6 +2,7 @@
 
 import hmac
 import time
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -125,8 +126,10 @@ async def test_known_keys_are_valid_without_postgresql_but_not_for_ever(
 [OFFERS] = [operation for operation in OPERATIONS if operation.name == "offers"]
 
 
-def request(authorization: bytes | None, peer: str = "192.0.2.7") -> Request:
+def request(authorization: bytes | None, peer: str = "192.0.2.7", forwarded: bytes | None = None) -> Request:
     headers = [] if authorization is None else [(b"authorization", authorization)]
+    if forwarded is not None:
+        headers.append((b"x-forwarded-for", forwarded))
 
     async def receive() -> Any:
         raise AssertionError("the body is read")
@@ -164,6 +167,26 @@ async def test_address_with_too_many_failures_is_refused_before_any_work(
     until = time.monotonic() + 8_000
     monkeypatch.setattr(time, "monotonic", lambda: until)
     assert await outcome(admission, b"Bearer nothing") in ("unauthenticated", "too_many_requests")
+
+
+async def test_proxy_that_is_not_among_the_settings_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its address is refused for what one of its clients sends: all of them, except who was in."""
+    ring = await ring_of()
+
+    async def send(proxies: list[str], *forwarded: bytes | None) -> list[str]:
+        rates = CallerRates(failures=read_rates("2/hour"))
+        admission = Admission(ring, None, Counters(), rates, [ip_network(one) for one in proxies])
+        for one in forwarded:
+            with pytest.raises(Problem):
+                await admission.admit(OFFERS, request(b"Bearer wrong", "10.0.0.7", one))
+        said, caplog.records[:] = [record.getMessage() for record in caplog.records], []
+        return said
+
+    [said] = await send([], *[b"203.0.113.%d" % number for number in range(6)])
+    assert said.startswith("10.0.0.7 is refused: it sent more than 2 requests per 1 hour without valid")
+    assert "GRAB_GATEWAY_PROXIES" in said
+    assert await send([], *[None] * 6) == [], "a client of its own"
+    assert await send(["10.0.0.0/8"], *[b"203.0.113.5"] * 6) == [], "a proxy that is believed"
 
 
 async def test_what_the_issuer_has_signed_is_no_failure_of_its_address() -> None:
