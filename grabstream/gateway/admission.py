@@ -27,11 +27,14 @@ _WRONG: Final = "The credentials in the header Authorization are not valid."
 
 
 class CallerRates(NamedTuple):
-    """How often a service and an end user may ask, and how often an address without valid credentials."""
+    """How often a service and an end user may ask, how often an address without valid credentials, and how
+    often all end users of an address together.
+    """
 
     key: Rates = ()
     user: Rates = ()
     failures: Rates = ()
+    address: Rates = ()
 
 
 class Admission:
@@ -52,6 +55,7 @@ class Admission:
         self._counters = counters
         self._rates = rates
         self._failures = Failures(counters, rates.failures, proxies, "address", "without valid credentials")
+        self._users = Failures(counters, rates.address, proxies, "users", "with tokens of end users")
         #: Credentials that were valid a moment ago, by the hash of a dict (seeded, not cryptographic): these
         #: are let through to the check, which is that of all others.
         self._recent: dict[int, None] = {}
@@ -77,6 +81,8 @@ class Admission:
         if rates and (seconds := await self._counters.hit(rates, _kind_of(caller), caller.name)):
             whose = "This API key" if caller.user is None else "This user"
             raise too_many(f"{whose} may send {in_words(rates)}.", seconds)
+        if caller.user is not None and self._users.are_counted:
+            await self._users.count(request.scope)
         authorize(caller, operation, request)
         if operation.kind == "stream":
             request.is_admitted = partial(self._is_admitted, credentials, operation, request)

@@ -1,4 +1,6 @@
-"""What addresses may send that fails a check: wrong credentials, and receipts that are not signed."""
+"""What addresses may send: of what fails a check (wrong credentials, and receipts that are not signed), and
+with tokens of end users.
+"""
 
 import logging
 import math
@@ -17,9 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Failures:
-    """Counts by address what fails a check, and tells an address when it has had too many. `kind` begins the
-    names of the counters, `words` say in a refusal what failed. `proxies` are the networks of proxies that
-    are believed when they name the address of their client (X-Forwarded-For).
+    """Counts by address what fails a check, or what all of its end users send, and tells an address when it
+    has had too many. `kind` begins the names of the counters, `words` say in a refusal what was sent.
+    `proxies` are the networks of proxies that are believed when they name the address of their client
+    (X-Forwarded-For).
     """
 
     def __init__(

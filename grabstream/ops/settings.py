@@ -510,6 +510,10 @@ class Settings(BaseSettings):
     gateway_user_rate: Annotated[
         str, _setting("Rate of requests of one end user, as above; empty: without limit.")
     ] = "100/second"
+    gateway_address_rate: Annotated[
+        str,
+        _setting("How often all end users of one address together may ask, as above; absent: without limit."),
+    ] = ""
     gateway_failures_rate: Annotated[
         str,
         _setting(
@@ -740,7 +744,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must be addresses or networks, such as 10.0.0.0/8,::1: {error}") from None
         return value
 
-    @field_validator("gateway_key_rate", "gateway_user_rate", "gateway_failures_rate")
+    @field_validator("gateway_key_rate", "gateway_user_rate", "gateway_address_rate", "gateway_failures_rate")
     @classmethod
     def _are_rates(cls, value: str) -> str:
         if value and installed("limits"):

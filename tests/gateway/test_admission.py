@@ -137,9 +137,11 @@ def request(authorization: bytes | None, peer: str = "192.0.2.7", forwarded: byt
     return Request({"client": (peer, 1), "headers": headers, "query_string": b""}, receive, {})
 
 
-async def outcome(admission: Admission, authorization: bytes | None, peer: str = "192.0.2.7") -> str:
+async def outcome(
+    admission: Admission, authorization: bytes | None, peer: str = "192.0.2.7", forwarded: bytes | None = None
+) -> str:
     try:
-        await admission.admit(OFFERS, request(authorization, peer))
+        await admission.admit(OFFERS, request(authorization, peer, forwarded))
     except Problem as problem:
         return problem.name
     return "admitted"
@@ -189,17 +191,43 @@ async def test_proxy_that_is_not_among_the_settings_is_named_once(caplog: pytest
     assert await send(["10.0.0.0/8"], *[b"203.0.113.5"] * 6) == [], "a proxy that is believed"
 
 
-async def test_what_the_issuer_has_signed_is_no_failure_of_its_address() -> None:
-    """Old tokens of some users, or users whose names are no ids, keep nobody out."""
-
+async def tokens_of_issuer() -> Tokens:
     async def read() -> bytes:
         return key_set()
 
     keys = KeySet(read)
     await keys.refresh()
-    tokens = Tokens(ISSUER, AUDIENCE, keys)
+    return Tokens(ISSUER, AUDIENCE, keys)
+
+
+@pytest.mark.requirement("F5")
+async def test_end_users_of_one_address_are_counted_together(caplog: pytest.LogCaptureFixture) -> None:
+    """A program with many accounts is one address. A service behind it is not counted."""
+    secret = new_secret()
+    rates = CallerRates(user=read_rates("2/hour"), address=read_rates("5/hour"))
+    proxies = [ip_network("10.0.0.0/8")]
+    admission = Admission(await ring_of(row(secret)), await tokens_of_issuer(), Counters(), rates, proxies)
+
+    async def outcomes(users: str, *where: Any) -> list[str]:
+        texts = [f"Bearer {token(user)}".encode() for user in users]
+        return [await outcome(admission, text, *where) for text in texts]
+
+    assert await outcomes("aaabbcd") == [
+        "admitted", "admitted", "too_many_requests", "admitted", "admitted", "admitted", "too_many_requests",
+    ]  # fmt: skip
+    assert await outcomes("e", "192.0.2.8") == ["admitted"]
+    assert await outcome(admission, f"Bearer {secret}".encode()) == "admitted"
+    # Behind a proxy that is believed, an address is that of its client.
+    found = await outcomes("fghijk", "10.0.0.7", b"203.0.113.5")
+    assert found == ["admitted"] * 5 + ["too_many_requests"]
+    assert await outcomes("k", "10.0.0.7", b"203.0.113.6") == ["admitted"]
+    assert not caplog.records
+
+
+async def test_what_the_issuer_has_signed_is_no_failure_of_its_address() -> None:
+    """Old tokens of some users, or users whose names are no ids, keep nobody out."""
     rates = CallerRates(failures=read_rates("3/hour"))
-    admission = Admission(await ring_of(), tokens, Counters(), rates)
+    admission = Admission(await ring_of(), await tokens_of_issuer(), Counters(), rates)
     of_issuer = [token("ann", exp=int(time.time()) - 60), token("auth0|ann"), token("ann@example.com")]
     for text in 3 * of_issuer:
         assert await outcome(admission, f"Bearer {text}".encode()) == "unauthenticated"

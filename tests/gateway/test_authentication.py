@@ -778,6 +778,7 @@ async def test_without_postgresql_known_keys_are_valid_and_a_revocation_holds_so
         ({"gateway_origins": "https://a.example/"}, "GRAB_GATEWAY_ORIGINS: must be"),
         ({"gateway_proxies": "10.0.0.0/99"}, "GRAB_GATEWAY_PROXIES: must be"),
         ({"gateway_key_rate": "many"}, "GRAB_GATEWAY_KEY_RATE: must be rates"),
+        ({"gateway_address_rate": "1/blink"}, "GRAB_GATEWAY_ADDRESS_RATE: must be rates"),
         ({"gateway_authentication": "sometimes"}, "GRAB_GATEWAY_AUTHENTICATION"),
         ({"cache_url": "redis-cluster://127.0.0.1:1"}, "GRAB_CACHE_URL: must be one server"),
     ],

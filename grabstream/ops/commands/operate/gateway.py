@@ -255,6 +255,7 @@ async def _open_admission(settings: Settings, counters: Counters) -> AsyncIterat
                 _rates(settings.gateway_key_rate),
                 _rates(settings.gateway_user_rate),
                 _rates(settings.gateway_failures_rate),
+                _rates(settings.gateway_address_rate),
             ),
             _proxies(settings),
         )
