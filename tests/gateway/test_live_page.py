@@ -216,9 +216,10 @@ async def test_user_and_system_have_the_numbers_of_sql(
 ) -> None:
     user = f"ann-{offer}"
     await caller.open(f"{offer}e", **ENVELOPE, total=777, parts=1)
-    await caller.open(offer, kind="coupon", total=1)
+    await caller.open(offer, kind="coupon", total=2)
     for name in (f"{offer}e", offer):
         await caller.post(f"/v1/offers/{name}/grabs", {"user": user}, "first")
+    await caller.post(f"/v1/offers/{offer}/grabs", {"user": "bob"}, "last")
     await caller.post(f"/v1/offers/{offer}/grabs", {"user": user}, "second")
     await until_counted(door, offer, 1)
     await until_books_are_level(caller)
@@ -231,6 +232,7 @@ async def test_user_and_system_have_the_numbers_of_sql(
             await expect(row.locator("td").first).to_have_text("7.77" if asset == "CNY" else f"{available}")
         story = page.locator("ol.story > li strong")
         await expect(story).to_have_text(["Offer opened", "Grab granted", "Refused: Sold out"])
+        await expect(page.locator("ol.story > li").nth(1)).to_contain_text("place 1, 1 unit left after it")
         await page.get_by_role("link", name="System").click()
         await expect(page.get_by_role("heading", level=1)).to_be_focused()
         models = page.locator("section", has=page.get_by_role("heading", name="Read models by shard"))

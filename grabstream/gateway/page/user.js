@@ -127,7 +127,7 @@ function* detailsOf(one, found) {
   const of = one.details;
   const asset = of.asset ?? "";
   if (of.amount && one.what.startsWith("grab.")) yield `${amount(of.amount, asset)} ${digitsOf(asset) ? asset : of.amount === 1 ? "piece" : "pieces"}`;
-  if (one.what === "grab.granted" || one.what === "grab.held") yield `place ${count(of.place)}, ${count(of.left)} ${found.kind === "envelope" ? "parts" : "units"} left after it`;
+  if (one.what === "grab.granted" || one.what === "grab.held") yield `place ${count(of.place)}, ${counted(of.left, found.kind === "envelope" ? "part" : "unit")} left after it`;
   if (of.asked) yield `asked for ${count(of.asked)}`;
   if (of.deadline_at) yield `to be confirmed by ${relative(of.deadline_at - found.opens_at)}${of.due ? `, ${amount(of.due, of.currency)} ${of.currency} are due` : ""}`;
   if (of.paid) yield `paid ${amount(of.paid, of.currency)} ${of.currency}${of.payment ? ` by ${of.payment}` : ""}`;
@@ -135,7 +135,7 @@ function* detailsOf(one, found) {
   if (of.codes_voided) yield `codes voided: ${count(of.codes_voided)}`;
   if (of.reason) yield `reason: ${words(String(of.reason))}`;
   if (one.late_ms !== undefined) yield `${length(one.late_ms)} ${one.late_ms >= 0 ? "after" : "before"} ${one.late_behind}`;
-  if (of.units_left !== undefined) yield `${count(of.units_left)} units left`;
+  if (of.units_left !== undefined) yield `${counted(of.units_left, "unit")} left`;
   if (of.limit_name && !one.limits.length) yield `limit ${of.limit_name}: ${count(of.limit_left ?? 0)} left`;
   if (of.retry_at && one.what !== "not_open_yet") yield `accepted again from ${relative(of.retry_at - found.opens_at)}`;
   for (const limit of one.limits) {
