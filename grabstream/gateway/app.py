@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -26,6 +26,8 @@ from grabstream.gateway.asking import Questions, tagged_reply
 from grabstream.gateway.bounds import (
     COMMAND_SECONDS_TARGET,
     HOSTS_KEPT_MAX,
+    JOINED_CALLER_MAX,
+    JOINED_MAX,
     QUESTIONS_CALLER_MAX,
     QUESTIONS_MAX,
     QUESTIONS_USER_MAX,
@@ -116,6 +118,7 @@ class Application:
         self.measures = GatewayMeasures()
         self.in_work = 0
         self._questions_in_work = Slots(QUESTIONS_MAX, "queries being answered")
+        self._joined = Slots(JOINED_MAX, "queries that wait for an answer being made")
         self._pressure = Pressure(bounds.requests_max)
         self._bounds = bounds
         self._hosts = hosts
@@ -359,17 +362,28 @@ class Application:
         with ExitStack() as stack:
             if operation.kind in ("read", "watch", "change"):
                 request.caller = self._caller_of(request)
-                of_caller = QUESTIONS_CALLER_MAX if request.user is None else QUESTIONS_USER_MAX
-                try:
-                    stack.enter_context(self._questions_in_work.taken(request.caller, of_caller))
-                except Problem:
-                    self.measures.shed["questions"] += 1
-                    raise
+                self._take_room(request, stack, self._questions_in_work, QUESTIONS_CALLER_MAX)
+                request.joins = partial(self._join, request, stack)
             self.in_work += 1
-            try:
-                return await self._handlers[operation.name](request, body)
-            finally:
-                self.in_work -= 1
+            stack.callback(self._leave)
+            return await self._handlers[operation.name](request, body)
+
+    def _take_room(self, request: Request, stack: ExitStack, slots: Slots, caller_max: int) -> None:
+        """Takes a slot until the end of `stack`; raises Problem."""
+        of_caller = caller_max if request.user is None else QUESTIONS_USER_MAX
+        try:
+            stack.enter_context(slots.taken(request.caller, of_caller))
+        except Problem:
+            self.measures.shed["questions"] += 1
+            raise
+
+    def _join(self, request: Request, stack: ExitStack) -> None:
+        """A question costs nothing more than its waiting: it gives its room back, for room to wait."""
+        stack.close()
+        self._take_room(request, stack, self._joined, JOINED_CALLER_MAX)
+
+    def _leave(self) -> None:
+        self.in_work -= 1
 
     def _caller_of(self, request: Request) -> str:
         """Who asks, in words: an end user, an API key or, where nobody is asked who they are, an address."""

@@ -184,7 +184,7 @@ class Questions:
     ) -> Reply:
         """The answer to a question that a crowd asks."""
         arguments = {**request.path, **_but_after(asked)}
-        kept = await self._cache.document(name, arguments, make, request.read_since)
+        kept = await self._cache.document(name, arguments, make, request.read_since, request.joins)
         return self._reply(request, name, asked, arguments, kept)
 
     def _reply(
@@ -232,8 +232,9 @@ class Questions:
             raise _no_cursor()
         shared = {name: asked[name] for name in _FILTERS if name in asked}
         source = await self._cache.document(
-            "shuffled_offers", shared, lambda: self._to_shuffle(filters, values), request.read_since
-        )
+            "shuffled_offers", shared, lambda: self._to_shuffle(filters, values), request.read_since,
+            request.joins,
+        )  # fmt: skip
         listed = self._listed_in(source)
         offers = listed.offers
 

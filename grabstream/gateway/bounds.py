@@ -55,6 +55,10 @@ COMMANDS_FIRST: Final = 400
 QUESTIONS_MAX: Final = 200
 QUESTIONS_USER_MAX: Final = 10
 QUESTIONS_CALLER_MAX: Final = 100
+#: Questions that wait for an answer which is being made for another one: in sum, and of one API key or
+#: address (of one end user, as many as in work). They are neither of those.
+JOINED_MAX: Final = 2_000
+JOINED_CALLER_MAX: Final = 1_000
 SESSION_WAITERS_MAX: Final = 100
 SESSION_WAIT_SECONDS_MAX: Final = 2.0
 #: How long PostgreSQL works on one question.

@@ -87,10 +87,11 @@ class Cache:
         asked: Mapping[str, str],
         make: Callable[[], Awaitable[bytes]],
         read_since: float | None = None,
+        joins: Callable[[], None] | None = None,
     ) -> Kept:
         """The document that answers a question: a kept one, or what `make` returns. With `read_since`, one
-        that this gateway has read since then (monotonic, s); it is kept for others. Raises the error of
-        `make`.
+        that this gateway has read since then (monotonic, s); it is kept for others. Calls `joins` before it
+        waits for one that is being made already. Raises the error of `make`, and of `joins`.
         """
         key = digest_of(name, asked)
         if (kept := self.kept(key, read_since)) is not None:
@@ -100,6 +101,8 @@ class Cache:
             self.misses += 1
             making = self._begin(key, make, is_own=read_since is not None)
         else:
+            if joins is not None:
+                joins()
             self.hits += 1
         return await asyncio.shield(making.task)
 

@@ -66,10 +66,12 @@ class Request:
     the name of the API key of a service; None for an end user, and without authentication. `is_admitted`
     tells a stream whether its credentials are still valid; None without authentication. `caller` says whose
     question it is, and `read_since` from when on its answer must have been read (monotonic, s; None: any).
+    `joins` is called when it begins to wait for an answer that is being made for another request.
     """
 
     __slots__ = (
-        "_headers", "caller", "is_admitted", "path", "read_since", "receive", "scope", "service", "user",
+        "_headers", "caller", "is_admitted", "joins", "path", "read_since", "receive", "scope", "service",
+        "user",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, path: Mapping[str, str]) -> None:
@@ -78,6 +80,7 @@ class Request:
         self.is_admitted: Callable[[], Awaitable[bool]] | None = None
         self.caller = ""
         self.read_since: float | None = None
+        self.joins: Callable[[], None] | None = None
         self.scope = scope
         self.receive = receive
         self.path = path

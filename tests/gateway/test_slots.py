@@ -17,6 +17,7 @@ from grabstream.gateway.asking import Questions
 from grabstream.gateway.bounds import (
     AFTER_WAITERS_CALLER_MAX,
     AFTER_WAITERS_MAX,
+    JOINED_CALLER_MAX,
     QUESTIONS_CALLER_MAX,
     QUESTIONS_MAX,
     QUESTIONS_USER_MAX,
@@ -69,17 +70,18 @@ class Door:
     """An application of which callers ask questions, with the statuses and words of the answers."""
 
     def __init__(self, kind: str) -> None:
+        self.cache = Cache()
         self.books = SlowBooks()
         books = cast(Any, self.books)
         self._kind = kind
-        self._application = Application(
-            Commands(books, 1_000), Questions(books, Cache()), Receipts(books, 1_000), EventStreams(books, 1),
-            Watching(books, Cache(), books), ChangesOfWebhooks(books), dict, Bounds(),
+        self.application = Application(
+            Commands(books, 1_000), Questions(books, self.cache), Receipts(books, 1_000),
+            EventStreams(books, 1), Watching(books, Cache(), books), ChangesOfWebhooks(books), dict, Bounds(),
             admission=None if kind == "address" else cast(Any, ByHeader()),
             proxies=[ip_network("127.0.0.1")],
         )  # fmt: skip
 
-    async def ask(self, caller: str, query: str = "") -> tuple[int, str]:
+    async def ask(self, caller: str, query: str = "", path: str = BALANCES) -> tuple[int, str]:
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -92,10 +94,10 @@ class Door:
             else (b"x-caller", f"{self._kind}/{caller}".encode())
         )
         scope = {
-            "type": "http", "method": "GET", "raw_path": BALANCES.encode(), "query_string": query.encode(),
+            "type": "http", "method": "GET", "raw_path": path.encode(), "query_string": query.encode(),
             "headers": [header], "client": ("127.0.0.1", 1),
         }  # fmt: skip
-        await self._application(scope, cast(Any, None), send)
+        await self.application(scope, cast(Any, None), send)
         return sent[0]["status"], json.loads(sent[1]["body"]).get("detail", "")
 
     @asynccontextmanager
@@ -161,3 +163,27 @@ async def test_all_together_get_what_the_gateway_has() -> None:
         assert (status, f"The gateway has {QUESTIONS_MAX} queries being answered" in detail) == (503, True), (
             detail
         )
+
+
+async def test_who_waits_for_an_answer_that_is_being_made_takes_no_room_of_questions() -> None:
+    """PostgreSQL is asked once for a crowd, however many of it one service sends. They have a bound of their
+    own, so that it leaves room for others.
+    """
+    door = Door("key")
+    async with door.asking("rows", "till", 1):
+        crowd = [
+            asyncio.create_task(door.ask("shop", path="/v1/offers")) for _ in range(JOINED_CALLER_MAX + 1)
+        ]
+        await until(lambda: door.cache.hits == JOINED_CALLER_MAX, 10, "all of the crowd that have room")
+        assert door.books.asked["rows"] == 2
+        status, detail = await door.ask("shop", path="/v1/offers")
+        assert (status, f"{JOINED_CALLER_MAX} questions that wait for an answer in the" in detail) == (
+            503,
+            True,
+        ), detail
+        other = asyncio.create_task(door.ask("till", path="/v1/offers"))
+        await until(lambda: door.cache.hits == JOINED_CALLER_MAX + 1, 10, "one of another service")
+        async with door.asking("rows", "shop", QUESTIONS_CALLER_MAX - 1):
+            assert door.application.in_work == QUESTIONS_CALLER_MAX + 1
+    assert {status for status, _ in await asyncio.gather(*crowd, other)} == {200}
+    assert door.application.in_work == 0
