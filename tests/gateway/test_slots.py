@@ -177,7 +177,7 @@ async def test_who_waits_for_an_answer_that_is_being_made_takes_no_room_of_quest
         await until(lambda: door.cache.hits == JOINED_CALLER_MAX, 10, "all of the crowd that have room")
         assert door.books.asked["rows"] == 2
         status, detail = await door.ask("shop", path="/v1/offers")
-        assert (status, f"{JOINED_CALLER_MAX} questions that wait for an answer in the" in detail) == (
+        assert (status, f"{JOINED_CALLER_MAX} queries that wait for an answer being made" in detail) == (
             503,
             True,
         ), detail
