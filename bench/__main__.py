@@ -39,7 +39,7 @@ ROWS = {
     "3": ("command in Kafka → books committed", "ours/theirs", ">= 1"),
     "4": ("replay journal → ledger in runs of 20, against COPY of a row a grab", "ours/theirs", ">= 0.7"),
     "export": (
-        "journal → Parquet, a grab in a line, against replay --into -, by time of the reading thread",
+        "journal → Parquet, a grab in a line, against replay --into -",
         "ours/theirs",
         ">= 1",
     ),

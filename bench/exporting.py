@@ -29,21 +29,21 @@ finally:
 
 
 class Used(NamedTuple):
-    """The seconds of a command: on the wall, of its main thread on a processor, and of all threads."""
+    """The seconds of a command: by the clock, of its main thread on a processor, and of all its threads and
+    processes.
+    """
 
-    wall: float
+    clock: float
     main: float
     all: float
 
 
 async def export(runs: int, count: int, run_grabs: int) -> dict[str, Any]:
-    """In events per second of the main thread, which reads and verifies the journal: `export` into a new
-    archive, against `replay --into -` to /dev/null, each with its start. The journal has `count` events, with
-    `run_grabs` grabs in a line.
+    """In events per second by the clock: `export` into a new archive, against `replay --into -` to
+    /dev/null, each with its start. The journal has `count` events, with `run_grabs` grabs in a line.
 
-    An export encodes beside that thread. So this is the ratio of the times on the wall where another core is
-    free and encoding is not what takes longest, and other work on the machine hardly changes it. The times of
-    all threads, and on the wall, are in the profile.
+    An export encodes in a second process, so it needs a second core that is free: on a busy machine the ratio
+    goes down to that of the processor times, which are in the profile.
     """
     name = f"bench{secrets.token_hex(4)}"
     settings = load_settings().model_copy(update={"prefix": name, "schema_": name})
@@ -65,7 +65,7 @@ async def export(runs: int, count: int, run_grabs: int) -> dict[str, Any]:
                     used[words[0]].append(await asyncio.to_thread(_run, words, environment))
     finally:
         await take_down(settings)
-    ours, theirs = ([events / one.main for one in used[side]] for side in ("export", "replay"))
+    ours, theirs = ([events / one.clock for one in used[side]] for side in ("export", "replay"))
     profile = {
         side: {
             f"{name}:": f"{1e6 * sum(getattr(one, name) for one in ones) / events / runs:.1f} µs an event"
@@ -84,10 +84,10 @@ def _run(words: tuple[str, ...], environment: dict[str, str]) -> Used:
             [sys.executable, "-c", TIMED, *words], env=environment, stdout=subprocess.DEVNULL, stderr=said
         )
         _, status, used = os.wait4(process.pid, 0)
-        wall = time.perf_counter() - began
+        clock = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
         text = said.read()
     if process.returncode:
         raise RuntimeError(f"grabstream {' '.join(words)} ended with {process.returncode}: {text}")
-    return Used(wall, float(text.rpartition("main thread: ")[2]), used.ru_utime + used.ru_stime)
+    return Used(clock, float(text.rpartition("main thread: ")[2]), used.ru_utime + used.ru_stime)

@@ -145,6 +145,8 @@ def block_headers(
     ]
 
 
+#: How each line begins.
+LINE_BEGINS: Final = b'{"type":"'
 #: The seq in the text of a line. The scripts write these fields first, in this order.
 _seq_in = re.compile(
     rb'\{"type":"[a-z._]{1,64}","v":[0-9]{1,9},"shard":[0-9]{1,9},"seq":([0-9]{1,15}),'

@@ -10,10 +10,8 @@ from psycopg import AsyncConnection, OperationalError
 
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.settings import Settings
-from grabstream.projections.cursors import facts_of
 from grabstream.streams.history.archive_source import open_archive_source
 from grabstream.streams.history.sources import Source, open_source
-from grabstream.streams.projecting.follower import FactsOf
 from grabstream.streams.topics import Topics
 
 
@@ -32,14 +30,13 @@ async def open_history(
     seeks: bool = False,
     warn: Callable[[str], None] = _warn,
     archive: Path | str | None = None,
-    facts_of: FactsOf = facts_of,
 ) -> AsyncIterator[Source]:
     """The source of this name, `journal`, `audit`, or `archive`: what is in the directory or at the address
     `archive`, and the journal after it.
 
     A journal that is read from its middle (`seeks`) asks the audit trail whether the blocks there count;
     without PostgreSQL, or without a trail, it calls `warn` and is read from its beginning. Raises NoTrail
-    when the source is the trail and the schema has none. `facts_of` makes the facts of the journal.
+    when the source is the trail and the schema has none.
     """
     async with AsyncExitStack() as stack:
         books = None
@@ -61,9 +58,7 @@ async def open_history(
                 reason = str(error).strip()
                 warn(f"reading the journal from its beginning, because PostgreSQL cannot be read: {reason}")
         journal = Topics(settings.prefix).journal
-        yield await stack.enter_async_context(
-            open_source(name, settings.brokers, journal, books, facts_of=facts_of)
-        )
+        yield await stack.enter_async_context(open_source(name, settings.brokers, journal, books))
 
 
 @asynccontextmanager

@@ -83,6 +83,15 @@ class Source(Protocol):
         """
 
 
+class Lines(NamedTuple):
+    """Consecutive lines of a shard with their hashes and last seqs, and the cursor after them."""
+
+    after: Cursor
+    lines: Sequence[bytes]
+    hashes: Sequence[bytes]
+    last_seqs: Sequence[int]
+
+
 @asynccontextmanager
 async def open_source(
     name: str,
@@ -90,18 +99,16 @@ async def open_source(
     journal: str,
     books: AsyncConnection[Any] | None,
     patience_seconds: float | None = PATIENCE_SECONDS,
-    facts_of: FactsOf = facts_of,
-) -> AsyncIterator[Source]:
+) -> "AsyncIterator[JournalSource | AuditSource]":
     """The source of a name, `journal` or `audit`. `books` is a connection whose unqualified names are the
     system's views: the audit trail is read by it, and the journal is compared with it (None: not compared).
-    The facts of the journal are made by `facts_of`.
     """
     if name == "audit":
         assert books is not None
         yield AuditSource(books)
     else:
         async with open_reader(kafka, journal) as reader:
-            yield JournalSource(reader, books, patience_seconds, facts_of)
+            yield JournalSource(reader, books, patience_seconds)
 
 
 # -- the journal ---------------------------------------------------------------------------------------------
@@ -213,6 +220,19 @@ class JournalSource:
                     repeated = bisect_right(chunk.facts, handed_on_seq, key=_seq)
                     yield chunk._replace(facts=chunk.facts[repeated:]) if repeated else chunk
 
+    async def lines(self, shard: int, cursor: Cursor, end: int) -> AsyncGenerator[Lines, None]:
+        """The lines from a cursor that was verified to offset `end`, chained but not decoded. Raises Gap or
+        Corrupt after it has yielded the lines before the error.
+        """
+        async with aclosing(self._lists(shard, cursor.next_offset, end)) as lists:
+            async for records in lists:
+                for record in records:
+                    block = Decoded(record, self._reader.block(record)).block
+                    cursor, accepted = cursor.feed(record.offset, block)
+                    # The accepted lines are always the end of the block.
+                    known = len(block.lines) - len(accepted)
+                    yield Lines(cursor, block.lines[known:], block.hashes[known:], block.last_seqs[known:])
+
     async def _vouched(
         self, shard: int, cursor: Cursor, proved: Cursor, set_aside: Sequence[SetAside]
     ) -> AsyncGenerator[Chunk, None]:
@@ -297,15 +317,6 @@ def _seq(fact: Fact) -> int:
 
 
 # -- the audit trail -----------------------------------------------------------------------------------------
-
-
-class Lines(NamedTuple):
-    """Consecutive lines of the audit trail with their hashes and last seqs, and the cursor after them."""
-
-    after: Cursor
-    lines: list[bytes]
-    hashes: list[bytes]
-    last_seqs: list[int]
 
 
 class AuditSource:

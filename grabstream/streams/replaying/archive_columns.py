@@ -1,30 +1,69 @@
 """The columns of an archive's files (`archive_sink.py`): what an analyst asks for, beside the text of a line.
 
-Arrow reads the fields from the texts, in C++ and beside the thread that reads on: it makes no Python objects,
-and takes a fifth of the time. It knows neither upcasters nor versions to come. So it reads only lines of the
-versions whose texts have the fields of the decoded events under the same names; a part of a file that has any
-other line is made from the decoded events. Both ways give the same values (`test_archive_columns.py`).
+Arrow reads the fields from the texts, in C++ and beside the thread that reads on: no line is decoded, and no
+Python object is made for a value. It knows neither upcasters nor versions to come. So it reads only lines of
+the versions whose texts have the fields of the decoded events under the same names; a part of a file that has
+any other line, or one that contradicts its place in the journal, is made from the decoded events, or refused
+because they cannot be decoded. Both ways give the same values (`test_archive_columns.py`).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, get_args
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, get_args
 
 import msgspec
 
 from grabstream.models.events import LineEvent
-from grabstream.models.journal import Corrupt
-from grabstream.models.runs import LINE_VERSIONS, RUN_TYPES, AnyRun
-from grabstream.projections.cursors import Fact
+from grabstream.models.journal import LINE_BEGINS, Corrupt
+from grabstream.models.runs import LINE_VERSIONS, RUN_BEGINS, RUN_TYPES, AnyRun, GrantedRun, HeldRun
+
+HASH_BYTES: Final = 32
+
+if TYPE_CHECKING:
+    from grabstream.projections.cursors import Fact
 
 
-def _value(name: str) -> Callable[[Fact], Any]:
+class Part(NamedTuple):
+    """Consecutive lines of a shard whose chain is verified: the seq before the first, the lines joined by
+    newlines, their hashes, and their last seqs (8 bytes each, as `array` has them), as bytes that pass from
+    process to process without an object for each line.
+    """
+
+    shard: int
+    before_seq: int
+    text: bytes
+    hashes: bytes
+    last_seqs: bytes
+
+    @classmethod
+    def of(
+        cls,
+        shard: int,
+        before_seq: int,
+        lines: Iterable[bytes],
+        hashes: Iterable[bytes],
+        last_seqs: Iterable[int],
+    ) -> Self:
+        """The part of these lines."""
+        seqs = array("q", last_seqs).tobytes()
+        return cls(shard, before_seq, b"\n".join(lines), b"".join(hashes), seqs)
+
+    @property
+    def lines(self) -> int:
+        """The number of lines."""
+        return len(self.hashes) // HASH_BYTES
+
+
+def _value(name: str) -> Callable[["Fact"], Any]:
     return lambda fact: getattr(fact.event, name, None)
 
 
-def _column(name: str, column: str) -> Callable[[Fact], Any]:
+def _column(name: str, column: str) -> Callable[["Fact"], Any]:
     """The values of the grabs of a line: a column of a run, or the one value of an event about a grab."""
 
-    def values(fact: Fact) -> Any:
+    def values(fact: "Fact") -> Any:
         event: Any = fact.event
         if isinstance(event, AnyRun):
             return getattr(event, column)
@@ -35,7 +74,7 @@ def _column(name: str, column: str) -> Callable[[Fact], Any]:
 
 
 #: The columns of a file: name, type, and where its value is from. `day` and `shard` are in the path.
-_COLUMNS: Final[tuple[tuple[str, str, Callable[[Fact], Any]], ...]] = (
+_COLUMNS: Final[tuple[tuple[str, str, Callable[["Fact"], Any]], ...]] = (
     ("seq", "int64", lambda fact: fact.event.seq),
     ("seqs", "int32", lambda fact: fact.event.seqs),
     ("type", "string", lambda fact: fact.event.__struct_config__.tag),
@@ -60,10 +99,14 @@ _COLUMNS: Final[tuple[tuple[str, str, Callable[[Fact], Any]], ...]] = (
 COLUMN_NAMES: Final = tuple(name for name, *_ in _COLUMNS)
 #: The fields that Arrow reads: those above as they are, and the single values and columns of grabs.
 _FIELDS: Final = {
-    "v": "int64",
+    "v": "int64", "shard": "int64",
     **{name: kind for name, kind, _ in _COLUMNS if name not in ("seqs", "at_time", "hash", "body")},
     "grab": "string", "user": "string", "quantity": "int64", "amount": "int64",
 }  # fmt: skip
+#: Those that runs have. To look for the others takes as long again.
+_RUN_FIELDS: Final = {"type"} | _FIELDS.keys() & {*GrantedRun.__struct_fields__, *HeldRun.__struct_fields__}
+#: Those that every line has.
+_ALWAYS: Final = ("offer", "offer_seq", "at")
 #: Values that texts leave out, by type and field: the defaults of the decoded events.
 _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     str(event.__struct_config__.tag): {
@@ -88,29 +131,37 @@ def _types() -> dict[str, Any]:
 
     return {
         "int64": arrow.int64(), "int32": arrow.int32(), "string": arrow.string(),
-        "time": arrow.timestamp("ms", tz="UTC"), "hash": arrow.binary(32),
+        "time": arrow.timestamp("ms", tz="UTC"), "hash": arrow.binary(HASH_BYTES),
         "strings": arrow.list_(arrow.string()), "int64s": arrow.list_(arrow.int64()),
     }  # fmt: skip
 
 
-def table_of(facts: Sequence[Fact]) -> Any:
-    """The Arrow table of consecutive lines; raises Corrupt if they do not follow each other."""
-    import pyarrow.compute as pc
-
-    table = from_texts(facts)
-    if table is None:
-        table = from_events(facts)
-    seqs = table.column("seq")
-    ends = pc.add(seqs, table.column("seqs").cast(seqs.type))
-    if not pc.all(pc.equal(seqs.slice(1), ends.slice(0, len(facts) - 1)), min_count=0).as_py():
-        raise Corrupt(f"lines are missing after seq {facts[0].event.seq} in what was read")
-    return table
+def table_of(part: Part) -> Any:
+    """The Arrow table of a part; raises Corrupt if a line cannot be decoded, or if its text has another shard
+    or other seqs.
+    """
+    table = from_texts(part)
+    return from_events(part) if table is None else table
 
 
-def from_events(facts: Sequence[Fact]) -> Any:
-    """The table, from the decoded events."""
+def from_events(part: Part) -> Any:
+    """The table, from the decoded events; raises Corrupt like `table_of`."""
     import pyarrow as arrow
 
+    # With what it imports, it takes longer to begin than to encode a file.
+    from grabstream.streams.history.sources import decode_verified
+
+    hashes = [part.hashes[at : at + HASH_BYTES] for at in range(0, len(part.hashes), HASH_BYTES)]
+    lines, first_seq = part.text.split(b"\n"), part.before_seq + 1
+    if len(lines) != len(hashes):
+        raise Corrupt(f"shard {part.shard}: a line of those from seq {first_seq} on is two lines")
+    facts, error = decode_verified("export", part.shard, first_seq, lines, hashes)
+    if error is not None:
+        raise error
+    if [fact.event.last_seq for fact in facts] != array("q", part.last_seqs).tolist():
+        raise Corrupt(
+            f"shard {part.shard}: the lines from seq {first_seq} on carry other numbers in their text"
+        )
     types = _types()
     columns = [
         # JSON that was decoded is UTF-8; the cast checks it again.
@@ -122,32 +173,14 @@ def from_events(facts: Sequence[Fact]) -> Any:
     return arrow.Table.from_arrays(columns, schema=schema())
 
 
-def from_texts(facts: Sequence[Fact]) -> Any:
+def from_texts(part: Part) -> Any:
     """The table, from the texts of the lines; None if it cannot be made so."""
     import pyarrow as arrow
     import pyarrow.compute as pc
-    from pyarrow import json
 
-    types = _types()
-    lines = [fact.line for fact in facts]
-    text = b"\n".join(lines)
-    try:
-        read = json.read_json(
-            arrow.BufferReader(text),
-            # One block, so that no line is divided between two.
-            read_options=json.ReadOptions(use_threads=False, block_size=len(text) + 1),
-            parse_options=json.ParseOptions(
-                explicit_schema=arrow.schema([(name, types[kind]) for name, kind in _FIELDS.items()]),
-                unexpected_field_behavior="ignore",
-            ),
-        ).combine_chunks()
-    except arrow.ArrowInvalid:
-        return None
-    # A line may be what Arrow takes for two, or for none.
-    if read.num_rows != len(facts):
-        return None
-    found = {name: read.column(name).combine_chunks() for name in _FIELDS}
-    if not pc.all(_has_current_version(found)).as_py():
+    types, lines = _types(), part.text.split(b"\n")
+    found = _read(part.text, lines)
+    if found is None or len(lines) != part.lines or not pc.all(_has_current_version(found)).as_py():
         return None
     is_run = pc.is_in(found["type"], arrow.array(RUN_TYPES))
     for type_, defaults in _DEFAULTS.items():
@@ -155,14 +188,52 @@ def from_texts(facts: Sequence[Fact]) -> Any:
             lacks = pc.and_(pc.equal(found["type"], type_), pc.is_null(found[name]))
             found[name] = pc.if_else(lacks, arrow.scalar(default, found[name].type), found[name])
     _of_grabs(found, is_run)
-    counts = pc.if_else(is_run, pc.list_value_length(found["grabs"]), arrow.scalar(1, arrow.int32()))
+    seqs = _seqs(part)
+    body = _strings(lines)
+    if body is None or not _fits(found, is_run, part.shard, seqs):
+        return None
     made = found | {
-        "seqs": counts,
+        "seqs": seqs.taken.cast(types["int32"]),
         "at_time": found["at"].cast(types["time"]),
-        "hash": arrow.array([fact.hash for fact in facts], types["hash"]),
-        "body": arrow.array(lines, arrow.binary()).cast(arrow.string()),
+        "hash": _of_bytes(types["hash"], part.hashes),
+        "body": body,
     }
     return arrow.Table.from_arrays([made[name] for name in COLUMN_NAMES], schema=schema())
+
+
+def _read(text: bytes, lines: Sequence[bytes]) -> dict[str, Any] | None:
+    """The fields of lines, each an array; None if Arrow cannot read them."""
+    import pyarrow as arrow
+    from pyarrow import json
+
+    are_runs = all(map(_begins_run, lines))
+    # A line may be what Arrow takes for two, or for none: none that begins so, and the count tells.
+    if not (are_runs or all(map(_begins, lines))):
+        return None
+    types = _types()
+    names = _RUN_FIELDS if are_runs else _FIELDS.keys()
+    try:
+        read = json.read_json(
+            arrow.BufferReader(text),
+            # One block, so that no line is divided between two.
+            read_options=json.ReadOptions(use_threads=False, block_size=len(text) + 1),
+            parse_options=json.ParseOptions(
+                explicit_schema=arrow.schema([(name, types[_FIELDS[name]]) for name in names]),
+                unexpected_field_behavior="ignore",
+            ),
+        ).combine_chunks()
+    except arrow.ArrowInvalid:
+        return None
+    if read.num_rows != len(lines):
+        return None
+    return {
+        name: read.column(name).combine_chunks() if name in names else arrow.nulls(len(lines), types[kind])
+        for name, kind in _FIELDS.items()
+    }
+
+
+_begins: Final = methodcaller("startswith", LINE_BEGINS)
+_begins_run: Final = methodcaller("startswith", RUN_BEGINS)
 
 
 def _has_current_version(found: dict[str, Any]) -> Any:
@@ -185,8 +256,8 @@ def _of_grabs(found: dict[str, Any], is_run: Any) -> None:
     offsets = arrow.array(range(len(grabs) + 1), arrow.int32())
     ones = arrow.repeat(arrow.scalar(1, arrow.int64()), len(grabs.values))
     usual = arrow.ListArray.from_arrays(grabs.offsets, ones, mask=pc.is_null(grabs))
-    found["quantities"] = pc.coalesce(found["quantities"], usual)
-    found["amounts"] = pc.coalesce(found["amounts"], found["quantities"])
+    found["quantities"] = _coalesce(found["quantities"], usual)
+    found["amounts"] = _coalesce(found["amounts"], found["quantities"])
     for column, name in (
         ("grabs", "grab"),
         ("users", "user"),
@@ -194,5 +265,70 @@ def _of_grabs(found: dict[str, Any], is_run: Any) -> None:
         ("amounts", "amount"),
     ):
         values = found[name]
-        singles = arrow.ListArray.from_arrays(offsets, values, mask=pc.is_null(values))
-        found[column] = pc.if_else(is_run, found[column], singles)
+        if values.null_count < len(values):
+            singles = arrow.ListArray.from_arrays(offsets, values, mask=pc.is_null(values))
+            found[column] = pc.if_else(is_run, found[column], singles)
+
+
+def _coalesce(values: Any, otherwise: Any) -> Any:
+    """The values, and others in place of NULL: quick where all are NULL, or none, as is usual."""
+    import pyarrow.compute as pc
+
+    if not values.null_count:
+        return values
+    return otherwise if values.null_count == len(values) else pc.coalesce(values, otherwise)
+
+
+class _Seqs(NamedTuple):
+    """The first seqs of lines, and how many seqs they take."""
+
+    first: Any
+    taken: Any
+
+
+def _seqs(part: Part) -> _Seqs:
+    import pyarrow as arrow
+    import pyarrow.compute as pc
+
+    last = _of_bytes(arrow.int64(), part.last_seqs)
+    before = arrow.concat_arrays([arrow.array([part.before_seq], arrow.int64()), last[:-1]])
+    return _Seqs(pc.add(before, 1), pc.subtract(last, before))
+
+
+def _fits(found: dict[str, Any], is_run: Any, shard: int, seqs: _Seqs) -> bool:
+    """Whether lines have what every line has, and the numbers of their places in the journal."""
+    import pyarrow.compute as pc
+
+    def all_(values: Any) -> bool:
+        return bool(pc.all(pc.fill_null(values, False), min_count=0).as_py())
+
+    if any(found[name].null_count for name in _ALWAYS):
+        return False
+    if not (all_(pc.equal(found["shard"], shard)) and all_(pc.equal(found["seq"], seqs.first))):
+        return False
+    for column in ("grabs", "users", "quantities", "amounts"):
+        fit = pc.equal(pc.list_value_length(found[column]), seqs.taken)
+        if found[column].values.null_count or not all_(pc.if_else(is_run, fit, pc.equal(seqs.taken, 1))):
+            return False
+    return True
+
+
+def _of_bytes(type_: Any, values: bytes) -> Any:
+    """An array of values of a fixed width."""
+    import pyarrow as arrow
+
+    count = len(values) * 8 // type_.bit_width
+    return arrow.Array.from_buffers(type_, count, [None, arrow.py_buffer(values)])
+
+
+def _strings(texts: Sequence[bytes]) -> Any:
+    """Texts as an array of strings, made without an object for each; None if one is not UTF-8."""
+    import pyarrow as arrow
+
+    ends = array("i", accumulate(map(len, texts), initial=0))
+    made = arrow.StringArray.from_buffers(len(texts), arrow.py_buffer(ends), arrow.py_buffer(b"".join(texts)))
+    try:
+        made.validate(full=True)
+    except arrow.ArrowInvalid:
+        return None
+    return made

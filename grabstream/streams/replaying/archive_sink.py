@@ -8,18 +8,21 @@ A process may end after any step. The next export continues from the cursor in t
 file that the manifest does not name.
 """
 
-from asyncio import Future, get_running_loop
-from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Sequence
+from asyncio import wrap_future
+from bisect import bisect_right
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
+from grabstream.models.bounds import shortened
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.journal import Corrupt, Cursor
-from grabstream.projections.cursors import Fact
 from grabstream.streams.history.archive import (
     FORMAT,
     Archive,
@@ -33,6 +36,7 @@ from grabstream.streams.history.archive import (
     manifest_of,
     unlisted,
 )
+from grabstream.streams.history.sources import Lines
 from grabstream.streams.history.stores import (
     MANIFEST,
     ArchiveInUse,
@@ -41,15 +45,15 @@ from grabstream.streams.history.stores import (
     Writing,
     in_thread,
 )
-from grabstream.streams.projecting.follower import Chunk
-from grabstream.streams.replaying.archive_columns import schema, table_of
-from grabstream.streams.replaying.sinks import events_in
+from grabstream.streams.replaying.archive_columns import Part
+from grabstream.streams.replaying.archive_encoder import Encoder
 
 #: A file ends with the record of the journal that reaches so many bytes of text, and part of a file (a row
 #: group) with the one that reaches so many.
 FILE_TEXT_BYTES: Final = 32 << 20
 PART_TEXT_BYTES: Final = 4 << 20
-ZSTD_LEVEL: Final = 3
+#: Parts and files that wait to be encoded and stored: what the reader may be ahead.
+QUEUE_MAX: Final = 3
 
 
 class Export(NamedTuple):
@@ -131,170 +135,234 @@ def _take(store: Store, system: ArchiveSystem, writing: Writing) -> tuple[Manife
     return manifest, sizes
 
 
+@dataclass
+class _Waiting:
+    """The lines of a part that is not complete, the seq before them, and their bytes."""
+
+    before_seq: int = 0
+    text_bytes: int = 0
+    lines: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    last_seqs: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _File:
+    """A file that is being made: its day, the cursor before its first line, and what it has."""
+
+    day: int
+    before: Cursor
+    lines: int = 0
+    text_bytes: int = 0
+
+
 class ArchiveSink:
-    """Takes the lines of one shard after the other, and writes them into an archive.
+    """Takes the lines of one shard after the other, and writes them into an archive. They are encoded by
+    `encoder`, and stored in another thread, in order, while the caller reads on.
 
     `step` is called after each step that a crash may follow.
     """
 
-    def __init__(self, export: Export, step: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self, export: Export, encoder: Encoder, step: Callable[[str], None] = lambda name: None
+    ) -> None:
         self._writing = export.writing
         self._manifest = export.archive.manifest
         self._left_over = export.left_over
         self._step = step
+        self._encoder = encoder
+        self._background = _Background()
         self._shard = -1
         self._cursor = Cursor()
-        #: The file that is being made: its day, and the cursor before its first line.
-        self._day = -1
-        self._before = Cursor()
-        self._waiting: list[Fact] = []
-        self._part_bytes = self._file_bytes = self._lines = self._last_at = 0
-        self._writer: _Writer | None = None
+        #: The file that is being made, and its last part.
+        self._file: _File | None = None
+        self._part = _Waiting()
+        self._last_line = b""
         #: The files, bytes and lines written.
         self.files = self.bytes = self.lines = 0
 
-    async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> int:
-        """Takes the lines of a chunk; raises Corrupt if they do not follow the lines before."""
-        events = events_in(facts)
-        if chunk.shard != self._shard:
-            await self.flush()
-            self._shard = chunk.shard
-            end = self._manifest.ends.get(str(chunk.shard))
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Ends the thread, after what it does now. The next export reads again what was not flushed."""
+        await self._background.stop()
+
+    async def write(self, shard: int, read: Lines) -> None:
+        """Takes lines, which follow those before. If they cannot be decoded, or contradict their place, this
+        or a later call raises Corrupt.
+        """
+        if shard != self._shard:
+            await self._end_shard()
+            self._shard = shard
+            end = self._manifest.ends.get(str(shard))
             self._cursor = Cursor() if end is None else end.cursor
-        if facts and facts[0].event.seq != self._cursor.seq + 1:
-            raise Corrupt(f"shard {chunk.shard}: seq {self._cursor.seq + 1} is missing in what was read")
-        while facts:
-            day = facts[0].event.at // DAY_MS
-            if self._lines and (day != self._day or self._file_bytes >= FILE_TEXT_BYTES):
-                await self._end_file()
-            if not self._lines:
-                self._day, self._before = day, self._cursor
-            # Times never go back within a shard. Mostly, a chunk is of one day.
-            of_day = bisect_left(facts, (day + 1) * DAY_MS, key=_time)
-            taken, facts = facts[:of_day], facts[of_day:]
-            self._waiting.extend(taken)
-            size = sum(len(fact.line) for fact in taken)
-            self._lines += len(taken)
-            self._last_at = taken[-1].event.at
-            self._part_bytes += size
-            self._file_bytes += size
-            # The offset stays at the record: a reader that resumes here needs the rest of it.
-            self._cursor = chunk.before._replace(seq=taken[-1].event.last_seq, head=taken[-1].hash)
-            if self._part_bytes >= PART_TEXT_BYTES:
-                await self._end_part()
-        self._cursor = chunk.after
-        return events
+        begin, lines = 0, read.lines
+        # Times never go back within a shard. Mostly, a record is of one day.
+        last_day = _day(lines[-1]) if lines else 0
+        while begin < len(lines):
+            file = self._file
+            day = last_day if file is not None and file.day == last_day else _day(lines[begin])
+            if file is not None and (file.day != day or file.text_bytes >= FILE_TEXT_BYTES):
+                await self._end_file(file)
+            end_of_day = len(lines) if day == last_day else bisect_right(lines, day, key=_day)
+            await self._take(day, read, begin, end_of_day)
+            begin = end_of_day
+        self._cursor = read.after
 
     async def flush(self) -> None:
         """Completes the file, and stores the cursor of the shard."""
-        if self._lines:
-            await self._end_file()
-        end = ArchiveEnd.of(self._cursor)
-        if self._shard >= 0 and end != self._manifest.ends.get(str(self._shard), ArchiveEnd.of(Cursor())):
-            await self._save([])
+        await self._end_shard()
+        await self._background.drain()
+
+    async def _take(self, day: int, read: Lines, begin: int, end: int) -> None:
+        """Takes some of the lines that were read, which are of one day."""
+        if self._file is None:
+            self._file = _File(day, self._cursor)
+        part, lines = self._part, read.lines[begin:end]
+        if not part.lines:
+            part.before_seq = self._cursor.seq
+        part.lines.extend(lines)
+        part.hashes.extend(read.hashes[begin:end])
+        part.last_seqs.extend(read.last_seqs[begin:end])
+        size = sum(map(len, lines))
+        part.text_bytes += size
+        self._file.text_bytes += size
+        self._file.lines += len(lines)
+        # The offset stays at the record: a reader that resumes here needs the rest of it.
+        self._cursor = self._cursor._replace(seq=part.last_seqs[-1], head=part.hashes[-1])
+        if part.text_bytes >= PART_TEXT_BYTES:
+            await self._end_part()
 
     async def _end_part(self) -> None:
-        facts, self._waiting, self._part_bytes = self._waiting, [], 0
-        if self._writer is None:
-            self._writer = _Writer()
-        await self._writer.add(facts)
+        waiting, self._part = self._part, _Waiting()
+        self._last_line = waiting.lines[-1]
+        part = Part.of(self._shard, waiting.before_seq, waiting.lines, waiting.hashes, waiting.last_seqs)
+        await self._background.do(self._encoder.add, part)
 
-    async def _end_file(self) -> None:
-        await self._end_part()
-        assert self._writer is not None
-        content, digest = await self._writer.close()
-        file = ArchivedFile(
-            self._shard,
-            day_of(self._day * DAY_MS),
-            self._before.seq + 1,
-            self._cursor.seq,
-            self._lines,
-            self._last_at,
-            self._before.head.hex(),
-            self._cursor.head.hex(),
+    async def _end_file(self, file: _File) -> None:
+        if self._part.lines:
+            await self._end_part()
+        self._file = None
+        await self._background.do(self._store, self._shard, file, self._cursor, _time(self._last_line))
+
+    async def _end_shard(self) -> None:
+        if self._file is not None:
+            await self._end_file(self._file)
+        if self._shard >= 0:
+            await self._background.do(self._save, self._shard, self._cursor, [])
+
+    # -- in the other thread -------------------------------------------------------------------------------
+
+    def _store(self, shard: int, file: _File, after: Cursor, last_at: int) -> None:
+        """Stores a file that ends at a cursor, and the manifest that names it."""
+        content = self._encoder.complete()
+        before = file.before
+        archived = ArchivedFile(
+            shard,
+            day_of(file.day * DAY_MS),
+            before.seq + 1,
+            after.seq,
+            file.lines,
+            last_at,
+            before.head.hex(),
+            after.head.hex(),
             len(content),
-            digest,
+            sha256(content).hexdigest(),
             self._writing.writer,
         )
-        await in_thread(self._writing.put, file.path, content, self._ready)
+
+        def ready() -> None:
+            """Removes what an export left that was killed here: its lines are read again."""
+            self._step("export.written")
+            for name in self._left_over.pop((shard, before.seq + 1), ()):
+                self._writing.remove(name)
+
+        self._writing.put(archived.path, content, ready)
         self._step("export.renamed")
+        self._background.check()
         try:
-            await self._save([file])
+            self._save(shard, after, [archived])
         except ArchiveInUse:
             # It would be in the way of whoever reads all files.
-            await in_thread(self._writing.remove, file.path)
+            self._writing.remove(archived.path)
             raise
         self._step("export.committed")
-        self.files, self.bytes, self.lines = self.files + 1, self.bytes + file.bytes, self.lines + file.lines
-        self._writer, self._lines, self._file_bytes = None, 0, 0
+        self.files, self.bytes, self.lines = (
+            self.files + 1, self.bytes + archived.bytes, self.lines + archived.lines,
+        )  # fmt: skip
 
-    def _ready(self) -> None:
-        """Removes what an export left that was killed here: its lines are read again."""
-        self._step("export.written")
-        for name in self._left_over.pop((self._shard, self._before.seq + 1), ()):
-            self._writing.remove(name)
-
-    async def _save(self, files: list[ArchivedFile]) -> None:
-        old = self._manifest
-        manifest = msgspec.structs.replace(
-            old,
-            ends=old.ends | {str(self._shard): ArchiveEnd.of(self._cursor)},
-            files=old.files + files,
-        )
-        await in_thread(self._writing.put_manifest, msgspec.json.encode(manifest))
+    def _save(self, shard: int, cursor: Cursor, files: list[ArchivedFile]) -> None:
+        """Replaces the manifest, if the end of the shard has moved."""
+        old, end = self._manifest, ArchiveEnd.of(cursor)
+        if end == old.ends.get(str(shard), ArchiveEnd.of(Cursor())):
+            return
+        manifest = msgspec.structs.replace(old, ends=old.ends | {str(shard): end}, files=old.files + files)
+        self._writing.put_manifest(msgspec.json.encode(manifest))
         self._manifest = manifest
 
 
-def _time(fact: Fact) -> int:
-    return fact.event.at
+class _Timed(msgspec.Struct):
+    at: int
 
 
-class _Writer:
-    """Makes the bytes of a Parquet file, part by part, in another thread: a part is encoded while the caller
-    reads on. Arrow is imported there, too, which takes as long as reading 30 thousand events.
+_decode_timed: Final = msgspec.json.Decoder(_Timed).decode
+
+
+def _time(line: bytes) -> int:
+    """When the events of a line were decided (ms since 1970 UTC); raises Corrupt if it does not say so."""
+    try:
+        return _decode_timed(line).at
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Corrupt(f"a line has no time ({error}): {shortened(repr(line))}") from None
+
+
+def _day(line: bytes) -> int:
+    return _time(line) // DAY_MS
+
+
+class _Stopped(Exception):
+    """Nothing more is to be done."""
+
+
+class _Background:
+    """Does blocking work in a thread, in order, while the caller goes on. At most QUEUE_MAX pieces of work
+    wait. After one that has failed, none is done.
     """
 
     def __init__(self) -> None:
-        self._stream: Any = None
-        self._file: Any = None
-        self._encoding: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "archive")
+        self._queue: deque[Future[None]] = deque()
+        self._stopped = False
 
-    async def add(self, facts: Sequence[Fact]) -> None:
-        """Adds lines; returns before they are encoded."""
-        await self._ready()
-        # A task would begin only when the caller waits for something, which a reader seldom does.
-        self._encoding = get_running_loop().run_in_executor(None, self._encode, facts)
+    async def do(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Has this done, after what waits; raises the error of earlier work."""
+        while self._queue and (len(self._queue) >= QUEUE_MAX or self._queue[0].done()):
+            await self._first()
+        self._queue.append(self._thread.submit(self._do, work, arguments))
 
-    async def _ready(self) -> None:
-        if self._encoding is not None:
-            await self._encoding
+    async def drain(self) -> None:
+        """Returns when all is done; raises the error of earlier work."""
+        while self._queue:
+            await self._first()
 
-    def _encode(self, facts: Sequence[Fact]) -> None:
-        if self._file is None:
-            self._open()
-        if facts:
-            self._file.write_table(table_of(facts))
+    async def stop(self) -> None:
+        """Returns when nothing is being done, or will be."""
+        self._stopped = True
+        await in_thread(self._thread.shutdown)
 
-    def _open(self) -> None:
-        import pyarrow as arrow
-        from pyarrow import parquet
+    def check(self) -> None:
+        """In the thread: raises if the caller has stopped."""
+        if self._stopped:
+            raise _Stopped
 
-        self._stream = arrow.BufferOutputStream()
-        self._file = parquet.ParquetWriter(
-            self._stream,
-            schema(),
-            compression="zstd",
-            compression_level=ZSTD_LEVEL,
-            # Ids and texts hardly repeat: a dictionary would be built for nothing.
-            use_dictionary=["type", "offer", "asset", "currency"],
-        )
+    async def _first(self) -> None:
+        await wrap_future(self._queue.popleft())
 
-    async def close(self) -> tuple[bytes, str]:
-        """The bytes of the file, and their SHA-256 in hex; after an `add`."""
-        await self._ready()
-        return await in_thread(self._close)
-
-    def _close(self) -> tuple[bytes, str]:
-        self._file.close()
-        content: bytes = self._stream.getvalue().to_pybytes()
-        return content, sha256(content).hexdigest()
+    def _do(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.check()
+        try:
+            work(*arguments)
+        except BaseException:
+            self._stopped = True
+            raise

@@ -13,6 +13,7 @@ import msgspec
 from aiokafka import AIOKafkaProducer
 
 from grabstream.models.events import decode_event
+from grabstream.models.journal import LINE_BEGINS
 from grabstream.models.runs import decode_line, is_run
 from grabstream.projections.cursors import Fact, single_facts
 from grabstream.streams.journal import open_reader
@@ -27,8 +28,6 @@ SEND_EVENTS_MAX: Final = 4_000
 #: The longest line of a file that is read. Journals of older releases may have lines longer than those of
 #: today, but no record of Kafka is longer than this.
 FILE_LINE_BYTES_MAX: Final = 16 * 1024 * 1024
-#: How each line of a journal begins.
-LINE_BEGINS: Final = b'{"type":"'
 #: How many of a topic's last offsets are read to find its last event.
 LAST_RECORDS: Final = 10
 

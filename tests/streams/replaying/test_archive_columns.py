@@ -9,19 +9,45 @@ import pytest
 from grabstream.models.calendar import DAY_MS
 from grabstream.models.journal import GENESIS, Corrupt, chain
 from grabstream.models.runs import decode_line
-from grabstream.projections.cursors import Fact, facts_of
-from grabstream.streams.replaying.archive_columns import COLUMN_NAMES, from_events, from_texts, table_of
+from grabstream.streams.history import sources
+from grabstream.streams.replaying.archive_columns import (
+    COLUMN_NAMES,
+    Part,
+    from_events,
+    from_texts,
+    table_of,
+)
 from tests.models import test_golden_events as golden
 from tests.support.random_history import NOW, random_history
 from tests.support.runs import as_lines, as_runs
 
 
-def facts(lines: Sequence[bytes]) -> list[Fact]:
-    return facts_of(lines, chain(GENESIS, lines), [decode_line(line) for line in lines])
+def part(lines: Sequence[bytes], **other: Any) -> Part:
+    """Lines that follow each other, with what the journal says of them, or something else."""
+    events = [decode_line(line) for line in lines]
+    given = {
+        "shard": events[0].shard, "before_seq": events[0].seq - 1, "lines": lines,
+        "hashes": chain(GENESIS, lines), "last_seqs": [event.last_seq for event in events],
+    }  # fmt: skip
+    return Part.of(**given | other)
+
+
+def text(event: dict[str, Any]) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode()
+
+
+def following(lines: Sequence[bytes]) -> list[bytes]:
+    """The lines, numbered as if each followed the one before."""
+    numbered, seq = [], 1
+    for line in lines:
+        numbered.append(text(json.loads(line) | {"seq": seq}))
+        seq = decode_line(numbered[-1]).last_seq + 1
+    return numbered
 
 
 def assert_same(lines: Sequence[bytes]) -> Any:
-    given = facts(lines)
+    """Lines that follow each other give the same table in both ways."""
+    given = part(lines)
     read, made = from_texts(given), from_events(given)
     assert read is not None
     assert read.schema == made.schema
@@ -37,7 +63,7 @@ def test_of_a_random_history(seed: int) -> None:
     lines = random_history(seed, 400, NOW - 1_000 * DAY_MS).lines
     assert_same(as_lines(lines))
     assert_same(as_runs(lines))
-    assert table_of(facts(as_runs(lines))).num_rows == len(as_runs(lines))
+    assert table_of(part(as_runs(lines))).num_rows == len(as_runs(lines))
 
 
 def golden_lines() -> list[bytes]:
@@ -48,7 +74,7 @@ def golden_lines() -> list[bytes]:
 def test_of_every_golden_event() -> None:
     lines = golden_lines()
     assert len(lines) >= len(golden.VERSIONS)
-    assert_same(lines)
+    assert_same(following(lines))
     for line in lines:
         assert_same([line])
 
@@ -71,10 +97,11 @@ RUN = {
     ],
 )
 def test_of_runs(more: dict[str, Any]) -> None:
-    lines = [json.dumps(RUN | more).encode(), *golden_lines()]
+    lines = following([text(RUN | more), text(RUN), *golden_lines()])
     assert_same(lines)
     assert_same(lines[:1])
-    assert_same([lines[1], lines[0]])
+    assert_same(lines[:2])
+    assert_same(following([lines[2], lines[0]]))
 
 
 def test_absent_values_are_those_of_the_decoded_event() -> None:
@@ -82,20 +109,49 @@ def test_absent_values_are_those_of_the_decoded_event() -> None:
     line = next(line for line in golden_lines() if b'"grab.confirmed"' in line)
     event = json.loads(line)
     del event["paid"]
-    assert assert_same([json.dumps(event).encode()]).column("paid").to_pylist() == [0]
+    assert assert_same([text(event)]).column("paid").to_pylist() == [0]
 
 
-def test_other_versions_are_made_from_decoded_events() -> None:
+def test_other_versions_are_made_from_decoded_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """An upcaster may rename a field: the text does not say what the event has."""
-    [fact] = facts([next(line for line in golden_lines() if b'"grab.redeemed"' in line)])
-    newer = fact._replace(line=fact.line.replace(b'"v":1', b'"v":7').replace(b'"grab"', b'"got"'))
-    assert newer.line != fact.line
-    assert from_texts([newer]) is None
-    assert table_of([newer]).column("grabs").to_pylist() == [["g-1"]]
+    line = next(line for line in golden_lines() if b'"grab.redeemed"' in line)
+    older = line.replace(b'"v":1', b'"v":7').replace(b'"grab"', b'"got"')
+    assert older != line
+    given = part([line])._replace(text=older)
+    assert from_texts(given) is None
+    monkeypatch.setattr(sources, "decode_lines", lambda _: [decode_line(line)])
+    assert table_of(given).column("grabs").to_pylist() == [["g-1"]]
+
+
+RUN_LINE = text(RUN)
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([RUN_LINE.replace(b'"shard":3', b'"shard":4')], "carries other numbers"),
+        ([RUN_LINE.replace(b'"seq":41', b'"seq":42')], "carries other numbers"),
+        ([RUN_LINE.replace(b'"ann","bob"', b'"ann"')], "1 values for 2 grabs"),
+        ([RUN_LINE.replace(b'"ann"', b"null")], "Expected `str`, got `null`"),
+        ([text(RUN | {"grabs": ["g"], "users": ["ann"]})], "carry other numbers"),
+        ([RUN_LINE.replace(b'"offer":"e",', b"")], "missing required field `offer`"),
+        ([RUN_LINE.replace(b'"v":2', b'"v":9')], "newer"),
+        ([RUN_LINE.replace(b'"ann"', b'"\xff"')], "cannot be decoded"),
+        ([RUN_LINE + RUN_LINE, b""], "cannot be decoded"),
+        ([b"", RUN_LINE], "cannot be decoded"),
+        ([RUN_LINE.replace(b'"seq"', b'\n"seq"')], "is two lines"),
+    ],
+)
+def test_a_line_that_contradicts_its_place_is_refused(lines: list[bytes], why: str) -> None:
+    """Though the chain of hashes takes it."""
+    with pytest.raises(Corrupt, match=why):
+        table_of(Part.of(3, 40, lines, chain(GENESIS, lines), [42, 43][: len(lines)]))
 
 
 def test_a_missing_line_is_noticed() -> None:
-    given = facts(as_runs(random_history(5, 50, NOW).lines))
-    assert table_of(given).num_rows == len(given)
-    with pytest.raises(Corrupt, match="lines are missing after seq 1 "):
-        table_of([*given[:4], *given[5:]])
+    lines = as_runs(random_history(5, 50, NOW).lines)
+    given = part(lines)
+    assert table_of(given).num_rows == len(lines)
+    without = [*lines[:4], *lines[5:]]
+    with pytest.raises(Corrupt, match="the text of seq 5 carries other numbers"):
+        table_of(part(without))

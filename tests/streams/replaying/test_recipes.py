@@ -12,10 +12,10 @@ from grabstream.models.calendar import DAY_MS
 from grabstream.models.events import GrabGranted, decode_event
 from grabstream.models.journal import GENESIS, Cursor, chain
 from grabstream.models.runs import decode_line
-from grabstream.projections.cursors import facts_without_transfers
 from grabstream.streams.history.archive import ArchiveSystem
+from grabstream.streams.history.sources import Lines
 from grabstream.streams.history.stores import FolderStore
-from grabstream.streams.projecting.follower import Chunk
+from grabstream.streams.replaying.archive_encoder import Encoder
 from grabstream.streams.replaying.archive_sink import ArchiveSink, exporting
 from grabstream.workshop.services.servers import PROJECT
 from tests.streams.replaying.test_documented import examples
@@ -31,12 +31,13 @@ async def archive(folder: Path) -> Rows:
     history = random_history(11, 300, NOW - 1_000 * DAY_MS)
     lines = as_runs(history.lines)
     hashes = chain(GENESIS, lines)
-    facts = facts_without_transfers(lines, hashes, [decode_line(line) for line in lines])
-    after = Cursor(facts[-1].event.last_seq, hashes[-1], 1, 1, "a")
-    async with exporting(FolderStore(folder), ArchiveSystem("test", "journal", SHARD + 1)) as opened:
-        sink = ArchiveSink(opened)
-        await sink.write(Chunk(SHARD, Cursor(), after, facts, 1), facts)
-        await sink.flush()
+    last_seqs = [decode_line(line).last_seq for line in lines]
+    after = Cursor(last_seqs[-1], hashes[-1], 1, 1, "a")
+    system = ArchiveSystem("test", "journal", SHARD + 1)
+    with Encoder() as encoder:
+        async with exporting(FolderStore(folder), system) as opened, ArchiveSink(opened, encoder) as sink:
+            await sink.write(SHARD, Lines(after, lines, hashes, last_seqs))
+            await sink.flush()
     assert sink.files > 1
     amounts: dict[str, list[int]] = {}
     for event in map(decode_event, history.lines):

@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from grabstream.ops.console.progress import Reading
 from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.replay_request import ArchiveAddress
 from grabstream.ops.settings import BadSettings, Settings, load_settings
-from grabstream.projections.cursors import facts_without_transfers
 from grabstream.streams.history.archive import Archive, ArchiveSystem, open_archive
+from grabstream.streams.history.sources import AuditSource, JournalSource, Source
 from grabstream.streams.history.stores import ArchiveInUse, CannotWrite, Store, in_thread
+from grabstream.streams.replaying.archive_encoder import Encoder, EncoderEnded
 from grabstream.streams.replaying.archive_sink import ArchiveSink, exporting
-from grabstream.streams.replaying.replay import Done, Planned, Stretch, plan, replay
-from grabstream.streams.replaying.selection import Selection, Wanted
+from grabstream.streams.replaying.replay import Planned, ReportReplay, Stretch, plan
 
 
 @click.command()
@@ -100,7 +100,7 @@ def _require_analysts(verb: str) -> None:
 def _refusing() -> Iterator[None]:
     try:
         yield
-    except (Corrupt, Gap, NoTrail, ArchiveInUse, CannotWrite) as error:
+    except (Corrupt, Gap, NoTrail, ArchiveInUse, CannotWrite, EncoderEnded) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
 
@@ -121,18 +121,42 @@ def _check(archive: Archive) -> dict[str, Any]:
 async def _export(
     settings: Settings, store: Store, source: str, shards: Sequence[int], dry_run: bool
 ) -> dict[str, Any]:
-    system = await _system(settings, source)
-    async with open_history(settings, source, facts_of=facts_without_transfers) as opened:
-        stretches = [Stretch(shard) for shard in shards]
-        if dry_run:
+    stretches = [Stretch(shard) for shard in shards]
+    if dry_run:
+        system = await _system(settings, source)
+        async with open_history(settings, source) as opened:
             ends = await in_thread(_known_ends, store, system, shards)
             return _report(store, source, await plan(opened, stretches, True, ends), {}, None)
-        async with exporting(store, system) as begun:
+    # First, since it needs a while to begin.
+    with Encoder() as encoder:
+        system = await _system(settings, source)
+        async with open_history(settings, source) as opened, exporting(store, system) as begun:
             planned = await plan(opened, stretches, True, _ends(begun.archive, shards))
-            sink, done = ArchiveSink(begun, step_of(settings)), dict[int, Done]()
-            with Reading("export", sum(part.units for part in planned)) as show:
-                await replay(opened, planned, Selection(Wanted(), False), sink, show, done)
-        return _report(store, source, planned, done, sink)
+            async with ArchiveSink(begun, encoder, step_of(settings)) as sink:
+                with Reading("export", sum(part.units for part in planned)) as show:
+                    ends = await _write(opened, planned, sink, show)
+            return _report(store, source, planned, ends, sink)
+
+
+async def _write(
+    source: Source, planned: Sequence[Planned], sink: ArchiveSink, report: ReportReplay
+) -> dict[int, Cursor]:
+    """Writes the lines of each shard into the archive; returns the cursors after them."""
+    assert isinstance(source, JournalSource | AuditSource)
+    ends = {}
+    for (shard, *_), start, left in planned:
+        cursor = start.cursor
+        async with aclosing(source.lines(shard, cursor, start.end)) as lists:
+            async for read in lists:
+                await sink.write(shard, read)
+                events, cursor = read.after.seq - cursor.seq, read.after
+                still = source.units(shard, start._replace(cursor=cursor))
+                report(left - still, events)
+                left = still
+        report(left, 0)
+        ends[shard] = cursor
+    await sink.flush()
+    return ends
 
 
 def _known_ends(store: Store, system: ArchiveSystem, shards: Sequence[int]) -> dict[int, Cursor]:
@@ -155,8 +179,10 @@ async def _system(settings: Settings, source: str) -> ArchiveSystem:
 
 
 def _report(
-    store: Store, source: str, planned: Sequence[Planned], done: dict[int, Done], sink: ArchiveSink | None
+    store: Store, source: str, planned: Sequence[Planned], ends: dict[int, Cursor], sink: ArchiveSink | None
 ) -> dict[str, Any]:
+    begins = {part.stretch.shard: part.start.cursor for part in planned}
+    ends = begins | ends
     return {
         "directory": str(store),
         "source": source,
@@ -164,17 +190,12 @@ def _report(
         "files": sink.files if sink else 0,
         "bytes": sink.bytes if sink else 0,
         "lines": sink.lines if sink else 0,
-        "events": sum(one.events for one in done.values()),
+        "events": sum(ends[shard].seq - begin.seq for shard, begin in begins.items()),
         "to_read": sum(part.units for part in planned),
         "unit": "events" if source == "audit" else "records",
         "shards": [
-            {
-                "shard": part.stretch.shard,
-                "from_seq": part.start.cursor.seq,
-                "seq": (done[part.stretch.shard].cursor if done else part.start.cursor).seq,
-                "head": (done[part.stretch.shard].cursor if done else part.start.cursor).head.hex(),
-            }
-            for part in planned
+            {"shard": shard, "from_seq": begin.seq, "seq": ends[shard].seq, "head": ends[shard].head.hex()}
+            for shard, begin in begins.items()
         ],
     }
 
