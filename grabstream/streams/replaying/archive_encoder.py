@@ -42,7 +42,8 @@ class Encoder:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            # -P: a module of that name in the working directory is another one.
+            [sys.executable, "-P", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pyarrow import BufferReader, parquet
@@ -74,3 +75,13 @@ def test_the_process_ends_with_its_parent() -> None:
     with open(ended, "rb"):
         readable, _, _ = select.select([ended], [], [], 60)
     assert readable
+
+
+def test_modules_of_the_working_directory_are_not_its_own(
+    lines: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyarrow.py").write_text("raise SystemExit('another pyarrow')")
+    monkeypatch.chdir(tmp_path)
+    with Encoder() as encoder:
+        encoder.add(part(lines, 0, len(lines)))
+        assert bodies(encoder.complete()) == lines
