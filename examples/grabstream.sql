@@ -22,13 +22,17 @@ SELECT shard, seq, offer, grabs[1] AS grab, users[1] AS user_id, payment, paid, 
 FROM lines WHERE type = 'grab.confirmed' AND paid > 0;
 
 -- How far each shard goes, the hash of the chain there, and the number of places where lines do not follow
--- each other: 0, or the archive is damaged. A missing end shows only beside the view `cursors` of the
--- database. (docs/archive.md verifies the hashes, too.)
+-- each other, and of lines that are not what was journaled: both 0, or the archive is damaged. Each hash is
+-- computed from the hash before and the line. A missing end shows only beside the view `cursors` of the
+-- database.
 CREATE OR REPLACE VIEW chain AS
 SELECT shard, max(seq + seqs - 1) AS last_seq, arg_max(hash, seq) AS head,
-       count(*) FILTER (seq <> coalesce(after, 0) + 1) AS gaps
+       count(*) FILTER (seq <> coalesce(after, 0) + 1) AS gaps,
+       count(*) FILTER (unhex(sha256(coalesce(hash_before, unhex(repeat('00', 32))) || encode(body))) <> hash)
+           AS wrong_hashes
 FROM (
-    SELECT *, lag(seq + seqs - 1) OVER (PARTITION BY shard ORDER BY seq) AS after FROM lines
+    SELECT *, lag(seq + seqs - 1) OVER in_order AS after, lag(hash) OVER in_order AS hash_before
+    FROM lines WINDOW in_order AS (PARTITION BY shard ORDER BY seq)
 )
 GROUP BY shard
 ORDER BY shard;

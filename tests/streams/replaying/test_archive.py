@@ -180,9 +180,21 @@ def test_views_of_duckdb_have_what_the_events_say(archived: Archived) -> None:
     assert connection.execute("SELECT count(*) FROM lines").fetchone() == (len(archived.lines),)
     last = len(archived.history.lines)
     head = chain(GENESIS, archived.lines)[-1]
-    assert connection.execute("SELECT shard, last_seq, head, gaps FROM chain").fetchall() == [
-        (SHARD, last, head, 0)
-    ]
+    whole = (SHARD, last, head, 0, 0)
+    assert connection.execute("SELECT * FROM chain").fetchall() == [whole]
+    # A damaged copy in place of the files: a line that differs, a hash that does, a line that is missing.
+    connection.execute("CREATE TABLE copied AS SELECT * FROM lines")
+    fifth = connection.execute("SELECT seq FROM copied ORDER BY seq LIMIT 1 OFFSET 4").fetchone()
+    assert fifth is not None
+    for damage, gaps, wrong_hashes in (
+        ("* REPLACE (CASE seq WHEN ? THEN body || ' ' ELSE body END AS body)", 0, 1),
+        ("* REPLACE (CASE seq WHEN ? THEN hash[1:31] || '!'::BLOB ELSE hash END AS hash)", 0, 2),
+        ("* FROM copied WHERE seq <> ? --", 1, 1),
+    ):
+        sql = f"SELECT {damage} FROM copied".replace("?", str(fifth[0]))
+        connection.execute(f"CREATE OR REPLACE VIEW lines AS {sql}")
+        found = connection.execute("SELECT gaps, wrong_hashes FROM chain").fetchall()
+        assert found == [(gaps, wrong_hashes)], damage
 
 
 @pytest.mark.long
