@@ -1,7 +1,8 @@
 """What the schema of a system has for people who ask in SQL: reports (views over several read models), the
-function `user_transfers`, comments on every view and column, and triggers that refuse writes through views.
+functions `user_transfers` and `seqs_between`, comments on every view and column, and triggers that refuse
+writes through views.
 
-All of it is computed from `definitions/reports.sql`, `user_transfers.sql` and `dictionary.py` there.
+All of it is computed from `definitions/reports.sql`, the files of the functions and `dictionary.py` there.
 `grabstream init` brings it up to date, and so does every switch of a read model.
 """
 
@@ -49,6 +50,13 @@ def user_transfers() -> str:
     return (files("grabstream.projections.definitions") / "user_transfers.sql").read_text()
 
 
+@cache
+def functions() -> str:
+    """SQL that makes or replaces all functions in the current schema, in a transaction."""
+    between = (files("grabstream.projections.definitions") / "seqs_between.sql").read_text()
+    return user_transfers() + between
+
+
 def digest(text: str) -> str:
     """The digest under which `view_texts` has the text of views."""
     return hashlib.sha256(text.encode()).hexdigest()
@@ -89,7 +97,7 @@ async def drop_reports(connection: AsyncConnection[Any], schema: str) -> None:
 async def renew_reports(
     connection: AsyncConnection[Any], schema: str, granted: Mapping[str, list[Grant]]
 ) -> None:
-    """Creates missing reports, with `granted`, and replaces those whose text has changed, and the function
+    """Creates missing reports, with `granted`, and replaces those whose text has changed, and the functions
     with them, in the caller's transaction. Then comments on all views, and makes them refuse writes.
 
     Reports that need a read model of a newer definition are left out until that is rebuilt.
@@ -98,11 +106,11 @@ async def renew_reports(
     await connection.execute(
         "SELECT set_config('search_path', %s, false)", (sql.Identifier(schema).as_string(connection),)
     )
-    text = "".join((user_transfers(), *reports().values()))
+    text = "".join((functions(), *reports().values()))
     present = await _views(connection, schema) & reports().keys()
     changed = (await recorded_texts(connection, schema)).get(schema) != digest(text)
     if changed or len(present) < len(reports()):
-        await connection.execute(user_transfers().encode())
+        await connection.execute(functions().encode())
         try:
             async with connection.transaction():
                 await _create_reports(connection, schema, granted)

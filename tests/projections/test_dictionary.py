@@ -192,6 +192,7 @@ async def test_a_reader_reads_every_view_and_writes_none(
                     with pytest.raises(InsufficientPrivilege):
                         await reader.execute(write)
             await reader.execute("SELECT * FROM user_transfers('ann')")
+            await reader.execute("SELECT * FROM seqs_between(NULL, now())")
             await connection.execute(
                 f"GRANT INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {settings.schema_} TO {role}".encode()
             )

@@ -374,7 +374,10 @@ VIEWS: Final[Mapping[str, View]] = {
         ),
     ),
     "audit": View(
-        "audit", "The lines of the journal, byte for byte. A run of grabs is one line.", ("shard", "seq"),
+        "audit",
+        "The lines of the journal, byte for byte. A run of grabs is one line. The function "
+        "`seqs_between(since, until)` finds those of a range of time.",
+        ("shard", "seq"),
         _columns(
             "shard seq offer type at body hash seqs at_time",
             seq="Number of the first event of the line in its shard.",
