@@ -266,6 +266,23 @@ def test_an_export_stops_on_sigterm_and_continues(archived: Archived, tmp_path: 
     assert bodies(folder) == archived.lines
 
 
+@pytest.mark.long
+def test_an_export_whose_encoder_is_killed_ends_and_continues(archived: Archived, tmp_path: Path) -> None:
+    folder = tmp_path / "archive"
+    environment = child_environment(**env_of(archived.settings), fail_at="export.committed:2:stop")
+    command = [sys.executable, "-m", "grabstream.ops.cli", "export", str(folder)]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: state_of(process.pid) == "T", 60, "the export stops itself")
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+    [encoder] = [int(child) for task in tasks for child in task.read_text().split()]
+    os.kill(encoder, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGCONT)
+    _, said = process.communicate(timeout=240)
+    assert (process.returncode, "encodes Parquet has ended with -9; repeat the command" in said) == (1, True)
+    export(archived.settings, folder)
+    assert bodies(folder) == archived.lines
+
+
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
