@@ -130,29 +130,43 @@ async def read_lines(
                 yield line
 
 
-def read_events_sync(settings: Settings, **words: Any) -> Generator[AnyEvent, None, None]:
+def read_events_sync(
+    settings: Settings,
+    *,
+    shard: int | None = None,
+    offer: str | None = None,
+    user: str | None = None,
+    first: Bound = None,
+    until: Bound = None,
+    source: SourceName = "journal",
+    archive: Path | str | None = None,
+    cursor: EventCursor | None = None,
+) -> Generator[AnyEvent, None, None]:
     """`read_events` for programs without asyncio: the same arguments, events, cursor and errors.
 
     Raises RuntimeError in a running event loop, such as that of a notebook: use `read_events` there.
     """
-    yield from _sync(settings, _events, words)
+    asked = _asked(settings, shard, offer, user, first, until, source, archive, cursor)
+    yield from _sync(settings, asked, _events)
 
 
-def read_lines_sync(settings: Settings, **words: Any) -> Generator[JournalLine, None, None]:
+def read_lines_sync(
+    settings: Settings,
+    *,
+    shard: int | None = None,
+    offer: str | None = None,
+    first: Bound = None,
+    until: Bound = None,
+    source: SourceName = "journal",
+    archive: Path | str | None = None,
+    cursor: EventCursor | None = None,
+) -> Generator[JournalLine, None, None]:
     """`read_lines` for programs without asyncio; see `read_events_sync`."""
-    yield from _sync(settings, _lines, words)
+    asked = _asked(settings, shard, offer, None, first, until, source, archive, cursor)
+    yield from _sync(settings, asked, _lines)
 
 
-def _sync(settings: Settings, items: "_Items[T]", words: dict[str, Any]) -> Generator[T, None, None]:
-    user = words.pop("user", None) if items is _events else None
-    names = ("shard", "offer", "first", "until", "source", "archive", "cursor")
-    unknown = words.keys() - set(names)
-    if unknown:
-        raise TypeError(f"unexpected argument {sorted(unknown)[0]!r}: use {', '.join(names)}")
-    asked = _asked(
-        settings, words.get("shard"), words.get("offer"), user, words.get("first"), words.get("until"),
-        words.get("source", "journal"), words.get("archive"), words.get("cursor"),
-    )  # fmt: skip
+def _sync(settings: Settings, asked: _Asked, items: "_Items[T]") -> Generator[T, None, None]:
     with _loop() as run, _closing(run, _read(settings, asked, items)) as lists:
         # One step of the event loop reads a list, so the loop costs little for each event.
         while (found := run(anext(lists, None))) is not None:
