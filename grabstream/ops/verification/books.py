@@ -22,6 +22,7 @@ from grabstream.projections.cursors import Fact, load
 from grabstream.projections.database.migrate import PROJECTIONS
 from grabstream.projections.records import set_aside
 from grabstream.projections.records.set_aside import SetAside
+from grabstream.streams.history.archive_source import ArchiveSource
 from grabstream.streams.history.sources import AuditSource, Start
 from grabstream.streams.journal import JournalReader, Record
 
@@ -35,9 +36,11 @@ class Books:
 
     def __init__(
         self, connection: AsyncConnection[Any], reader: JournalReader, settings: Settings,
-        shards: Mapping[int, RedisShard], report: Progress, against: Against | None = None
+        shards: Mapping[int, RedisShard], report: Progress, against: Against | None = None,
+        archive: ArchiveSource | None = None,
     ) -> None:  # fmt: skip
         self._connection = connection
+        self._archive = archive
         self._reader = reader
         self._settings = settings
         self.shards = shards
@@ -106,7 +109,10 @@ class Books:
             try:
                 async with aclosing(self._records(shard)) as records:
                     async for offset, cursor, events in records:
-                        positions.after(offset, cursor, events)
+                        if offset is None:
+                            positions.archived(cursor, events)
+                        else:
+                            positions.after(offset, cursor, events)
                         for accepted, event in zip(events, _decoded(events), strict=True):
                             if self._against is not None:
                                 self._against.take(shard, accepted.seq, accepted.hash)
@@ -165,15 +171,34 @@ class Books:
         """The cursors of one shard."""
         return {name: cursors[shard] for name, cursors in self._positions.items()}
 
-    async def _records(self, shard: int) -> AsyncGenerator[tuple[int, Cursor, Sequence[Accepted]], None]:
-        """Yields each record's offset, the cursor after it, and its accepted events. A corrupt record that
-        operators have set aside is skipped.
+    async def _records(
+        self, shard: int
+    ) -> AsyncGenerator[tuple[int | None, Cursor, Sequence[Accepted]], None]:
+        """Yields each record's offset, the cursor after it, and its accepted events; first those of the
+        archive, if there is one, without an offset. A corrupt record that operators have set aside is
+        skipped.
         """
         past = {record.journal_offset: record.after for record in self.aside if record.shard == shard}
         cursor = Cursor()
-        async with aclosing(
-            self._reader.read(shard, await self._reader.beginning(shard), await self._reader.end(shard))
-        ) as lists:
+        if self._archive is not None:
+            async with aclosing(self._archive.archived(shard, cursor)) as chunks:
+                async for chunk in chunks:
+                    yield (
+                        None,
+                        chunk.after,
+                        [Accepted(fact.event.last_seq, fact.line, fact.hash) for fact in chunk.facts],
+                    )
+            cursor = self._archive.archive.end(shard)
+            if cursor.next_offset:
+                yield cursor.next_offset - 1, cursor, ()
+        beginning = await self._reader.beginning(shard)
+        if beginning > cursor.next_offset:
+            raise Gap(
+                f"the journal begins at offset {beginning}: older records were deleted; --archive names an "
+                "archive that has them"
+            )
+        offset = max(beginning, cursor.next_offset)
+        async with aclosing(self._reader.read(shard, offset, await self._reader.end(shard))) as lists:
             async for records in lists:
                 for record in records:
                     try:

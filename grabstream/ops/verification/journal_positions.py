@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from grabstream.models.journal import Accepted, Cursor
+from grabstream.models.journal import GENESIS, Accepted, Cursor
 from grabstream.ops.verification.checks import UNREADABLE, RedisShard
 
 
@@ -17,6 +17,16 @@ class PositionChecks:
         self._in_journal = {0: Cursor()}
         self._offsets = {redis.journaled_offset, *(cursor.next_offset for cursor in cursors.values())}
         self._head = b"" if redis.journaled_seq else redis.journaled_head
+        #: What an archive has, up to the offset where the journal is read: the hashes at the seqs of cursors.
+        self._archived_offset = 0
+        self._archived_heads = {0: GENESIS}
+
+    def archived(self, end: Cursor, events: Sequence[Accepted]) -> None:
+        """Takes lines of an archive, which has no offsets, but for its `end`."""
+        self._archived_offset = end.next_offset
+        seqs = {cursor.seq for cursor in self._cursors.values()}
+        self._archived_heads.update((line.seq, line.hash) for line in events if line.seq in seqs)
+        self.after(-1, end, events)
 
     def after(self, offset: int, cursor: Cursor, events: Sequence[Accepted]) -> None:
         """Takes the next record: its offset, the cursor after it, and its events."""
@@ -36,6 +46,10 @@ class PositionChecks:
             in_journal = self._in_journal.get(offset)
             if in_journal is not None:
                 if what := _differences(cursor._asdict(), in_journal):
+                    problems.append((name, f"{name}, shard {self._shard}, the cursor: {what}"))
+            elif offset < self._archived_offset:
+                if self._archived_heads.get(cursor.seq) != cursor.head:
+                    what = f"the archive has another history at seq {cursor.seq}"
                     problems.append((name, f"{name}, shard {self._shard}, the cursor: {what}"))
             elif not broken:
                 what = f"no record of the journal ends at offset {offset}"
@@ -65,6 +79,8 @@ class PositionChecks:
         """What is wrong with the offset, term and owner of Redis' checkpoint; '' when nothing is."""
         redis = self._redis
         in_journal = self._in_journal.get(redis.journaled_offset)
+        if in_journal is None and 0 < redis.journaled_offset < self._archived_offset:
+            return ""
         if in_journal is None or not redis.journaled_offset:
             return (
                 f"shard {self._shard}: no record of the journal ends at offset {redis.journaled_offset}, "

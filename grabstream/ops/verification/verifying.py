@@ -16,6 +16,7 @@ its own, for a share of the time; it compares rows and keys with the same code a
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection, IsolationLevel
@@ -36,6 +37,8 @@ from grabstream.ops.verification.redis_keys import redis_check
 from grabstream.projections.cursors import load_all, stopped
 from grabstream.projections.database.migrate import PROJECTIONS, use_schema
 from grabstream.projections.database.sessions import connect
+from grabstream.streams.history.archive_source import open_archive_source
+from grabstream.streams.history.stores import Store
 from grabstream.streams.journal import open_reader
 from grabstream.streams.topics import Topics
 
@@ -48,28 +51,37 @@ POSITION_FIELDS: Final = (
 
 async def verify(
     settings: Settings, wait_seconds: float = 30.0, report: Progress = no_progress, quick: bool = False,
-    share: float = 0.5, checkpoint: Given | None = None
+    share: float = 0.5, checkpoint: Given | None = None, archive: Store | None = None
 ) -> list[Check]:  # fmt: skip
     """Runs and returns all checks; raises the clients' errors when a server cannot be reached.
 
     Waits up to `wait_seconds` for read models that lag. `report` is called with each step and its progress.
     `quick` skips step 5, which needs room in Redis for a copy of one shard at a time. Step 5 uses at most
     this `share` of the time, so that users are served; 1 where there are no users. With a `checkpoint`, the
-    history must be the one that it names.
+    history must be the one that it names. The lines that are in an `archive` are read there; raises
+    BadArchive if it is of another system, or lacks a file.
     """
     report("reading Redis")
     redis = open_redis(settings)
     try:
         shards = await redis_shards(redis, settings)
         connection = await connect(settings.postgres, settings.schema_)
-        async with connection, open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
+        journal = Topics(settings.prefix).journal
+        async with connection, AsyncExitStack() as stack:
+            reader = await stack.enter_async_context(open_reader(settings.brokers, journal))
+            source = None
+            if archive is not None:
+                opened = open_archive_source(
+                    archive, settings.prefix, settings.shards, settings.brokers, journal
+                )
+                source = await stack.enter_async_context(opened)
             await use_schema(connection, settings.schema_)
             report("waiting for the read models")
             lags = await _wait_for_read_models(connection, shards, wait_seconds)
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             async with connection.transaction():
                 against = None if checkpoint is None else Against(checkpoint)
-                books = Books(connection, reader, settings, shards, report, against)
+                books = Books(connection, reader, settings, shards, report, against, source)
                 of_books = await books.checks()
             checks = [_caught_up_check(lags, books), *of_books]
             if quick:

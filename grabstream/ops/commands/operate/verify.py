@@ -11,13 +11,15 @@ from rich.markup import escape
 from grabstream.ops.connections.opening import check_system
 from grabstream.ops.console.output import console, counted, json_option, print_json
 from grabstream.ops.console.progress import Steps
-from grabstream.ops.formats.replay_request import ObjectAddress
+from grabstream.ops.formats.replay_request import ArchiveAddress, ObjectAddress
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.ops.verification.checkpoints import Given, read_checkpoint
 from grabstream.ops.verification.checks import PROBLEMS_SHOWN_MAX, Check, Progress, no_progress
 from grabstream.ops.verification.evidence import BadCheckpoint
 from grabstream.ops.verification.verifying import verify as run_verification
 from grabstream.streams.buckets import Place
+from grabstream.streams.history.archive import BadArchive
+from grabstream.streams.history.stores import Store
 
 
 def print_checks(checks: list[Check]) -> None:
@@ -35,10 +37,13 @@ def print_checks(checks: list[Check]) -> None:
 
 
 async def _verify(
-    settings: Settings, wait_seconds: float, report: Progress, quick: bool, checkpoint: Given | None
-) -> list[Check]:
+    settings: Settings, wait_seconds: float, report: Progress, quick: bool, checkpoint: Given | None,
+    archive: Store | None,
+) -> list[Check]:  # fmt: skip
     await check_system(settings, seals=True)
-    return await run_verification(settings, wait_seconds, report, quick, checkpoint=checkpoint)
+    return await run_verification(
+        settings, wait_seconds, report, quick, checkpoint=checkpoint, archive=archive
+    )
 
 
 @click.command()
@@ -55,23 +60,40 @@ async def _verify(
     help="Also compare the history with a checkpoint (`grabstream checkpoint`): a file, or "
     "s3://bucket/key, with ?versionId=ID for one version.",
 )
+@click.option(
+    "--archive",
+    type=ArchiveAddress(exists=True),
+    metavar="ARCHIVE",
+    help="Read the lines that this archive has there, for a journal whose old records were deleted: a "
+    "directory, or s3://bucket/prefix, that `grabstream export` has written.",
+)
 @json_option
-def verify(wait: float, quick: bool, against: Path | Place | None, as_json: bool) -> None:
+def verify(
+    wait: float, quick: bool, against: Path | Place | None, archive: Path | str | None, as_json: bool
+) -> None:
     """Check the chain of every shard in the journal, and compare everything else with it: the audit trail
     byte for byte, the rows of all read models, cursors, views, and every key in Redis. Exit code 1: a
-    difference, or the file of --against was altered.
+    difference, the file of --against was altered, or --archive is damaged.
     """
     settings = load_settings()
     try:
         checkpoint = None if against is None else read_checkpoint(against, settings)
-    except BadCheckpoint as error:
+        store = None if archive is None else settings.store(archive)
+        checks = _run(settings, wait, quick, checkpoint, store, as_json)
+    except (BadCheckpoint, BadArchive) as error:
         click.echo(f"grabstream: {error}", err=True)
         sys.exit(1)
-    showing: AbstractContextManager[Progress] = nullcontext(no_progress) if as_json else Steps(console)
-    with showing as report:
-        checks = asyncio.run(_verify(settings, wait, report, quick, checkpoint))
     if as_json:
         print_json([{**check._asdict(), "passed": check.passed} for check in checks])
     else:
         print_checks(checks)
     sys.exit(0 if all(check.passed for check in checks) else 1)
+
+
+def _run(
+    settings: Settings, wait: float, quick: bool, checkpoint: Given | None, archive: Store | None,
+    as_json: bool,
+) -> list[Check]:  # fmt: skip
+    showing: AbstractContextManager[Progress] = nullcontext(no_progress) if as_json else Steps(console)
+    with showing as report:
+        return asyncio.run(_verify(settings, wait, report, quick, checkpoint, archive))
