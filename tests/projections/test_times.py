@@ -8,8 +8,8 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from grabstream.models.runs import decode_line
-from grabstream.ops.services.servers import PROJECT
 from grabstream.ops.settings import Settings
+from grabstream.workshop.services.servers import PROJECT
 from tests.projections.test_reports import connection, fill
 from tests.support.projecting import SHARD
 from tests.support.random_history import NOW, random_history
