@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import click
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, sql
 from pydantic import SecretStr
 
 from grabstream.lua.gate.sealing import Sealer
@@ -174,9 +174,10 @@ def _to_a_new_schema(settings: Settings) -> str:
     """How the journal of a schema is given to a new one: nobody but the operator knows that no process needs
     the old one any more.
     """
+    table = sql.Identifier(settings.schema_, "system").as_string()
     return (
         "Rebuild the read models in a new schema, from the journal: when no event waits for the journal, "
-        f"stop all processes; in PostgreSQL, run `COMMENT ON TABLE {settings.schema_}.system IS NULL`; run "
+        f"stop all processes; in PostgreSQL, run `COMMENT ON TABLE {table} IS NULL`; run "
         f"`redis-cli DEL {key_space(settings).system}`, and delete all other keys `{settings.prefix}:*` in "
         "Redis, whose layout this program cannot read; set GRAB_SCHEMA to a new name, and run `grabstream "
         "init`. docs/operating.md (A schema from before 0.1.0) lists what else the old schema contains"

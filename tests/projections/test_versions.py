@@ -15,7 +15,13 @@ from psycopg.errors import DivisionByZero
 from grabstream.ops.settings import Settings
 from grabstream.projections import versions
 from grabstream.projections.database import migrate as migrate_module
-from grabstream.projections.database.migrate import EarlierForm, migrate, missing_migrations, use_schema
+from grabstream.projections.database.migrate import (
+    EarlierForm,
+    drop_statement,
+    migrate,
+    missing_migrations,
+    use_schema,
+)
 from grabstream.projections.definitions import PROJECTIONS, BadDefinition, definition_of, parse
 from tests.support.systems import make_tables
 
@@ -54,6 +60,15 @@ async def form(connection: AsyncConnection[Any], schema: str) -> dict[str, list[
         name: [tuple(str(value).replace(schema, "home") for value in row) for row in rows]
         for name, rows in parts.items()
     }
+
+
+async def test_the_statement_that_removes_a_schema_holds_for_reserved_words(settings: Settings) -> None:
+    async with await AsyncConnection.connect(settings.postgres) as connection:
+        await connection.execute('CREATE SCHEMA "analyse"')
+        await connection.execute(drop_statement("analyse").encode())
+        known = await connection.execute("SELECT FROM pg_namespace WHERE nspname = 'analyse'")
+        assert known.rowcount == 0
+        await connection.rollback()
 
 
 async def test_new_system_has_the_definitions_of_the_code_and_no_migration_writes_them_again(

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, sql
 
 from grabstream.models.journal import Cursor, is_signed_owner, named
 from grabstream.ops.console.output import counted
@@ -473,7 +473,7 @@ def lost_decisions(readings: BookReadings, settings: Settings) -> list[Finding]:
         "these answers were given as `decided` and do not hold; answers given as `journaled` hold. Answers "
         "of gates that have died may be missing from this count"
     )
-    table = f"{settings.schema_}.lost_decisions"
+    table = sql.Identifier(settings.schema_, "lost_decisions").as_string()
     command = (
         f"psql {address('GRAB_POSTGRES', settings.postgres)} -c 'TABLE {table}'   # shows users and commands"
     )

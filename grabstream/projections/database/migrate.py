@@ -126,6 +126,11 @@ async def missing_migrations(connection: AsyncConnection[Any], schema: str) -> l
     return [path.name for path in _migrations() if path.name not in known]
 
 
+def drop_statement(schema: str) -> str:
+    """The statement that removes a schema, for people to copy."""
+    return sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)).as_string()
+
+
 async def use_schema(connection: AsyncConnection[Any], schema: str) -> None:
     """Sets the search path of the connection to the main schema, whose views show the live versions."""
     await connection.execute("SELECT set_config('search_path', %s, false)", (schema,))

@@ -21,7 +21,7 @@ from grabstream.models.journal import Cursor
 from grabstream.projections import cursors
 from grabstream.projections.cursors import Apply
 from grabstream.projections.database.locks import Held, hold
-from grabstream.projections.database.migrate import use_schema
+from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import cursor_tables
 from grabstream.projections.versions import may_be_version
@@ -187,7 +187,7 @@ async def _check(connection: AsyncConnection[Any], projection: Projection, shard
     contents = ", ".join(names) or "no projection"
     raise CannotRun(
         f"schema {schema} contains {contents}: name another for {projection.name}, or remove it with "
-        f"`DROP SCHEMA {schema} CASCADE`"
+        f"`{drop_statement(schema)}`"
     )
 
 

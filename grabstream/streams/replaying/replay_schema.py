@@ -21,7 +21,7 @@ from grabstream.projections import cursors
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.locks import Held, hold, release
 from grabstream.projections.database.merging import plan_by_keys
-from grabstream.projections.database.migrate import use_schema
+from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.projections.definitions import PROJECTIONS, definition_of
 from grabstream.projections.read_models import READ_MODELS
@@ -207,11 +207,11 @@ async def check_schema(
         if await rows.fetchone():
             raise ReplayRefused(
                 f"schema {schema} exists and contains no replay: name another, or remove it with "
-                f"`DROP SCHEMA {schema} CASCADE`"
+                f"`{drop_statement(schema)}`"
             )
         return False
     fixed, until = kept
-    remove = f"name another schema, or remove this one with `DROP SCHEMA {schema} CASCADE`"
+    remove = f"name another schema, or remove this one with `{drop_statement(schema)}`"
     if fixed != definition.fixed():
         changed = ", ".join(
             f"{name} {fixed.get(name)}"

@@ -381,7 +381,7 @@ async def test_init_refuses_a_schema_from_before_the_first_release_with_a_way_ou
     with pytest.raises(BadSettings, match=r"state before the first release \(0001_books.sql\)") as refused:
         await make_system(system)
     assert await everything_of(system) == before
-    steps = [f"COMMENT ON TABLE {system.schema_}.system IS NULL", f"redis-cli DEL {key}"]
+    steps = [f'COMMENT ON TABLE "{system.schema_}"."system" IS NULL', f"redis-cli DEL {key}"]
     assert all(f"`{step}`" in str(refused.value) for step in steps)
     new = system.model_copy(update={"schema_": f"{system.schema_}_new"})
     with pytest.raises(OtherSystem, match=f"belong to schema {system.schema_}"):

@@ -432,6 +432,13 @@ def test_a_journal_that_lost_its_end_is_deleted_before_the_restore(settings: Set
     assert "before the restore, let the audit trail read the rest of shard 1" in lost.means
 
 
+def test_a_command_names_the_table_of_a_schema_that_is_a_reserved_word(settings: Settings) -> None:
+    settings = settings.model_copy(update={"schema_": "order"})
+    readings = BookReadings(0, None, True, [], {}, [], [], [], {}, LostDecisions(1, 1, None), [])
+    [lost] = books.lost_decisions(readings, settings)
+    assert """ -c 'TABLE "order"."lost_decisions"'""" in str(lost.command)
+
+
 def shard_readings(number: int, relay: str | None = "w-1", **fields: str) -> ShardReadings:
     return ShardReadings(
         number,

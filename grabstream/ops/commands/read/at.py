@@ -22,7 +22,7 @@ from grabstream.ops.console.stopping import run_until_stopped
 from grabstream.ops.formats.moments import BadMoment, parse_time, show_time
 from grabstream.ops.formats.replay_request import Request, request
 from grabstream.ops.settings import Settings, load_settings
-from grabstream.projections.database.migrate import use_schema
+from grabstream.projections.database.migrate import drop_statement, use_schema
 from grabstream.projections.database.sessions import connect
 from grabstream.streams.history.sources import Source
 from grabstream.streams.replaying import replay as replaying
@@ -107,7 +107,7 @@ def at(
         _print(shown, rows_max)
     if keep is not None:
         click.echo(
-            f"grabstream: the result is kept in schema {keep}; `DROP SCHEMA {keep} CASCADE` removes it",
+            f"grabstream: the result is kept in schema {keep}; `{drop_statement(keep)}` removes it",
             err=True,
         )
 
