@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
-from grabstream.models.journal import Authority, Block, Cursor, Headers, is_signed_owner, named
+from grabstream.models.journal import Authority, Block, Corrupt, Cursor, Gap, Headers, is_signed_owner, named
 from grabstream.streams import brokers
 from grabstream.streams.clients import FETCHER_IDLE_MS, started
 from grabstream.streams.journal_keys import journal_keys
@@ -191,6 +191,26 @@ class JournalReader:
                         return True
             look_back *= 4
         return False
+
+    async def next_event(self, shard: int, cursor: Cursor, to_offset: int) -> Cursor:
+        """The cursor at the first record before an offset that adds events to it; at the offset if none does.
+        Markers, and blocks that do not count, add none. A record at which a reader stops is one of those that
+        do.
+        """
+        if cursor.next_offset >= to_offset:
+            return cursor
+        first = max(cursor.next_offset, await self.beginning(shard))
+        async with aclosing(self.read(shard, first, to_offset)) as lists:
+            async for records in lists:
+                for record in records:
+                    try:
+                        after, accepted = cursor.feed(record.offset, self.block(record))
+                    except (Corrupt, Gap):
+                        return cursor._replace(next_offset=record.offset)
+                    if accepted:
+                        return cursor._replace(next_offset=record.offset)
+                    cursor = after
+        return cursor._replace(next_offset=max(first, to_offset))
 
     async def read(self, shard: int, from_offset: int, to_offset: int) -> AsyncGenerator[list[Record], None]:
         """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises if they no

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from psycopg import AsyncConnection, sql
 
-from grabstream.models.journal import Cursor, is_signed_owner, named
+from grabstream.models.journal import Cursor, is_signed_owner
 from grabstream.ops.console.output import counted
 from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
 from grabstream.ops.diagnosis.hooks import HookReading, read_hooks
@@ -172,56 +172,29 @@ async def read_lags(
     events topic is read from the topic itself.
     """
     topics = Topics(settings.prefix)
-    positions = {
-        name: {shard: cursor.next_offset for shard, cursor in of.items()}
-        for name, of in books.positions.items()
-    }
+    journal = JournalReader(consumer, topics.journal)
+    positions = dict(books.positions)
     if books.positions:
-        reader, journal = JournalReader(consumer, topics.events), JournalReader(consumer, topics.journal)
-        source = event_source(settings.prefix)
+        reader, source = JournalReader(consumer, topics.events), event_source(settings.prefix)
         aside = [one for one in books.aside if one.projection == EVENTS]
-        newest = {
+        positions[EVENTS] = {
             shard: set_aside.past(aside, shard, await newest_cursor(reader, shard, source, journal))
             for shard in range(settings.shards)
         }
-        positions[EVENTS] = {shard: cursor.next_offset for shard, cursor in newest.items()}
+    ends = await journal.ends(range(settings.shards)) if positions else {}
+    # Several read models often have the same cursor, mostly at the end: each one is searched from once.
+    searched: dict[tuple[int, Cursor], int] = {}
     lags_of = {}
-    # Several read models often have the same cursor, mostly at the end: each offset is searched from once.
-    searched: dict[tuple[TopicPartition, int], int] = {}
     for name, of_model in positions.items():
-        at = {
-            TopicPartition(topics.journal, shard): offset
-            for shard, offset in of_model.items()
-            if shard < settings.shards
-        }
-        lags_of[name] = await lags(consumer, await _past_markers(consumer, at, searched))
+        at = {}
+        for shard, cursor in of_model.items():
+            if shard not in ends:
+                continue
+            if (shard, cursor) not in searched:
+                searched[shard, cursor] = (await journal.next_event(shard, cursor, ends[shard])).next_offset
+            at[TopicPartition(topics.journal, shard)] = searched[shard, cursor]
+        lags_of[name] = await lags(consumer, at)
     return lags_of
-
-
-async def _past_markers(
-    consumer: AIOKafkaConsumer, at: dict[TopicPartition, int], searched: dict[tuple[TopicPartition, int], int]
-) -> dict[TopicPartition, int]:
-    """The offsets of the first records with events at or after these offsets. A marker has no events, so a
-    read model that has not read it does not lag.
-
-    `searched` caches results between calls.
-    """
-    if not at:
-        return {}
-    beginnings, ends = await consumer.beginning_offsets(list(at)), await consumer.end_offsets(list(at))
-    for partition, offset in at.items():
-        if (partition, offset) in searched:
-            continue
-        reader, first = JournalReader(consumer, partition.topic), max(offset, beginnings[partition])
-        async for records in reader.read(partition.partition, first, ends[partition]):
-            with_events = [record.offset for record in records if named(record.headers).get("count") != b"0"]
-            if with_events:
-                first = with_events[0]
-                break
-        else:
-            first = max(first, ends[partition])
-        searched[partition, offset] = first
-    return {partition: searched[partition, offset] for partition, offset in at.items()}
 
 
 class Jump(NamedTuple):
@@ -481,9 +454,9 @@ def lost_decisions(readings: BookReadings, settings: Settings) -> list[Finding]:
 
 
 def differs(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """Differences that the verifier has found."""
+    """Differences that the verifier has found, and records of the journal that no known relay signed."""
     return [
-        Finding(
+        _not_signed(found) if found.kind == "journal" else Finding(
             "stuck", f"verification: {found.where}{found.what}",
             _DIFFERENCES.get(found.kind, "the read models contradict each other"),
             f"grabstream verify   # shows more; once it is explained: grabstream dismiss {found.id}",
@@ -491,6 +464,15 @@ def differs(readings: BookReadings, settings: Settings) -> list[Finding]:
         )
         for found in readings.findings
     ]  # fmt: skip
+
+
+def _not_signed(found: OpenFinding) -> Finding:
+    return Finding(
+        "risk", f"journal: {found.where}{found.what}",
+        "somebody without a relay's key may write to the journal; nothing of it counts, the books are right",
+        "grabstream verify   # shows all offsets; take that right from whoever it was, then: grabstream "
+        f"dismiss {found.id}", _ms(found.found_at),
+    )  # fmt: skip
 
 
 def _rebuilt(projection: str) -> str:

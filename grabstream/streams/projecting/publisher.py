@@ -22,7 +22,7 @@ from psycopg import AsyncConnection
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.calendar import utc_text
 from grabstream.models.events import CURRENT_VERSIONS, AnyEvent
-from grabstream.models.journal import Corrupt, Cursor, Gap, Headers, named
+from grabstream.models.journal import Cursor, Headers, named
 from grabstream.models.schema_ids import event_name, schema_id
 from grabstream.projections.cursors import Fact, single_facts
 from grabstream.projections.database import locks
@@ -319,8 +319,10 @@ class PublishedOffsets:
                 self._reached[shard] = await self._published(shard)
             cursor = self._reached[shard]
             if cursor is not None:
+                # Records without news are read once, not again for each new end of the journal.
                 cursor = set_aside.past(records, shard, cursor)
-                offsets[shard] = await self._next_event(shard, cursor, offsets[shard])
+                cursor = self._reached[shard] = await self._journal.next_event(shard, cursor, offsets[shard])
+                offsets[shard] = cursor.next_offset
         return offsets
 
     async def _has_published(self, shard: int, start: int, end: int) -> bool:
@@ -341,20 +343,6 @@ class PublishedOffsets:
         if cursor is None and await self._events.beginning(shard):
             return None
         return cursor or Cursor()
-
-    async def _next_event(self, shard: int, cursor: Cursor, journal_end: int) -> int:
-        async for records in self._journal.read(shard, cursor.next_offset, journal_end):
-            for record in records:
-                try:
-                    after, accepted = cursor.feed(record.offset, self._journal.block(record))
-                except (Corrupt, Gap):
-                    return record.offset
-                if accepted:
-                    return record.offset
-                # Records without news are read once, not again for each new end of the journal.
-                self._reached[shard] = cursor = after
-        self._reached[shard] = cursor._replace(next_offset=max(journal_end, cursor.next_offset))
-        return journal_end
 
 
 def _after_last_event(chunks: Sequence[Chunk]) -> Cursor:

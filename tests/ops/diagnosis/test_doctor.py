@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import redis as sync_redis
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import SecretStr
@@ -22,7 +22,7 @@ from grabstream.lua.keys import LAYOUT, SHARD_FIELDS
 from grabstream.lua.library import MISSING
 from grabstream.models.bounds import quoted
 from grabstream.models.commands import Grab, Open
-from grabstream.models.journal import Cursor
+from grabstream.models.journal import Cursor, parse_block
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.opening import key_space, open_gate, open_redis
 from grabstream.ops.diagnosis import books, core, machine, topics
@@ -227,6 +227,32 @@ async def test_a_stopped_read_model_and_a_record_set_aside_are_reported(
         "1 event (2) set aside in ledger" in note.what,
         "lacks what it says of e" in note.what,
     ) == ("note", True, True)
+
+
+async def test_a_read_model_does_not_lag_behind_blocks_that_do_not_count(
+    system: Settings, journal: JournalWriter
+) -> None:
+    """Such as those of a relay that was paused, or of a stranger."""
+    lines = [opened("e", 1), granted("e", 2), granted("e", 3)]
+    await journal.marker(1, "a")
+    await journal.block(lines, 1, 2)
+    after = Cursor()
+    for record in journal.records:
+        after, _ = after.feed(record.offset, parse_block(record.headers, record.value))
+    readings = BookReadings(
+        0, None, True, [], {"ledger": {SHARD: after}}, [], [], [], {}, LostDecisions(0, 0, None), []
+    )  # fmt: skip
+
+    async def next_offsets() -> list[int]:
+        async with started(AIOKafkaConsumer(bootstrap_servers=system.kafka)) as consumer:
+            lags = (await books.read_lags(system, readings, consumer))["ledger"]
+        return [lag.next_offset for lag in lags]
+
+    await journal.marker(2, "b")
+    await journal.block(lines, 3, 3)
+    assert await next_offsets() == []
+    await journal.block(lines, 3, 3, 2, "b")
+    assert await next_offsets() == [journal.records[-1].offset]
 
 
 @pytest.mark.long

@@ -247,7 +247,7 @@ async def test_the_watchdog_reads_a_tail_of_markers_once(
 
     async with await open_books(system) as connection:
         assert await load(connection, 2) == [2]
-        assert await load(connection, 2) == [2, 0, 2]
+        assert await load(connection, 2) == [2, 0]
         for end in (3, 4, 5):
             await journal.marker(1, "old")
             assert await load(connection, end) == [end, end - 1]
