@@ -40,6 +40,9 @@ async def test_a_reader_reads_no_seed_and_no_parts(private_server: Any) -> None:
     for key in refused:
         with pytest.raises(NoPermissionError):
             await reader.execute_command("TYPE", key)
+    for words in (("SCAN", "0"), ("RANDOMKEY",)):  # these name keys of all prefixes
+        with pytest.raises(NoPermissionError):
+            await reader.execute_command(*words)
     assert int(await reader.hget(shard.state, "seq")) >= 3
     assert await reader.hlen(shard.users(offer)) == 2
     for key in (keys.system, shard.outbox, shard.due, shard.lease, *shard.of_campaign(offer)):
