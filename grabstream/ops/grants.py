@@ -15,7 +15,7 @@ from psycopg import AsyncConnection, sql
 from grabstream.lua.keys import readable_patterns
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
-from grabstream.streams.kafka_internals import create_acl, delete_acls
+from grabstream.streams.kafka_internals import create_acl
 from grabstream.streams.relaying.shadow import SHADOW
 
 #: Rights on Redis by role, beside the keys and channels of the prefix. @dangerous has FLUSHALL, CONFIG, ACL,
@@ -67,11 +67,11 @@ class Acl(NamedTuple):
     pattern: str
     operation: str
 
-    def command(self, bootstrap: str, change: str = "--add") -> str:
-        """The command of Kafka's tools that adds it, or removes it (`--remove --force`)."""
+    def command(self, bootstrap: str) -> str:
+        """The command of Kafka's tools that adds it."""
         words = self.operation.title().replace("_", "")
         return (
-            f"kafka-acls.sh --bootstrap-server {bootstrap} --command-config admin.properties {change} "
+            f"kafka-acls.sh --bootstrap-server {bootstrap} --command-config admin.properties --add "
             f"--allow-principal {self.principal} --operation {words} --{self.resource} {self.name} "
             f"--resource-pattern-type {self.pattern}"
         )
@@ -136,34 +136,14 @@ def kafka_acls(prefix: str, groups: Sequence[str] = ()) -> list[Acl]:
     return acls + [Acl(reader, "group", group, "literal", "READ") for group in groups]
 
 
-def former_kafka_acls(prefix: str) -> list[Acl]:
-    """Permissions that earlier releases gave and nobody has now: on all groups whose names begin with the
-    prefix and a dot, also those of another system (`grab.eu` of `grab`), and of the deciders.
-    """
-    return [
-        Acl(f"User:{role_name(prefix, role)}", "group", f"{prefix}.", "prefixed", "READ")
-        for role in ("worker", "reader")
-    ]
-
-
-async def apply_kafka(bootstrap: str, acls: Sequence[Acl], former: Sequence[Acl] = ()) -> None:
-    """Adds permissions, then removes the `former`; others stay as they are. Raises aiokafka's errors."""
+async def apply_kafka(bootstrap: str, acls: Sequence[Acl]) -> None:
+    """Adds permissions; others stay as they are. Raises aiokafka's errors."""
     async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
         for acl in acls:
             answer = await create_acl(client, *acl.fields)
-            _require_success(answer.creation_responses)
-        for acl in former:
-            answer = await delete_acls(client, *acl.fields)
-            _require_success(answer.filter_responses)
-            for *_, matching in answer.filter_responses:
-                for found in matching:
-                    _require_success([found])
-
-
-def _require_success(responses: Sequence[tuple[Any, ...]]) -> None:
-    [(code, message, *_)] = responses
-    if code:
-        raise for_code(code)(message)
+            [(code, message, *_)] = answer.creation_responses
+            if code:
+                raise for_code(code)(message)
 
 
 async def postgres_statements(connection: AsyncConnection[Any], schema: str, prefix: str) -> list[str]:

@@ -34,7 +34,7 @@ from aiokafka import conn
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.consumer import fetcher
 from aiokafka.errors import KafkaConnectionError, UnsupportedSaslMechanismError
-from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest, SaslHandShakeRequest
+from aiokafka.protocol.admin import CreateAclsRequest, SaslHandShakeRequest
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
 from aiokafka.record.memory_records import MemoryRecords
@@ -182,11 +182,6 @@ async def send(client: AIOKafkaAdminClient, request: Any) -> Any:
 async def create_acl(client: AIOKafkaAdminClient, *acl: Any) -> Any:
     """Adds a permission, by Kafka's numbers and names in the order of the protocol; returns the answer."""
     return await send(client, CreateAclsRequest(*acl))
-
-
-async def delete_acls(client: AIOKafkaAdminClient, *matching: Any) -> Any:
-    """Removes the permissions that match; returns the answer."""
-    return await send(client, DeleteAclsRequest(*matching))
 
 
 async def connect(host: str, port: int, **options: Any) -> Any:

@@ -37,7 +37,6 @@ from grabstream.lua.gate.sealing import new_seal_key
 from grabstream.models.vocabulary import Grab
 from grabstream.ops.connections.logins import refusal
 from grabstream.ops.connections.opening import checked_books, open_redis
-from grabstream.ops.grants import apply_kafka, former_kafka_acls
 from grabstream.ops.settings import BadSettings, Settings, child_environment, load_settings
 from grabstream.projections.database.sessions import connect
 from grabstream.streams import brokers
@@ -635,7 +634,6 @@ async def test_each_role_may_do_its_work_and_nothing_else(
     named = environment | {"prefix": "narrow", "schema": "narrow"}
     run(named, "init")
     settings = settings_of(named, monkeypatch)
-    await apply_kafka(settings.brokers, former_kafka_acls("narrow"))
     planned = json.loads(run(named, "grants", "--apply", "--dry-run", "--json"))
     assert planned["applied"] is False
     of_readers = ("--group", "narrow.reports")

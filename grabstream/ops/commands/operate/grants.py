@@ -34,13 +34,11 @@ def grants(applies: bool, dry_run: bool, groups: tuple[str, ...], as_json: bool)
             raise click.BadParameter(str(error), param_hint="--group") from None
     redis = roles.redis_commands(settings.prefix)
     acls = roles.kafka_acls(settings.prefix, groups)
-    former = roles.former_kafka_acls(settings.prefix)
     statements = asyncio.run(_statements(settings))
     given = applies and not dry_run
     if given:
-        asyncio.run(_apply(settings, redis, acls, former, statements))
+        asyncio.run(_apply(settings, redis, acls, statements))
     kafka = [acl.command(settings.kafka) for acl in acls]
-    kafka += [acl.command(settings.kafka, "--remove --force") for acl in former]
     if as_json:
         print_json(
             {
@@ -71,7 +69,6 @@ async def _apply(
     settings: Settings,
     redis: list[list[str]],
     acls: list[roles.Acl],
-    former: list[roles.Acl],
     statements: list[str],
 ) -> None:
     client = open_redis(settings)
@@ -81,7 +78,7 @@ async def _apply(
                 await server.execute_command(*words)
     finally:
         await client.aclose()
-    await roles.apply_kafka(settings.brokers, acls, former)
+    await roles.apply_kafka(settings.brokers, acls)
     async with checked_books(settings, autocommit=False) as connection:
         for statement in statements:
             await connection.execute(statement.encode())
