@@ -380,6 +380,13 @@ def test_payment_keys_are_shown_by_their_ids_only(monkeypatch: pytest.MonkeyPatc
     assert one.partition(":")[2] not in str(raised.value)
 
 
+def test_a_secret_is_shown_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAB_S3_ACCESS_KEY", "me")
+    monkeypatch.setenv("GRAB_S3_SECRET_KEY", "s3cret")
+    shown = json.loads(CliRunner().invoke(grabstream, ["config", "--json"]).output)
+    assert [shown[f"GRAB_{name}"]["value"] for name in ("S3_SECRET_KEY", "KAFKA_PASSWORD")] == ["…", ""]
+
+
 def test_payment_side_cannot_be_asked_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAB_PAYMENT_KEYS", "")
     monkeypatch.setenv("GRAB_PAYMENT_QUERY_URL", "http://127.0.0.1:1/query")

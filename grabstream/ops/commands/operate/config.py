@@ -3,6 +3,7 @@
 from typing import Any
 
 import click
+from pydantic import SecretStr
 
 from grabstream.lua.gate.sealing import SEALING, new_seal_key
 from grabstream.models.identifiers import is_id
@@ -111,4 +112,6 @@ def _masked(key: str) -> str:
 def _shown(name: str, value: Any) -> Any:
     if name in ("seal_keys", "payment_keys", "journal_keys"):
         return ", ".join(map(_masked, filter(None, value.get_secret_value().split(","))))
+    if isinstance(value, SecretStr):
+        return "…" if value.get_secret_value() else ""
     return without_password(value) if name in ADDRESSES and value is not None else value
