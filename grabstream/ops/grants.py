@@ -16,7 +16,7 @@ from grabstream.lua.keys import readable_patterns
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.kafka_internals import create_acl
-from grabstream.streams.relaying.shadow import SHADOW
+from grabstream.streams.relaying.shadow import SHADOW, VERIFIER_SHADOW
 
 #: Rights on Redis by role, beside the keys and channels of the prefix. @dangerous has FLUSHALL, CONFIG, ACL,
 #: KEYS and SHUTDOWN. SCAN and RANDOMKEY name keys of all prefixes, whatever a user may read; workers need the
@@ -92,15 +92,17 @@ def role_name(prefix: str, role: str) -> str:
 
 def redis_commands(prefix: str) -> list[list[str]]:
     """The ACL SETUSER command of each role. A reader may only read keys, and none that tell parts or codes to
-    come; a worker also has those with which the verifier compares (streams/relaying/shadow.py).
+    come; a worker also has the keys and channels with which verifiers compare (streams/relaying/shadow.py).
     """
-    own = f"~{prefix}:*"
-    keys = {"worker": [own, f"~{prefix}{SHADOW}*"], "gate": [own], "reader": []}
+    own, shadows = f"{prefix}:*", [f"{prefix}{shadow}:*" for shadow in (SHADOW, VERIFIER_SHADOW)]
+    names = {"worker": [own, *shadows], "gate": [own], "reader": [own]}
+    keys = {role: [f"~{name}" for name in of_role] for role, of_role in names.items()}
     keys["reader"] = [f"%R~{pattern}" for pattern in readable_patterns(prefix)]
     begin = ["on", "resetkeys", "resetchannels", "-@all"]
     return [
         [
-            "ACL", "SETUSER", role_name(prefix, role), *begin, *keys[role], f"&{prefix}:*", *rights.split(),
+            "ACL", "SETUSER", role_name(prefix, role), *begin, *keys[role],
+            *(f"&{name}" for name in names[role]), *rights.split(),
         ]
         for role, rights in REDIS_RIGHTS.items()
     ]  # fmt: skip

@@ -17,7 +17,9 @@ from grabstream.models.commands import Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.libraries import delete_others, load_everywhere
 from grabstream.ops.connections.opening import require_core
+from grabstream.ops.grants import redis_commands
 from grabstream.streams.deciding.sweeper import Sweeper
+from grabstream.streams.relaying.shadow import SHADOW, VERIFIER_SHADOW
 from tests.lua.conftest import SEALER, grabs, opening, private_server, take_over
 
 __all__ = ["private_server"]
@@ -62,6 +64,18 @@ async def test_the_users_of_the_page_can_work(users: Any) -> None:
         await gate_user.execute_command("FUNCTION", "LOAD", library().text)
     with pytest.raises(NoPermissionError):
         await gate_user.set("another:key", "x")
+
+
+@pytest.mark.parametrize("given_by", ["page", "grants"])
+async def test_a_worker_may_use_the_shadows_with_which_verifiers_compare(users: Any, given_by: str) -> None:
+    admin = users["admin"]
+    if given_by == "grants":
+        for words in redis_commands("grab"):
+            await admin.execute_command(*words)
+    for name in (SHADOW, VERIFIER_SHADOW):
+        shadow = KeySpace("grab" + name, 2).shard(1)
+        for words in (("SET", shadow.lease, "1"), ("PUBLISH", shadow.channel, "1")):
+            assert await admin.execute_command("ACL", "DRYRUN", "grab_worker", *words) == b"OK", words
 
 
 async def test_libraries_of_other_releases_are_named_and_deleted_on_request(users: Any) -> None:
