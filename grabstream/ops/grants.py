@@ -29,9 +29,10 @@ REDIS_RIGHTS: Final = {
 #: Operations on topics, by role and the topic's last part. A new topic is one more word here.
 KAFKA_RIGHTS: Final = {
     "worker": {
-        "commands": "READ", "operations": "READ", "results": "WRITE",
-        "journal": "READ WRITE DESCRIBE_CONFIGS",
-        "events": "READ WRITE", "rejected": "READ WRITE", "refusals": "WRITE",
+        "commands": "READ DESCRIBE_CONFIGS", "operations": "READ DESCRIBE_CONFIGS",
+        "results": "WRITE DESCRIBE_CONFIGS", "journal": "READ WRITE DESCRIBE_CONFIGS",
+        "events": "READ WRITE DESCRIBE_CONFIGS", "rejected": "READ WRITE DESCRIBE_CONFIGS",
+        "refusals": "WRITE DESCRIBE_CONFIGS",
     },
     "gate": {"refusals": "WRITE"},
     "user": {"commands": "WRITE", "results": "READ"},

@@ -11,7 +11,12 @@ from typing import Any, Final, NamedTuple
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import KafkaTimeoutError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import (
+    KafkaTimeoutError,
+    TopicAlreadyExistsError,
+    TopicAuthorizationFailedError,
+    for_code,
+)
 
 from grabstream.models.bounds import RECORD_BYTES_MAX
 from grabstream.models.commands import AnyCommand, OfferCommand
@@ -157,6 +162,17 @@ def _is_enough(value: int, least: int) -> bool:
     return value == -1 or (least != -1 and value >= least)
 
 
+async def describe(client: AIOKafkaAdminClient, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Topics as the brokers describe them; those that do not exist have no partitions. Raises aiokafka's
+    errors, also where the login may not describe a topic, which would seem not to exist.
+    """
+    described: list[dict[str, Any]] = await client.describe_topics(list(names))
+    for topic in described:
+        if topic["error_code"] == TopicAuthorizationFailedError.errno:
+            raise TopicAuthorizationFailedError(f"topic {topic['topic']}")
+    return described
+
+
 async def states_of(
     client: AIOKafkaAdminClient, described: Sequence[Mapping[str, Any]]
 ) -> dict[str, TopicState]:
@@ -216,8 +232,8 @@ async def create_topic_like(bootstrap: str, like: str, name: str, shards: int) -
 async def partitions_of(bootstrap: str, name: str) -> list[dict[str, Any]]:
     """The partitions of a topic as the brokers describe them; empty if there is no such topic."""
     async with started(AIOKafkaAdminClient(**brokers.at(bootstrap))) as client:
-        described = await client.describe_topics([name])
-    return list(described[0]["partitions"])
+        [described] = await describe(client, [name])
+    return list(described["partitions"])
 
 
 def change_command(bootstrap: str, name: str, settings: Mapping[str, str]) -> str:

@@ -656,7 +656,10 @@ async def test_each_role_may_do_its_work_and_nothing_else(
         assert "granted" in run(gate, "grab", "tea", "eve")
         await _kafka_allows_and_refuses(settings)
         await _kafka_narrows_groups(settings)
-        assert json.loads(run(named, "verify", "--json"))
+        assert json.loads(run(worker, "verify", "--json"))
+        _doctor_tells_a_missing_right_from_a_loss(worker, gate)
+        wait_until(lambda: _has_verified(worker), 60, "the verifier of the worker")
+    assert "permission" not in (tmp_path / "worker.log").read_text()
     refused = [*_FOR_NOBODY, *_OF_A_WORKER]
     await _redis_refuses(settings_of(named, monkeypatch, **_as_role(named, "gate", "writer")), refused)
     await _redis_refuses(settings_of(named, monkeypatch, **_as_role(named, "worker", "writer")), _FOR_NOBODY)
@@ -720,6 +723,23 @@ def _as_role(environment: dict[str, str], of_redis: str, of_postgres: str) -> di
         "redis_url": logged_in(environment["redis_url"], f"narrow_{of_redis}"),
         "postgres": logged_in(environment["postgres"], f"narrow_{of_postgres}"),
     }
+
+
+def _has_verified(environment: dict[str, str]) -> bool:
+    """Whether a pass has compared all shards, Redis too."""
+    of_shards = json.loads(run(environment, "status", "--json"))["verified"]
+    return all(one["at"] is not None for one in of_shards)
+
+
+def _doctor_tells_a_missing_right_from_a_loss(worker: dict[str, str], gate: dict[str, str]) -> None:
+    """A topic that a login may not describe is not one that is lost: what mends a loss would do harm."""
+    allowed = json.loads(grabstream("doctor", "--json", **worker).stdout)
+    assert allowed["servers"] == dict.fromkeys(("redis", "kafka", "postgres")), allowed
+    done = grabstream("doctor", **(gate | {"kafka_username": "narrow_gate", "kafka_password": "secret"}))
+    assert "Kafka cannot be examined" in done.stdout
+    assert "this login may not ask: TopicAuthorizationFailedError" in done.stdout
+    assert "missing" not in done.stdout
+    assert "lost" not in done.stdout
 
 
 _KAFKA_WORKER = {"kafka_username": "narrow_worker", "kafka_password": "secret"}

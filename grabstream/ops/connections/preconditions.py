@@ -23,6 +23,7 @@ from grabstream.streams.topics import (
     Topics,
     TopicState,
     change_command,
+    describe,
     retention_ms,
     settings_needed,
     states_of,
@@ -189,7 +190,7 @@ async def read_topics(settings: Settings) -> dict[str, TopicState]:
     """The topics of the system that exist; raises aiokafka's errors."""
     names = retention_ms(Topics(settings.prefix), settings.refusals_topic)
     async with started(AIOKafkaAdminClient(**brokers.at(settings.brokers))) as client:
-        return await states_of(client, await client.describe_topics(list(names)))
+        return await states_of(client, await describe(client, list(names)))
 
 
 async def require_new_topics(settings: Settings) -> None:

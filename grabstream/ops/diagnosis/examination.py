@@ -6,9 +6,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from aiokafka import AIOKafkaConsumer
-from aiokafka.errors import KafkaError
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    KafkaError,
+    TopicAuthorizationFailedError,
+)
 from psycopg import OperationalError
-from redis.exceptions import RedisError
+from psycopg.errors import InsufficientPrivilege
+from redis.exceptions import NoPermissionError, RedisError
 
 from grabstream.lua.gate.calls import now_ms
 from grabstream.ops.connections.identity import IdentityNotRecorded, OtherJournal, OtherSystem
@@ -34,7 +40,13 @@ from grabstream.streams.clients import started
 
 #: How long the examination waits for a server.
 SERVER_SECONDS_MAX: Final = 15.0
-_NO_ANSWER: Final = (RedisError, KafkaError, OperationalError, OSError, TimeoutError)
+_NOT_ALLOWED: Final = (
+    NoPermissionError, TopicAuthorizationFailedError, GroupAuthorizationFailedError,
+    ClusterAuthorizationFailedError, InsufficientPrivilege,
+)  # fmt: skip
+_NO_ANSWER: Final = (RedisError, KafkaError, OperationalError, InsufficientPrivilege, OSError, TimeoutError)
+#: What the problem of a server begins with that answers, but not to this login.
+NOT_ALLOWED: Final = "this login may not ask: "
 
 Clock = Callable[[], int]
 
@@ -354,10 +366,8 @@ async def _ask(reading: Awaitable[Any]) -> tuple[Any, str | None]:
         async with asyncio.timeout(SERVER_SECONDS_MAX):
             return await reading, None
     except _NO_ANSWER as error:
-        return (
-            None,
-            f"{type(error).__name__}: {str(error).strip() or f'no answer within {SERVER_SECONDS_MAX:.0f} s'}",
-        )
+        words = str(error).strip() or f"no answer within {SERVER_SECONDS_MAX:.0f} s"
+        return None, f"{NOT_ALLOWED * isinstance(error, _NOT_ALLOWED)}{type(error).__name__}: {words}"
 
 
 async def _read_core(settings: Settings, clock: Clock) -> CoreReadings:

@@ -24,6 +24,7 @@ from grabstream.streams.topics import (
     DAY_MS,
     Topics,
     TopicState,
+    describe,
     keeps_compressed,
     retention_ms,
     states_of,
@@ -109,7 +110,7 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
         enable_auto_commit=False,
     )  # fmt: skip
     async with started(AIOKafkaAdminClient(**at)) as client, started(committed):
-        described = await client.describe_topics(names)
+        described = await describe(client, names)
         partitions = {
             topic["topic"]: sorted(
                 Partition(p["partition"], p["leader"], p["replicas"], p["isr"]) for p in topic["partitions"]

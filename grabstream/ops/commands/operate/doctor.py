@@ -13,7 +13,13 @@ from rich.text import Text
 
 from grabstream.ops.connections.opening import checked_books
 from grabstream.ops.console.output import WholeNumber, console, json_option, print_json
-from grabstream.ops.diagnosis.examination import Examination, by_severity, examine, since_in_words
+from grabstream.ops.diagnosis.examination import (
+    NOT_ALLOWED,
+    Examination,
+    by_severity,
+    examine,
+    since_in_words,
+)
 from grabstream.ops.settings import load_settings
 from grabstream.projections.checking import verified
 
@@ -104,6 +110,13 @@ def _print(examination: Examination) -> None:
     for server, problem in examination.servers.items():
         if problem is not None:
             name, setting = _SERVERS[server]
+            if problem.startswith(NOT_ALLOWED):
+                _say("risk", f"{name} cannot be examined", None, examination.at)
+                _detail("says", problem)
+                _detail(
+                    "mend", "run it with the login of a worker (`grabstream grants`), or of who may do all"
+                )
+                continue
             _say("stuck", f"{name} does not answer", None, examination.at)
             _detail("means", _MEANS[server])
             _detail("says", problem)
