@@ -11,8 +11,10 @@ from typing import Any, Final, NamedTuple
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import for_code
 from psycopg import AsyncConnection, sql
+from redis.exceptions import ResponseError
 
 from grabstream.lua.keys import readable_patterns
+from grabstream.ops.connections.redis_servers import servers_of
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
 from grabstream.streams.kafka_internals import create_acl
@@ -107,6 +109,24 @@ def redis_commands(prefix: str) -> list[list[str]]:
         ]
         for role, rights in REDIS_RIGHTS.items()
     ]  # fmt: skip
+
+
+async def apply_redis(client: Any, commands: Sequence[Sequence[str]]) -> list[str]:
+    """Gives the rights at each server, since servers do not pass users on to their replicas, and saves them.
+    Returns the addresses of servers without a file of users, which forget them when they are restarted.
+    Raises redis-py's errors.
+    """
+    forgetful = []
+    for name, server in await servers_of(client):
+        for words in commands:
+            await server.execute_command(*words)
+        try:
+            await server.execute_command("ACL", "SAVE")
+        except ResponseError as error:
+            if "ACL file" not in str(error):
+                raise
+            forgetful.append(name)
+    return forgetful
 
 
 def require_group(prefix: str, group: str) -> None:

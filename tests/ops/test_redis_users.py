@@ -16,10 +16,15 @@ from grabstream.lua.library import library, load
 from grabstream.models.commands import Open
 from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.libraries import delete_others, load_everywhere
-from grabstream.ops.connections.opening import require_core
-from grabstream.ops.grants import redis_commands
+from grabstream.ops.connections.opening import open_redis, require_core
+from grabstream.ops.grants import apply_redis, redis_commands
+from grabstream.ops.services import free_ports
+from grabstream.ops.services.cluster import join_redis
+from grabstream.ops.services.servers import Redis
+from grabstream.ops.settings import load_settings
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying.shadow import SHADOW, VERIFIER_SHADOW
+from tests.conftest import wait_until
 from tests.lua.conftest import SEALER, grabs, opening, private_server, take_over
 
 __all__ = ["private_server"]
@@ -96,3 +101,43 @@ async def test_libraries_of_other_releases_are_named_and_deleted_on_request(user
 async def test_init_says_why_functions_cannot_be_used(users: Any) -> None:
     [server] = await load_everywhere(users["grab_gate"])
     assert "function|load" in server.plain
+
+
+@pytest.mark.long
+async def test_users_are_known_to_each_server_of_a_cluster_also_after_a_failover(tmp_path: Path) -> None:
+    """A worker and a gate of the least rights work there, and with the replica once it is the master."""
+    ports, buses = free_ports(2), free_ports(2)
+    servers = [Redis(tmp_path / f"{n}", ports[n], f"redis-{n}", buses[n]) for n in range(2)]
+    settings, keys = load_settings(), KeySpace("grab", 2)
+
+    def client_of(login: str = "") -> Any:
+        nodes = ",".join(f"127.0.0.1:{port}" for port in ports)
+        return open_redis(settings.model_copy(update={"redis_url": f"redis-cluster://{login}{nodes}"}))
+
+    try:
+        for server in servers:
+            server.start()
+        join_redis(servers, 1)
+        for server in servers:
+            with server.client() as client:
+                wait_until(lambda client=client: len(client.cluster("SLOTS")[0]) == 4, 30, "a replica")
+        admin = client_of()
+        commands = [[*words, ">secret"] for words in redis_commands("grab")]
+        assert sorted(await apply_redis(admin, commands)) == sorted(f"127.0.0.1:{port}" for port in ports)
+        await admin.aclose()
+        worker, gate_user = client_of("grab_worker:secret@"), client_of("grab_gate:secret@")
+        await load_everywhere(worker)
+        await take_over(worker, keys)
+        gate = Gate(gate_user, keys, SEALER)
+        [answer] = await gate.decide([opening()], "decided")
+        assert answer.outcome == "opened"
+        await gate.close()
+        with servers[1].client() as replica:
+            replica.execute_command("CLUSTER", "FAILOVER")
+            wait_until(lambda: replica.role()[0] == b"master", 30, "the failover")
+        for client in (worker, gate_user):
+            assert await client.hget(keys.shard(answer.shard).state, "seq") == b"1"
+            await client.aclose()
+    finally:
+        for server in servers:
+            server.kill()

@@ -66,6 +66,14 @@ async def masters(client: Any) -> list[tuple[str, Any]]:
     return [(server.name, server.client) for server in client.masters()]
 
 
+async def servers_of(client: Any) -> list[tuple[str, Any]]:
+    """The address ('' without a cluster) and the client of each server, replicas of a cluster too."""
+    if not isinstance(client, ClusterClient):
+        return [("", client)]
+    await client.load_slots()
+    return [(server.name, server.client) for server in client.servers()]
+
+
 async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
     """INFO of each server by its address ('' without a cluster), or only of the server that has `key`.
 

@@ -1,14 +1,19 @@
 """`grants`: what each role may do on the three servers."""
 
 import asyncio
+from typing import Final
 
 import click
 
 from grabstream.ops import grants as roles
 from grabstream.ops.connections.opening import check_system, checked_books, open_redis
-from grabstream.ops.connections.redis_servers import masters
 from grabstream.ops.console.output import json_option, print_json
-from grabstream.ops.settings import Settings, load_settings
+from grabstream.ops.settings import Settings, load_settings, without_password
+
+_FORGETFUL: Final = (
+    "grabstream: Redis at {} has no file of users (`aclfile`), and forgets them when it is restarted: set "
+    "one, and run this again"
+)
 
 
 @click.command()
@@ -35,9 +40,14 @@ def grants(applies: bool, dry_run: bool, groups: tuple[str, ...], as_json: bool)
     redis = roles.redis_commands(settings.prefix)
     acls = roles.kafka_acls(settings.prefix, groups)
     statements = asyncio.run(_statements(settings))
-    given = applies and not dry_run
+    given, forgetful = applies and not dry_run, list[str]()
     if given:
-        asyncio.run(_apply(settings, redis, acls, statements))
+        forgetful = asyncio.run(_apply(settings, redis, acls, statements))
+    if forgetful:
+        click.echo(
+            _FORGETFUL.format(", ".join(filter(None, forgetful)) or without_password(settings.redis_url)),
+            err=True,
+        )
     kafka = [acl.command(settings.kafka) for acl in acls]
     if as_json:
         print_json(
@@ -70,15 +80,14 @@ async def _apply(
     redis: list[list[str]],
     acls: list[roles.Acl],
     statements: list[str],
-) -> None:
+) -> list[str]:
     client = open_redis(settings)
     try:
-        for _, server in await masters(client):
-            for words in redis:
-                await server.execute_command(*words)
+        forgetful = await roles.apply_redis(client, redis)
     finally:
         await client.aclose()
     await roles.apply_kafka(settings.brokers, acls)
     async with checked_books(settings, autocommit=False) as connection:
         for statement in statements:
             await connection.execute(statement.encode())
+    return forgetful
