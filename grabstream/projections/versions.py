@@ -24,7 +24,7 @@ from psycopg.errors import (
 from psycopg.rows import class_row
 
 from grabstream.projections import reports
-from grabstream.projections.database.grants import give, grants_of
+from grabstream.projections.database.grants import give, grants_of, pass_on
 from grabstream.projections.definitions import PROJECTIONS, cursor_tables, definition_of
 
 log = logging.getLogger(__name__)
@@ -364,6 +364,7 @@ async def show(connection: AsyncConnection[Any], schema: str, version: Version, 
     await _freeze(connection, version, False)
     if live is not None and has_tables and live.version != version.version:
         await _freeze(connection, live, live.definition == version.definition)
+        await pass_on(connection, live.schema, version.schema)
     obsolete = set(await _views(connection, live.schema)) if live is not None and has_tables else set()
     granted = await reports.report_grants(connection, schema)
     obsolete -= await _show_views(connection, schema, version)

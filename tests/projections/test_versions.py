@@ -71,6 +71,28 @@ async def test_the_statement_that_removes_a_schema_holds_for_reserved_words(sett
         await connection.rollback()
 
 
+async def test_a_version_that_is_shown_gets_the_grants_of_the_one_before(
+    connection: AsyncConnection[Any], settings: Settings
+) -> None:
+    """Otherwise workers with the least rights could not write it, until somebody grants them again."""
+    main = settings.schema_
+    for what in ("USAGE ON SCHEMA {}", "SELECT, INSERT ON {}.transfers_1", "SELECT ON {}.projection_cursors"):
+        await connection.execute(f"GRANT {what.format(f'{main}_ledger_1')} TO PUBLIC".encode())
+    async with connection.transaction():
+        made = await versions.create(connection, main, "ledger", settings.shards)
+        await versions.complete(connection, "ledger")
+        await versions.show(connection, main, made)
+    rights = [
+        f"has_schema_privilege('public', '{made.schema}', 'USAGE')",
+        *(f"has_table_privilege('public', '{made.schema}.{table}', '{right}')"
+          for table, right in (("transfers_1", "SELECT"), ("transfers_1", "INSERT"),
+                               ("projection_cursors", "SELECT"), ("transfers_1", "UPDATE"),
+                               ("accounts_1", "SELECT"))),
+    ]  # fmt: skip
+    found = await connection.execute(f"SELECT {', '.join(rights)}".encode())
+    assert await found.fetchone() == (True, True, True, True, False, False)
+
+
 async def test_new_system_has_the_definitions_of_the_code_and_no_migration_writes_them_again(
     connection: AsyncConnection[Any], settings: Settings
 ) -> None:

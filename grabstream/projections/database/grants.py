@@ -1,4 +1,6 @@
-"""Grants on views: read before a view is dropped, and given again after it is created."""
+"""Grants: those on a view, read before it is dropped, and given again after it is created; and those of a
+version of a read model, for the version that takes its place.
+"""
 
 from typing import Any, NamedTuple
 
@@ -34,3 +36,24 @@ async def give(connection: AsyncConnection[Any], schema: str, view: str, grants:
                 sql.Identifier(schema, view)
             )
         )
+
+
+async def pass_on(connection: AsyncConnection[Any], from_schema: str, to_schema: str) -> None:
+    """Gives the grants on a schema and on its tables, views and sequences for those of the same names in
+    another schema.
+    """
+    rows = await connection.execute(
+        "SELECT kind, name, CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END, "
+        "privilege_type, is_grantable FROM ("
+        "SELECT 'SCHEMA' AS kind, '' AS name, nspowner AS owner, nspacl AS rights FROM pg_namespace "
+        "WHERE nspname = %(from)s UNION ALL "
+        "SELECT CASE relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, relname, relowner, relacl "
+        "FROM pg_class WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = %(from)s) "
+        "AND relname IN (SELECT relname FROM pg_class JOIN pg_namespace AS n ON n.oid = relnamespace "
+        "WHERE nspname = %(to)s)) AS named, aclexplode(rights) WHERE grantee <> owner",
+        {"from": from_schema, "to": to_schema},
+    )
+    for kind, name, role, privilege, with_option in await rows.fetchall():
+        option = " WITH GRANT OPTION" if with_option else ""
+        on = sql.Identifier(to_schema, name) if name else sql.Identifier(to_schema)
+        await connection.execute(sql.SQL(f"GRANT {privilege} ON {kind} {{}} TO {role}{option}").format(on))
