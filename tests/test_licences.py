@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grabstream.ops.services.servers import PROJECT
+from grabstream.workshop.services.servers import PROJECT
 
 
 def table_of(components: list[dict[str, Any]], folder: Path) -> "subprocess.CompletedProcess[str]":

@@ -18,12 +18,12 @@ from grabstream.models.offers import StockTerms
 from grabstream.ops.connections.libraries import delete_others, load_everywhere
 from grabstream.ops.connections.opening import open_redis, require_core
 from grabstream.ops.grants import apply_redis, redis_commands
-from grabstream.ops.services import free_ports
-from grabstream.ops.services.cluster import join_redis
-from grabstream.ops.services.servers import Redis
 from grabstream.ops.settings import load_settings
 from grabstream.streams.deciding.sweeper import Sweeper
 from grabstream.streams.relaying.shadow import SHADOW, VERIFIER_SHADOW
+from grabstream.workshop.services import free_ports
+from grabstream.workshop.services.cluster import join_redis
+from grabstream.workshop.services.servers import Redis
 from tests.conftest import wait_until
 from tests.lua.conftest import SEALER, grabs, opening, private_server, take_over
 
