@@ -166,7 +166,7 @@ async def add_accounts(connection: AsyncConnection[Any], changes: Mapping[tuple[
         (
             text_array([key[0] for key in keys]),
             text_array([key[1] for key in keys]),
-            integer_array(changes[key] for key in keys),
+            integer_array([changes[key] for key in keys]),
         ),
     )
 
