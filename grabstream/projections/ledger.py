@@ -10,6 +10,7 @@ from psycopg import AsyncConnection
 
 from grabstream.models.runs import RUN_GRABS_MAX, HeldRun
 from grabstream.models.transfers import RunTransfers, Transfer, Transfers
+from grabstream.projections.account_sums import TooMany, write_sums
 from grabstream.projections.accounts import Changes, changes_of
 from grabstream.projections.cursors import Fact
 from grabstream.projections.database.arrays import copy_rows, copy_text, in_order, integer_array, text_array
@@ -74,6 +75,15 @@ async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
 async def finish(connection: AsyncConnection[Any]) -> None:
     """Computes the sum of every account, after all transfers were loaded."""
     await connection.execute(_SUM)
+
+
+async def finish_here(connection: AsyncConnection[Any]) -> None:
+    """The same by this process, unless there are more accounts than it keeps in memory."""
+    try:
+        async with connection.transaction():
+            await write_sums(connection)
+    except TooMany:
+        await finish(connection)
 
 
 def in_lines(after: str, to: str | None = None) -> str:

@@ -76,7 +76,8 @@ async def same_rows(books: Settings, lines: Sequence[bytes], runs: Sequence[byte
         of_each = await _applied(connection, books.schema_, facts(as_lines(lines)), [len(lines)])
         assert of_each["transfers"]
         assert await _applied(connection, books.schema_, facts(runs), sizes) == of_each
-        assert await _built(connection, f"{books.schema_}_built", facts(runs), sizes) == of_each
+        for here in (False, True):
+            assert await _built(connection, f"{books.schema_}_built", facts(runs), sizes, here) == of_each
 
 
 def facts(lines: Sequence[bytes]) -> list[Fact]:
@@ -95,14 +96,15 @@ async def _applied(
 
 
 async def _built(
-    connection: AsyncConnection[Any], schema: str, facts: list[Fact], sizes: list[int]
+    connection: AsyncConnection[Any], schema: str, facts: list[Fact], sizes: list[int], here: bool
 ) -> Tables:
     async with connection.transaction(force_rollback=True):
         await connection.execute("SELECT set_config('search_path', %s, true)", (schema,))
         for model in MODELS:
             for group in in_groups(facts, sizes):
                 await READ_MODELS[model].load(connection, group)
-            await READ_MODELS[model].finish(connection)
+            finish = READ_MODELS[model].finish_here if here else READ_MODELS[model].finish
+            await finish(connection)
         return await _tables(connection)
 
 

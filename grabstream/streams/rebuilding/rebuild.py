@@ -281,7 +281,7 @@ class Rebuild:
                 await self._writer.execute("SET LOCAL work_mem = '256MB'")
                 # PostgreSQL cannot know how many accounts there are, and would hash them.
                 await self._writer.execute("SET LOCAL enable_hashagg = off")
-                await self._model.finish(self._writer)
+                await self._model.finish_here(self._writer)
                 await versions.complete(self._writer, self._projection)
                 building = await versions.set_phase(self._writer, self._where.schema, building, "following")
         except (psycopg.IntegrityError, psycopg.DataError) as error:
