@@ -14,6 +14,7 @@ Cursors and rows are always committed together, so a build that was stopped or k
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -47,8 +48,10 @@ log = logging.getLogger(__name__)
 CHUNK_EVENTS: Final = 10_000
 FOLLOW_EVENTS: Final = 2_000
 CHUNKS_AHEAD: Final = 1
-#: With fewer events to load, starting processes takes longer than loading.
-PROCESSES_EVENTS_MIN: Final = 100_000
+#: So many events are loaded first, to see how long the others will take.
+SAMPLE_EVENTS: Final = 50_000
+#: With less processor time to spend on loading, starting processes, 0.4 s each, takes as long as they save.
+PROCESSES_SECONDS_MIN: Final = 2.0
 #: A build that lags behind the live version by fewer events is finished, and follows from there.
 NEAR_EVENTS: Final = 20_000
 POLL_SECONDS: Final = 0.05
@@ -226,17 +229,25 @@ class Rebuild:
     ) -> None:
         while True:
             targets = await targets_now()
-            work = {
-                shard: target.seq - self._cursors[shard].seq
-                for shard, target in targets.items()
-                if target.seq > self._cursors[shard].seq
-            }
-            if self._jobs > 1 and sum(work.values()) >= PROCESSES_EVENTS_MIN:
-                await self._load_in_processes(source, targets, deal(work, self._jobs))
+            if self._jobs > 1:
+                began, left = time.process_time(), self._events_to(targets)
+                await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading", SAMPLE_EVENTS)
+                sample, work = time.process_time() - began, self._events_to(targets)
+                loaded = sum(left.values()) - sum(work.values())
+                if work and sample / loaded * sum(work.values()) > PROCESSES_SECONDS_MIN:
+                    await self._load_in_processes(source, targets, deal(work, self._jobs))
             await self._carry(source, targets, self._model.load, CHUNK_EVENTS, "loading")
             now = await targets_now()
             if sum(now[shard].seq - self._cursors[shard].seq for shard in now) < NEAR_EVENTS:
                 return
+
+    def _events_to(self, targets: Mapping[int, Cursor]) -> dict[int, int]:
+        """By shard: the number of events to its target, without shards that are there."""
+        return {
+            shard: target.seq - self._cursors[shard].seq
+            for shard, target in targets.items()
+            if target.seq > self._cursors[shard].seq
+        }
 
     async def _load_in_processes(
         self, source: RebuildSource, targets: Mapping[int, Cursor], hands: list[list[int]]
@@ -296,7 +307,7 @@ class Rebuild:
     async def _follow(
         self, source: RebuildSource, targets: Mapping[int, Cursor], frozen: bool = False
     ) -> None:
-        await self._carry(source, targets, self._model.apply, FOLLOW_EVENTS, "following", frozen)
+        await self._carry(source, targets, self._model.apply, FOLLOW_EVENTS, "following", frozen=frozen)
 
     async def _carry(
         self,
@@ -305,9 +316,12 @@ class Rebuild:
         apply: Apply,
         chunk_events: int,
         step: str,
+        events_max: float = math.inf,
         frozen: bool = False,
     ) -> None:
-        """Brings every shard from its cursor to its target, one chunk per transaction."""
+        """Brings every shard from its cursor to its target, one chunk per transaction, until `events_max` or
+        somewhat more events are written.
+        """
         began, done = time.monotonic(), sum(cursor.seq for cursor in self._cursors.values())
         total = max(sum(target.seq for target in targets.values()), done)
         first = done
@@ -329,6 +343,8 @@ class Rebuild:
                             step, done, max(total, done), (done - first) / max(time.monotonic() - began, 1e-6)
                         )
                     )
+                    if done - first >= events_max:
+                        return
 
     async def _write(self, chunk: Chunk, apply: Apply, frozen: bool, skipped: Sequence[SetAside]) -> None:
         shard, after = chunk.shard, chunk.after

@@ -21,7 +21,8 @@ from grabstream.projections.database.sessions import session_name
 from grabstream.projections.definitions import PROJECTIONS
 from grabstream.projections.versions import Version, use_version, versions
 from grabstream.streams.projecting.projector import CatchUp
-from grabstream.streams.rebuilding.loading import deal
+from grabstream.streams.rebuilding import rebuild
+from grabstream.streams.rebuilding.loading import deal, in_processes
 from grabstream.streams.rebuilding.reading import open_rebuild_source
 from grabstream.streams.rebuilding.rebuild import RebuildProgress, RebuildRefused, open_rebuild
 from grabstream.streams.rebuilding.switching import Busy, older_snapshots_gone
@@ -453,13 +454,23 @@ def test_deal_gives_processes_about_equal_numbers_of_events() -> None:
 async def test_a_rebuild_with_several_processes_makes_the_same_rows(
     booked: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process loads some of the shards. If one of them cannot read its shard, the rebuild ends with its
-    reason, and the other processes end.
+    """Each process loads some of the shards, where the first events show that it is worth starting them. If
+    one of them cannot read its shard, the rebuild ends with its reason, and the other processes end.
     """
-    monkeypatch.setattr("grabstream.streams.rebuilding.rebuild.PROCESSES_EVENTS_MIN", 1)
+    started: list[int] = []
+
+    async def counted(*arguments: Any) -> None:
+        started.append(len(arguments[3]))
+        await in_processes(*arguments)
+
+    monkeypatch.setattr(rebuild, "in_processes", counted)
+    monkeypatch.setattr(rebuild, "SAMPLE_EVENTS", 1)
     before = await digests(booked, await version_in(booked, "balances"))
-    new = await rebuilt(booked, "balances", jobs=2)
-    assert await digests(booked, new) == before
+    assert await digests(booked, await rebuilt(booked, "balances", jobs=2)) == before
+    assert started == []
+    monkeypatch.setattr(rebuild, "PROCESSES_SECONDS_MIN", 0)
+    assert await digests(booked, await rebuilt(booked, "balances", jobs=2)) == before
+    assert started == [2]
     ledger = await version_in(booked, "ledger")
     async with await open_books(booked) as books:
         await books.execute(

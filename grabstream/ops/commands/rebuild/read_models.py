@@ -43,7 +43,7 @@ _patience = click.option(
 )  # fmt: skip
 _jobs = click.option(
     "--jobs", type=WholeNumber(min=1), default=os.cpu_count() or 1, show_default="one for each core",
-    help="How many processes load events.",
+    help="How many processes load events, if there are many.",
 )  # fmt: skip
 _model = click.argument("model", type=click.Choice((*PROJECTIONS, ALL)))
 
