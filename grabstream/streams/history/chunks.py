@@ -1,6 +1,7 @@
 """Streams of chunks of history, and the points at which a stretch begins and ends."""
 
 import asyncio
+import math
 from bisect import bisect_right
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -63,8 +64,12 @@ async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> Asyn
             return
 
 
-async def gathered(chunks: AsyncGenerator[Chunk, None], events: int) -> AsyncGenerator[Chunk, None]:
-    """The chunks of a shard, joined to chunks of at least `events` seqs each; the last may be smaller."""
+async def gathered(
+    chunks: AsyncGenerator[Chunk, None], events: int, lines: float = math.inf
+) -> AsyncGenerator[Chunk, None]:
+    """The chunks of a shard, joined to chunks of at least `events` seqs, or `lines` lines, each; the last may
+    be smaller.
+    """
     facts: list[Fact] = []
     joined: Chunk | None = None
     async with aclosing(chunks):
@@ -72,7 +77,7 @@ async def gathered(chunks: AsyncGenerator[Chunk, None], events: int) -> AsyncGen
             facts.extend(chunk.facts)
             before, read = (joined.before, joined.read) if joined else (chunk.before, 0)
             joined = Chunk(chunk.shard, before, chunk.after, facts, read + chunk.read)
-            if chunk.after.seq - joined.before.seq >= events:
+            if chunk.after.seq - joined.before.seq >= events or len(facts) >= lines:
                 yield joined
                 facts, joined = [], None
     if joined is not None:

@@ -45,7 +45,9 @@ from grabstream.streams.rebuilding.switching import Busy, Switch, cursors_of
 
 log = logging.getLogger(__name__)
 
-CHUNK_EVENTS: Final = 10_000
+#: What is loaded in one transaction: so many events, or fewer where each has a line of its own.
+CHUNK_EVENTS: Final = 50_000
+CHUNK_LINES: Final = 10_000
 FOLLOW_EVENTS: Final = 2_000
 CHUNKS_AHEAD: Final = 1
 #: So many events are loaded first, to see how long the others will take.
@@ -332,7 +334,9 @@ class Rebuild:
                 and self._cursors[shard].seq >= target.seq
             ):
                 continue
-            chunks = gathered(source.chunks(shard, self._cursors[shard], target, skipped), chunk_events)
+            chunks = gathered(
+                source.chunks(shard, self._cursors[shard], target, skipped), chunk_events, CHUNK_LINES
+            )
             async with aclosing(read_ahead(chunks, CHUNKS_AHEAD)) as read:
                 async for chunk in read:
                     passed = _between(skipped, shard, self._cursors[shard], chunk.after)
