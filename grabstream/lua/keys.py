@@ -181,14 +181,13 @@ class ShardKeys(NamedTuple):
         """Hash: the parts of an envelope by user, or the counters of an offer of pieces."""
         return self.of_offer(offer)[OFFER_KEYS.index("users")]
 
-    def of_offer(self, offer: str) -> list[str]:
+    def of_offer(self, offer: str) -> tuple[str, ...]:
         """The keys of one offer, in the order of OFFER_KEYS."""
-        key = self.offer(offer)
-        return [key, *(f"{key}/{name}" for name in OFFER_KEYS[1:])]
+        return _of_offer(self, offer)
 
-    def of_campaign(self, campaign: str) -> list[str]:
+    def of_campaign(self, campaign: str) -> tuple[str, ...]:
         """The keys of one campaign, in the order of CAMPAIGN_KEYS."""
-        return [f"{self.tag}:campaign:{campaign}/{name}" for name in CAMPAIGN_KEYS]
+        return _of_campaign(self, campaign)
 
     def answers(self, campaign: str) -> str:
         """Hash id, of a grab of pieces `<offer>/<id>` → record: the answers of a campaign that have an event,
@@ -247,6 +246,17 @@ def readable_patterns(prefix: str) -> list[str]:
 def state_key_beside(key: str) -> str:
     """The key of the shard hash, from any key of the shard."""
     return f"{key[: key.index('}') + 1]}:shard"
+
+
+@lru_cache(maxsize=4096)
+def _of_offer(keys: ShardKeys, offer: str) -> tuple[str, ...]:
+    key = keys.offer(offer)
+    return (key, *(f"{key}/{name}" for name in OFFER_KEYS[1:]))
+
+
+@lru_cache(maxsize=4096)
+def _of_campaign(keys: ShardKeys, campaign: str) -> tuple[str, ...]:
+    return tuple([f"{keys.tag}:campaign:{campaign}/{name}" for name in CAMPAIGN_KEYS])
 
 
 @lru_cache(maxsize=4096)

@@ -290,8 +290,8 @@ OF_GATE: Final = (
         (
             (
                 "grabstream/lua/gate/queue.py",
-                "        self.unsure = True\n        if self.done.done():",
-                "        if self.done.done():",
+                "        self.unsure = True\n        self.is_done, self.error",
+                "        self.is_done, self.error",
             ),
         ),
     ),

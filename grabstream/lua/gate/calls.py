@@ -5,7 +5,7 @@ why there is none.
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -148,12 +148,12 @@ class Calls:
         commands: Sequence[AnyCommand],
         history: int,
         journaled_seq: int,
-        plain: str | None = None,
+        plain: Collection[str] | None = None,
         built: ScriptCall | None = None,
     ) -> encoding.Reply:
         """Returns the reply that has the rows of the commands and the history of the shard. The call must be
-        decided in a history (0: any), by a server that has events up to `journaled_seq`. `plain` is the offer
-        of the commands, if all are plain grabs of it; `built` is what `draw` has made of them.
+        decided in a history (0: any), by a server that has events up to `journaled_seq`. `plain` are the
+        offers of the commands, if all are plain grabs; `built` is what `draw` has made of them.
 
         Raises CallRefused, AnotherHistory, Undecidable, BrokenOff, and errors of a client that cannot reach
         its server.
@@ -211,13 +211,11 @@ class Calls:
             raise Undecidable(f"{type(error).__name__}: {error}") from error
 
     def _built(
-        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], plain: str | None
+        self, keys: ShardKeys, script: str, commands: Sequence[AnyCommand], plain: Collection[str] | None
     ) -> ScriptCall:
         try:
-            if plain is not None and (
-                call := encoding.build_plain(keys, commands, plain)  # type: ignore[arg-type]
-            ):
-                return call
+            if plain is not None:
+                return encoding.build_plain(keys, commands, plain)  # type: ignore[arg-type]
             return encoding.build(keys, script, commands, self._secrets)
         except Exception as error:
             raise Undecidable(f"{type(error).__name__}: {error}") from error

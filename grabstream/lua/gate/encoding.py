@@ -6,7 +6,7 @@ deciding the commands.
 """
 
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import count, repeat
@@ -71,6 +71,7 @@ _pack = msgspec.msgpack.Encoder().encode
 _json = msgspec.json.Encoder().encode
 
 GRANTED = int(Outcome.granted)
+HELD = int(Outcome.held)
 CONFIRMED = int(Outcome.confirmed)
 #: The details of a grab that got pieces, without codes.
 _OF_TAKEN = {"limits", "number", "deadline_at", "due", "currency"}
@@ -215,13 +216,21 @@ def _first_columns(call_offers: CallOffers, commands: Sequence[AnyCommand], gate
 # -- grab ----------------------------------------------------------------------------------------------------
 
 
-def build_plain(keys: ShardKeys, commands: Sequence[Grab], offer: str) -> ScriptCall | None:
-    """Returns what `build` does, for plain grabs of one offer; None if a user occurs twice."""
-    users = [c.user for c in commands]
-    if len(set(users)) < len(users):
-        return None
-    names, campaign = _keys_of_one(keys, offer)
-    return ScriptCall(names, _plain_arguments(offer, campaign, [c.id for c in commands], users))
+def build_plain(keys: ShardKeys, commands: Sequence[Grab], offers: Collection[str]) -> ScriptCall:
+    """Returns what `build` does, for plain grabs of these offers."""
+    ids, users = [c.id for c in commands], [c.user for c in commands]
+    if len(offers) == 1 and len(set(users)) == len(users):
+        [offer] = offers
+        names, campaign = _keys_of_one(keys, offer)
+        return ScriptCall(names, _plain_arguments(offer, campaign, ids, users))
+    call_offers = CallOffers([c.offer for c in commands])
+    return ScriptCall(call_offers.keys(keys), _columns_of_plain(call_offers, ids, users))
+
+
+def _columns_of_plain(call_offers: CallOffers, ids: Sequence[str], users: Sequence[str]) -> list[bytes]:
+    """Returns the arguments of `grab` for plain grabs: the script tests none of them for other fields."""
+    columns = [call_offers.offers, call_offers.campaign_of, call_offers.campaigns]
+    return [_pack([*columns, ids, call_offers.offer_of, False, users, False, False, False, False])]
 
 
 @lru_cache(maxsize=1024)
@@ -244,10 +253,9 @@ def _grab_arguments(commands: Sequence[Grab], gate: Secrets, call_offers: CallOf
     users = [c.user for c in commands]
     digests = list(map(gate.sealer.digests.of, commands))
     if digests.count(PLAIN) == len(users):
-        # The usual case in a crowd: the script then tests no grab for fields that none of them has.
         if len(call_offers.offers) == 1 and len(users) == len(set(users)):
             return _plain_arguments(call_offers.offers[0], call_offers.campaigns[0], ids, users)
-        return [_pack([*columns, ids, call_offers.offer_of, False, users, False, False, False, False])]
+        return _columns_of_plain(call_offers, ids, users)
     attributes = [_json(c.attributes).decode() if c.attributes else "" for c in commands]
     columns += [
         ids,
@@ -532,14 +540,14 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
             shard=shard, seq=row[1] or None, at=row[2],
         )  # fmt: skip
     details: dict[str, Any] = row[9] if width > 9 and row[9] else {}
-    if code <= Outcome.held and type(command) is Grab and details.keys() <= _OF_TAKEN:
+    if code <= HELD and type(command) is Grab and details.keys() <= _OF_TAKEN:
         # The usual answer to a grab of pieces.
         number = details.get("number")
         return Answer(
             command.id, OUTCOME_NAMES[code], code, command.offer, command.user, command.id, row[3], row[4],
             row[5], row[6], row[7] == 1, row[8] or None, shard, row[1] or None, row[2], None,
             details.get("deadline_at"), details.get("due"), details.get("currency"), None,
-            tuple([_limit_state(*limit) for limit in details.get("limits", ())]),
+            tuple([_limit_state(*limit) for limit in details["limits"]]) if "limits" in details else (),
             None if number is None else str(number),
         )  # fmt: skip
     if code == CONFIRMED and type(command) is Confirm and details.keys() <= _OF_CONFIRMED:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from typing import Any, Final
 
@@ -319,9 +319,11 @@ class Gate:
         promise: Promise = "journaled",
         timeout_ms: int | None = None,
         of_system: bool = False,
+        is_plain: bool = False,
     ) -> None:
         """Decides a command that comes alone, as `decide` does, and calls `then` with its answer, or with
-        what `decide` would raise; at once if the command must not reach a script.
+        what `decide` would raise; at once if the command must not reach a script. `is_plain`: it is known
+        that it is a plain grab, with which nothing is wrong (`offer_of_plain`).
         """
         if self._user_keys is not None and type(command) is Grab and command.metadata:
             task = asyncio.create_task(self._decide_sealed(command, then, promise, timeout_ms, of_system))
@@ -329,7 +331,7 @@ class Gate:
             task.add_done_callback(self._tasks.discard)
             return
         deadline = time.monotonic() + (timeout_ms or self._limits.timeout_ms) / 1000
-        self._begin(command, promise, deadline, 0.0, then, of_system)
+        self._begin(command, promise, deadline, 0.0, then, of_system, is_plain)
 
     async def _decide_sealed(
         self, command: AnyCommand, then: Then, promise: Promise, timeout_ms: int | None, of_system: bool
@@ -374,9 +376,10 @@ class Gate:
         patience_seconds: float,
         then: Then,
         of_system: bool,
+        is_plain: bool = False,
     ) -> SingleCommand | None:
         """Sends a command that comes alone on its way; returns None if it is answered already."""
-        plain = offer_of_plain((command,))
+        plain = command.offer if is_plain else offer_of_plain((command,))
         if plain is None:
             refused = _refused(command, of_system, self._limits)
             if refused is not None:
@@ -385,9 +388,12 @@ class Gate:
                 return None
         number = self._shard(command.offer)
         script = "grab" if plain is not None else type(command).__name__.lower()
-        entry = QueueEntry(Lane(), script, (command,), deadline, patience_seconds, plain=plain)
-        self._submit(number, entry, bounded=True, before=None)
-        return SingleCommand(self, number, entry, promise, then)
+        single = SingleCommand(
+            Lane(), script, (command,), deadline, patience_seconds, plain=plain,
+            gate=self, shard=number, promise=promise, then=then,
+        )  # fmt: skip
+        self._submit(number, single, bounded=True, before=None)
+        return single
 
     def ended(self, number: int, entry: QueueEntry, promise: Promise, error: BaseException | None) -> None:
         """A single command has its answer, or an error."""
@@ -504,7 +510,7 @@ class Gate:
         """Queues an entry; refuses it if the queue is full, or if the entry before it was refused."""
         shard = self._shards[number]
         is_full = bounded and shard.queued + len(entry.commands) > self._limits.queue_commands_max
-        if is_full or (before is not None and before.done.done()):
+        if is_full or (before is not None and before.is_done):
             entry.refuse(Outcome.busy, "the gate's queue is full", self._calls.now() + BUSY_RETRY_MS)
             return
         shard.queue.append(entry)
@@ -516,10 +522,7 @@ class Gate:
         OutcomeUnknown.
         """
         while True:
-            await entry.done
-            # An entry that has to be decided again gets a new future while we wait for the old one.
-            if not entry.done.done():
-                continue
+            await entry.wait()
             if promise == "decided" or (last := entry.last_seq) == 0:
                 return
             try:
@@ -602,12 +605,13 @@ class Gate:
             most = (shard.queued + 1) // 2
         while queue:
             entry = queue[0]
-            lane = entry.lane
-            if entry.done.done():  # refused with an entry before it, or its caller no longer waits
-                shard.queued -= len(queue.popleft().commands)
+            lane, wanted = entry.lane, len(entry.commands)
+            if entry.is_done:  # refused with an entry before it, or its caller no longer waits
+                shard.queued -= wanted
+                queue.popleft()
                 continue
             if (
-                lane in lanes_left
+                (lanes_left and lane in lanes_left)
                 or (entry.draws and (entries or shard.drawing))
                 or (entries and entry.script != entries[0].script)
             ):
@@ -617,7 +621,7 @@ class Gate:
                 lanes_left.add(lane)
                 continue
             if entries:
-                if count + len(entry.commands) > self._most_at_once(entry.script, most):
+                if count + wanted > most:
                     break
                 if size_bytes + entry.bytes > CALL_BYTES_MAX:
                     break
@@ -629,6 +633,8 @@ class Gate:
                     break
             if lane.in_flight or (lane.decided and history and lane.history != history):
                 break
+            if not entries:
+                most = self._most_at_once(entry.script, most)
             if entry.plain is None:
                 offers |= entry.offers
             else:
@@ -636,13 +642,17 @@ class Gate:
             if lane.decided:
                 history = lane.history
             entries.append(queue.popleft())
-            count += len(entry.commands)
+            count += wanted
             size_bytes += entry.bytes
         queue.extendleft(reversed(left))
         shard.queued -= count
+        journaled_seq = 0
         for entry in entries:
-            entry.lane.in_flight = True
-        return entries, history, max((entry.lane.journaled_seq for entry in entries), default=0)
+            lane = entry.lane
+            lane.in_flight = True
+            if lane.journaled_seq > journaled_seq:
+                journaled_seq = lane.journaled_seq
+        return entries, history, journaled_seq
 
     async def _send(
         self, shard: ShardQueue, entries: list[QueueEntry], history: int, journaled_seq: int
@@ -661,10 +671,10 @@ class Gate:
             if entries is shard.drawing:
                 built = await self._drawn(shard, entries)
             began = time.monotonic()
-            plains = {entry.plain for entry in entries}
+            plains: Any = {entry.plain for entry in entries}
             reply = await self._calls.call(
                 shard.keys, entries[0].script, commands, history, journaled_seq,
-                plains.pop() if len(plains) == 1 else None, built,
+                None if None in plains else plains, built,
             )  # fmt: skip
             seconds = time.monotonic() - began
             shard.is_fast = seconds < FAST_SECONDS
@@ -699,8 +709,10 @@ class Gate:
                     raise
         finally:
             shard.in_flight = [other for other in shard.in_flight if other is not entries]
-            again = [entry for entry in again if not entry.done.done()]
-            for lane in dict.fromkeys(entry.lane for entry in entries):
+            again = [entry for entry in again if not entry.is_done]
+            for entry in entries:
+                # One lane may have several entries.
+                lane = entry.lane
                 lane.in_flight = False
                 if lane.stale:
                     again = lane.take_decided() + again
@@ -717,7 +729,7 @@ class Gate:
         try:
             async with turn():
                 return await self._calls.draw(
-                    shard.keys, entry.commands, lambda: not entry.done.done()  # type: ignore[arg-type]
+                    shard.keys, entry.commands, lambda: not entry.is_done  # type: ignore[arg-type]
                 )  # fmt: skip
         finally:
             shard.drawing = []
@@ -744,7 +756,7 @@ class Gate:
             counts[Outcome.confirmed] += len(answers)
         else:
             counts.update(map(_code_of, rows))
-            answers += map(partial(self._answer_of, number), commands[len(answers) :], rows)
+            answers += self._answers_of(number, commands[len(answers) :], rows)
             if entries[0].script == "grab" and any(entry.plain is None for entry in entries):
                 answers = encoding.with_metadata(commands, answers)
         if (traced := traces()) is not None:
@@ -752,9 +764,10 @@ class Gate:
         index = 0
         rest: list[QueueEntry] = []
         for entry in entries:
-            wanted = len(entry.commands)
-            decided = min(len(answers) - index, wanted)
-            if decided == 0 or (decided < wanted and entry.done.done()):
+            wanted, decided = len(entry.commands), len(answers) - index
+            if decided > wanted:
+                decided = wanted
+            if decided == 0 or (decided < wanted and entry.is_done):
                 index += decided
                 rest.append(entry)
                 continue
@@ -764,6 +777,16 @@ class Gate:
             entry.answer(answers[index : index + decided], history)
             index += decided
         return rest
+
+    def _answers_of(
+        self, shard: int, commands: Sequence[AnyCommand], rows: Sequence[Sequence[Any]]
+    ) -> list[Answer]:
+        """The answers to the first of these commands, of which there are such rows."""
+        try:
+            return list(map(encoding.answer_of, repeat(shard), commands, rows, repeat(self._sealer)))
+        except Exception:
+            # Of one command: the others get theirs.
+            return list(map(self._answer_of, repeat(shard), commands, rows))
 
     def _answer_of(self, shard: int, command: AnyCommand, row: Sequence[Any]) -> Answer:
         try:
@@ -787,7 +810,7 @@ class Gate:
             log.warning("shard %d decides nothing, commands wait: %s", shard.keys.shard, error.message)
             shard.refuses = error.message
         for entry in (*entries, *(shard.queue if error.outcome == Outcome.fenced else ())):
-            if not entry.done.done() and not entry.is_patient(now):
+            if not entry.is_done and not entry.is_patient(now):
                 entry.refuse(error.outcome, error.message, error.retry_at)
         return entries
 
@@ -800,7 +823,7 @@ class Gate:
                 entry.entries_max = len(entries) // 2
             return entries
         [entry] = entries
-        if entry.done.done():
+        if entry.is_done:
             return []
         if parts := entry.halves():
             return list(parts)
@@ -833,7 +856,7 @@ class Gate:
             return entries
         [entry] = entries
         entry.breaks += 1
-        if not entry.done.done() and (parts := entry.halves()):
+        if not entry.is_done and (parts := entry.halves()):
             again = list(parts)
         elif entry.breaks < BREAKS_MAX:
             again = entries

@@ -68,9 +68,10 @@ class Lane:
 
 
 class QueueEntry(msgspec.Struct, eq=False):
-    """Consecutive commands of one caller, shard and type. `done` gets a result when they are decided or
-    refused; then `answers` and `history` have the outcome. `next` is the following entry of the same caller's
-    call and shard: it must not overtake commands that were not decided.
+    """Consecutive commands of one caller, shard and type. `is_done` is set when they are decided or refused,
+    and then `answers` and `history` have the outcome; or when they get no answer, because of `error`, or
+    because nobody waits for it. `next` is the following entry of the same caller's call and shard: it must
+    not overtake commands that were not decided.
 
     `unsure` is set when the commands may be decided but this is unknown (no reply arrived, or a history was
     lost): then they cannot be refused any more. `given` is set when the caller has its answers, or no longer
@@ -101,9 +102,10 @@ class QueueEntry(msgspec.Struct, eq=False):
     draws: bool = False
     #: Two callers may use the same basket name, so entries with baskets never share a call.
     has_baskets: bool = False
-    done: asyncio.Future[None] = msgspec.field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    is_done: bool = False
+    error: BaseException | None = None
+    #: Of the caller, while it waits.
+    waiter: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
         if self.plain is not None:
@@ -129,20 +131,33 @@ class QueueEntry(msgspec.Struct, eq=False):
             self.patient_until = now + self.patience_seconds
         return now < self.patient_until
 
+    async def wait(self) -> None:
+        """Returns when the commands are decided or refused, or were split; raises their error."""
+        while not self.is_done:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        if self.error is not None:
+            raise self.error
+
+    def settle(self) -> None:
+        """The entry is done: the caller continues."""
+        self.is_done = True
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
     def answer(self, answers: list[Answer], history: int = 0) -> None:
         """Sets the answers: the commands were decided in a history, or refused (history 0)."""
-        if not self.done.done():
+        if not self.is_done:
             self.answers, self.history = answers, history
             if history and not self.given:
                 self.lane.decided.append(self)
                 self.lane.history = history
-            self.done.set_result(None)
+            self.settle()
 
     def ask_again(self) -> None:
         """Prepares the entry to be sent again: its answers were decided in a history that is lost."""
         self.unsure = True
-        if self.done.done():
-            self.done = asyncio.get_running_loop().create_future()
+        self.is_done, self.error = False, None
 
     def refuse(self, outcome: Outcome, message: str, retry_at: int) -> None:
         """Refuses the entry and all entries after it in its caller's call: a confirmation must not overtake
@@ -162,10 +177,9 @@ class QueueEntry(msgspec.Struct, eq=False):
 
     def fail(self, error: BaseException) -> None:
         """Makes the caller get an error in place of answers."""
-        if not self.done.done():
-            self.done.set_exception(error)
-            # A caller of several shards gets only the first error; asyncio need not log the others.
-            self.done.exception()
+        if not self.is_done:
+            self.error = error
+            self.settle()
 
     @property
     def offers(self) -> set[str]:
@@ -204,7 +218,7 @@ class QueueEntry(msgspec.Struct, eq=False):
         # Drops answers of a lost history, so that no caller waits until they are journaled.
         self.answers, self.history = [], 0
         self.next = first
-        self.done.set_result(None)
+        self.settle()
         return first, second
 
     def give(self) -> None:
@@ -213,7 +227,9 @@ class QueueEntry(msgspec.Struct, eq=False):
         decided = self.lane.decided
         if decided and self in decided:
             decided.remove(self)
-        self.done.cancel()
+        self.is_done = True
+        if self.waiter is not None:
+            self.waiter.cancel()
         for part in self.parts:
             part.give()
 
@@ -239,8 +255,8 @@ class ShardQueue:
 
 async def all_decided(entries: Sequence[QueueEntry]) -> None:
     """Returns when all entries are decided at the same time: a recovery may undo earlier decisions."""
-    while waiting := [part for entry in entries for part in _leaves(entry) if not part.done.done()]:
-        await waiting[0].done
+    while waiting := [part for entry in entries for part in _leaves(entry) if not part.is_done]:
+        await waiting[0].wait()
 
 
 def _leaves(entry: QueueEntry) -> list[QueueEntry]:
