@@ -57,7 +57,8 @@ from grabstream.gateway.requests import (
     Gone,
     Request,
     body_of,
-    check_body,
+    fields_of,
+    is_json,
     offer_of_grab,
     query_of,
     segments_of,
@@ -75,8 +76,8 @@ _RECEIPTS: Final = b"/v1/payments/callback"
 _HEALTH_PATHS: Final = frozenset({b"/health", b"/health/live", b"/health/ready"})
 #: A schema of a version changes only where a release adds a field to it.
 _KEEP_SCHEMA: Final = (b"cache-control", b"public, max-age=3600")
-#: Headers of requests whose body does not simply follow.
-_NOT_WHOLE: Final = frozenset({b"expect", b"transfer-encoding"})
+#: Headers of requests whose body does not simply follow, or is not simply JSON.
+_NOT_WHOLE: Final = frozenset({b"expect", b"transfer-encoding", b"content-encoding"})
 
 
 class Bounds(NamedTuple):
@@ -190,7 +191,6 @@ class Application:
         """The reply to a request whose head has come, if it needs nothing but memory; None for any other,
         which `__call__` answers. It refuses as `__call__` does.
         """
-        began = _began(scope)
         is_full = self.in_work >= self._bounds.requests_max
         if scope["method"] == "POST":
             is_late = scope.get(WAITED, 0.0) > COMMAND_SECONDS_TARGET
@@ -206,17 +206,14 @@ class Application:
             name, plain = found
         else:
             return None
-        reply = (
-            plain
-            if self._origins is None and self._admission is None
-            else self._for_caches_and_pages(scope, plain)
-        )
-        self._count(name, reply, began)
+        reply = self._for_caches_and_pages(scope, plain)
+        self._count(name, reply, _began(scope))
         return reply
 
     def takes_whole(self, scope: Scope) -> bool:
         """Whether `answer_later` answers a request whose head has come, as soon as its body has: a grab or a
-        receipt, by its path, with a body that is within its bound, of a caller that needs no waiting for.
+        receipt, by its path, with a body that is JSON and within its bound by its headers, each of which is
+        there once, of a caller that needs no waiting for.
         """
         if scope["method"] != "POST":
             return False
@@ -228,13 +225,12 @@ class Application:
             operation, path = self._receipt, {}
         else:
             return False
-        length = 0
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                length = int(value)
-            elif name in _NOT_WHOLE:
-                return False
-        if not 0 < length <= operation.body_bytes_max:
+        fields = fields_of(scope)
+        if len(fields) < len(scope["headers"]) or not _NOT_WHOLE.isdisjoint(fields):
+            return False
+        if not 0 < int(fields.get(b"content-length", 0)) <= operation.body_bytes_max:
+            return False
+        if not is_json(fields.get(b"content-type", b"")):
             return False
         request = Request(scope, _received, path)
         if self._admission is not None and not self._admission.admits_now(operation, request):
@@ -262,33 +258,36 @@ class Application:
             self.in_work -= 1
             if is_command:
                 self._pressure.end(command_began)
-            finish(found)
+            respond(self._finished(operation, scope, began, found))
 
-        def finish(found: Reply | BaseException) -> None:
-            if isinstance(found, Problem):
-                found = found.reply()
-            elif not isinstance(found, Reply):
-                found = _internal_error(scope, found)
-            reply = self._for_caches_and_pages(scope, found)
-            self._count(operation.name, reply, began)
-            respond(reply)
-
+        refused: Reply | Problem | None = None
         if self.in_work >= self._bounds.requests_max:
-            finish(self._refused())
-            return
-        if not self._is_host(scope):
-            finish(self._misdirected())
-            return
-        if is_command and self._pressure.is_full:
-            finish(self._refused())
+            refused = self._refused()
+        elif not self._is_host(scope):
+            refused = self._misdirected()
+        elif is_command and self._pressure.is_full:
+            refused = self._refused()
+        if refused is not None:
+            respond(self._finished(operation, scope, began, refused))
             return
         self.in_work += 1
         command_began = self._pressure.begin() if is_command else 0.0
         try:
-            check_body(request, len(body), operation.body_bytes_max)
             self._soon[operation.name](request, body, then)
         except Exception as error:
             then(error)
+
+    def _finished(
+        self, operation: Operation, scope: Scope, began: float, found: Reply | BaseException
+    ) -> Reply:
+        """The reply to a request that is answered without a task, which is counted."""
+        if isinstance(found, Problem):
+            found = found.reply()
+        elif not isinstance(found, Reply):
+            found = _internal_error(scope, found)
+        reply = self._for_caches_and_pages(scope, found)
+        self._count(operation.name, reply, began)
+        return reply
 
     def _count(self, operation: str, reply: Answer, began: float) -> None:
         of_operation = self.measures.operations[operation]
@@ -318,12 +317,14 @@ class Application:
         """The reply with the headers that tell a cache for whom it is, and a browser which pages may read
         it.
         """
+        if self._admission is None and self._origins is None:
+            return reply
         headers = reply.headers
         if self._admission is not None:
             headers = (*headers, (b"vary", b"Authorization"))
         if self._origins is not None:
             headers = (*headers, *self._origins.headers(scope, reply))
-        return reply if headers is reply.headers else cast(AnswerT, reply._replace(headers=headers))
+        return cast(AnswerT, reply._replace(headers=headers))
 
     async def _reply(self, scope: Scope, receive: Receive) -> Answer:
         if self.in_work >= self._bounds.requests_max:
@@ -415,8 +416,14 @@ class Application:
         """
         if self._hosts is None or scope["raw_path"] in _HEALTH_PATHS:
             return True
-        found = [value for name, value in scope["headers"] if name == b"host"]
-        return len(found) == 1 and _name_of(found[0]) in self._hosts
+        fields = fields_of(scope)
+        host = fields.get(b"host")
+        if host is None or _name_of(host) not in self._hosts:
+            return False
+        # Most requests have no header twice.
+        if len(fields) == len(scope["headers"]):
+            return True
+        return [name for name, _ in scope["headers"]].count(b"host") == 1
 
     def _misdirected(self) -> Problem:
         return Problem(
@@ -544,7 +551,8 @@ async def send_stream(scope: Scope, send: Send, reply: Streamed) -> None:
 
 def _began(scope: Scope) -> float:
     """When the request arrived: before it waited for a turn of the event loop."""
-    return time.perf_counter() - cast(float, scope.get(WAITED, 0.0))
+    now = time.perf_counter()
+    return now - scope[WAITED] if WAITED in scope else now
 
 
 def _internal_error(scope: Scope, error: BaseException) -> Reply:

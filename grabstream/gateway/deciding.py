@@ -29,6 +29,7 @@ from grabstream.gateway.requests import (
     key_of,
     opening_of,
     operating_of,
+    plain_grab_of,
     prefers_async,
     promise_of,
     settling_of,
@@ -39,7 +40,7 @@ from grabstream.lua.traces import traceparent_of, traces
 from grabstream.models.answers import Answer, without_codes
 from grabstream.models.commands import AnyCommand, Open
 from grabstream.models.offers import EnvelopeTerms
-from grabstream.models.outcomes import Outcome, OutcomeUnknown
+from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import refusal_of_basket
 
 #: How many parts of an envelope a gate draws and writes per millisecond at least, beside other work.
@@ -64,14 +65,16 @@ class Commands:
 
     def grab_soon(self, request: Request, body: bytes, then: Then) -> None:
         """The same without a task."""
-        command = grab_of(request, body)
+        plain = plain_grab_of(request, body)
+        command = grab_of(request, body) if plain is None else plain
         promise, began = promise_of(request), time.perf_counter()
 
         def answered(found: Answer | BaseException) -> None:
-            _trace(request, [found], began)
+            if traces() is not None:
+                _trace(request, [found], began)
             then(self._found(request, command, found, promise))
 
-        self._gate.decide_soon(command, answered, promise, self._timeout_ms)
+        self._gate.decide_soon(command, answered, promise, self._timeout_ms, is_plain=plain is not None)
 
     async def open(self, request: Request, body: bytes) -> Reply:
         """POST /v1/offers"""
@@ -150,9 +153,9 @@ class Commands:
         self, request: Request, command: AnyCommand, found: Answer | BaseException, promise: Promise
     ) -> Reply | BaseException:
         """What a request gets for what its command got."""
-        if isinstance(found, OutcomeUnknown):
-            return self._unknown(request, command, found)
         if not isinstance(found, Answer):
+            if isinstance(found, OutcomeUnknown):
+                return self._unknown(request, command, found)
             return found
         try:
             return self._reply(request, command, found, promise)
@@ -162,6 +165,9 @@ class Commands:
     def _reply(self, request: Request, command: AnyCommand, answer: Answer, promise: Promise) -> Reply:
         if not answer.positive:
             return refusal_reply(answer, command, _now_ms())
+        if promise == "journaled" and not isinstance(command, Open):
+            # What most get.
+            return Reply(POSITIVE[answer.code], self._encode(answer), _HEADERS)
         headers = _headers(request, promise)
         if isinstance(command, Open):
             headers = (
@@ -200,7 +206,7 @@ class Commands:
 
 def status_of(answer: Answer, promise: Promise) -> int:
     """The status of a positive answer: 202 while its event may not be in the journal yet."""
-    return 202 if promise == "decided" else POSITIVE[Outcome(answer.code)]
+    return 202 if promise == "decided" else POSITIVE[answer.code]
 
 
 def _as_shown(answer: Answer, promise: Promise) -> Answer:

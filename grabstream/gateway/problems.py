@@ -153,7 +153,7 @@ REFUSALS: Final[Mapping[Outcome, Refusal]] = {
 }
 
 #: The status of every positive outcome. Before it is journaled (`promise=decided`), it is 202.
-POSITIVE: Final[Mapping[Outcome, HTTPStatus]] = {
+POSITIVE: Final[Mapping[int, HTTPStatus]] = {
     outcome: HTTPStatus.CREATED
     if outcome in (Outcome.granted, Outcome.held, Outcome.waiting, Outcome.opened)
     else HTTPStatus.OK

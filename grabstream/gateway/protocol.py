@@ -27,6 +27,7 @@ from urllib.parse import unquote
 
 import httptools
 import uvicorn
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import (
     HEADER_RE,
     HEADER_VALUE_RE,
@@ -49,6 +50,7 @@ from grabstream.gateway.bounds import (
 )
 from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.problems import Header, Problem, Reply, retry_soon
+from grabstream.gateway.requests import FIELDS
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +65,56 @@ WAITED: Final = "grabstream.waited"
 STREAMS: Final = "grabstream.streams"
 
 
+class _Unread:
+    """In place of the event that tells an application that more of a body has come: nobody waits for it."""
+
+    def set(self) -> None:
+        """More of the body, or its end, has come."""
+
+
+_UNREAD: Final = _Unread()
+
+
 class _Cycle(RequestResponseCycle):
-    """A request and its answer."""
+    """A request and its answer. uvicorn's class gives each of them all that is here once: most requests need
+    little of it.
+    """
+
+    logger = logging.getLogger("uvicorn.error")
+    access_log = False
+    disconnected = response_started = response_complete = False
+    chunked_encoding = None
+    expected_content_length = 0
+    more_body = True
+    #: In one piece, as it has come, unless there is more of it.
+    body: bytes | bytearray = b""  # type: ignore[assignment]
+    message_event: Any = _UNREAD
+
+    def __init__(self, protocol: "BoundedProtocol", scope: Any, keep_alive: bool) -> None:
+        self.scope = scope
+        self.transport = protocol.transport
+        self.flow = protocol.flow
+        self.default_headers = protocol.server_state.default_headers
+        self.on_response = protocol.on_response_complete
+        self.waiting_for_100_continue = protocol.expect_100_continue
+        self.keep_alive = keep_alive
+
+    def add(self, body: bytes) -> None:
+        """A piece of the body has come."""
+        if not self.body:
+            self.body = body
+        else:
+            if isinstance(self.body, bytes):
+                # Many small pieces must not be copied again and again.
+                self.body = bytearray(self.body)
+            self.body += body
+        self.message_event.set()
+
+    def is_read(self) -> None:
+        """An application begins to read the body."""
+        self.message_event = asyncio.Event()
+        if self.body or not self.more_body:
+            self.message_event.set()
 
     def reply(self, reply: Reply) -> bool:
         """Sends a complete answer in one piece. Returns False, and sends nothing, while the client has yet to
@@ -161,6 +211,13 @@ class Turns:
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. `connections_max`, `by_address`, `measures` and `turns` are set by `bounded`."""
 
+    #: Beside the attributes of uvicorn's class. With these in the same dict, each would take longer to find.
+    __slots__ = (
+        "_answer_now", "_answered_now", "_began", "_bytes", "_counted", "_deferred", "_deferred_at",
+        "_head_bytes", "_idle_since", "_is_ending", "_is_head", "_reading_since", "_receiving", "_scope",
+        "_takes_whole", "_waited", "_whole", "_working", "_writing_since",
+    )  # fmt: skip
+
     connections_max = 10_000
     by_address: ConnectionsByAddress
     measures: GatewayMeasures | None = None
@@ -180,10 +237,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._bytes = 0
         self._head_bytes = 0
         self._is_head = True
-        #: Why the request is not a safe one, by its headers; and what else its safety depends on.
-        self._unsafe = ""
-        self._hosts = 0
-        self._is_coded = False
+        #: What the scopes of all requests of this connection have.
+        self._scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.1",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": "",
+            # Of the request. They are here so that a copy has room for them.
+            "method": "", "path": "", "raw_path": b"", "query_string": b"", "headers": [], FIELDS: {},
+        }  # fmt: skip
         #: Whether a request began in the data that is being parsed, and its head is not complete.
         self._began = False
         #: Nothing is parsed any more: the connection ends after the answers that are still to be sent.
@@ -277,7 +342,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def _read(self, data: bytes) -> None:
         self._bytes += len(data)
         self._answered_now = 0
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._refuse("This is not a valid and safe HTTP/1.1 request.")
+        except httptools.HttpParserUpgrade:
+            log.debug("a request asked for another protocol, and was refused")
         if self._began:
             self._began = False
             # The request before it ended at the last empty line, or after it.
@@ -287,34 +357,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         self._is_head = self._began = True
-        self._head_bytes = self._hosts = 0
-        self._unsafe = ""
-        self._is_coded = False
+        self._head_bytes = 0
         self._reading_since = self.loop.time()
-
-    def on_url(self, url: bytes) -> None:
-        """A piece of the request's target."""
-        self._head_bytes += len(url)
-        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; a trailer field, after the body, is dropped."""
-        if self._is_head:
+        # One more than the bound says that there are too many.
+        if self._is_head and len(self.headers) <= HEADERS_MAX:
             self._head_bytes += len(name) + len(value) + 4
-            lower = name.lower()
-            if lower == b"host":
-                self._hosts += 1
-            elif lower == b"transfer-encoding":
-                self._is_coded = True
-                if value.strip().lower() != b"chunked":
-                    self._unsafe = "Transfer-Encoding must be chunked, if it is present."
-            elif lower == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
-            # One more than the bound says that there are too many.
-            if len(self.headers) <= HEADERS_MAX:
-                self.headers.append((lower, value))
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """The head is complete: the application is called, if the head is within its bound."""
@@ -326,11 +381,13 @@ class BoundedProtocol(HttpToolsProtocol):
             # The answer before was the last one of this connection.
             self._is_ending = True
             return
-        if self._head_bytes > HEAD_BYTES_MAX or len(self.headers) > HEADERS_MAX:
+        headers = self.headers
+        if self._head_bytes + len(self.url) > HEAD_BYTES_MAX or len(headers) > HEADERS_MAX:
             self._end(_too_much(is_head=True))
             return
-        if problem := self._why_unsafe():
-            self._end(Problem("malformed_request", problem))
+        version, fields = self.parser.get_http_version(), dict(headers)
+        if problem := self._why_unsafe(version, fields):
+            self._refuse(problem)
             return
         if len(self.pipeline) >= PIPELINE_MAX:
             self._end(
@@ -341,7 +398,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 )
             )
             return
-        before, cycle = self.cycle, self._begin()
+        before, cycle = self.cycle, self._begin(version, fields)
         self._receiving = self.cycle = cycle
         if before is not None and not before.response_complete:
             self.flow.pause_reading()
@@ -352,39 +409,30 @@ class BoundedProtocol(HttpToolsProtocol):
             else:
                 self._start_asgi_task(cycle, self.app)
 
-    def _begin(self) -> _Cycle:
-        """The request whose head is complete, as uvicorn makes it, without what this server does not use:
-        other protocols, a root path, a bound of tasks, and a log of requests.
-        """
-        scope: Any = self.scope
+    def _begin(self, version: str, fields: dict[bytes, bytes]) -> _Cycle:
+        """The request whose head is complete."""
+        path, _, query = self.url.partition(b"?")
+        text = path.decode("ascii")
+        scope = self._scope.copy()
         scope["method"] = self.parser.get_method().decode("ascii")
-        version = self.parser.get_http_version()
+        scope["path"] = unquote(text) if "%" in text else text
+        scope["raw_path"] = path
+        scope["query_string"] = query
+        scope["headers"] = self.headers
+        scope[FIELDS] = fields
         if version != "1.1":
             scope["http_version"] = version
-        target = httptools.parse_url(self.url)
-        path = target.path.decode("ascii")
-        scope["path"] = unquote(path) if "%" in path else path
-        scope["raw_path"] = target.path
-        scope["query_string"] = target.query or b""
-        cycle = _Cycle(
-            scope=scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            # With Expect, the answer may come before the body, and then nobody knows whether the body comes.
-            keep_alive=version != "1.0" and not self.expect_100_continue and self.parser.should_keep_alive(),
-            on_response=self.on_response_complete,
-        )
-        scope[ABORT] = self.transport.abort
-        scope[REPLY] = cycle.reply
+        if b"expect" in fields:
+            self.expect_100_continue = b"100-continue" in map(bytes.lower, self._values_of(b"expect"))
         if self._waited:
             scope[WAITED] = self._waited
-        return cycle
+        # With Expect, the answer may come before the body, and then nobody knows whether the body comes.
+        keep_alive = version != "1.0" and not self.expect_100_continue and self.parser.should_keep_alive()
+        return _Cycle(self, scope, keep_alive)
+
+    def _values_of(self, name: bytes) -> list[bytes]:
+        """The values of a header, which may be there several times."""
+        return [value for known, value in self.headers if known == name]
 
     def _is_answered_now(self, cycle: _Cycle) -> bool:
         """Sends the answer to a request that the application answers from its memory, if it does."""
@@ -401,32 +449,32 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _answer_whole(self, cycle: _Cycle) -> None:
         """Has the application answer a request whose body has come."""
+        self.app.answer_later(cycle.scope, bytes(cycle.body), partial(self._answered, cycle))
 
-        def answered(reply: Reply) -> None:
-            try:
-                is_sent = cycle.reply(reply)
-            except RuntimeError:
-                # uvloop has closed the connection, and tells the protocol a moment later.
-                if not self.transport.is_closing():
-                    log.exception("an answer cannot be sent")
-                    self.transport.abort()
-                cycle.disconnected = is_sent = True
-            if is_sent:
-                cycle.on_response = _nothing
-            else:
-                self._start_asgi_task(cycle, partial(_send, reply))
-
-        self.app.answer_later(cycle.scope, bytes(cycle.body), answered)
+    def _answered(self, cycle: _Cycle, reply: Reply) -> None:
+        try:
+            is_sent = cycle.reply(reply)
+        except RuntimeError:
+            # uvloop has closed the connection, and tells the protocol a moment later.
+            if not self.transport.is_closing():
+                log.exception("an answer cannot be sent")
+                self.transport.abort()
+            cycle.disconnected = is_sent = True
+        if is_sent:
+            cycle.on_response = _nothing
+        else:
+            self._start_asgi_task(cycle, partial(_send, reply))
 
     def on_response_complete(self) -> None:
         """An answer is complete: the next request gets its turn. `check` ends a connection that is idle, so
         that no timer is needed for each answer.
         """
         self.server_state.total_requests += 1
-        if self._working is not None:
+        working: Any = self._working
+        if working is not None and REPLY in working.scope:
             # The request and its scope name each other, so only the collector would free them, and until then
             # each request would use new memory, which is in no cache of the processor.
-            cast(Any, self._working.scope).pop(REPLY, None)
+            del working.scope[REPLY]
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -436,22 +484,29 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._idle_since = self.loop.time()
 
-    def _why_unsafe(self) -> str:
+    def _why_unsafe(self, version: str, fields: dict[bytes, bytes]) -> str:
         """Why a request may be read in another way by somebody before this server, in words; '' if not."""
         if self.parser.should_upgrade():
             # The parser takes what follows for another protocol, also the body.
             return "The gateway speaks HTTP/1.1 only: send the request without Upgrade (and not as h2c)."
-        version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             return "The version must be HTTP/1.1 or HTTP/1.0."
-        if version == "1.0" and self._is_coded:
+        is_coded = b"transfer-encoding" in fields
+        if version == "1.0" and is_coded:
             # A proxy that speaks HTTP/1.0 ignores the header, and takes the chunks for the next request.
             return "A request of HTTP/1.0 must not have Transfer-Encoding."
-        if self._hosts > 1 or (version == "1.1" and not self._hosts):
+        is_named = b"host" in fields
+        # Most requests have no header twice.
+        is_twice = len(fields) < len(self.headers) and len(self._values_of(b"host")) > 1
+        if is_twice or (version == "1.1" and not is_named):
             return "A request must have the header Host, once."
         if not self.url.startswith(b"/") or b"#" in self.url:
             return "The target of a request must be a path, which begins with / and has no fragment (#)."
-        return self._unsafe
+        if is_coded and any(
+            value.strip().lower() != b"chunked" for value in self._values_of(b"transfer-encoding")
+        ):
+            return "Transfer-Encoding must be chunked, if it is present."
+        return ""
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client sends nothing more: requests that are complete get their answers."""
@@ -462,8 +517,11 @@ class BoundedProtocol(HttpToolsProtocol):
         last.keep_alive = False
         return True
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._working = cycle
+        cycle.is_read()
+        cycle.scope[ABORT] = self.transport.abort
+        cycle.scope[REPLY] = cycle.reply
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             try:
@@ -478,8 +536,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        if not self._is_ending:
-            super().on_body(body)
+        cycle: Any = self.cycle
+        if self._is_ending or cycle.response_complete:
+            return
+        cycle.add(body)
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         """The request is complete."""
@@ -488,18 +550,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_head = True
         self._bytes = 0
         self._reading_since = self._receiving = None
-        super().on_message_complete()
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.more_body = False
+        cycle.message_event.set()
         whole, self._whole = self._whole, None
-        if whole is not None and not whole.response_complete:
+        if whole is cycle:
             self._answer_whole(whole)
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuses what is not HTTP."""
+    def _refuse(self, words: str) -> None:
+        """Refuses what is not HTTP, or not safe."""
         if not self._is_ending:
-            self._end(Problem("malformed_request", "This is not a valid and safe HTTP/1.1 request."))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        log.debug("a request asked for another protocol, and was refused")
+            self._end(Problem("malformed_request", words))
 
     def check(self, now: float) -> None:
         """Ends the connection when its client has been too slow. Called every second."""
@@ -578,7 +641,8 @@ def bounded(
 ) -> type[BoundedProtocol]:
     """The protocol with bounds of connections. `measures` counts what it refuses."""
     own = {
-        "connections_max": connections, "by_address": by_address, "measures": measures, "turns": Turns()
+        "connections_max": connections, "by_address": by_address, "measures": measures, "turns": Turns(),
+        "__slots__": (),
     }  # fmt: skip
     return type("Bounded", (BoundedProtocol,), own)
 

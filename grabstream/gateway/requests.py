@@ -23,7 +23,7 @@ from grabstream.gateway.bounds import (
     QUERY_BYTES_MAX,
     QUERY_PARAMETERS_MAX,
 )
-from grabstream.gateway.problems import Problem, Reply, invalid
+from grabstream.gateway.problems import JSON, Problem, Reply, invalid
 from grabstream.lua.gate.journaled import settle
 from grabstream.lua.gate.single import Promise
 from grabstream.models.bounds import BASKET_GRABS_MAX, quoted
@@ -35,6 +35,7 @@ from grabstream.models.commands import (
     Undecodable,
     decode_command,
     named_in_basket,
+    offer_of_plain,
 )
 from grabstream.models.identifiers import ID_PATTERN, id_of_end_user, is_id
 from grabstream.models.money import Invalid
@@ -42,10 +43,14 @@ from grabstream.models.unique_names import check_outer_names_once
 
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 _JSON_SPACE: Final = b" \t\r\n"
+#: The key of the scope that has the headers of a request by name, the last one of each name.
+FIELDS: Final = "grabstream.fields"
 #: Ids that clients and proxies remove from a path.
 NOT_IN_PATHS: Final = (".", "..")
 _ID_WORDS: Final = f"must match {ID_PATTERN.strip('^$')}"
-_is_json = re.compile(rb'application/json(?:[ \t]*;[ \t]*charset="?utf-8"?)?[ \t]*\Z', re.IGNORECASE).match
+_is_json_in_words = re.compile(
+    rb'application/json(?:[ \t]*;[ \t]*charset="?utf-8"?)?[ \t]*\Z', re.IGNORECASE
+).match
 #: Where a field comes from that a body must not have.
 _GIVEN: Final = {
     "type": "the path and the method set it",
@@ -84,7 +89,7 @@ class Request:
         self.scope = scope
         self.receive = receive
         self.path = path
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._headers: dict[bytes, bytes] = fields_of(scope)
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a header; None without it. Raises Problem when it is there more than once."""
@@ -98,6 +103,11 @@ class Request:
     def has(self, name: bytes) -> bool:
         """Whether a header is there, once or more."""
         return name in self._headers
+
+
+def fields_of(scope: Scope) -> dict[bytes, bytes]:
+    """The headers of a request by name, the last one of each name."""
+    return scope[FIELDS] if FIELDS in scope else dict(scope["headers"])
 
 
 #: Takes the reply to a request, or the error in place of it.
@@ -186,6 +196,8 @@ def chosen(parameters: Mapping[str, str], name: str, choices: Sequence[str], def
 
 def promise_of(request: Request) -> Promise:
     """`journaled`, or `decided` when the query or the header Prefer asks for it. The query wins."""
+    if not request.scope["query_string"] and not request.has(b"prefer"):
+        return "journaled"
     parameters = query_of(request, ("promise",))
     if "promise" not in parameters:
         return "decided" if prefers_async(request) else "journaled"
@@ -217,7 +229,10 @@ async def body_of(request: Request, bytes_max: int) -> bytes:
         size += len(pieces[-1])
     if event["type"] != "http.request":
         raise Gone
-    check_body(request, size, bytes_max)
+    if size > bytes_max:
+        raise too_large(bytes_max)
+    if size and request.header(b"content-type") is None:
+        raise _not_json(None)
     return b"".join(pieces)
 
 
@@ -225,13 +240,9 @@ class Gone(Exception):
     """The client has closed the connection before its request was complete: no one reads an answer."""
 
 
-def check_body(request: Request, size: int, bytes_max: int) -> None:
-    """Raises Problem for a body of so many bytes that is too large, or that is no JSON by its headers."""
-    check_body_headers(request, bytes_max)
-    if size > bytes_max:
-        raise too_large(bytes_max)
-    if size and request.header(b"content-type") is None:
-        raise _not_json(None)
+def is_json(kind: bytes) -> bool:
+    """Whether a Content-Type is that of JSON in UTF-8."""
+    return kind == JSON or _is_json_in_words(kind) is not None
 
 
 def check_body_headers(request: Request, bytes_max: int) -> None:
@@ -240,7 +251,7 @@ def check_body_headers(request: Request, bytes_max: int) -> None:
     if length is not None and int(length) > bytes_max:
         raise too_large(bytes_max)
     kind = request.header(b"content-type")
-    if kind is not None and not _is_json(kind):
+    if kind is not None and not is_json(kind):
         raise _not_json(kind)
     coding = request.header(b"content-encoding")
     if coding is not None and coding.lower() != b"identity":
@@ -337,6 +348,26 @@ def command_of(type_: str, given: Mapping[str, str], body: bytes) -> AnyCommand:
         if twice and twice[1] in {"type", *given}:
             raise invalid(f"{twice[1]}: must not be in the body, {_GIVEN[twice[1]]}") from None
         raise invalid(error.reason) from None
+
+
+#: The body of most grabs: a user, who needs no decoding, and nothing else.
+_only_user = re.compile(
+    rb'[ \t\r\n]*\{[ \t\r\n]*"user"[ \t\r\n]*:[ \t\r\n]*"([A-Za-z0-9._:-]{1,64})"[ \t\r\n]*\}[ \t\r\n]*'
+).fullmatch
+
+
+def plain_grab_of(request: Request, body: bytes) -> Grab | None:
+    """The grab of a service whose body has a user and nothing else, and with which nothing is wrong
+    (`offer_of_plain`), as of most; None for any other.
+    """
+    found = _only_user(body)
+    if found is None or request.user is not None:
+        return None
+    key = (request.header(b"idempotency-key") or b"").decode("latin-1")
+    grab = Grab(id=key, offer=request.path["offer"], user=found[1].decode())
+    if offer_of_plain((grab,)) is None or key in NOT_IN_PATHS or grab.user in NOT_IN_PATHS:
+        return None
+    return grab
 
 
 def grab_of(request: Request, body: bytes) -> Grab:
