@@ -51,6 +51,17 @@ ROWS = {
     "8": ("cost beside 10 million grabs, against 1 thousand", "ours/theirs", "<= 1.1"),
     "9": ("over HTTP, three lists and two grabs of five, against constants", "ours/theirs", ">= 0.5"),
     "grabs": ("journaled grabs over HTTP, against a constant", "ours/theirs", ">= 0.5"),
+    "uvicorn": (
+        "a journaled grab over HTTP, against a constant of a bare uvicorn, by processor time",
+        "ours/theirs",
+        "<= 1.3",
+    ),
+    "uvicorn-mix": (
+        "three lists and two journaled grabs of five, against a constant of a bare uvicorn, by processor "
+        "time",
+        "ours/theirs",
+        "<= 1.3",
+    ),
     "processes": (
         "journaled grabs over HTTP by the gateway's processor time, in two processes against one",
         "ours/theirs",
@@ -138,6 +149,8 @@ def _measurements(
         ("8",): lambda: pieces.beside_many(runs, 10_000_000 // divisor),
         ("9",): lambda: serving.mix(runs, 10 / divisor),
         ("grabs",): lambda: serving.grabs(runs, 10 / divisor),
+        ("uvicorn",): lambda: serving.against_uvicorn(runs, 10 / divisor, serving.GRABS),
+        ("uvicorn-mix",): lambda: serving.against_uvicorn(runs, 10 / divisor, serving.MIX),
         ("processes",): lambda: serving.processes(runs, 10 / divisor),
         ("lists",): lambda: serving.lists(runs, 10 / divisor),
         ("items",): lambda: serving.items(runs, 10 / divisor),

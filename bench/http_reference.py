@@ -5,6 +5,8 @@ the place of the gateway's; prints its port.
 - `constant`: a document for GET, another one for everything else.
 - `items`: a list, with one call of Redis for each item.
 - `by_hand`: a grab by the classic script, and one awaited send to Kafka with `acks=all`.
+
+`uvicorn bench.http_reference:bare` is a server without anything of the gateway.
 """
 
 import asyncio
@@ -30,6 +32,20 @@ async def answer(send: Any, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def bare(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the body of a request, and answers `{}`; as an application of uvicorn as it is installed."""
+    if scope["type"] == "lifespan":
+        message = {"type": ""}
+        while not message["type"].endswith("shutdown"):
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+        return
+    message = await receive()
+    while message.get("more_body"):
+        message = await receive()
+    await answer(send, 200, b"{}")
 
 
 class Constant:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from bench.streaming import cpu_seconds_of_all, until_booked
 from grabstream.models.commands import Open
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.connections.opening import open_gate
+from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.topics import Topics
 
@@ -93,6 +95,31 @@ def reference(kind: str, **arguments: Any) -> Iterator[Server]:
         process.terminate()
         process.wait(30)
         process.stdout.close()
+
+
+@contextmanager
+def bare_uvicorn() -> Iterator[Server]:
+    """Runs uvicorn with its defaults, and an application that answers a constant (`http_reference`)."""
+    [port] = free_ports(1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "uvicorn", "bench.http_reference:bare", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + LISTEN_SECONDS_MAX
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+        yield Server(port, process.pid)
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def load(
@@ -215,6 +242,31 @@ async def mix(runs: int, seconds: float) -> dict[str, Any]:
 async def grabs(runs: int, seconds: float) -> dict[str, Any]:
     """Journaled grabs over HTTP, against the same server answering a constant."""
     return await _against(runs, seconds, GRABS, _constant)
+
+
+async def against_uvicorn(runs: int, seconds: float, lists: int) -> dict[str, Any]:
+    """What a request costs the gateway, against the constant of a bare uvicorn, which logs each request, by
+    processor time alone: so the row says the same on a busy machine.
+    """
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    async with shop() as (settings, server):
+        with bare_uvicorn() as against:
+            for each in (server, against):
+                await asyncio.to_thread(load, each, lists, seconds / 4)
+            for _ in range(runs):
+                for each, found in ((server, ours), (against, theirs)):
+                    found.append(await asyncio.to_thread(load, each, lists, seconds))
+                    await until_booked(settings, 0)
+    return {
+        "ours": [one["server_us"] for one in ours],
+        "theirs": [one["server_us"] for one in theirs],
+        "unit": "µs of processor time a request",
+        "profile": {
+            "requests/s": {"gateway": median_of(ours, "rate"), "uvicorn": median_of(theirs, "rate")},
+            "the machine": {"load": f"{os.getloadavg()[0]:.1f}"},
+        },
+    }  # fmt: skip
 
 
 async def processes(runs: int, seconds: float) -> dict[str, Any]:
