@@ -21,6 +21,8 @@ from grabstream.gateway.rates import Counters, Rates
 from grabstream.gateway.requests import Request
 from grabstream.gateway.tokens import BadToken, Tokens, UnusableToken, add_bounded, is_token
 
+#: The key of the scope that has what the counters said of a request.
+_COUNTED: Final = "grabstream.counted"
 _bearer = re.compile(rb"bearer +([A-Za-z0-9._~+/-]+=*) *", re.IGNORECASE).fullmatch
 _MISSING: Final = "Send credentials in the header Authorization: Bearer, followed by an API key or a token."
 _WRONG: Final = "The credentials in the header Authorization are not valid."
@@ -78,7 +80,10 @@ class Admission:
         if mark not in self._recent:
             add_bounded(self._recent, mark, None, TOKENS_REMEMBERED_MAX)
         rates = self._rates.key if caller.user is None else self._rates.user
-        if rates and (seconds := await self._counters.hit(rates, _kind_of(caller), caller.name)):
+        seconds = request.scope.pop(_COUNTED, None)
+        if seconds is None:
+            seconds = await self._counters.hit(rates, _kind_of(caller), caller.name)
+        if seconds:
             whose = "This API key" if caller.user is None else "This user"
             raise too_many(f"{whose} may send {in_words(rates)}.", seconds)
         if caller.user is not None and self._users.are_counted:
@@ -98,13 +103,13 @@ class Admission:
     def admits_now(self, operation: Operation, request: Request) -> bool:
         """Whether a request may come in without waiting for anything: nobody is asked, or it is of a service
         whose key was valid a moment ago and is valid now, that may do this, and whose requests are not
-        counted. `admit` decides about every other one, and says why.
+        counted by a server. `admit` decides about every other one, and says why.
         """
         if operation.scope == "none":
             return True
         try:
             credentials = _credentials_of(request)
-            if self._rates.key or credentials is None or hash(credentials) not in self._recent:
+            if credentials is None or hash(credentials) not in self._recent:
                 return False
             caller = self._keys.caller_of(credentials) if is_secret(credentials) else None
             if caller is None:
@@ -112,7 +117,11 @@ class Admission:
             authorize(caller, operation, request)
         except Problem:
             return False
-        return True
+        seconds = self._counters.hit_now(self._rates.key, _kind_of(caller), caller.name)
+        if seconds:
+            # It was counted, and must not be counted again.
+            request.scope[_COUNTED] = seconds
+        return seconds == 0
 
     async def _caller_of(self, credentials: bytes | None) -> Caller:
         """The caller; raises BadToken, whose text tells nothing about keys."""

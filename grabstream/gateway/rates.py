@@ -61,8 +61,17 @@ class Counters:
                 self._cache.refused(error)
             except (RedisError, OSError) as error:
                 self._cache.failed(error)
-        now = time.time()
-        return max(self._memory.hit(rate, f"{kind}/{name}", now) for rate in rates)
+        return self._hit_in_memory(rates, kind, name)
+
+    def hit_now(self, rates: Rates, kind: str, name: str) -> int | None:
+        """What `hit` does, without waiting; None, and nothing is counted, if a server has the counters."""
+        if not rates:
+            return 0
+        return self._hit_in_memory(rates, kind, name) if self._cache is None else None
+
+    def _hit_in_memory(self, rates: Rates, kind: str, name: str) -> int:
+        now, caller = time.time(), f"{kind}/{name}"
+        return max([self._memory.hit(rate, caller, now) for rate in rates])
 
 
 async def _hit_shared(limiter: SlidingWindowCounterRateLimiter, rates: Rates, kind: str, name: str) -> int:

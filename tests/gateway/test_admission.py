@@ -375,7 +375,22 @@ async def test_only_a_service_that_was_admitted_before_needs_no_waiting_for() ->
     ring._kept = (await ring_of(*rows))._kept
     assert not admission.admits_now(GRAB, grabbing(ending))
     assert admission.admits_now(GRAB, grabbing(shop))
-    # Requests that are counted are counted by `admit`.
-    counted = Admission(ring, None, Counters(), CallerRates(key=read_rates("100/second")))
-    await counted.admit(GRAB, grabbing(shop))
-    assert not counted.admits_now(GRAB, grabbing(shop))
+
+
+async def test_request_is_counted_once_whichever_way_it_goes() -> None:
+    shop = new_secret()
+    rates = read_rates("3/hour; 10/day")
+    counters = Counters()
+    ring = await ring_of(row(shop, scopes=["grab"]))
+    admission = Admission(ring, None, counters, CallerRates(key=rates))
+    await admission.admit(GRAB, grabbing(shop))
+    assert [admission.admits_now(GRAB, grabbing(shop)) for _ in range(2)] == [True, True]
+    for _ in range(4):
+        request = grabbing(shop)
+        assert not admission.admits_now(GRAB, request)
+        with pytest.raises(Problem, match="3 requests per 1 hour"):
+            await admission.admit(GRAB, request)
+    # Those that were refused by the hour count for the day, once.
+    [day] = [rate for rate in rates if rate.GRANULARITY.name == "day"]
+    left = [await counters.hit([day], "key", "shop") == 0 for _ in range(4)]
+    assert left == [True, True, True, False]
