@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis
+from grabstream.ops.services import free_ports
 
 from bench import classic
 from bench.stage import system
@@ -28,7 +29,6 @@ from bench.streaming import cpu_seconds_of_all, until_booked
 from grabstream.models.commands import Open
 from grabstream.models.offers import CouponTerms
 from grabstream.ops.connections.opening import open_gate
-from grabstream.ops.services import free_ports
 from grabstream.ops.settings import Settings, child_environment
 from grabstream.streams.topics import Topics
 
