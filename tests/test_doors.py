@@ -470,7 +470,7 @@ def test_claims_are_read_or_refused(payload: bytes) -> None:
     receipt = bounded(len(payload), lambda: attempted(lambda: decode_receipt(payload), Invalid))
     if isinstance(receipt, Receipt) and receipt.status == "paid":
         command = command_of(receipt)
-        check(command, of_system=True)
+        check(command, from_system=True)
         assert command_of(decode_receipt(encode_claims(receipt))) == command
     for decode in (decode_token, decode_query, lambda raw: decode_payments(raw, QUERY)[0]):
         found = bounded(len(payload), lambda decode=decode: attempted(lambda: decode(payload), Invalid))

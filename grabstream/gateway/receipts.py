@@ -101,7 +101,7 @@ class Receipts:
         def answered(found: Answer | BaseException) -> None:
             then(_found(receipt, command, found))
 
-        self._gate.decide_soon(command, answered, timeout_ms=self._timeout_ms, of_system=True)
+        self._gate.decide_soon(command, answered, timeout_ms=self._timeout_ms, from_system=True)
 
     def _refuse_counted(self, forged: Failures, refusal: Problem, scope: Scope, then: Then) -> None:
         """Refuses a forged receipt when it is counted: the counters may be in a server."""

@@ -332,13 +332,13 @@ class Undecodable(Exception):
         self.is_decoded = False
 
 
-def check(command: AnyCommand, of_system: bool = False) -> None:
+def check(command: AnyCommand, from_system: bool = False) -> None:
     """Raises Invalid, naming the field and what is allowed, when the command must not reach a script. This
     includes a command made in Python with a value of a wrong type: no reader could decode its event.
-    `of_system`: the system itself sends it, and may use an id that is reserved for that.
+    `from_system`: the system itself sends it, and may use an id that is reserved for that.
     """
     try:
-        _check_rules(command, of_system)
+        _check_rules(command, from_system)
         # Of the most frequent commands, the rules check all fields one by one, which is faster.
         if not isinstance(command, Grab | Confirm):
             _check_types(command)
@@ -471,12 +471,12 @@ def _check_types(command: AnyCommand) -> None:
         raise Invalid(f"{type(command).__name__.lower()}: {error}") from None
 
 
-def _check_rules(command: AnyCommand, of_system: bool = False) -> None:
+def _check_rules(command: AnyCommand, from_system: bool = False) -> None:
     if type(command) is Grab and _is_right_and_plain(command):
         return
     if not is_id(command.id):
         raise Invalid(f"id: must match [A-Za-z0-9._:-]{{1,64}}, got {quoted(command.id)}")
-    if is_reserved(command.id) and not (of_system and command.id not in RESERVED_IDS):
+    if is_reserved(command.id) and not (from_system and command.id not in RESERVED_IDS):
         raise Invalid(
             f"id: {command.id} is reserved for events that the system makes itself; choose another id"
         )

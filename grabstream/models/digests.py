@@ -66,15 +66,15 @@ class Digests:
         self._use({key_id: digest_keys(key) for key_id, key in (keys or {}).items()})
 
     @classmethod
-    def of_derived(cls, keys: Mapping[str, tuple[bytes, bytes]]) -> "Digests":
+    def from_derived_keys(cls, keys: Mapping[str, tuple[bytes, bytes]]) -> "Digests":
         """Digests with keys that `digest_keys` has derived, by the ids of the seal keys."""
         digests = cls()
         digests._use(keys)
         return digests
 
     def _use(self, keys: Mapping[str, tuple[bytes, bytes]]) -> None:
-        self._keys = {key_id: of_commands for key_id, (of_commands, _) in keys.items()}
-        self._names = [of_names for _, of_names in keys.values()]
+        self._keys = {key_id: command_key for key_id, (command_key, _) in keys.items()}
+        self._names = [name_key for _, name_key in keys.values()]
         self._first = next(iter(self._keys), None)
 
     def of(self, command: AnyCommand) -> str:

@@ -22,18 +22,18 @@ from grabstream.models.money import Asset, Invalid, Quantity, check_amount
 ADJUSTABLE_DEBITS: Final = ("external:", "issuer:", "refund:", "receivable:")
 ADJUSTABLE_CREDITS: Final = (*ADJUSTABLE_DEBITS, "wallet:")
 #: Those of them that are named by a payment.
-_OF_PAYMENTS: Final = ("external:", "refund:")
+_PAYMENT_KINDS: Final = ("external:", "refund:")
 
 _is_asset = re.compile(r"(?:[A-Z]{3}|(?:coupon|sku):[A-Za-z0-9._:-]{1,64})\Z").match
 
 
 def _starts_with(kinds: tuple[str, ...]) -> str:
-    return _pattern(f"({'|'.join(kind for kind in kinds if kind not in _OF_PAYMENTS)})")
+    return _pattern(f"({'|'.join(kind for kind in kinds if kind not in _PAYMENT_KINDS)})")
 
 
 def _pattern(others: str) -> str:
-    of_payments = f"({'|'.join(_OF_PAYMENTS)}){PAYMENT_CHARACTERS}{{1,{PAYMENT_BYTES_MAX}}}"
-    return f"^({others}{ID_PATTERN[1:-1]}|{of_payments})$"
+    payment_account = f"({'|'.join(_PAYMENT_KINDS)}){PAYMENT_CHARACTERS}{{1,{PAYMENT_BYTES_MAX}}}"
+    return f"^({others}{ID_PATTERN[1:-1]}|{payment_account})$"
 
 
 BookedAccount = Annotated[str, in_schema(pattern=_pattern("[a-z]+:"))]
@@ -72,7 +72,7 @@ def check_adjustment(transfer: Entry) -> None:
         ("credit", transfer.credit, ADJUSTABLE_CREDITS),
     ):
         kind, colon, name = account.partition(":")
-        is_named = is_payment_id if kind + colon in _OF_PAYMENTS else is_id
+        is_named = is_payment_id if kind + colon in _PAYMENT_KINDS else is_id
         if kind + colon not in allowed or not is_named(name):
             raise Invalid(
                 f"transfers.{field}: must be one of {', '.join(f'{start}<id>' for start in allowed)}; got "

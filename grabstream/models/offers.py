@@ -291,7 +291,7 @@ def terms_of(text: bytes) -> Terms:
     been different when the offer was opened. Raises ValueError when the text is not terms.
     """
     document = _object_of(text)
-    struct = _OF_KIND.get(document.get("kind", ""))
+    struct = _TERMS_BY_KIND.get(document.get("kind", ""))
     if struct is None:
         raise ValueError(f"an offer of kind {quoted(document.get('kind'))} is not known to this program")
     terms: Terms = _read_as(struct, document)
@@ -330,7 +330,7 @@ def _read_as(struct: type[msgspec.Struct], document: dict[str, Any]) -> Any:
         raise ValueError(f"fields do not fit {struct.__name__}: {error}") from None
 
 
-_OF_KIND: Final = {str(struct.__struct_config__.tag): struct for struct in get_args(Terms)}
+_TERMS_BY_KIND: Final = {str(struct.__struct_config__.tag): struct for struct in get_args(Terms)}
 
 
 #: The fields of an envelope that may be amended.

@@ -215,7 +215,7 @@ def check_receipt(receipt: Receipt) -> None:
     if receipt.currency is None:
         raise Invalid("currency: is required where something was paid")
     # The rules of the command, such as that of a currency.
-    check(command_of(receipt), of_system=True)
+    check(command_of(receipt), from_system=True)
 
 
 def decode_query(payload: bytes) -> PaymentQuery:

@@ -167,9 +167,9 @@ class LineDecoder(VersionedDecoder[AnyLine]):
     """Decodes lines of the journal, where granted and held grabs are runs."""
 
     def __init__(self, upcasters: Iterable[Upcaster] = UPCASTERS) -> None:
-        of_lines = (step for step in upcasters if step.type not in RUN_TYPES)
+        line_upcasters = (step for step in upcasters if step.type not in RUN_TYPES)
         first = dict.fromkeys(RUN_TYPES, RUN_VERSION)
-        super().__init__(AnyLine, Upcasters(of_lines, LINE_VERSIONS, first))
+        super().__init__(AnyLine, Upcasters(line_upcasters, LINE_VERSIONS, first))
 
 
 LINES: Final = LineDecoder()

@@ -32,7 +32,7 @@ def documents() -> dict[str, Schema]:
     }
     schemas[ANSWER] = schema_of(Answer, "answer", nulls=False)
     schemas[REFUSED] = schema_of(Refused, "refused", nulls=False)
-    schemas |= _of_events()
+    schemas |= _event_schemas()
     # The values of a column may be null where a grab has none.
     schemas |= {run_name(tag_of(run)): schema_of(run, f"{tag_of(run)} (run)") for run in get_args(AnyRun)}
     return _identified(schemas)
@@ -40,10 +40,10 @@ def documents() -> dict[str, Schema]:
 
 def event_documents() -> dict[str, Schema]:
     """The schemas of the values of `grab.events`, by the end of their ids: `grab.granted.v1` …"""
-    return {name.removeprefix("events/"): schema for name, schema in _identified(_of_events()).items()}
+    return {name.removeprefix("events/"): schema for name, schema in _identified(_event_schemas()).items()}
 
 
-def _of_events() -> dict[str, Schema]:
+def _event_schemas() -> dict[str, Schema]:
     return {
         event_name(tag_of(event)): schema_of(event, tag_of(event), nulls=False)
         for event in get_args(AnyEvent)

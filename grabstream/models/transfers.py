@@ -66,10 +66,10 @@ def transfers_of(event: AnyEvent | AnyRun) -> Transfers:
     for each grab, in columns.
     """
     kind = type(event)
-    of_type = _of_type.get(kind)
-    if of_type is None:
-        of_type = _of_type[kind] = _TRANSFERS.get(str(event.__struct_config__.tag), _nothing)
-    return of_type(event)
+    make = _transfers_by_class.get(kind)
+    if make is None:
+        make = _transfers_by_class[kind] = _TRANSFERS.get(str(event.__struct_config__.tag), _nothing)
+    return make(event)
 
 
 def _nothing(event: Any) -> tuple[Transfer, ...]:
@@ -174,4 +174,7 @@ _TRANSFERS: Final[dict[str, Callable[[Any], tuple[Transfer, ...]]]] = {
 }
 #: The same by class: that of runs, and a cache of the others, because reading the tag of a class costs as
 #: much as the rest of `transfers_of`.
-_of_type: Final[dict[type, Callable[[Any], Transfers]]] = {GrantedRun: _granted_run, HeldRun: _held_run}
+_transfers_by_class: Final[dict[type, Callable[[Any], Transfers]]] = {
+    GrantedRun: _granted_run,
+    HeldRun: _held_run,
+}

@@ -92,7 +92,7 @@ class Upcasters:
             if type_ not in self._current
         ]
         for type_, current in sorted(self._current.items()):
-            versions = {version for of_type, version in self._steps if of_type == type_}
+            versions = {version for step_type, version in self._steps if step_type == type_}
             first = self._first.get(type_, FIRST_VERSION)
             for version in range(min(first, *versions, current), current):
                 if version not in versions:

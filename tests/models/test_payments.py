@@ -110,13 +110,13 @@ def test_ids_of_the_system_are_reserved() -> None:
         assert is_reserved(command.id)
         with pytest.raises(Invalid, match="is reserved"):
             check(command)
-        check(command, of_system=True)
+        check(command, from_system=True)
         for type_ in ("release", "grab"):
             raw = {"type": type_, "id": command.id, "offer": "o", "user": "u"}
             with pytest.raises(Undecodable, match="is reserved"):
                 decode_command(json.dumps(raw if type_ == "grab" else {**raw, "grab": "g"}).encode())
     with pytest.raises(Invalid, match="is reserved"):
-        check(Release(id="sweep", offer="o", grab="g"), of_system=True)
+        check(Release(id="sweep", offer="o", grab="g"), from_system=True)
     assert commands[1].id != command_of_unpaid(AskedHold(offer=LONG, grab=LONG, ends_at=1)).id
 
 

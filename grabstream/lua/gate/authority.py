@@ -45,22 +45,22 @@ class Authority:
         """Whether a `confirm` must carry a receipt."""
         return self._payment_keys is not None
 
-    def check(self, command: AnyCommand, of_system: bool = False) -> None:
+    def check(self, command: AnyCommand, from_system: bool = False) -> None:
         """Raises Invalid, naming the field, when a command lacks a signature or has a wrong one. Of the
-        commands of the system itself, whose cause was verified (`of_system`), it requires none.
+        commands of the system itself, whose cause was verified (`from_system`), it requires none.
         """
         if isinstance(command, Confirm):
-            self._check_receipt(command, of_system)
+            self._check_receipt(command, from_system)
         elif isinstance(command, OfferCommand):
             self._check_approvals(command)
 
-    def _check_receipt(self, command: Confirm, of_system: bool) -> None:
+    def _check_receipt(self, command: Confirm, from_system: bool) -> None:
         keys, text = self._payment_keys, command.receipt
         if text is None:
             # Nothing is due for a hold that is confirmed without money. The id of a payment is the payment
             # side's: whoever could name one without a receipt could take that of a payment to come.
             names_money = bool(command.paid) or command.payment is not None
-            if keys is not None and names_money and not of_system:
+            if keys is not None and names_money and not from_system:
                 raise Invalid(
                     "receipt: is required, since GRAB_PAYMENT_KEYS is set: send the receipt that the payment "
                     "side has signed for this payment"

@@ -207,7 +207,7 @@ class Gate:
         timeout_ms: int | None = None,
         reader: CallOrder | None = None,
         report_undecidable: ReportUndecidable = lambda index, reason: None,
-        of_system: bool = False,
+        from_system: bool = False,
     ) -> list[Answer]:
         """Returns answers in the order of the commands. Commands of one campaign are carried out in that
         order, also through a recovery.
@@ -221,10 +221,10 @@ class Gate:
         has in flight, and cannot return a command to the topic. So its calls are carried out in the order in
         which they were made, are queued even if the queue is full, and wait as long as their shard decides
         nothing; they never get `fenced` or `busy`. `report_undecidable` is called with the index and the
-        error of each command that no script can decide; the answer to it is `invalid`. `of_system` is for
+        error of each command that no script can decide; the answer to it is `invalid`. `from_system` is for
         commands that the system sends itself, whose ids are reserved (`models/payments.py`).
         """
-        fixed = (promise, patience_ms, timeout_ms, reader, report_undecidable, of_system)
+        fixed = (promise, patience_ms, timeout_ms, reader, report_undecidable, from_system)
         if self._user_keys is None:
             return await self._decide(commands, *fixed)
         # The caller may change its list meanwhile.
@@ -253,19 +253,19 @@ class Gate:
         timeout_ms: int | None,
         reader: CallOrder | None,
         report_undecidable: ReportUndecidable,
-        of_system: bool,
+        from_system: bool,
     ) -> list[Answer]:
         timeout_seconds = ((timeout_ms or self._limits.timeout_ms) + patience_ms) / 1000
         deadline = math.inf if reader else time.monotonic() + timeout_seconds
         if len(commands) == 1 and reader is None and basket_of(commands[0]) is None:
             return [
                 await self._decide_one(
-                    commands[0], promise, deadline, patience_ms / 1000, report_undecidable, of_system
+                    commands[0], promise, deadline, patience_ms / 1000, report_undecidable, from_system
                 )
             ]
         answers: list[Answer | None] = [None] * len(commands)
         plain = offer_of_plain(commands) if commands else None
-        valid = range(len(commands)) if plain is not None else self._check(commands, answers, of_system)
+        valid = range(len(commands)) if plain is not None else self._check(commands, answers, from_system)
         runs = list(self._split(valid, commands, plain))
         order = reader or CallOrder()
         waits: deque[tuple[int, Sequence[int], QueueEntry]] = deque()
@@ -318,7 +318,7 @@ class Gate:
         then: Then,
         promise: Promise = "journaled",
         timeout_ms: int | None = None,
-        of_system: bool = False,
+        from_system: bool = False,
         is_plain: bool = False,
     ) -> None:
         """Decides a command that comes alone, as `decide` does, and calls `then` with its answer, or with
@@ -326,20 +326,20 @@ class Gate:
         that it is a plain grab, with which nothing is wrong (`offer_of_plain`).
         """
         if self._user_keys is not None and type(command) is Grab and command.metadata:
-            task = asyncio.create_task(self._decide_sealed(command, then, promise, timeout_ms, of_system))
+            task = asyncio.create_task(self._decide_sealed(command, then, promise, timeout_ms, from_system))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return
         deadline = time.monotonic() + (timeout_ms or self._limits.timeout_ms) / 1000
-        self._begin(command, promise, deadline, 0.0, then, of_system, is_plain)
+        self._begin(command, promise, deadline, 0.0, then, from_system, is_plain)
 
     async def _decide_sealed(
-        self, command: AnyCommand, then: Then, promise: Promise, timeout_ms: int | None, of_system: bool
+        self, command: AnyCommand, then: Then, promise: Promise, timeout_ms: int | None, from_system: bool
     ) -> None:
         """Decides a command whose metadata must be sealed before, for `decide_soon`."""
         result: Answer | BaseException
         try:
-            [result] = await self.decide([command], promise, timeout_ms=timeout_ms, of_system=of_system)
+            [result] = await self.decide([command], promise, timeout_ms=timeout_ms, from_system=from_system)
         except asyncio.CancelledError as error:
             then(error)
             raise
@@ -354,12 +354,12 @@ class Gate:
         deadline: float,
         patience_seconds: float,
         report_undecidable: ReportUndecidable,
-        of_system: bool,
+        from_system: bool,
     ) -> Answer:
         """Decides a command that comes alone, as `decide` does: most of a crowd's do."""
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         then = partial(settle, answered)
-        single = self._begin(command, promise, deadline, patience_seconds, then, of_system)
+        single = self._begin(command, promise, deadline, patience_seconds, then, from_system)
         try:
             return await answered
         finally:
@@ -375,13 +375,13 @@ class Gate:
         deadline: float,
         patience_seconds: float,
         then: Then,
-        of_system: bool,
+        from_system: bool,
         is_plain: bool = False,
     ) -> SingleCommand | None:
         """Sends a command that comes alone on its way; returns None if it is answered already."""
         plain = command.offer if is_plain else offer_of_plain((command,))
         if plain is None:
-            refused = _refused(command, of_system, self._limits)
+            refused = _refused(command, from_system, self._limits)
             if refused is not None:
                 self.measures.answers[type(command).__name__.lower()][refused.code] += 1
                 then(refused)
@@ -417,7 +417,7 @@ class Gate:
         return (await self.decide([command], promise, patience_ms))[0]
 
     def _check(
-        self, commands: Sequence[AnyCommand], answers: list[Answer | None], of_system: bool
+        self, commands: Sequence[AnyCommand], answers: list[Answer | None], from_system: bool
     ) -> Sequence[int]:
         """Returns the indexes of the valid commands; answers the others `invalid`."""
         if (
@@ -449,14 +449,14 @@ class Gate:
                     and max(quantities, default=1) < 10**13  # type: ignore[type-var, operator]
                 ):
                     return range(len(commands))
-        return self._check_each(commands, answers, of_system)
+        return self._check_each(commands, answers, from_system)
 
     def _check_each(
-        self, commands: Sequence[AnyCommand], answers: list[Answer | None], of_system: bool
+        self, commands: Sequence[AnyCommand], answers: list[Answer | None], from_system: bool
     ) -> Sequence[int]:
         valid = []
         for index, command in enumerate(commands):
-            if (refused := _refused(command, of_system, self._limits)) is None:
+            if (refused := _refused(command, from_system, self._limits)) is None:
                 valid.append(index)
             else:
                 answers[index] = refused
@@ -951,17 +951,17 @@ def _partial_answer(shard: int, command: AnyCommand, row: Sequence[Any], error: 
     )
 
 
-def _refused(command: AnyCommand, of_system: bool, limits: GateLimits) -> Answer | None:
+def _refused(command: AnyCommand, from_system: bool, limits: GateLimits) -> Answer | None:
     """The answer `invalid` to a command that must not reach a script; None for others."""
     try:
-        check(command, of_system)
+        check(command, from_system)
         if not limits.issuer_seeds and secret_of(command) == "terms.seed":
             raise Invalid(SEED_REFUSED)
         if limits.beacon_required and isinstance(command, Open) and _lacks_beacon(command.terms):
             raise Invalid(BEACON_REQUIRED)
         if limits.seals_metadata:
             personal.must_be_sealed(command)
-        limits.authority.check(command, of_system)
+        limits.authority.check(command, from_system)
     except Exception as error:
         # Any error: no other command of the list may be affected.
         if not isinstance(error, Invalid | TypeError):

@@ -117,7 +117,7 @@ class Sealer:
         #: What identifies each key, by its id, without revealing it: 32 hex digits.
         self.fingerprints = {key_id: part.fingerprint.hex() for key_id, part in self._parts.items()}
         #: Digests of commands, with keys that are derived from these.
-        self.digests = Digests.of_derived(
+        self.digests = Digests.from_derived_keys(
             {key_id: (part.digests, part.names) for key_id, part in self._parts.items()}
         )
 

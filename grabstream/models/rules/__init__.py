@@ -50,7 +50,7 @@ def decide(state: ShardState, command: AnyCommand, clock_ms: int, drawn: Drawn |
     known = _known(state, command)
     unfit = grabbing.unfit(offer, command) if isinstance(command, Grab) and offer is not None else None
     if known is not None:
-        return _of_known(state, command, known, now, unfit)
+        return _decide_known(state, command, known, now, unfit)
     if unfit:
         return Decided(refused(state, command, Outcome.invalid, now, message=unfit), [], False)
     digest = state.digests.of(command)
@@ -105,8 +105,8 @@ def _remember(state: ShardState, command: AnyCommand, now: int, decided: Decided
 
 
 def _count(state: ShardState, command: AnyCommand, answer: Answer, now: int) -> None:
-    of_offer = NO_OFFER if answer.code == Outcome.no_such_offer else command.offer
-    state.demand[now // 1000, answer.code, of_offer] += 1
+    counted_offer = NO_OFFER if answer.code == Outcome.no_such_offer else command.offer
+    state.demand[now // 1000, answer.code, counted_offer] += 1
 
 
 def _remember_refusal(state: ShardState, command: AnyCommand, kept: Answer) -> None:
@@ -124,7 +124,7 @@ def decide_basket(
     # When only some of its refusals are still remembered, the basket was not granted, and is decided again.
     if all(known) or any(_answered(state, command) for command in commands):
         return [
-            _of_known_basket(state, command, remembered, now)
+            _decide_known_basket(state, command, remembered, now)
             for command, remembered in zip(commands, known, strict=True)
         ]
     if (message := grabbing.unfit_basket(state.offers, commands)) is not None:
@@ -151,14 +151,14 @@ def decide_basket(
     return decided
 
 
-def _of_known_basket(state: ShardState, command: Grab, known: Remembered | None, now: int) -> Decided:
+def _decide_known_basket(state: ShardState, command: Grab, known: Remembered | None, now: int) -> Decided:
     if known is None:
         outcome = Outcome.conflict if command.offer in state.offers else Outcome.no_such_offer
         return Decided(refused(state, command, outcome, now), [], False)
-    return _of_known(state, command, known, now)
+    return _decide_known(state, command, known, now)
 
 
-def _of_known(
+def _decide_known(
     state: ShardState, command: AnyCommand, known: Remembered, now: int, unfit: str | None = None
 ) -> Decided:
     """The answer to a command whose id is known: its first answer if the body is the same, else a conflict,
@@ -188,15 +188,15 @@ def _refused_with(state: ShardState, command: Grab, refusal: Answer, first: Grab
 
 def _known(state: ShardState, command: AnyCommand) -> Remembered | None:
     refusal = state.refusals.get(identity_of(command))
-    return _answered(state, command) or _of_present_offer(state, refusal)
+    return _answered(state, command) or _unless_retired(state, refusal)
 
 
 def _answered(state: ShardState, command: AnyCommand) -> Remembered | None:
     """The remembered answer under the command's id that made an event."""
-    return _of_present_offer(state, state.answers.get(state.answer_key(command)))
+    return _unless_retired(state, state.answers.get(state.answer_key(command)))
 
 
-def _of_present_offer(state: ShardState, known: Remembered | None) -> Remembered | None:
+def _unless_retired(state: ShardState, known: Remembered | None) -> Remembered | None:
     """`known`, or None if its offer has retired: such answers count as forgotten."""
     return None if known is None or known.answer.offer in state.retired else known
 

@@ -22,9 +22,9 @@ def counters_of(offer: Offer, command: Grab, now: int) -> list[LimitCounter]:
     """The counters of a grab, one for each limit of the offer, in order."""
     counters = []
     for limit in offer.pieces.limits:
-        of_campaign = limit.scope == "campaign"
-        window = window_of(limit.per, _offsets(offer, of_campaign), now)
-        counters.append(LimitCounter(f"{limit.name}/{value_of(limit, command)}", window, of_campaign))
+        is_campaign_wide = limit.scope == "campaign"
+        window = window_of(limit.per, _offsets(offer, is_campaign_wide), now)
+        counters.append(LimitCounter(f"{limit.name}/{value_of(limit, command)}", window, is_campaign_wide))
     return counters
 
 
@@ -78,7 +78,7 @@ def counters_now(offer: Offer, grab: PieceGrab, now: int) -> list[LimitCounter]:
     """The counters under which a grab was first counted, with their current windows."""
     return [
         counter._replace(
-            window=window_of(counter.name.split("/")[1], _offsets(offer, counter.of_campaign), now)  # type: ignore[arg-type]
+            window=window_of(counter.name.split("/")[1], _offsets(offer, counter.is_campaign_wide), now)  # type: ignore[arg-type]
         )
         for counter in grab.under
     ]
@@ -89,25 +89,25 @@ def lefts_under(state: ShardState, offer: Offer, counters: Sequence[LimitCounter
     most = {(limit.name, limit.scope == "campaign"): limit.max for limit in offer.pieces.limits}
     lefts = []
     for counter, count in zip(counters, counts_of(state, offer, counters), strict=True):
-        limit = most.get((counter.name.rsplit("/", 1)[0], counter.of_campaign))
+        limit = most.get((counter.name.rsplit("/", 1)[0], counter.is_campaign_wide))
         if limit is not None:
             lefts.append(limit - count)
     return lefts
 
 
-def _offsets(offer: Offer, of_campaign: bool) -> Offsets:
+def _offsets(offer: Offer, is_campaign_wide: bool) -> Offsets:
     """The time zone of a limit: the offer's, or that of its campaign's first offer."""
-    return offer.campaign_offsets if of_campaign else offer.offsets
+    return offer.campaign_offsets if is_campaign_wide else offer.offsets
 
 
 def _read(state: ShardState, offer: Offer, counter: LimitCounter) -> tuple[int, int]:
-    if counter.of_campaign:
+    if counter.is_campaign_wide:
         return state.counters.get((offer.campaign, counter.name), (0, 0))
     return offer.counters.get(counter.name, (0, 0))
 
 
 def _write(state: ShardState, offer: Offer, counter: LimitCounter, value: int) -> None:
-    if counter.of_campaign:
+    if counter.is_campaign_wide:
         state.counters[offer.campaign, counter.name] = (counter.window, value)
     else:
         offer.counters[counter.name] = (counter.window, value)

@@ -58,7 +58,7 @@ class LimitCounter(NamedTuple):
 
     name: str
     window: int
-    of_campaign: bool
+    is_campaign_wide: bool
 
 
 class CountedUnits(NamedTuple):

@@ -147,14 +147,14 @@ class Model(BaseModel, frozen=True, serialize_by_alias=True):
         struct = getattr(cls, "struct", None)
         if struct is not None:
             schema = handler.resolve_ref_schema(reference)
-            for name, of_struct in _schema_of(struct)["properties"].items():
+            for name, struct_field in _schema_of(struct)["properties"].items():
                 field = schema["properties"][name]
                 field.pop("title", None)
-                if "default" not in of_struct:
+                if "default" not in struct_field:
                     field.pop("default", None)
                 if name in _TAGS and name not in schema.get("required", ()):
                     schema["required"] = [name, *schema.get("required", ())]
-                _constrain(field, of_struct)
+                _constrain(field, struct_field)
         return reference
 
 
@@ -260,14 +260,14 @@ def _schema_of(struct: type[Any]) -> Schema:
     return schema
 
 
-def _constrain(schema: Schema, of_wire: Schema) -> None:
+def _constrain(schema: Schema, wire_schema: Schema) -> None:
     """Copies the constraints from the schema of a value's wire form to the schema of the value."""
-    schema.update({word: of_wire[word] for word in _CONSTRAINTS & of_wire.keys()})
-    if "enum" in of_wire and not {"const", "enum"} & schema.keys():
-        schema["enum"] = of_wire["enum"]
+    schema.update({word: wire_schema[word] for word in _CONSTRAINTS & wire_schema.keys()})
+    if "enum" in wire_schema and not {"const", "enum"} & schema.keys():
+        schema["enum"] = wire_schema["enum"]
     for word in ("items", "additionalProperties", "propertyNames"):
-        if isinstance(of_wire.get(word), dict):
-            _constrain(schema.setdefault(word, {}), of_wire[word])
+        if isinstance(wire_schema.get(word), dict):
+            _constrain(schema.setdefault(word, {}), wire_schema[word])
     for word in ("anyOf", "prefixItems"):
-        for member, member_of_wire in zip(schema.get(word, ()), of_wire.get(word, ()), strict=False):
-            _constrain(member, member_of_wire)
+        for member, wire_member in zip(schema.get(word, ()), wire_schema.get(word, ()), strict=False):
+            _constrain(member, wire_member)

@@ -231,11 +231,11 @@ class Twins:
         )
 
     def _count(self, numbers: dict[str, Numbers], event: AnyEvent) -> None:
-        of_offer = numbers.setdefault(event.offer, Numbers())
+        offer_numbers = numbers.setdefault(event.offer, Numbers())
         if isinstance(event, OfferOpened):
             state = self._recorded if numbers is self.recorded else self._changed
-            of_offer.open(event, units_of(state.offers[event.offer].terms))
-        of_offer.add(event)
+            offer_numbers.open(event, units_of(state.offers[event.offer].terms))
+        offer_numbers.add(event)
 
     # -- the changed state -----------------------------------------------------------------------------------
 
@@ -585,8 +585,8 @@ class _Undo:
         if command.id not in offer.grabs:
             self._grabs.append((offer.name, command.id))
         for counter in limits.counters_of(offer, command, now):
-            counters: dict[Any, Any] = self._state.counters if counter.of_campaign else offer.counters
-            key = (offer.campaign, counter.name) if counter.of_campaign else counter.name
+            counters: dict[Any, Any] = self._state.counters if counter.is_campaign_wide else offer.counters
+            key = (offer.campaign, counter.name) if counter.is_campaign_wide else counter.name
             self._saved.append((counters, key, counters.get(key)))
 
     def undo(self) -> None:

@@ -195,7 +195,7 @@ class HoldQueries:
             patience_ms = max(0, round((until - time.monotonic()) * 1000))
             try:
                 answers = await self._gate.decide(
-                    commands, "decided", patience_ms=patience_ms, of_system=True
+                    commands, "decided", patience_ms=patience_ms, from_system=True
                 )
                 break
             except OutcomeUnknown as error:

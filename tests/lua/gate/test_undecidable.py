@@ -178,10 +178,10 @@ async def test_a_command_whose_check_raises_is_refused_alone(
 
     check = gate_module.check
 
-    def raising(command: AnyCommand, of_system: bool) -> None:
+    def raising(command: AnyCommand, from_system: bool) -> None:
         if command.id == "unchecked":
             raise RecursionError
-        check(command, of_system)
+        check(command, from_system)
 
     monkeypatch.setattr(gate_module, "check", raising)
     gate = gate_over(relay)

@@ -167,7 +167,7 @@ async def test_receipt_and_answer_about_a_payment_are_one_command(shard: Shard) 
         aud="", payment="p", offer="s", grab="a", user="ann", status="paid", at=9, paid=100, currency="CNY"
     )
     command = command_of(receipt)
-    [answer] = await shard.gate.decide([command], "decided", of_system=True)
+    [answer] = await shard.gate.decide([command], "decided", from_system=True)
     assert (answer.outcome, answer.repeated) == ("confirmed", True)
 
 
