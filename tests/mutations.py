@@ -631,7 +631,7 @@ MUTATIONS: Final = (
     Mutation(
         "a decided answer that a further recovery takes back",
         "grabstream/lua/gate/decided.py",
-        "left = [of_call for of_call in kept if of_call.answers]",
+        "left = [kept_call for kept_call in kept if kept_call.answers]",
         "left = []",
         _in(
             "tests/lua/gate/test_journaled.py",

@@ -175,17 +175,17 @@ class ShardKeys(NamedTuple):
 
     def parts(self, offer: str) -> str:
         """String: the parts of an envelope that were drawn ahead, 6 bytes each."""
-        return self.of_offer(offer)[OFFER_KEYS.index("parts")]
+        return self.offer_keys(offer)[OFFER_KEYS.index("parts")]
 
     def users(self, offer: str) -> str:
         """Hash: the parts of an envelope by user, or the counters of an offer of pieces."""
-        return self.of_offer(offer)[OFFER_KEYS.index("users")]
+        return self.offer_keys(offer)[OFFER_KEYS.index("users")]
 
-    def of_offer(self, offer: str) -> tuple[str, ...]:
+    def offer_keys(self, offer: str) -> tuple[str, ...]:
         """The keys of one offer, in the order of OFFER_KEYS."""
         return _of_offer(self, offer)
 
-    def of_campaign(self, campaign: str) -> tuple[str, ...]:
+    def campaign_keys(self, campaign: str) -> tuple[str, ...]:
         """The keys of one campaign, in the order of CAMPAIGN_KEYS."""
         return _of_campaign(self, campaign)
 
@@ -193,7 +193,7 @@ class ShardKeys(NamedTuple):
         """Hash id, of a grab of pieces `<offer>/<id>` → record: the answers of a campaign that have an event,
         but for those to grabs of envelopes.
         """
-        return self.of_campaign(campaign)[0]
+        return self.campaign_keys(campaign)[0]
 
 
 class KeySpace(NamedTuple):
@@ -236,11 +236,11 @@ def readable_patterns(prefix: str) -> list[str]:
     braces and no `/`, so no key of an offer matches another pattern than its own.
     """
     tag = f"{prefix}:{{{prefix}-s*}}"
-    of_shard = [key.rpartition(":")[2] for key in ShardKeys(prefix, 0).deciding()]
-    of_offers = [f"offer:*/{name}" for name in OFFER_KEYS if name not in _SECRET_KEYS]
-    names = (*of_shard, "lease", f"{STAGED}/present", "campaign:*", *of_offers)
-    of_system = KeySpace(prefix, 1)
-    return [of_system.system, of_system.workers, *(f"{tag}:{name}" for name in names)]
+    shard_names = [key.rpartition(":")[2] for key in ShardKeys(prefix, 0).deciding()]
+    offer_names = [f"offer:*/{name}" for name in OFFER_KEYS if name not in _SECRET_KEYS]
+    names = (*shard_names, "lease", f"{STAGED}/present", "campaign:*", *offer_names)
+    system_keys = KeySpace(prefix, 1)
+    return [system_keys.system, system_keys.workers, *(f"{tag}:{name}" for name in names)]
 
 
 def state_key_beside(key: str) -> str:

@@ -108,8 +108,8 @@ def why_unusable(error: ResponseError) -> str:
     """Why functions cannot be used, in words, if that is what an error of FCALL or FUNCTION says; else ''."""
     text = str(error)
     lower = text.lower()
-    of_functions = any(f"{quote}f{rest}" in lower for quote in "'`" for rest in ("call", "unction"))
-    if of_functions and ("no permissions to run" in lower or "unknown command" in lower):
+    is_about_functions = any(f"{quote}f{rest}" in lower for quote in "'`" for rest in ("call", "unction"))
+    if is_about_functions and ("no permissions to run" in lower or "unknown command" in lower):
         return text
     return ""
 

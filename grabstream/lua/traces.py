@@ -102,15 +102,15 @@ class Traces:
             self.add(work, answer.shard, (seq,), seconds, cause, **named, **attributes)
 
 
-_of_process: Traces | None = None
+_process_traces: Traces | None = None
 
 
 def use_traces(traces: Traces | None) -> None:
     """Makes this process trace events, or no longer."""
-    global _of_process
-    _of_process = traces
+    global _process_traces
+    _process_traces = traces
 
 
 def traces() -> Traces | None:
     """The traces of this process; None when it traces nothing."""
-    return _of_process
+    return _process_traces

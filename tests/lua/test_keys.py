@@ -44,9 +44,9 @@ def names_of(keys: ShardKeys, offers: list[str]) -> list[str]:
         keys.channel,
         *(keys.staged(token) for token in ("0", "00", "0" * 32)),
     ]
-    of_its_offers = [name for offer in set(offers) for name in keys.of_offer(offer)]
+    of_its_offers = [name for offer in set(offers) for name in keys.offer_keys(offer)]
     campaigns = {campaign_of(offer) for offer in offers}
-    of_its_campaigns = [name for campaign in campaigns for name in keys.of_campaign(campaign)]
+    of_its_campaigns = [name for campaign in campaigns for name in keys.campaign_keys(campaign)]
     return of_shard + of_its_offers + of_its_campaigns
 
 
@@ -63,9 +63,11 @@ def test_offer_and_part_can_be_read_from_a_key_name(
 ) -> None:
     """The id and the part can be read from the name, so two different pairs cannot have the same name."""
     keys, campaign = ShardKeys("p", 3), campaign_of(campaign)
-    name = keys.of_offer(offer)[OFFER_KEYS.index(part)].removeprefix(f"{keys.tag}:offer:")
+    name = keys.offer_keys(offer)[OFFER_KEYS.index(part)].removeprefix(f"{keys.tag}:offer:")
     assert (name.partition("/")[0], name.partition("/")[2] or "state") == (offer, part)
-    name = keys.of_campaign(campaign)[CAMPAIGN_KEYS.index(of_campaign)].removeprefix(f"{keys.tag}:campaign:")
+    name = keys.campaign_keys(campaign)[CAMPAIGN_KEYS.index(of_campaign)].removeprefix(
+        f"{keys.tag}:campaign:"
+    )
     assert name.split("/") == [campaign, of_campaign]
 
 

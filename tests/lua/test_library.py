@@ -137,7 +137,7 @@ async def play_with_errors(client: Any, keys: KeySpace, check: Callable[[], Awai
     )
     await check()
     basket = [Grab(id=f"b{n}", offer="c", user=f"u{n}", basket="b") for n in range(2)]
-    codes = shard.of_offer("c")[4]
+    codes = shard.offer_keys("c")[4]
     await client.rename(codes, f"{codes}kept")
     await client.set(codes, "a string")
     outcomes += await decide(gate, *basket)
@@ -318,8 +318,8 @@ def test_the_shard_of_a_key_is_known_from_its_tag() -> None:
         *shard.deciding(),
         shard.lease,
         shard.present,
-        *shard.of_offer("a:b"),
-        *shard.of_campaign("a"),
+        *shard.offer_keys("a:b"),
+        *shard.campaign_keys("a"),
     ):
         assert state_key_beside(key) == shard.state
 

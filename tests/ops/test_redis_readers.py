@@ -45,7 +45,7 @@ async def test_a_reader_reads_no_seed_and_no_parts(private_server: Any) -> None:
             await reader.execute_command(*words)
     assert int(await reader.hget(shard.state, "seq")) >= 3
     assert await reader.hlen(shard.users(offer)) == 2
-    for key in (keys.system, shard.outbox, shard.due, shard.lease, *shard.of_campaign(offer)):
+    for key in (keys.system, shard.outbox, shard.due, shard.lease, *shard.campaign_keys(offer)):
         await reader.execute_command("TYPE", key)
     for client in (reader, admin):
         await client.aclose()

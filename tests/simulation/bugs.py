@@ -333,7 +333,7 @@ OF_GATE: Final = (
         (
             (
                 "grabstream/lua/gate/decided.py",
-                "left = [of_call for of_call in kept if of_call.answers]",
+                "left = [kept_call for kept_call in kept if kept_call.answers]",
                 "left = []",
             ),
         ),

@@ -197,5 +197,5 @@ def claims_of(command: AnyCommand) -> dict[str, Any]:
     ticket = TICKETS.read(command.ticket, command.user, command.offer)
     if ticket is None:
         return {}
-    of_campaign = {"ticket_ends_at": ticket.expires_at_ms} if ticket.of_campaign else {}
+    of_campaign = {"ticket_ends_at": ticket.expires_at_ms} if ticket.is_campaign_wide else {}
     return {"ticket_expires_at": ticket.expires_at_ms, "ticket_once": ticket.once_id, **of_campaign}

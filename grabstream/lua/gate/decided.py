@@ -200,7 +200,7 @@ class DecidedAnswers:
                         before = len(kept[index].answers)
                         kept[index] = await self._check(shard, kept[index], changed.history, told)
                         self.kept += len(kept[index].answers) - before
-                left = [of_call for of_call in kept if of_call.answers]
+                left = [kept_call for kept_call in kept if kept_call.answers]
                 kept.clear()
                 kept.extend(left)
 

@@ -74,10 +74,10 @@ GRANTED = int(Outcome.granted)
 HELD = int(Outcome.held)
 CONFIRMED = int(Outcome.confirmed)
 #: The details of a grab that got pieces, without codes.
-_OF_TAKEN = {"limits", "number", "deadline_at", "due", "currency"}
+_TAKEN_DETAILS = {"limits", "number", "deadline_at", "due", "currency"}
 _ROW_WIDTH = 10
 #: The details of a confirmed hold without codes.
-_OF_CONFIRMED = {"number"}
+_CONFIRMED_DETAILS = {"number"}
 
 
 class Secrets(NamedTuple):
@@ -168,8 +168,8 @@ class CallOffers:
 
     def keys(self, keys: ShardKeys) -> list[str]:
         """Returns the keys after those of the shard: of each offer, then of each campaign."""
-        names = [key for offer in self.offers for key in keys.of_offer(offer)]
-        return names + [key for campaign in self.campaigns for key in keys.of_campaign(campaign)]
+        names = [key for offer in self.offers for key in keys.offer_keys(offer)]
+        return names + [key for campaign in self.campaigns for key in keys.campaign_keys(campaign)]
 
 
 def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets) -> ScriptCall:
@@ -237,7 +237,7 @@ def _columns_of_plain(call_offers: CallOffers, ids: Sequence[str], users: Sequen
 def _keys_of_one(keys: ShardKeys, offer: str) -> tuple[Sequence[str], str]:
     """The keys after those of the shard for a call about one offer, and its campaign."""
     campaign = campaign_of(offer)
-    return (*keys.of_offer(offer), *keys.of_campaign(campaign)), campaign
+    return (*keys.offer_keys(offer), *keys.campaign_keys(campaign)), campaign
 
 
 def _plain_arguments(offer: str, campaign: str, ids: Sequence[str], users: Sequence[str]) -> list[bytes]:
@@ -296,7 +296,7 @@ def _extra_of(command: Grab, tickets: TicketKeys) -> Any:
         extra["carried"] = carried
     if command.ticket is not None and (ticket := tickets.read(command.ticket, command.user, command.offer)):
         extra["ticket_expires_at"], extra["ticket_once"] = ticket.expires_at_ms, ticket.once_id
-        if ticket.of_campaign:
+        if ticket.is_campaign_wide:
             extra["ticket_ends_at"] = ticket.expires_at_ms
     return extra or False
 
@@ -540,7 +540,7 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
             shard=shard, seq=row[1] or None, at=row[2],
         )  # fmt: skip
     details: dict[str, Any] = row[9] if width > 9 and row[9] else {}
-    if code <= HELD and type(command) is Grab and details.keys() <= _OF_TAKEN:
+    if code <= HELD and type(command) is Grab and details.keys() <= _TAKEN_DETAILS:
         # The usual answer to a grab of pieces.
         number = details.get("number")
         return Answer(
@@ -550,7 +550,7 @@ def answer_of(shard: int, command: AnyCommand, row: Sequence[Any], sealer: Seale
             tuple([_limit_state(*limit) for limit in details["limits"]]) if "limits" in details else (),
             None if number is None else str(number),
         )  # fmt: skip
-    if code == CONFIRMED and type(command) is Confirm and details.keys() <= _OF_CONFIRMED:
+    if code == CONFIRMED and type(command) is Confirm and details.keys() <= _CONFIRMED_DETAILS:
         # The usual answer to a confirmation.
         number = details.get("number")
         return Answer(

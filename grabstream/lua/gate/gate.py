@@ -273,8 +273,8 @@ class Gate:
         for shard, script, indexes in runs:
             patience = math.inf if reader else patience_ms / 1000
             # A copy: the caller may change its list, also before the answers are known to be journaled.
-            of_entry = [commands[index] for index in indexes]
-            entry = QueueEntry(order.lane(shard), script, of_entry, deadline, patience, plain=plain)
+            entry_commands = [commands[index] for index in indexes]
+            entry = QueueEntry(order.lane(shard), script, entry_commands, deadline, patience, plain=plain)
             before = last_of.get(shard)
             if reader is None:
                 last_of[shard] = entry
@@ -484,14 +484,14 @@ class Gate:
             by_shard.setdefault(self._shard(commands[index].offer), []).append(index)
         for shard, in_shard in by_shard.items():
             for kind, run in groupby(in_shard, lambda index: type(commands[index])):
-                of_run = list(run)
+                run_indexes = list(run)
                 size = self._most_at_once(kind.__name__.lower(), self._limits.batch_commands_max)
                 start = 0
-                while start < len(of_run):
-                    end = few_offers(of_run, commands, start, min(start + size, len(of_run)))
-                    end = start + fitting([commands[index] for index in of_run[start:end]])
-                    end = whole_baskets(of_run, commands, end)
-                    yield shard, kind.__name__.lower(), of_run[start:end]
+                while start < len(run_indexes):
+                    end = few_offers(run_indexes, commands, start, min(start + size, len(run_indexes)))
+                    end = start + fitting([commands[index] for index in run_indexes[start:end]])
+                    end = whole_baskets(run_indexes, commands, end)
+                    yield shard, kind.__name__.lower(), run_indexes[start:end]
                     start = end
 
     @staticmethod

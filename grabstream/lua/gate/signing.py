@@ -85,8 +85,8 @@ class SigningKeys:
         key = self._keys[self._first]
         header = self._written.get(purpose)
         if header is None:
-            of_nothing = _jws.encode(b"", key, "HS256", {"typ": purpose.value, "kid": self._first})
-            header = self._written[purpose] = of_nothing.partition(".")[0].encode()
+            empty_token = _jws.encode(b"", key, "HS256", {"typ": purpose.value, "kid": self._first})
+            header = self._written[purpose] = empty_token.partition(".")[0].encode()
         signed = b"%b.%b" % (header, urlsafe_b64encode(payload).rstrip(b"="))
         return (signed + b"." + _signature(key, signed)).decode()
 

@@ -42,8 +42,8 @@ def size_of(command: AnyCommand) -> int:
         # Attributes are sent twice: as text for the event, and as a map.
         return size + 2 * sum(len(name) + len(value) + 6 for name, value in command.attributes.items())
     if isinstance(command, Load):
-        of_item = bytes_of_code if command.what == "codes" else len
-        return PLAIN_BYTES + sum(map(of_item, command.items))
+        item_bytes = bytes_of_code if command.what == "codes" else len
+        return PLAIN_BYTES + sum(map(item_bytes, command.items))
     if (
         isinstance(command, Open)
         and isinstance(command.terms, EnvelopeTerms)

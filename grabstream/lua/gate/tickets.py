@@ -28,12 +28,12 @@ class Ticket(NamedTuple):
     """A ticket that is valid for its user and offer until `expires_at_ms` (ms since 1970 UTC), and for one
     use if `once_id` is not ''.
 
-    `of_campaign`: it is valid for more than this offer, so a single use counts in the whole campaign.
+    `is_campaign_wide`: it is valid for more than this offer, so a single use counts in the whole campaign.
     """
 
     expires_at_ms: int
     once_id: str
-    of_campaign: bool = False
+    is_campaign_wide: bool = False
 
 
 class TicketKeys:

@@ -197,7 +197,7 @@ async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: l
     it.
     """
     of_shard = keys.shard(keys.shard_of_offer(offer))
-    state_key, users_key, _, grabs_key, *_ = of_shard.of_offer(offer)
+    state_key, users_key, _, grabs_key, *_ = of_shard.offer_keys(offer)
     decides = await is_of_server(redis, of_shard.state, await redis.hget(of_shard.state, "server_epoch"))
     values = await redis.hmget(state_key, ["state", "paused", "kind", "amount_left", "units_left", "held"])
     if values[0] is None:

@@ -249,7 +249,7 @@ class Sweeper:
         if field is None:
             return False
         campaign, what = field.decode().split("/")
-        answers, payments, _, state, _ = self._keys.of_campaign(campaign)
+        answers, payments, _, state, _ = self._keys.campaign_keys(campaign)
         keys = [answers if what == "answers" else payments, state]
         return bool((await self._reply("clean", keys, at_ms, campaign, what, CLEAN_FIELDS_A_STEP)).code == 0)
 

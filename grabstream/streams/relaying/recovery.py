@@ -369,7 +369,7 @@ class Recovery:
         ]
         names = [keys.state, keys.past]
         for campaign in campaigns:
-            _, payments_key, _, state_key, _ = keys.of_campaign(campaign)
+            _, payments_key, _, state_key, _ = keys.campaign_keys(campaign)
             names += (payments_key, state_key)
         await self._shard.run("apply_past", names, ownership, _pack(rows))
 

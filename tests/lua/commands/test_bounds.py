@@ -37,7 +37,7 @@ async def test_lists_are_loaded_in_the_largest_chunks(
         repeats = await gate.decide(loads, "decided", timeout_ms=20_000)
         assert all(answer.repeated for answer in repeats)
         shard = keys.shard(keys.shard_of_offer(kind))
-        *_, codes, audience, _, _, _, _ = shard.of_offer(kind)
+        *_, codes, audience, _, _, _, _ = shard.offer_keys(kind)
         assert (await client.llen(codes), await client.scard(audience)) == (
             (12_000, 0) if kind == "codes" else (0, 12_000)
         )
@@ -76,7 +76,7 @@ async def test_a_list_of_releases_serves_as_many_waiting_grabs(
     )
     assert {answer.outcome for answer in released} == {"released"}
     shard = keys.shard(keys.shard_of_offer("s"))
-    state, *_, queue, _, _ = shard.of_offer("s")
+    state, *_, queue, _, _ = shard.offer_keys("s")
     assert (await client.hmget(state, ["held", "units_left"]), await client.zcard(queue)) == (
         [b"512", b"0"],
         256,

@@ -36,7 +36,7 @@ async def load(scene: Scene, chunk: int, *codes: str, of: int = 3) -> Answer:
 async def count_of_code_names(scene: Scene) -> int:
     """The number of names of codes that Redis stores for the scene's offer."""
     of_shard = scene.keys.shard(scene.keys.shard_of_offer(scene.offer))
-    return int(await scene.client.scard(of_shard.of_offer(scene.offer)[-1]))
+    return int(await scene.client.scard(of_shard.offer_keys(scene.offer)[-1]))
 
 
 async def test_a_chunk_with_a_code_of_an_earlier_chunk_is_refused(scene: Scene) -> None:

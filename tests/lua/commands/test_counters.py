@@ -42,7 +42,7 @@ async def test_the_counters_of_a_user_are_one_field(scene: Scene) -> None:
     assert found.keys() == {b"user/ann", b"card/ann"}
     assert found[b"user/ann"] == b"d%d:2o0:2" % window
     record = await scene.client.hget(
-        scene.keys.shard(scene.keys.shard_of_offer(offer)).of_offer(offer)[3], "g1"
+        scene.keys.shard(scene.keys.shard_of_offer(offer)).offer_keys(offer)[3], "g1"
     )
     assert record.count(b"ann") == 1
 

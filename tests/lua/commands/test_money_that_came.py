@@ -478,7 +478,7 @@ async def test_payments_of_retired_offers_are_restored_as_they_were(paying: Payi
     of_both = [
         {field: msgspec.msgpack.decode(record) for field, record in found.items()}
         for keys in (paying.keys.shard(number), restored)
-        if (found := await paying.client.hgetall(keys.of_campaign("c")[1]))
+        if (found := await paying.client.hgetall(keys.campaign_keys("c")[1]))
     ]
     assert len(past) == 3
     assert len(of_both[0]) == 8

@@ -927,4 +927,4 @@ async def test_holds_get_their_codes_after_the_close(scene: Scene) -> None:
     await scene.do(Close)
     assert (await scene.do(Confirm, grab=first.grab)).coupon_code == "k1"
     await scene.do(Release, grab=second.grab)
-    assert await scene.client.exists(scene.keys.shard(scene.keys.shard_of_offer("o")).of_offer("o")[4]) == 0
+    assert await scene.client.exists(scene.keys.shard(scene.keys.shard_of_offer("o")).offer_keys("o")[4]) == 0

@@ -137,7 +137,7 @@ async def test_an_envelope_of_100_thousand_parts_is_opened_drained_and_closed_li
     by_user = {event["user"]: event["amount"] for event in events[1:-1]}
     assert (len(by_user), list(by_user.values())) == (parts, recompute(events[0], events[-1]))
     # The close deletes the list of parts; the hash of users who have one stays.
-    _, users, listed, *_ = keys.shard(keys.shard_of_offer("o")).of_offer("o")
+    _, users, listed, *_ = keys.shard(keys.shard_of_offer("o")).offer_keys("o")
     assert (await client.exists(listed), await client.hlen(users)) == (0, parts)
     await delete_all(client, keys.prefix)
 
@@ -152,7 +152,7 @@ async def test_an_envelope_is_split_into_parts_in_advance(scene: Scene) -> None:
         await scene.open(envelope(100_000, 50, draw=draw), draw)
         *_, opened = await scene.events("offer.opened")
         drawn[draw] = recompute(json.loads(msgspec.json.encode(opened)), {"seed": SEED})
-        _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer(draw)).of_offer(draw)
+        _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer(draw)).offer_keys(draw)
         assert await scene.client.get(listed) == (packed(drawn[draw]) if draw == "ahead" else None)
         assert amounts(await scene.decide_both(crowd(50, draw))) == drawn[draw]
         [closed] = await scene.events("offer.closed", offer=draw)
@@ -169,8 +169,8 @@ async def test_keys_of_an_offer_are_in_the_slot_of_its_shard_and_the_outbox_has_
     await scene.open(envelope(), "e")
     await scene.open(coupon(10), "c")
     taken = [answer for offer in "ec" for answer in await scene.decide_both(crowd(4, offer))]
-    _, users, untaken, *_ = keys.shard(keys.shard_of_offer("e")).of_offer("e")
-    _, _, _, grabs, *_ = keys.shard(keys.shard_of_offer("c")).of_offer("c")
+    _, users, untaken, *_ = keys.shard(keys.shard_of_offer("e")).offer_keys("e")
+    _, _, _, grabs, *_ = keys.shard(keys.shard_of_offer("c")).offer_keys("c")
     assert await scene.client.strlen(untaken) == 10 * 6
     assert {name.decode() for name in await scene.client.hkeys(users)} == {
         f"u{number}" for number in range(4)
@@ -407,7 +407,7 @@ async def test_amounts_are_computed_when_sending_or_when_grabbing(
             [Open(id=f"open-{law}", offer=law, terms=terms), *crowd(8, law)], "decided"
         )
         before = await events_of(client, keys, law)
-        _, _, listed, *_ = keys.shard(keys.shard_of_offer(law)).of_offer(law)
+        _, _, listed, *_ = keys.shard(keys.shard_of_offer(law)).offer_keys(law)
         assert await client.strlen(listed) == (20 * 6 if draw == "ahead" else 0)
         await gate.decide([Close(id=f"close-{law}", offer=law)], "decided")
         event, *_, closed = await events_of(client, keys, law)
@@ -568,7 +568,7 @@ async def test_ids_of_envelopes_and_grabs_are_unique_and_answers_count_the_parts
     assert await scene.decide_both([Grab(id="g", offer="o", user="ann")]) == [
         msgspec.structs.replace(granted, repeated=True)
     ]
-    _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer("o")).of_offer("o")
+    _, _, listed, *_ = scene.keys.shard(scene.keys.shard_of_offer("o")).offer_keys("o")
     for left in (2, 1):
         answer = await scene.grab(f"u{left}")
         assert (answer.left, (await scene.do(Amend, changes=Changes(title=f"{left}"))).left) == (left, left)

@@ -306,7 +306,7 @@ async def test_expired_used_tickets_are_deleted(scene: Scene) -> None:
             await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + MINUTE, f"t{number}"))
         ).outcome == "granted"
     scene.now += MINUTE
-    tickets = scene.keys.shard(scene.keys.shard_of_offer("w")).of_campaign("w")[-1]
+    tickets = scene.keys.shard(scene.keys.shard_of_offer("w")).campaign_keys("w")[-1]
     for number, stored in ((6, 5), (7, 4), (8, 3), (9, 4)):
         assert (
             await scene.grab("ann", ticket=ticket_for("ann", "w", NOW + DAY, f"t{number}"))

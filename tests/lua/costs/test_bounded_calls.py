@@ -197,7 +197,7 @@ async def test_calls_are_bounded_when_many_offers_with_queues_close(system: Meas
         await system.sweeper.sweep(system.now)
     check_bounded(calls)
     for n in range(OFFERS_AT_ONCE_MAX):
-        assert await system.redis.zcard(system.keys.of_offer(f"o{n}")[7]) == 0
+        assert await system.redis.zcard(system.keys.offer_keys(f"o{n}")[7]) == 0
     await check_whole(system)
 
 

@@ -134,7 +134,7 @@ async def test_a_queue_of_a_hundred_thousand_is_served_in_short_calls(system: Me
         system,
         began,
     )
-    assert await system.redis.zcard(system.keys.of_offer("o")[7]) == 0
+    assert await system.redis.zcard(system.keys.offer_keys("o")[7]) == 0
 
 
 async def test_two_hundred_thousand_callers_that_leave_cost_no_other_answer(system: MeasuredShard) -> None:

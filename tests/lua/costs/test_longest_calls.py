@@ -177,7 +177,7 @@ async def test_calls_for_a_grab_with_the_largest_record_are_short(system: Measur
 
     async def act() -> None:
         system.now += 2 * HOUR
-        assert await system.redis.hstrlen(system.keys.of_offer("o")[3], "g") > 90_000
+        assert await system.redis.hstrlen(system.keys.offer_keys("o")[3], "g") > 90_000
         await decided(
             system, [Confirm(id="last", offer="o", grab="g", payment="q" * 64, paid=0, quantity=1)],
             "confirmed"
@@ -219,7 +219,7 @@ async def test_confirmations_of_grabs_with_large_records_are_short(system: Measu
             Grab(id=name, offer="o", user=name * 20, attributes=ATTRIBUTES) for name in names
         ]
         await decided(system, grabs, "held")
-        key = system.keys.of_offer("o")[3]
+        key = system.keys.offer_keys("o")[3]
         for name in names:
             record = msgspec.msgpack.decode(await system.redis.hget(key, name))
             record[17] = [[1, record[16]]] * 100
@@ -303,7 +303,7 @@ async def test_calls_that_wipe_a_shard_are_short(system: MeasuredShard) -> None:
             pipe.hset(shard.keys.offer(f"o{n}"), mapping={f"f{i}": "v" * 40 for i in range(30)})
         for n in range(4):
             pipe.set(shard.keys.parts(f"large{n}"), b"x" * 6_000_000)
-            pipe.hset(shard.keys.of_offer(f"o{n}")[3], mapping={f"g{i}": "v" * 100 for i in range(5_000)})
+            pipe.hset(shard.keys.offer_keys(f"o{n}")[3], mapping={f"g{i}": "v" * 100 for i in range(5_000)})
         await pipe.execute()
 
     async def act() -> None:

@@ -27,7 +27,7 @@ PUBLIC_PEM = PUBLIC.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
 USER, OFFER, CAMPAIGN = "bob", "sale:1", "sale"
 EXPIRES_AT = 1_795_236_663  # seconds
 GOOD = Ticket(EXPIRES_AT * 1_000, "")
-GOOD_IN_CAMPAIGN = Ticket(EXPIRES_AT * 1_000, "", of_campaign=True)
+GOOD_IN_CAMPAIGN = Ticket(EXPIRES_AT * 1_000, "", is_campaign_wide=True)
 CLAIMS = {"sub": USER, "aud": OFFER, "exp": EXPIRES_AT}
 
 

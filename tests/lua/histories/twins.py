@@ -125,7 +125,7 @@ class Twins:
             and command.ticket
             and (ticket := TICKETS.read(command.ticket, command.user, command.offer))
         ):
-            of_campaign = {"ticket_ends_at": ticket.expires_at_ms} if ticket.of_campaign else {}
+            of_campaign = {"ticket_ends_at": ticket.expires_at_ms} if ticket.is_campaign_wide else {}
             return {"ticket_expires_at": ticket.expires_at_ms, "ticket_once": ticket.once_id, **of_campaign}
         return {}
 
@@ -318,7 +318,7 @@ class Twins:
             assert answered_ids == {
                 field for of, field in state.answers if of == campaign and field.count("/") < 2
             }
-            _, payments_key, counters_key, state_key, tickets_key = of_shard.of_campaign(campaign)
+            _, payments_key, counters_key, state_key, tickets_key = of_shard.campaign_keys(campaign)
             assert await self._scores(tickets_key) == {
                 once: ends for (of, once), ends in state.tickets.items() if of == campaign
             }
@@ -380,7 +380,7 @@ class Twins:
         }
         assert numbers == {name: getattr(offer, name) for name in numbers}
         _, users_key, parts_key, grabs_key, codes_key, audience_key, seen_key, queue_key, orders_key, _ = (
-            of_shard.of_offer(offer.name)
+            of_shard.offer_keys(offer.name)
         )
         assert (await self.client.get(parts_key) or b"") == packed(offer.parts)
         assert {user.decode() for user in await self.client.smembers(audience_key)} == offer.audience

@@ -181,9 +181,9 @@ async def test_owner_scripts_interrupted_before_their_first_write_have_changed_n
         await request_lease(client, of_shard, "other", LEASE_MS, about=Worker(0))
         assert await pass_lease(client, of_shard, "me", "other", LEASE_MS)
         await run_script(
-            client, "wipe", [of_shard.state, *of_shard.of_offer("e")], [*ownership.arguments, "why", 4, 2]
+            client, "wipe", [of_shard.state, *of_shard.offer_keys("e")], [*ownership.arguments, "why", 4, 2]
         )
-        _, payments, _, state, _ = of_shard.of_campaign("m")
+        _, payments, _, state, _ = of_shard.campaign_keys("m")
         past = msgspec.msgpack.encode([[(1, "m:a", 9, NOW)], [(1, "p", "m:a", "g", 2, 5, NOW, 1, 0, "", "")]])
         await run_script(
             client,
@@ -380,7 +380,7 @@ async def test_a_shard_whose_outbox_is_ahead_of_its_state_is_fenced(servers: Set
         assert len(events) == 3
         rebuilt = KeySpace(f"{keys.prefix}-rebuilt", 1).shard(0)
         await fold(client, rebuilt, events, SEALER, 1)
-        assert set(await client.hkeys(rebuilt.of_offer("e")[1])) == {b"u0", b"u1"}
+        assert set(await client.hkeys(rebuilt.offer_keys("e")[1])) == {b"u0", b"u1"}
     finally:
         names = [name async for name in client.scan_iter(match=f"{keys.prefix}*")]
         await client.unlink(*names)

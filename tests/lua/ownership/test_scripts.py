@@ -165,7 +165,7 @@ async def test_events_with_a_gap_are_refused(make_gate: Any, client: Any, keys: 
     ownership = [
         value.decode() for value in await client.hmget(shard.state, ["term", "owner", "server_epoch"])
     ]
-    await run_script(client, "wipe", [shard.state, *shard.of_offer("e")], [*ownership, "why", 4, 2])
+    await run_script(client, "wipe", [shard.state, *shard.offer_keys("e")], [*ownership, "why", 4, 2])
     arguments_of_apply = at_once(restoring.building(shard, [events[0], events[2]], SEALER))
     with pytest.raises(redis.ResponseError, match="HOLE before event 3 of offer e"):
         await run_script(

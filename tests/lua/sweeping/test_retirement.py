@@ -370,7 +370,7 @@ async def test_payments_are_known_for_180_days_to_the_millisecond(scene: Scene, 
         scene.now = retired.at + PAYMENTS_KEPT_MS
         shard = of_offer(scene, "m:a")
         assert await clean(scene, "m:a") > 0
-        _, payments, _, state, _ = shard.of_campaign("m")
+        _, payments, _, state, _ = shard.campaign_keys("m")
         assert await scene.client.exists(payments, state, shard.past) == 0
     for payment in ("p1", "p2", "p3"):
         answer = await pay(scene, grab, payment)
@@ -391,7 +391,7 @@ async def test_cleaning_keeps_the_payments_of_younger_offers(scene: Scene) -> No
     await retire(scene, "m:b")
     scene.now += 90 * DAY
     await clean(scene, "m:a")
-    _, payments, _, state, _ = of_offer(scene, "m:a").of_campaign("m")
+    _, payments, _, state, _ = of_offer(scene, "m:a").campaign_keys("m")
     assert {name.decode() for name in await scene.client.hkeys(payments)} == {"p-m:b", "p-m:living"}
     assert set(await scene.client.hkeys(state)) == {b"retired/m:b", b"zone"}
     for offer in ("m:b", "m:living"):
@@ -445,7 +445,7 @@ async def test_the_record_of_a_grab_does_not_grow_with_redemptions(private_redis
         ],
         "decided",
     )
-    record = keys.shard(0).of_offer("c")[3]
+    record = keys.shard(0).offer_keys("c")[3]
     size = await client.hstrlen(record, "g")
     for n in range(3_000):
         pair = [

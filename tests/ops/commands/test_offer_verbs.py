@@ -387,7 +387,7 @@ def test_stopped_load_continues_when_repeated(operator: Operator, system: Settin
     )
     signal.signal(signal.SIGINT, heard)
     keys = key_space(system)
-    audience = keys.shard(keys.shard_of_offer("crowd")).of_offer("crowd")[OFFER_KEYS.index("audience")]
+    audience = keys.shard(keys.shard_of_offer("crowd")).offer_keys("crowd")[OFFER_KEYS.index("audience")]
 
     async def loaded() -> int:
         client = open_redis(system)

@@ -549,9 +549,9 @@ class KeyDamage(NamedTuple):
 def _key(keys: KeySpace, kind: str, offer: str) -> str:
     of_shard = keys.shard(keys.shard_of_offer(offer))
     if kind in OFFER_KINDS:
-        return of_shard.of_offer(offer)[OFFER_KINDS.index(kind)]
+        return of_shard.offer_keys(offer)[OFFER_KINDS.index(kind)]
     if kind in CAMPAIGN_KINDS:
-        return of_shard.of_campaign(offer.partition(":")[0])[CAMPAIGN_KINDS.index(kind)]
+        return of_shard.campaign_keys(offer.partition(":")[0])[CAMPAIGN_KINDS.index(kind)]
     return str(getattr(of_shard, kind))
 
 

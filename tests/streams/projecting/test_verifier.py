@@ -297,10 +297,10 @@ async def test_the_verifier_compares_redis_at_the_same_event(
 
             await until(cleared, 30, "the clearing")
         # Fields that the numbers do not cover: a grab, an answer, a part.
-        offer, campaign = keys.of_offer("c:s"), keys.of_campaign("c")
+        offer, campaign = keys.offer_keys("c:s"), keys.campaign_keys("c")
         for key, field in ((offer[OFFER_KEYS.index("grabs")], "s-3"),
             (campaign[CAMPAIGN_KEYS.index("answers")], "c:s/s-3"),
-                           (keys.of_offer("c:e")[OFFER_KEYS.index("users")], "u3")):  # fmt: skip
+                           (keys.offer_keys("c:e")[OFFER_KEYS.index("users")], "u3")):  # fmt: skip
             record = await redis.hget(key, field)
             await redis.hset(key, field, record[:-1] + bytes([record[-1] ^ 1]))
 
