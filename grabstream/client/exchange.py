@@ -38,7 +38,7 @@ _PROBLEMS: Final = "/problems/"
 #: Waits that a server asks for are cut to this.
 _RETRY_AFTER_SECONDS_MAX: Final = 99_999.0
 #: Commands whose path is that of the offer, with the method and what follows.
-_OF_OFFER: Final = {
+_OFFER_PATHS: Final = {
     "amend": ("PATCH", ""),
     "load": ("POST", "/loads"),
     "adjust": ("POST", "/adjustments"),
@@ -47,7 +47,7 @@ _OF_OFFER: Final = {
     "close": ("POST", "/close"),
     "grab": ("POST", "/grabs"),
 }
-_OF_GRAB: Final = frozenset({"confirm", "release", "extend", "return", "redeem", "unredeem"})
+_GRAB_COMMANDS: Final = frozenset({"confirm", "release", "extend", "return", "redeem", "unredeem"})
 
 T = TypeVar("T")
 D = TypeVar("D", bound=Document)
@@ -286,10 +286,10 @@ def _request_of(command: AnyCommand) -> Request:
         path_of(command.offer)
         return Request("POST", "/v1/offers", {}, json.dumps(fields).encode(), key)
     offer = fields.pop("offer")
-    if type_ in _OF_GRAB:
+    if type_ in _GRAB_COMMANDS:
         path = f"{path_of('offers', offer, 'grabs', fields.pop('grab'))}/{type_}"
         return Request("POST", path, {}, json.dumps(fields).encode(), key)
-    method, rest = _OF_OFFER[type_]
+    method, rest = _OFFER_PATHS[type_]
     return Request(method, path_of("offers", offer) + rest, {}, json.dumps(fields).encode(), key)
 
 

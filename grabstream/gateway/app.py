@@ -129,7 +129,7 @@ class Application:
         self._text = b""
         self._make_schemas = schemas
         self._schemas: dict[str, bytes] = {}
-        of_kinds = (
+        handlers_by_kind = (
             ("command", commands), ("read", questions), ("watch", watching), ("receipt", receipts),
             ("stream", streams), ("change", changes), ("page", Pages(admission is not None, pay_url)),
         )  # fmt: skip
@@ -147,8 +147,8 @@ class Application:
             "health_live": self._health,
             "health_ready": self._ready,
             **{
-                operation.name: getattr(of_kind, _method_of(operation))
-                for kind, of_kind in of_kinds
+                operation.name: getattr(handlers, _method_of(operation))
+                for kind, handlers in handlers_by_kind
                 for operation in operations
                 if operation.kind == kind
             },
@@ -290,9 +290,9 @@ class Application:
         return reply
 
     def _count(self, operation: str, reply: Answer, began: float) -> None:
-        of_operation = self.measures.operations[operation]
-        of_operation.statuses[reply.status] += 1
-        of_operation.seconds.observe(time.perf_counter() - began)
+        operation_measures = self.measures.operations[operation]
+        operation_measures.statuses[reply.status] += 1
+        operation_measures.seconds.observe(time.perf_counter() - began)
 
     def _refused(self) -> Reply:
         """The refusal for lack of room. It is made once: under overload, most requests get it."""
@@ -371,9 +371,9 @@ class Application:
 
     def _take_room(self, request: Request, stack: ExitStack, slots: Slots, caller_max: int) -> None:
         """Takes a slot until the end of `stack`; raises Problem."""
-        of_caller = caller_max if request.user is None else QUESTIONS_USER_MAX
+        questions_max = caller_max if request.user is None else QUESTIONS_USER_MAX
         try:
-            stack.enter_context(slots.taken(request.caller, of_caller))
+            stack.enter_context(slots.taken(request.caller, questions_max))
         except Problem:
             self.measures.shed["questions"] += 1
             raise

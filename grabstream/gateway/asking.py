@@ -80,7 +80,7 @@ _ONE_OFFER: Final = _select(OfferDetail, closes_at=_CLOSES_AT) + " FROM offers W
 _NEWEST: Final = _OFFERS + " FROM offers WHERE true"
 #: The names of the newest offers that match, in one text.
 _NAMES: Final = "SELECT string_agg(offer, ' ') AS names FROM (SELECT offer FROM offers WHERE true"
-_OF_NAMES: Final = _OFFERS + " FROM offers WHERE offer = ANY(%s)"
+_OFFERS_BY_NAME: Final = _OFFERS + " FROM offers WHERE offer = ANY(%s)"
 _NEWEST_FIRST: Final = " ORDER BY opened_at DESC, offer DESC LIMIT %s"
 _FILTERS: Final = {"state": " AND state = %s", "kind": " AND kind = %s", "issuer": " AND issuer = %s"}
 _TAKEN: Final = _select(Taken, user='user_id AS "user"') + " FROM grabs WHERE offer = %s AND NOT is_waiting"
@@ -90,8 +90,8 @@ _IS_MONEY: Final = " AND strpos(asset, ':') = 0"
 _IS_MORE: Final = " AND amount > 1"
 _IS_ONE: Final = " AND amount <= 1"
 _BY_AMOUNT: Final = " AND (-amount, place) > (%s, %s) ORDER BY -amount, place LIMIT %s"
-_OF_ASSETS: Final = _select(Balance) + " FROM balances WHERE user_id = %s"
-_OF_USER: Final = _select(UserGrab, "position", "payment_token") + " FROM grabs WHERE user_id = %s"
+_USER_BALANCES: Final = _select(Balance) + " FROM balances WHERE user_id = %s"
+_USER_GRABS: Final = _select(UserGrab, "position", "payment_token") + " FROM grabs WHERE user_id = %s"
 #: A transfer between two accounts of the user is both out and in.
 _TRANSFERS: Final = """
     WITH mine AS (SELECT * FROM user_transfers(%s))
@@ -246,7 +246,7 @@ class Questions:
                 request, "offers", asked, lambda: self._named(page, names(), filters, values)
             )
         arguments = _but_after(asked)
-        kept = self._cache.derived("offers", arguments, source, lambda: page.of_names(names(), offers))
+        kept = self._cache.derived("offers", arguments, source, lambda: page.offers_named(names(), offers))
         return self._reply(request, "offers", asked, arguments, kept)
 
     async def _to_shuffle(self, filters: str, values: Sequence[str]) -> bytes:
@@ -267,8 +267,8 @@ class Questions:
 
     async def _named(self, page: "Page", names: Sequence[str], filters: str, values: Sequence[str]) -> bytes:
         """A page of offers by their names. One that has come to match no more is left out."""
-        rows = await self._books.rows(_OF_NAMES + filters, [_NEVER, list(names), *values])
-        return page.of_names(names, {row["offer"]: row for row in rows})
+        rows = await self._books.rows(_OFFERS_BY_NAME + filters, [_NEVER, list(names), *values])
+        return page.offers_named(names, {row["offer"]: row for row in rows})
 
     async def _offer(self, offer: str) -> bytes:
         rows = await self._books.rows(_ONE_OFFER, [_NEVER, offer])
@@ -302,7 +302,7 @@ class Questions:
         """GET /v1/users/{user}/balances"""
         asked = await self._asked(request, "user_balances", _BALANCES)
         page = Page(asked, (str,))
-        query = _OF_ASSETS + (" AND asset > %s" if page.last else "") + " ORDER BY asset LIMIT %s"
+        query = _USER_BALANCES + (" AND asset > %s" if page.last else "") + " ORDER BY asset LIMIT %s"
         rows = await self._books.rows(query, [request.path["user"], *page.last, page.rows + 1])
         return reply_about_one(request, page.document("balances", rows, ("asset",)))
 
@@ -310,19 +310,19 @@ class Questions:
         """GET /v1/users/{user}/grabs"""
         asked = await self._asked(request, "user_grabs", _BALANCES)
         page = Page(asked, (int, int, int))
-        of_offer = [_id(asked, "offer")] if "offer" in asked else []
+        offer_filter = [_id(asked, "offer")] if "offer" in asked else []
         query = (
-            _OF_USER
-            + (" AND offer = %s" if of_offer else "")
+            _USER_GRABS
+            + (" AND offer = %s" if offer_filter else "")
             + (" AND (at, shard, seq) < (%s, %s, %s)" if page.last else "")
             + " ORDER BY at DESC, shard DESC, seq DESC LIMIT %s"
         )
-        rows = await self._books.rows(query, [request.path["user"], *of_offer, *page.last, page.rows + 1])
+        rows = await self._books.rows(query, [request.path["user"], *offer_filter, *page.last, page.rows + 1])
         await self._open_metadata(rows, request.path["user"])
         for row in rows:
             self._tokens.add_to(row, request.path["user"])
-        if of_offer:
-            await self._add_positions(of_offer[0], rows)
+        if offer_filter:
+            await self._add_positions(offer_filter[0], rows)
         return reply_about_one(request, page.document("grabs", rows, ("at", "shard", "seq")))
 
     async def _open_metadata(self, rows: Sequence[Row], user: str) -> None:
@@ -453,7 +453,7 @@ class Page:
             document["next"] = _cursor([rows[self.rows - 1][key] for key in keys])
         return _encode(document)
 
-    def of_names(self, names: Sequence[str], offers: Mapping[str, Any]) -> bytes:
+    def offers_named(self, names: Sequence[str], offers: Mapping[str, Any]) -> bytes:
         """The page of offers with these names. `names` has one more if there is a next page."""
         document: dict[str, Any] = {"offers": [offers[one] for one in names[: self.rows] if one in offers]}
         if len(names) > self.rows:

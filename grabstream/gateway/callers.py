@@ -18,9 +18,9 @@ SCOPES: Final[Mapping[str, str]] = {
     "read": "questions, streams of events",
     "operate": "open, amend, load, adjust, pause, resume, close; webhooks, and the findings of the doctor",
 }
-_OF_GRABS: Final = frozenset({"release", "extend"})
+_GRAB_OPERATIONS: Final = frozenset({"release", "extend"})
 #: What an end user may do. A new operation is not theirs until it is named here.
-OF_USERS: Final = frozenset(
+USER_OPERATIONS: Final = frozenset(
     {"grab", "take_basket", "release", "extend", "offers", "offer", "offer_grabs"}
     | {"user_balances", "user_grabs", "user_transfers", "user_events"}
 )
@@ -38,7 +38,7 @@ def scopes_of(operation: Operation) -> tuple[str, ...]:
     """The scopes of which a service needs one for an operation; none: everybody may ask."""
     if operation.scope == "none":
         return ()
-    return ("grab", operation.scope) if operation.name in _OF_GRABS else (operation.scope,)
+    return ("grab", operation.scope) if operation.name in _GRAB_OPERATIONS else (operation.scope,)
 
 
 #: The scopes by the name of an operation.
@@ -57,7 +57,7 @@ def authorize(caller: Caller, operation: Operation, request: Request) -> None:
             )
         request.service = caller.name
         return
-    if operation.name not in OF_USERS:
+    if operation.name not in USER_OPERATIONS:
         raise _insufficient(
             needed, f"End users may not do this: it needs an API key with the scope {' or '.join(needed)}."
         )

@@ -65,8 +65,8 @@ PIECE_BYTES: Final = 64 * 1024
 #: When a client whose stream has ended connects again, in ms: not all of them at the same time.
 RETRY_MS: Final = (500, 3_000)
 
-_of_offer = re.compile(r"([0-9]{1,4})-([0-9]{1,16})\Z").match
-_of_user = re.compile(r"[0-9]{1,16}(?:\.[0-9]{1,16}){0,1023}\Z").match
+_match_offer_position = re.compile(r"([0-9]{1,4})-([0-9]{1,16})\Z").match
+_match_user_position = re.compile(r"[0-9]{1,16}(?:\.[0-9]{1,16}){0,1023}\Z").match
 _HEADERS: Final[tuple[Header, ...]] = (
     (b"content-type", b"text/event-stream"),
     NOT_KEPT,
@@ -155,7 +155,7 @@ class EventStreams:
         #: Questions about what streams have missed: the sessions are for others, too.
         self._reading = asyncio.Semaphore(STREAMS_READING_MAX)
         self.count = 0
-        self._of_users = Counter[str]()
+        self._streams_by_user = Counter[str]()
         self.is_ending = False
         #: Tells users who wait where they stand.
         self.positions = Positions(books, lambda watch, message: self._add([watch], message))
@@ -203,7 +203,7 @@ class EventStreams:
                 f"The gateway is opening {STREAMS_JOINING_MAX} streams, its maximum at a time."
             )
         caller = request.user
-        if caller is not None and self._of_users[caller] >= STREAMS_USER_MAX:
+        if caller is not None and self._streams_by_user[caller] >= STREAMS_USER_MAX:
             raise self._no_room(
                 f"{caller} has {STREAMS_USER_MAX} streams at this gateway, the maximum of a user."
             )
@@ -211,7 +211,7 @@ class EventStreams:
         stream = Stream(self, Watch(offer, user, wanted), wanted, reason, gone, caller, request.is_admitted)
         self.count += 1
         if caller is not None:
-            self._of_users[caller] += 1
+            self._streams_by_user[caller] += 1
         try:
             await self.join(stream.watch, gone)
         except BaseException:
@@ -229,9 +229,9 @@ class EventStreams:
         stream.gone.cancel()
         self.count -= 1
         if stream.caller is not None:
-            self._of_users[stream.caller] -= 1
-            if not self._of_users[stream.caller]:
-                del self._of_users[stream.caller]
+            self._streams_by_user[stream.caller] -= 1
+            if not self._streams_by_user[stream.caller]:
+                del self._streams_by_user[stream.caller]
 
     # -- the reader ------------------------------------------------------------------------------------------
 
@@ -343,11 +343,11 @@ class EventStreams:
         by_shard: dict[int, list[Row]] = {shard: [] for shard in moving}
         for row in rows:
             by_shard[row["shard"]].append(row)
-        for shard, of_shard in by_shard.items():
-            for row in of_shard:
+        for shard, shard_rows in by_shard.items():
+            for row in shard_rows:
                 self._give(row, position)
             # A run may end after the last seq that was asked for.
-            last = of_shard[-1]["seq"] + of_shard[-1]["seqs"] - 1 if of_shard else 0
+            last = shard_rows[-1]["seq"] + shard_rows[-1]["seqs"] - 1 if shard_rows else 0
             position[shard] = max(upto[shard], last)
         self._position = position
         return all(newest.get(shard, 0) <= seq for shard, seq in enumerate(position))
@@ -375,20 +375,20 @@ class EventStreams:
     def _give(self, row: Row, position: Position) -> None:
         """Gives the events of a line to those who watch; moves the position in its shard."""
         shard = row["shard"]
-        of_offer = self._by_offer.get(row["offer"])
+        offer_watches = self._by_offer.get(row["offer"])
         messages: list[bytes] = []
-        for one in _singles_of(row, self._by_user if of_offer is None else None):
+        for one in _singles_of(row, self._by_user if offer_watches is None else None):
             position[shard] = one.seq
-            if of_offer is not None:
+            if offer_watches is not None:
                 messages.append(_message(f"{shard}-{one.seq}", one.type, one.text))
-            of_user = self._by_user.get(one.user) if one.user is not None else None
-            if of_user is not None:
-                self._add(of_user, _message(_text_of(position), one.type, one.text))
-                for watch in of_user:
+            user_watches = self._by_user.get(one.user) if one.user is not None else None
+            if user_watches is not None:
+                self._add(user_watches, _message(_text_of(position), one.type, one.text))
+                for watch in user_watches:
                     self.positions.named(watch, one.type, shard, one.seq)
         self.positions.moved(row["offer"], shard, row["seq"] + row["seqs"] - 1)
-        if of_offer is not None and messages:
-            self._add(of_offer, b"".join(messages))
+        if offer_watches is not None and messages:
+            self._add(offer_watches, b"".join(messages))
 
     def _add(self, watches: Iterable[Watch], chunk: bytes) -> None:
         for watch in watches:
@@ -638,7 +638,7 @@ def _text_of(position: Sequence[int]) -> str:
 def _position_of_offer(text: str, shard: int, shards: int) -> Position | None:
     if text == "0":
         return [0] * shards
-    found = _of_offer(text)
+    found = _match_offer_position(text)
     if found is None or int(found[1]) != shard:
         return None
     position = [0] * shards
@@ -647,5 +647,5 @@ def _position_of_offer(text: str, shard: int, shards: int) -> Position | None:
 
 
 def _position_of_user(text: str, shards: int) -> Position | None:
-    position = [int(seq) for seq in text.split(".")] if _of_user(text) else []
+    position = [int(seq) for seq in text.split(".")] if _match_user_position(text) else []
     return position if len(position) == shards else None

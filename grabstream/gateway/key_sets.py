@@ -38,8 +38,8 @@ RSA_BITS_MIN: Final = 2_048
 RSA_BITS_MAX: Final = 8_192
 #: After a reading that failed.
 RETRY_SECONDS: Final = 5.0
-_OF_RSA: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
-_OF_CURVES: Final[Mapping[tuple[str, str], str]] = {
+_RSA_ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
+_CURVE_ALGORITHMS: Final[Mapping[tuple[str, str], str]] = {
     ("EC", "P-256"): "ES256",
     ("EC", "P-384"): "ES384",
     ("EC", "P-521"): "ES512",
@@ -253,10 +253,10 @@ def _algorithm_of(key_id: str, document: Mapping[str, Any]) -> str:
     type_, curve, named = document.get("kty"), document.get("crv"), document.get("alg")
     if type_ == "RSA":
         algorithm = named if named is not None else "RS256"
-        if algorithm in _OF_RSA:
+        if algorithm in _RSA_ALGORITHMS:
             return str(algorithm)
-    elif isinstance(type_, str) and isinstance(curve, str) and (type_, curve) in _OF_CURVES:
-        algorithm = _OF_CURVES[type_, curve]
+    elif isinstance(type_, str) and isinstance(curve, str) and (type_, curve) in _CURVE_ALGORITHMS:
+        algorithm = _CURVE_ALGORITHMS[type_, curve]
         if named in (None, algorithm, "Ed25519" if algorithm == "EdDSA" else algorithm):
             return algorithm
     raise BadKeySet(f"key {key_id} is of a type or algorithm that is not accepted")

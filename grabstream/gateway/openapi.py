@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from grabstream.gateway.bounds import CURSOR_LENGTH_MAX
-from grabstream.gateway.callers import OF_USERS, SCOPES, scopes_of
+from grabstream.gateway.callers import SCOPES, USER_OPERATIONS, scopes_of
 from grabstream.gateway.operations import AFTER, OPERATIONS, Operation, Parameter
 from grabstream.gateway.problems import DOOR_PROBLEMS, POSITIVE, REFUSALS
 from grabstream.gateway.requests import NOT_IN_PATHS
@@ -48,13 +48,13 @@ _ANY: Final = (
     "not_found", "method_not_allowed", "request_timeout", "head_too_large", "malformed_request",
     "misdirected_request", "uri_too_long", "internal_error", "busy",
 )  # fmt: skip
-_OF_CALLERS: Final = ("unauthenticated", "insufficient_scope", "too_many_requests")
-_OF_BODIES: Final = ("content_too_large", "unsupported_media_type")
-_OF_COMMANDS: Final = ("outcome_unknown",)
-_OF_READS: Final = ("unavailable", "read_model_behind")
-_OF_STREAMS: Final = ("unavailable",)
-_OF_CHANGES: Final = ("unavailable",)
-_OF_RECEIPTS: Final = ("not_signed", "too_many_requests", "outcome_unknown")
+_CALLER_PROBLEMS: Final = ("unauthenticated", "insufficient_scope", "too_many_requests")
+_BODY_PROBLEMS: Final = ("content_too_large", "unsupported_media_type")
+_COMMAND_PROBLEMS: Final = ("outcome_unknown",)
+_READ_PROBLEMS: Final = ("unavailable", "read_model_behind")
+_STREAM_PROBLEMS: Final = ("unavailable",)
+_CHANGE_PROBLEMS: Final = ("unavailable",)
+_RECEIPT_PROBLEMS: Final = ("not_signed", "too_many_requests", "outcome_unknown")
 #: Refusals after which nothing is booked for a receipt.
 _REFUSED_RECEIPTS: Final = (
     Outcome.invalid, Outcome.fenced, Outcome.busy, Outcome.conflict, Outcome.no_such_offer,
@@ -111,7 +111,7 @@ _SECURITY: Final[Mapping[str, Node]] = {
 def _security(operation: Operation) -> list[Node]:
     """The alternatives of an operation: one of these scopes, or the token of an end user."""
     found: list[Node] = [{"apiKey": [scope]} for scope in scopes_of(operation)]
-    return [*found, {"userToken": []}] if operation.name in OF_USERS else found
+    return [*found, {"userToken": []}] if operation.name in USER_OPERATIONS else found
 
 
 def _plain(node: Any) -> Any:
@@ -256,21 +256,21 @@ def _responses(operation: Operation) -> Node:
             problems[404] = ["`no_such_offer`"]
     for name in (
         *_ANY,
-        *(_OF_CALLERS if operation.scope != "none" else ()),
-        *(("other_user",) if operation.name in OF_USERS else ()),
-        *(_OF_BODIES if operation.body_bytes_max else ()),
-        *(_OF_COMMANDS if operation.kind == "command" else ()),
-        *(_OF_READS if operation.kind in ("read", "watch") else ()),
+        *(_CALLER_PROBLEMS if operation.scope != "none" else ()),
+        *(("other_user",) if operation.name in USER_OPERATIONS else ()),
+        *(_BODY_PROBLEMS if operation.body_bytes_max else ()),
+        *(_COMMAND_PROBLEMS if operation.kind == "command" else ()),
+        *(_READ_PROBLEMS if operation.kind in ("read", "watch") else ()),
         *(("position_not_reached",) if AFTER in operation.parameters else ()),
-        *(_OF_STREAMS if operation.kind == "stream" else ()),
-        *(_OF_RECEIPTS if operation.kind == "receipt" else ()),
-        *(_OF_CHANGES if operation.kind == "change" else ()),
+        *(_STREAM_PROBLEMS if operation.kind == "stream" else ()),
+        *(_RECEIPT_PROBLEMS if operation.kind == "receipt" else ()),
+        *(_CHANGE_PROBLEMS if operation.kind == "change" else ()),
         *(("no_such_webhook",) if "{webhook}" in operation.path else ()),
         *(("unavailable",) if operation.name == "health_ready" else ()),
     ):
-        of_status = problems.setdefault(int(DOOR_PROBLEMS[name][0]), [])
-        if f"`{name}`" not in of_status:
-            of_status.append(f"`{name}`")
+        status_problems = problems.setdefault(int(DOOR_PROBLEMS[name][0]), [])
+        if f"`{name}`" not in status_problems:
+            status_problems.append(f"`{name}`")
     for status, names in problems.items():
         found[status] = {
             "description": ", ".join(names),

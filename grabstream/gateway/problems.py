@@ -240,6 +240,6 @@ def explanation(name: str) -> dict[str, Any] | None:
         status, title = REFUSALS[Outcome[name]]
         return {"title": title, "status": int(status), "outcome": name, "code": int(Outcome[name])}
     if name in DOOR_PROBLEMS:
-        of_door, title = DOOR_PROBLEMS[name]
-        return {"title": title, "status": int(of_door)}
+        door_status, title = DOOR_PROBLEMS[name]
+        return {"title": title, "status": int(door_status)}
     return None

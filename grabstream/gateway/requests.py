@@ -61,7 +61,7 @@ _GIVEN: Final = {
     "user": "the token sets it",
 }
 #: Commands whose operator is always the caller.
-_OF_THE_KEY: Final = frozenset({"load", "adjust"})
+_OPERATOR_COMMANDS: Final = frozenset({"load", "adjust"})
 _named_twice = re.compile(r"'(\w+)': is named twice").match
 
 
@@ -426,7 +426,7 @@ def _with_approval(request: Request, type_: str, given: Mapping[str, str], body:
     """The fields that are given, and who has approved a correction. A list and a correction are always those
     of the API key, which has approved it, too. Raises Problem when the body names another one.
     """
-    if type_ not in _OF_THE_KEY:
+    if type_ not in _OPERATOR_COMMANDS:
         return given
     try:
         named = _decode_operating(body or b"{}")

@@ -179,9 +179,9 @@ class Watching:
         # The read models are read before Redis, which continues meanwhile: one that is then ahead really is.
         models = await self._books.rows(_READ_MODELS)
         shards, problem = await self._examiners.shards()
-        of_shard = {shard["shard"]: shard for shard in shards}
+        shard_by_number = {shard["shard"]: shard for shard in shards}
         for row in models:
-            _add_lag(row, of_shard.get(row["shard"], {}))
+            _add_lag(row, shard_by_number.get(row["shard"], {}))
         return {
             "at": _now_ms(),
             "redis": problem,
