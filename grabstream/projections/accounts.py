@@ -15,12 +15,12 @@ def changes_of(facts: Iterable[Fact]) -> Changes:
     changes: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
     for _, _, _, transfers in facts:
         if isinstance(transfers, RunTransfers):
-            of_kind, name = changes[transfers.kind, transfers.asset], transfers.name
-            of_kind[name] = of_kind.get(name, 0) - sum(transfers.amounts)
-            of_users = changes[transfers.user_kind, transfers.asset]
-            so_far = of_users.get
+            kind_changes, name = changes[transfers.kind, transfers.asset], transfers.name
+            kind_changes[name] = kind_changes.get(name, 0) - sum(transfers.amounts)
+            user_changes = changes[transfers.user_kind, transfers.asset]
+            so_far = user_changes.get
             for user, amount in zip(transfers.users, transfers.amounts, strict=True):
-                of_users[user] = so_far(user, 0) + amount
+                user_changes[user] = so_far(user, 0) + amount
         else:
             for asset, debit, credit, amount in transfers:
                 _add(changes, debit, asset, -amount)
@@ -32,5 +32,5 @@ def _add(
     changes: defaultdict[tuple[str, str], dict[str, int]], account: str, asset: str, change: int
 ) -> None:
     kind, colon, name = account.partition(":")
-    of_kind = changes[kind + colon, asset]
-    of_kind[name] = of_kind.get(name, 0) + change
+    kind_changes = changes[kind + colon, asset]
+    kind_changes[name] = kind_changes.get(name, 0) + change

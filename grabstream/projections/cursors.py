@@ -126,12 +126,12 @@ async def positions(connection: AsyncConnection[Any], schemas: Mapping[str, str]
     found = {projection: Positions({}, set()) for projection in schemas}
     if not found:
         return found
-    of_schema = sql.SQL(
+    schema_query = sql.SQL(
         "SELECT projection, shard, next_offset FROM {cursors} UNION ALL "
         "SELECT projection, shard, NULL FROM {stops}"
     )
     query = sql.SQL(" UNION ALL ").join(
-        of_schema.format(
+        schema_query.format(
             cursors=sql.Identifier(schema, "projection_cursors"),
             stops=sql.Identifier(schema, "stopped_shards"),
         )

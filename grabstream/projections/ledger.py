@@ -107,9 +107,9 @@ def _columns(changes: Changes) -> tuple[str, str, str]:
     assets: list[str] = []
     amounts: list[int] = []
     for kind, asset in sorted(changes):
-        of_kind = changes[kind, asset]
-        accounts += [kind + name for name in of_kind]
-        assets += repeat(asset, len(of_kind))
-        amounts += of_kind.values()
+        kind_changes = changes[kind, asset]
+        accounts += [kind + name for name in kind_changes]
+        assets += repeat(asset, len(kind_changes))
+        amounts += kind_changes.values()
     accounts, assets, amounts = in_order(accounts, assets, amounts)
     return text_array(accounts), text_array(assets), integer_array(amounts)

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _statement = re.compile(r"^CREATE OR REPLACE VIEW (\w+) AS.*?;$", re.MULTILINE | re.DOTALL)
 #: A report that needs no counts of refusals, so that schemas of replays have it, too.
-OF_READ_MODELS: Final = "results_by_week"
+RESULTS_BY_WEEK: Final = "results_by_week"
 #: The trigger on rows fires for no row if none matches, so that on the statement refuses, too.
 _TRIGGERS: Final = {
     "read_only_rows": "INSTEAD OF INSERT OR UPDATE OR DELETE ON {} FOR EACH ROW",

@@ -130,16 +130,16 @@ async def in_state(
     connection: AsyncConnection[Any], schema: str, projection: str, state: str
 ) -> Version | None:
     """The version of a projection that is in a state, or None. Each state has at most one version."""
-    of_projection = await versions(connection, schema, projection)
-    return next((version for version in of_projection if version.state == state), None)
+    projection_versions = await versions(connection, schema, projection)
+    return next((version for version in projection_versions if version.state == state), None)
 
 
-def writable_version(of_projection: Sequence[Version], projection: str) -> Version | None:
+def writable_version(projection_versions: Sequence[Version], projection: str) -> Version | None:
     """The version of a projection that workers with this code write: of the versions with this code's
     definition the live version, else the previous version.
     """
     number = definition_of(projection).number
-    by_state = {version.state: version for version in of_projection if version.definition == number}
+    by_state = {version.state: version for version in projection_versions if version.definition == number}
     return by_state.get("live") or by_state.get("previous")
 
 
@@ -150,11 +150,11 @@ async def writable_versions(
     Raises NoReadModel if the system has no tables yet.
     """
     all_versions = await versions(connection, schema)
-    of_projections = (
+    writable = (
         writable_version([version for version in all_versions if version.projection == name], name)
         for name in projections
     )
-    chosen = [version for version in of_projections if version is not None]
+    chosen = [version for version in writable if version is not None]
     gone = await lost(connection, chosen)
     return {version.projection: version for version in chosen if version not in gone}
 
@@ -264,7 +264,7 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
                 sql.Identifier(view), sql.SQL(columns), sql.Identifier(table)
             )
             await connection.execute(statement)
-    await connection.execute(reports.reports()[reports.OF_READ_MODELS].encode())
+    await connection.execute(reports.reports()[reports.RESULTS_BY_WEEK].encode())
     await connection.execute(reports.user_transfers().encode())
 
 

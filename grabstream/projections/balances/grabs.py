@@ -91,7 +91,7 @@ _REMAINING = (
     f"SELECT at, sum(lowest - below) AS units FROM ({_STACK}) AS stack "  # noqa: S608
     "WHERE at > 0 AND lowest > below GROUP BY at"
 )
-_OF_STACK = {
+_STACK_EXPRESSIONS = {
     "uncounted": f"t.uncounted - least((SELECT min(lowest) FROM ({_STACK}) AS stack), 0)",  # noqa: S608
     "recounted": "(SELECT jsonb_agg(jsonb_build_array(at, units) ORDER BY at) "  # noqa: S608
     f"FROM ({_REMAINING}) AS remaining)",
@@ -100,8 +100,8 @@ _WITHOUT_STACK = {"uncounted": "t.uncounted + c.uncounted", "recounted": "NULL"}
 # Few grabs are paid late, so most need no stack.
 _COUNTED = {
     name: f"CASE WHEN t.recounted IS NULL AND c.recounted IS NULL THEN {_WITHOUT_STACK[name]} "
-    f"ELSE {of_stack} END"
-    for name, of_stack in _OF_STACK.items()
+    f"ELSE {stack_expression} END"
+    for name, stack_expression in _STACK_EXPRESSIONS.items()
 }
 _MORE = {"amount": "coalesce(c.quantity, t.amount)", **_COUNTED}
 _TEXTS = ("state", "currency", "recounted")
@@ -250,12 +250,12 @@ def _full_rows(event: AnyRun) -> list[str]:
     basket = f"\t{_or_null(event.basket)}\t"
     ends: Iterable[str] = repeat(f"{basket}\\N\n")
     if event.metadata:
-        ends = [f"{basket}{_json_text(of_grab)}\n" for of_grab in event.metadata]
+        ends = [f"{basket}{_json_text(metadata)}\n" for metadata in event.metadata]
     columns = (*_columns(event), attributes, ends)
     return [
         f"{head}{grab}\t{user}{state}{quantity}\t{amount}{asset}{place}{shard}{seq}"
-        f"{units[quantity]}{of_grab}{end}"
-        for grab, user, quantity, amount, place, seq, of_grab, end in zip(*columns, strict=False)
+        f"{units[quantity]}{grab_attributes}{end}"
+        for grab, user, quantity, amount, place, seq, grab_attributes, end in zip(*columns, strict=False)
     ]
 
 

@@ -76,11 +76,11 @@ async def _post(connection: AsyncConnection[Any], changes: Changes) -> None:
     assets: list[str] = []
     sums: tuple[list[int], list[int]] = [], []
     for asset, available, held in _by_asset(changes):
-        of_asset = available | held
-        users.extend(of_asset)
-        assets.extend(repeat(asset, len(of_asset)))
+        asset_users = available | held
+        users.extend(asset_users)
+        assets.extend(repeat(asset, len(asset_users)))
         for column, by_user in zip(sums, (available, held), strict=True):
-            column.extend(map(by_user.get, of_asset, repeat(0)))
+            column.extend(map(by_user.get, asset_users, repeat(0)))
     if users:
         users, assets, *columns = in_order(users, assets, *sums)
         arrays = text_array(users), text_array(assets), *map(integer_array, columns)

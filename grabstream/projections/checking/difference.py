@@ -144,9 +144,9 @@ class _Table:
         self.only = {column: where for column, where in only.items() if column not in may_change}
         self.only_declared = sorted(may_change & only.keys())
 
-        of_offer = sql.SQL("") if offer is None else sql.SQL(" WHERE offer = {}").format(sql.Literal(offer))
+        condition = sql.SQL("") if offer is None else sql.SQL(" WHERE offer = {}").format(sql.Literal(offer))
         self.sides = [
-            sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(version.schema, name), of_offer)
+            sql.SQL("(SELECT * FROM {}{})").format(sql.Identifier(version.schema, name), condition)
             for version in (old, new)
         ]
         same_key = [sql.SQL("o.{0} = n.{0}").format(sql.Identifier(column)) for column in self.keys]

@@ -109,8 +109,8 @@ def walk(
     `reach`, if given, is the seq that the rows must reach, because there are no further rows.
     """
     lines: defaultdict[int, list[LedgerRow]] = defaultdict(list)
-    for of_ledger in ledger:
-        lines[of_ledger.seq].append(of_ledger)
+    for ledger_row in ledger:
+        lines[ledger_row.seq].append(ledger_row)
     facts: list[AuditedEvent] = []
 
     def past_gap() -> None:

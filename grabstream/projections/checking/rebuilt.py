@@ -22,7 +22,7 @@ from grabstream.projections.read_models import READ_MODELS
 from grabstream.projections.versions import Version
 
 #: Tables of balances whose rows follow from the events of their own offer.
-OF_AN_OFFER: Final = ("grabs_1", "payments_1")
+OFFER_TABLES: Final = ("grabs_1", "payments_1")
 #: The read models that are rebuilt. The audit trail is compared with the journal byte for byte instead.
 REBUILT: Final = ("ledger", "balances")
 FACTS_AT_ONCE: Final = 4_000
@@ -100,7 +100,7 @@ class RebuiltModels:
         rebuilt = live._replace(schema=self._temporary_schema, definition=definition.number)
         async with self._connection.transaction(force_rollback=True):
             if definition.compared_views:
-                await self._connection.execute(_of_session(definition.parts["views"]).encode())
+                await self._connection.execute(_views_text(definition.parts["views"]).encode())
             tables = await compare(self._connection, definition, live, rebuilt, definition.compared)
         lines = [line for table in tables for line in _in_words(table)]
         return sum(table.rows_new for table in tables), lines
@@ -109,7 +109,7 @@ class RebuiltModels:
         """The differences in the rows of one offer as text. All events of the offer must have been added."""
         live, definition = self.live["balances"], definition_of("balances")
         rebuilt = live._replace(schema=self._temporary_schema, definition=definition.number)
-        tables = await compare(self._connection, definition, live, rebuilt, OF_AN_OFFER, offer)
+        tables = await compare(self._connection, definition, live, rebuilt, OFFER_TABLES, offer)
         return [line for table in tables for line in _in_words(table)]
 
     def other_definition(self, name: str) -> str | None:
@@ -139,7 +139,7 @@ class RebuiltModels:
             async with self._connection.transaction(force_rollback=True):
                 if name not in self._rebuilt:
                     await self._connection.execute(definition_of(name).parts["tables"].encode())
-                await self._connection.execute(_of_session(definition_of(name).parts["views"]).encode())
+                await self._connection.execute(_views_text(definition_of(name).parts["views"]).encode())
                 expected = await _definitions(self._connection, self._temporary_schema)
             for view, text in expected.items():
                 count += 1
@@ -170,7 +170,7 @@ class RebuiltModels:
         return None if expected == in_main else f"does not show {live.schema}.{view} as it is"
 
 
-def _of_session(views: str) -> str:
+def _views_text(views: str) -> str:
     """The text of views and functions for the temporary schema: PostgreSQL does not look for functions there,
     unless they are called by its name.
     """

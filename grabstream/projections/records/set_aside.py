@@ -96,10 +96,10 @@ async def load(connection: AsyncConnection[Any], projection: str | None = None) 
         "AND (%s::text IS NULL OR projection = %s) ORDER BY projection, shard, journal_offset",
         (projection, projection),
     )
-    return [_of_row(*row) for row in await rows.fetchall()]
+    return [_from_row(*row) for row in await rows.fetchall()]
 
 
-def _of_row(
+def _from_row(
     id: int, projection: str, shard: int, offset: int, first_seq: int, count: int, head: bytes, term: int,
     owner: str, value: bytes,
     *rest: Any,
