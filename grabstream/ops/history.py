@@ -255,7 +255,7 @@ def _of_chunk(
         before = after
     if whole_lines and asked.first is not None:
         start = asked.first
-        found = [one for one in found if start.of_end(one[1].event) >= start.value]  # type: ignore[attr-defined]
+        found = [one for one in found if start.end_number(one[1].event) >= start.value]  # type: ignore[attr-defined]
     return found
 
 
@@ -271,9 +271,9 @@ def _after_chunk(chunk: Chunk, until: Point | None) -> tuple[int, Cursor]:
 
 
 def _is_within(event: Any, first: Point | None, until: Point | None) -> bool:
-    if first is not None and first.of_event(event) < first.value:
+    if first is not None and first.event_number(event) < first.value:
         return False
-    return until is None or until.of_event(event) <= until.value
+    return until is None or until.event_number(event) <= until.value
 
 
 # -- what was asked ------------------------------------------------------------------------------------------

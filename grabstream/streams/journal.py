@@ -51,7 +51,7 @@ class JournalReader:
         """Whether a known relay signed the headers of a record."""
         return self.authority(record)[0] == "signed"
 
-    def of_topic(self, topic: str) -> "JournalReader":
+    def for_topic(self, topic: str) -> "JournalReader":
         """A reader of another topic with the same consumer; only one of them can read at a time."""
         return JournalReader(self._consumer, topic)
 

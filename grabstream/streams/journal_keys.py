@@ -115,18 +115,18 @@ class JournalKeys(NamedTuple):
         return parse_signed(headers, value, shard, authority, why)
 
 
-_of_process = JournalKeys()
+_process_keys = JournalKeys()
 
 
 def use_keys(keys: JournalKeys) -> None:
     """Makes these the keys of the process. `load_settings` calls it."""
-    global _of_process
-    _of_process = keys
+    global _process_keys
+    _process_keys = keys
 
 
 def journal_keys() -> JournalKeys:
     """The keys of the process."""
-    return _of_process
+    return _process_keys
 
 
 def in_base64(key: Ed25519PublicKey) -> str:

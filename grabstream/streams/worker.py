@@ -220,18 +220,18 @@ class RelayRole:
 
     def _tasks_of(self, queries_of: QueriesOf | None, shard: int, duty: Duty) -> list[Any]:
         parts, options, settings = self._parts, self._options, self._parts.settings
-        of_shard = parts.keys.shard(shard)
+        shard_keys = parts.keys.shard(shard)
         relay = ShardRelay(
-            parts.redis, of_shard, settings.shards, settings.kafka, parts.topics.journal, parts.sealer,
+            parts.redis, shard_keys, settings.shards, settings.kafka, parts.topics.journal, parts.sealer,
             settings.block_events_max, options.step, options.snapshots, options.report_recovery, duty=duty,
             measures=parts.measures.relay,
         )  # fmt: skip
         if self._sweeping is None:
             return [relay.run()]
         sweeper = Sweeper(
-            parts.redis, of_shard, settings.shards, settings.gate.clock_skew_ms_max,
+            parts.redis, shard_keys, settings.shards, settings.gate.clock_skew_ms_max,
             self._sweeping.record_demand, duty.decided, lambda: duty.is_waiting,
-            queries_of(of_shard) if queries_of else None, parts.measures.swept,
+            queries_of(shard_keys) if queries_of else None, parts.measures.swept,
         )  # fmt: skip
         return [relay.run(), sweeper.run()]
 

@@ -389,7 +389,11 @@ OF_STREAMS: Final = (
                 "'journaled_term', ARGV[8], 'journaled_owner', ARGV[9])",
                 "'journaled_term', ARGV[1], 'journaled_owner', ARGV[2])",
             ),
-            ("grabstream/streams/relaying/takeover.py", "if is_checkpoint and not of_base:", "if False:"),
+            (
+                "grabstream/streams/relaying/takeover.py",
+                "if is_checkpoint and not has_base_owner:",
+                "if False:",
+            ),
         ),
     ),
     Bug(

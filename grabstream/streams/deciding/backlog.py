@@ -103,8 +103,8 @@ class HeldCommands:
 
     def traceparents(self) -> Sequence[str]:
         """The `traceparent` of each command's record; '' where there is none."""
-        of_records = self.records.traceparents
-        return [of_records[row] for row in self.rows] if of_records else [""] * len(self)
+        record_traceparents = self.records.traceparents
+        return [record_traceparents[row] for row in self.rows] if record_traceparents else [""] * len(self)
 
 
 class OpenPartition:

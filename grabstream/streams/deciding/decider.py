@@ -285,14 +285,14 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         rejected: list[Rejected] = []
         with_refusals: list[OpenRecords] = []
         for partition, records in fetched:
-            for of_run, grabs in self._in_runs(records):
+            for run_records, grabs in self._in_runs(records):
                 if partition is None or partition.gone:
                     break
                 if grabs:
-                    self._take_run(partition, of_run, grabs)
+                    self._take_run(partition, run_records, grabs)
                     await pace.step()
                     continue
-                for record in of_run:
+                for record in run_records:
                     if partition.gone:
                         break
                     opened = partition.add([record.offset], [record.key], _traceparents([record]))
@@ -526,7 +526,7 @@ class _ShardDecider:
                 self.shard,
                 sum(map(len, held)),
             )
-            units = [unit for of_records in held for unit in of_records.units()]
+            units = [unit for held_commands in held for unit in held_commands.units()]
             decided = [await self._call_gate_alone(unit) for unit in units]
         answers: dict[int, list[Answer]] = {}
         aside: list[Rejected] = []
@@ -542,23 +542,23 @@ class _ShardDecider:
                 # A command that is set aside has no answer.
                 for answer, cause in zip(done.answers, done.held.traceparents(), strict=False):
                     traced.answered("answer", (answer,), seconds, cause)
-        for of_records in held:
-            of_records.records.open -= len(of_records)
+        for held_commands in held:
+            held_commands.records.open -= len(held_commands)
         self.backlog.done(held)
         self._decider.decided += sum(map(len, held))
         self._progress.set()
 
     async def _call_gate(self, held: Sequence[HeldCommands]) -> list[_Decided]:
         undecidable: dict[int, str] = {}
-        commands = [command for of_records in held for command in of_records.commands]
+        commands = [command for held_commands in held for command in held_commands.commands]
         answers = await self._decider.gate.decide(
             commands, reader=self._decider.order, report_undecidable=undecidable.__setitem__
         )
         decided, start = [], 0
-        for of_records in held:
-            end = start + len(of_records)
+        for held_commands in held:
+            end = start + len(held_commands)
             aside = {index - start: why for index, why in undecidable.items() if start <= index < end}
-            decided.append(_Decided(of_records, answers[start:end], aside))
+            decided.append(_Decided(held_commands, answers[start:end], aside))
             start = end
         return decided
 
@@ -597,8 +597,8 @@ class _Answers:
             )
             for record in rejected
         ]
-        for partition, of_partition in answers.items():
-            sent += await self._send_answers(partition % self.partitions, of_partition)
+        for partition, partition_answers in answers.items():
+            sent += await self._send_answers(partition % self.partitions, partition_answers)
         await asyncio.gather(*sent)
 
     async def _send_answers(self, partition: int, answers: Sequence[Answer]) -> list[Any]:

@@ -32,15 +32,15 @@ class Point(NamedTuple):
         assert value is not None
         return value
 
-    def of(self, fact: Fact) -> int:
+    def fact_number(self, fact: Fact) -> int:
         """The number of a fact that is compared with `value` where the stretch ends."""
-        return self.of_event(fact.event)
+        return self.event_number(fact.event)
 
-    def of_event(self, event: AnyEvent | AnyRun) -> int:
+    def event_number(self, event: AnyEvent | AnyRun) -> int:
         """The number of an event that is compared with `value` where the stretch ends."""
         return event.at if self.seq is None else event.seq
 
-    def of_end(self, event: AnyEvent | AnyRun) -> int:
+    def end_number(self, event: AnyEvent | AnyRun) -> int:
         """The number of an event that is compared with `value` where the stretch begins."""
         return event.at if self.seq is None else event.last_seq
 
@@ -50,7 +50,7 @@ async def up_to(chunks: AsyncGenerator[Chunk, None], last: Point | None) -> Asyn
     async with aclosing(chunks):
         async for chunk in chunks:
             facts = chunk.facts
-            count = bisect_right(facts, last.value, key=last.of) if last else len(facts)
+            count = bisect_right(facts, last.value, key=last.fact_number) if last else len(facts)
             if count == len(facts):
                 yield chunk
                 continue

@@ -163,7 +163,7 @@ class JournalSource:
         newest = await trail.line_at(self._books, shard, proved.seq)
         if newest is None or (newest.last_seq, newest.hash) != proved[:2]:
             return Start(Cursor(), end)
-        if first.of_end(decode_line(newest.text)) < first.value:
+        if first.end_number(decode_line(newest.text)) < first.value:
             return Start(proved, end)
         nearest = await self._block_before(shard, first, proved)
         if nearest is None:
@@ -179,7 +179,7 @@ class JournalSource:
         while high - low > NEAR_RECORDS:
             middle = (low + high) // 2
             probe = await self._next_block(shard, middle, high, is_signed_owner(proved.owner))
-            if probe is None or first.of_event(decode_line(probe[1].lines[0])) >= first.value:
+            if probe is None or first.event_number(decode_line(probe[1].lines[0])) >= first.value:
                 high = middle
             else:
                 nearest, low = probe, probe[0] + 1

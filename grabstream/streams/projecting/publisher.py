@@ -374,11 +374,11 @@ Header = tuple[str, bytes]
 
 def event_batches(
     producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, after: Cursor | None = None,
-    of_first: Sequence[Header] = (), of_each: Sequence[Header] = (),
+    first_headers: Sequence[Header] = (), each_headers: Sequence[Header] = (),
 ) -> list[Any]:  # fmt: skip
     """The events in as few batches as the size of a request allows, each grab of a run by itself. The last
-    event carries the cursor `after`, if given; the first one has the headers `of_first`, too, and each one
-    those `of_each`.
+    event carries the cursor `after`, if given; the first one has the headers `first_headers`, too, and each
+    one those `each_headers`.
 
     The time of a record is that of its event, if brokers take it (`record_time_ms`).
     """
@@ -389,8 +389,8 @@ def event_batches(
         if after is not None and fact is facts[-1]:
             headers.append((CURSOR_HEADER, encode_cursor(after)))
         if fact is facts[0]:
-            headers += of_first
-        headers += of_each
+            headers += first_headers
+        headers += each_headers
         record = {
             "key": fact.event.offer.encode(),
             "value": fact.line,
@@ -403,7 +403,7 @@ def event_batches(
     return batches
 
 
-class _OfType(NamedTuple):
+class _TypeConstants(NamedTuple):
     """What all events of a type share: how their lines begin in the current version, and headers."""
 
     begins: bytes
@@ -415,10 +415,10 @@ def _dataschema(type_: str, version: int) -> Header:
     return "ce_dataschema", schema_id(event_name(type_, version)).encode()
 
 
-def _of_type(type_: str) -> _OfType:
+def _type_constants(type_: str) -> _TypeConstants:
     version = CURRENT_VERSIONS[type_]
     begins = f'{{"type":"{type_}","v":{version},'.encode()
-    return _OfType(
+    return _TypeConstants(
         begins,
         ("ce_type", type_.encode()),
         _dataschema(type_, version),
@@ -427,7 +427,9 @@ def _of_type(type_: str) -> _OfType:
 
 _CONTENT_TYPE: Final[Header] = ("content-type", b"application/json")
 _SPEC_VERSION: Final[Header] = ("ce_specversion", b"1.0")
-_OF_TYPES: Final = {event: _of_type(str(event.__struct_config__.tag)) for event in get_args(AnyEvent)}
+_TYPE_CONSTANTS: Final = {
+    event: _type_constants(str(event.__struct_config__.tag)) for event in get_args(AnyEvent)
+}
 
 
 class _Written(msgspec.Struct):
@@ -443,16 +445,16 @@ def event_headers(fact: Fact, source: bytes) -> list[Header]:
     which the event was written.
     """
     event = fact.event
-    of_type = _OF_TYPES[type(event)]
-    dataschema = of_type.dataschema
-    if not fact.line.startswith(of_type.begins):
+    constants = _TYPE_CONSTANTS[type(event)]
+    dataschema = constants.dataschema
+    if not fact.line.startswith(constants.begins):
         written = _decode_written(fact.line)
         dataschema = _dataschema(written.type, written.v)
     return [
         _CONTENT_TYPE,
         _SPEC_VERSION,
         ("ce_id", b"%d-%d" % (event.shard, event.seq)),
-        of_type.type,
+        constants.type,
         ("ce_source", source),
         ("ce_time", _rfc3339(event.at)),
         ("ce_subject", event.offer.encode()),

@@ -274,8 +274,8 @@ class Verifier:
         at = seen.at
         changed = [
             shard
-            for shard, of_shard in gaps.items()
-            if shard in at and set(of_shard.ids) != set(at[shard].gaps)
+            for shard, shard_gaps in gaps.items()
+            if shard in at and set(shard_gaps.ids) != set(at[shard].gaps)
         ]
         for shard in changed:
             known, firsts = set(at[shard].gaps), gaps[shard].ids
@@ -296,7 +296,7 @@ class Verifier:
             return set()
         at_rest = set()
         for shard, at in seen.at.items():
-            positions = {name: of_shards.get(shard, Cursor()) for name, of_shards in seen.cursors.items()}
+            positions = {name: by_shard.get(shard, Cursor()) for name, by_shard in seen.cursors.items()}
             end = min(positions[proof.AUDIT].seq, positions[proof.LEDGER].seq)
             is_walked = at.seq >= end and at.again_seq >= end
             if is_walked and all(
@@ -308,7 +308,7 @@ class Verifier:
     async def _walk(self, connection: AsyncConnection[Any], shard: int, gaps: Gaps) -> bool:
         at = (await verified.progress(connection))[shard]
         loaded = await cursors.load_all(connection, PROJECTIONS)
-        positions = {name: of_shards.get(shard, Cursor()) for name, of_shards in loaded.items()}
+        positions = {name: by_shard.get(shard, Cursor()) for name, by_shard in loaded.items()}
         end = min(positions[proof.AUDIT].seq, positions[proof.LEDGER].seq)
         if at.seq >= end:
             await self._compare_heads(connection, at, positions)
@@ -462,8 +462,8 @@ class Verifier:
         by_shard: dict[int, list[OfferState]] = {}
         for state in states:
             by_shard.setdefault(state.shard, []).append(state)
-        for shard, of_shard in by_shard.items():
-            await self._observe(connection, shard, of_shard)
+        for shard, shard_states in by_shard.items():
+            await self._observe(connection, shard, shard_states)
 
     async def _compare_rows(self, connection: AsyncConnection[Any], gaps: dict[int, Gaps]) -> None:
         """Compares the grabs and payments of the next offers without new events with the rows that their
@@ -481,8 +481,8 @@ class Verifier:
         events = 0
         self._rows_offer = ""
         for state, _, moved in rows:
-            of_shard = gaps[state.shard]
-            if not moved and not of_shard.unreadable and state.offer not in of_shard.offers:
+            shard_gaps = gaps[state.shard]
+            if not moved and not shard_gaps.unreadable and state.offer not in shard_gaps.offers:
                 chosen[state.offer] = state
                 events += state.offer_seq
             if events >= ROWS_EVENTS_MAX or (

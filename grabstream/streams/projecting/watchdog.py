@@ -113,7 +113,7 @@ async def _watch(
             ):
                 await use_schema(connection, schema)
                 published = PublishedOffsets(
-                    reader, reader.of_topic(topics.events), event_source(topics.prefix)
+                    reader, reader.for_topic(topics.events), event_source(topics.prefix)
                 )
                 compared, compared_at = dict[int, int](), 0.0
                 while True:

@@ -90,11 +90,11 @@ class RebuildSource:
         Raises Unreadable when they do not lead from one to the other.
         """
         if isinstance(self._source, ArchiveSource):
-            return self._of_archive(self._source, shard, cursor, target, skipped)
-        read = self._of_journal if self.name == "journal" else self._of_audit_trail
+            return self._read_archive(self._source, shard, cursor, target, skipped)
+        read = self._read_journal if self.name == "journal" else self._read_audit_trail
         return read(shard, cursor, target, skipped)
 
-    async def _of_archive(
+    async def _read_archive(
         self,
         source: ArchiveSource,
         shard: int,
@@ -111,7 +111,7 @@ class RebuildSource:
             yield Chunk(shard, cursor, target, [], 0)
             return
         if not 0 < target.seq <= end.seq:
-            async with aclosing(self._of_journal(shard, cursor, target, skipped)) as chunks:
+            async with aclosing(self._read_journal(shard, cursor, target, skipped)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             return
@@ -133,7 +133,7 @@ class RebuildSource:
             )
         yield Chunk(shard, target, target, [], 0)
 
-    async def _of_journal(
+    async def _read_journal(
         self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside]
     ) -> AsyncGenerator[Chunk, None]:
         end = await self._source.end(shard)
@@ -156,7 +156,7 @@ class RebuildSource:
                 f"journal, shard {shard}, after seq {cursor.seq}, offset {cursor.next_offset}: {error}"
             ) from None
 
-    async def _of_audit_trail(
+    async def _read_audit_trail(
         self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside]
     ) -> AsyncGenerator[Chunk, None]:
         """The trail has no offsets: where it reaches the target's seq and hash, the target's are taken over.

@@ -47,7 +47,7 @@ RETURN_SECONDS_MAX: Final = 1.0
 #: The name of a command that rebuilds a shard by hand, as the holder of its lease, begins so …
 BY_HAND: Final = "rebuild-"
 #: … and the name of a worker so, whatever the name of its host is.
-OF_WORKER: Final = "worker@"
+WORKER_PREFIX: Final = "worker@"
 #: A worker that was given a shard and has not taken it over after this many times the length of a lease
 #: loses the lease again …
 TAKEOVER_LEASES_MAX: Final = 2
@@ -122,7 +122,7 @@ async def pass_lease(
 def _worker_name() -> str:
     """A name of this worker that no other has. Hosts may have any names, also such that are no text."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", os.uname().nodename)
-    return f"{OF_WORKER}{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{WORKER_PREFIX}{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class _Held:

@@ -364,8 +364,8 @@ class Recovery:
         keys, campaigns = self._shard.keys, dict[str, int]()
         payments = [row._replace(payment=encoded_payment(row.payment)) for row in payments]
         rows = [
-            [(campaigns.setdefault(campaign_of(row.offer), len(campaigns) + 1), *row) for row in of_kind]
-            for of_kind in (past, payments)
+            [(campaigns.setdefault(campaign_of(row.offer), len(campaigns) + 1), *row) for row in kind_rows]
+            for kind_rows in (past, payments)
         ]
         names = [keys.state, keys.past]
         for campaign in campaigns:
@@ -483,13 +483,13 @@ def _parts(events: Sequence[Applicable]) -> list[list[Applicable]]:
     parts: list[list[Applicable]] = []
     cost = 0.0
     for event in events:
-        retires, of_event = isinstance(event, OfferRetired), _cost(event)
-        full = bool(parts) and (len(parts[-1]) >= APPLY_EVENTS_MAX or cost + of_event > APPLY_COST_MAX)
+        retires, event_cost = isinstance(event, OfferRetired), _cost(event)
+        full = bool(parts) and (len(parts[-1]) >= APPLY_EVENTS_MAX or cost + event_cost > APPLY_COST_MAX)
         if not parts or full or isinstance(parts[-1][-1], OfferRetired) != retires:
             parts.append([])
             cost = 0.0
         parts[-1].append(event)
-        cost += of_event
+        cost += event_cost
     return parts
 
 

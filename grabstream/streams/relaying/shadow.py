@@ -300,7 +300,7 @@ class ShadowShard:
                             await self._read(self._shadow, [page]),
                             await self._read(self._live, [page]),
                         )
-                        for doubt in _of_page(page, shadow_page, live_page):
+                        for doubt in _differing_parts(page, shadow_page, live_page):
                             yield doubt
                         await self._pace()
 
@@ -392,8 +392,8 @@ class ShadowShard:
         last = await self._redis.hget(self._live.state, "time") or b""
         now = max(await time_ms_of(self._redis, self._live.state), int(last) if last.isdigit() else 0)
         return all(
-            None not in (due, again) and due <= again and _is_postponed(due, again, now, *of_offer)
-            for of_offer, due, again in zip(offers, shadow, live, strict=True)
+            None not in (due, again) and due <= again and _is_postponed(due, again, now, *offer_fields)
+            for offer_fields, due, again in zip(offers, shadow, live, strict=True)
         )
 
     async def _is_forgotten(self, part: Part, shadow: Value, live: Value) -> bool:
@@ -509,7 +509,7 @@ def _differing(part: Part, shadow: Value, live: Value) -> list[Part]:
     ]
 
 
-def _of_page(page: Part, shadow: Value, live: Value) -> list[Part]:
+def _differing_parts(page: Part, shadow: Value, live: Value) -> list[Part]:
     if shadow == live:
         return []
     if page.kind in ("list", "string"):

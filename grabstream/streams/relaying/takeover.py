@@ -231,16 +231,16 @@ class Takeover:
         async with aclosing(self._reader.read(self._shard.keys.shard, before, before + 1)) as reading:
             async for [record] in reading:
                 block = self._reader.block(record)
-                of_base = (block.term, block.owner) == base[3:]
-                if of_base and block.authority == "forged" and is_signed_owner(base.owner):
+                has_base_owner = (block.term, block.owner) == base[3:]
+                if has_base_owner and block.authority == "forged" and is_signed_owner(base.owner):
                     # Which record this is, Redis says, not a stranger. What follows it may be acknowledged.
                     raise NotReconciled(
                         f"journal offset {before}, which an earlier owner wrote, does not count here: "
                         f"{block.fault}; complete GRAB_JOURNAL_PUBLIC_KEYS of this worker"
                     )
-                if block.count and of_base and block.head != base.head and not base.ignores(block):
+                if block.count and has_base_owner and block.head != base.head and not base.ignores(block):
                     raise _NotTheJournal(f"journal offset {before} contains another block than before")
-                if is_checkpoint and not of_base:
+                if is_checkpoint and not has_base_owner:
                     raise _NotTheJournal(f"journal offset {before} is of another owner than the checkpoint")
 
     async def _read_on(self, truth: Truth, marker: int, raised: Raised, keep_from: int = 0) -> Truth:

@@ -187,7 +187,7 @@ def from_texts(part: Part) -> Any:
         for name, default in defaults.items():
             lacks = pc.and_(pc.equal(found["type"], type_), pc.is_null(found[name]))
             found[name] = pc.if_else(lacks, arrow.scalar(default, found[name].type), found[name])
-    _of_grabs(found, is_run)
+    _make_grab_columns(found, is_run)
     seqs = _seqs(part)
     body = _strings(lines)
     if body is None or not _fits(found, is_run, part.shard, seqs):
@@ -245,7 +245,7 @@ def _has_current_version(found: dict[str, Any]) -> Any:
     return pc.fill_null(pc.equal(found["v"], arrow.array(LINE_VERSIONS.values()).take(at)), False)
 
 
-def _of_grabs(found: dict[str, Any], is_run: Any) -> None:
+def _make_grab_columns(found: dict[str, Any], is_run: Any) -> None:
     """Makes the columns of grabs: those of runs, with what is usual where they are absent, and a list of one
     for events about one grab.
     """

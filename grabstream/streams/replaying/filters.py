@@ -35,7 +35,7 @@ class Filters(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     users: str = ""
     first: dict[int, str] = {}
 
-    def of_shard(self, shard: int) -> bytes:
+    def shard_record(self, shard: int) -> bytes:
         """The record for one shard, as JSON."""
         first = {shard: self.first[shard]} if shard in self.first else {}
         return msgspec.json.encode(msgspec.structs.replace(self, first=first))

@@ -83,11 +83,11 @@ async def replay(
                 facts = selection.of(chunk.facts)
                 if stretch.first is not None:
                     facts = [
-                        fact for fact in facts if stretch.first.of_end(fact.event) >= stretch.first.value
+                        fact for fact in facts if stretch.first.end_number(fact.event) >= stretch.first.value
                     ]
                 if stretch.last is not None and selection.singles:
                     # The last line may be a run that goes on after the last point. The cursor is after it.
-                    facts = [fact for fact in facts if stretch.last.of(fact) <= stretch.last.value]
+                    facts = [fact for fact in facts if stretch.last.fact_number(fact) <= stretch.last.value]
                 events = await sink.write(chunk, facts)
                 done[stretch.shard] = Done(stretch.shard, chunk.after, done[stretch.shard].events + events)
                 left -= chunk.read

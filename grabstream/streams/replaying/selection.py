@@ -53,10 +53,10 @@ class Selection:
             facts = [fact for fact in facts if fact.event.offer in self._offers]
             self.offers_met.update(fact.event.offer for fact in facts)
         if self._users:
-            return [one for fact in facts for one in self._of_users(fact)]
+            return [one for fact in facts for one in self._facts_of_users(fact)]
         return single_facts(facts) if self.singles else facts
 
-    def _of_users(self, fact: Fact) -> list[Fact]:
+    def _facts_of_users(self, fact: Fact) -> list[Fact]:
         """The fact, if it is about the users; of a run, one for each of their grabs."""
         run = fact.event
         if not isinstance(run, AnyRun):

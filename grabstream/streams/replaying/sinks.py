@@ -119,10 +119,12 @@ class TopicSink:
         if not facts:
             return
         shard = self._shard
-        header = [(FILTERS_HEADER, self._filters.of_shard(shard))]
-        of_each = header if shard in self._appended else []
-        of_first = [] if of_each or shard in self._begun else header
-        for batch in event_batches(self._producer, facts, self._source, of_first=of_first, of_each=of_each):
+        header = [(FILTERS_HEADER, self._filters.shard_record(shard))]
+        each_headers = header if shard in self._appended else []
+        first_headers = [] if each_headers or shard in self._begun else header
+        for batch in event_batches(
+            self._producer, facts, self._source, first_headers=first_headers, each_headers=each_headers
+        ):
             await (await self._producer.send_batch(batch, self._topic, partition=shard))
         self._begun.add(shard)
 

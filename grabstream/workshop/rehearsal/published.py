@@ -36,7 +36,7 @@ async def published_check(settings: Settings, check: Callable[[], None]) -> Chec
     """
     topics, patience = Topics(settings.prefix), Patience()
     async with open_reader(settings.brokers, topics.journal) as journal:
-        events = journal.of_topic(topics.events)
+        events = journal.for_topic(topics.events)
         lines = {shard: await journal_events(journal, shard) for shard in range(settings.shards)}
         records = {shard: await published_records(events, shard) for shard in lines}
         while any(not _is_complete(lines[shard], records[shard], shard) for shard in lines):

@@ -64,7 +64,7 @@ class Events:
 
     def __init__(self, system: Settings, producer: AIOKafkaProducer, reader: JournalReader) -> None:
         self.topic, self.source = Topics(system.prefix).events, event_source(system.prefix)
-        self.journal, self.reader = reader, reader.of_topic(self.topic)
+        self.journal, self.reader = reader, reader.for_topic(self.topic)
         self._kafka, self._producer = system.kafka, producer
 
     async def write(self, value: bytes, source: str = "", event_id: str = "") -> None:

@@ -328,7 +328,7 @@ def test_the_first_event_of_a_shard_is_its_beginning() -> None:
     first = {1: Point(seq=1), 2: Point(seq=7), 3: Point(at=1_800_000_000_000)}
     filters = filters_of("grab", "a1", Wanted(), first)
     assert filters.first == {2: "2:7", 3: "2027-01-15T08:00:00.000Z"}
-    assert decode_filters(filters.of_shard(2)) == Filters("grab", "a1", first={2: "2:7"})
+    assert decode_filters(filters.shard_record(2)) == Filters("grab", "a1", first={2: "2:7"})
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ async def test_each_damage_is_named(system: Settings, journal: JournalWriter) ->
     await publish(system, journal, 4, 10)
     async with open_reader(system.kafka, Topics(system.prefix).journal) as reader:
         lines = {SHARD: await journal_events(reader, SHARD)}
-        records = await published_records(reader.of_topic(Topics(system.prefix).events), SHARD)
+        records = await published_records(reader.for_topic(Topics(system.prefix).events), SHARD)
     assert [record.has_cursor for record in records] == [number in (4, 10) for number in range(1, 11)]
     assert compare_published(lines, {SHARD: records}).passed
     for name, (damage, says) in DAMAGES.items():
