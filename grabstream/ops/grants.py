@@ -52,7 +52,7 @@ _is_group = re.compile(r"[A-Za-z0-9._:-]{1,249}\Z").match
 #: Tables of the ledger and the audit trail: rows are added, never changed.
 _JOURNALED: Final = re.compile(r"(audit|transfers|transfer_runs)_[0-9]+|journal_keys|user_keys")
 #: Tables that only the owner writes: `init`, `keys`, `forget` and `rebuild`.
-_OF_OWNER: Final = frozenset(
+_OWNER_TABLES: Final = frozenset(
     {"api_keys", "forgotten", "migrations", "outcomes", "read_models", "seal_keys", "system", "view_texts"}
 )
 _RESOURCES: Final = {"topic": 2, "group": 3}
@@ -205,12 +205,12 @@ async def _statements(
             yield sql.SQL("GRANT USAGE ON SEQUENCE {} TO {}").format(of, writer)
             continue
         yield sql.SQL("REVOKE ALL ON {} FROM {}, {}").format(of, writer, reader)
-        yield sql.SQL(f"GRANT {_of_writer(name, kind)} ON {{}} TO {{}}").format(of, writer)
+        yield sql.SQL(f"GRANT {_writer_privileges(name, kind)} ON {{}} TO {{}}").format(of, writer)
         if kind == "v" and home_name == schema:
             yield sql.SQL("GRANT SELECT ON {} TO {}").format(of, reader)
 
 
-def _of_writer(name: str, kind: str) -> str:
-    if kind == "v" or name in _OF_OWNER:
+def _writer_privileges(name: str, kind: str) -> str:
+    if kind == "v" or name in _OWNER_TABLES:
         return "SELECT"
     return "SELECT, INSERT" if _JOURNALED.fullmatch(name) else "SELECT, INSERT, UPDATE, DELETE"

@@ -233,13 +233,13 @@ async def _read(
             selection = Selection(asked.wanted, offer_events=False)
             async with aclosing(up_to(source.chunks(shard, planned.start), asked.until)) as chunks:
                 async for chunk in chunks:
-                    yield _of_chunk(chunk, asked, selection, items)
+                    yield _chunk_items(chunk, asked, selection, items)
                     seq, line = _after_chunk(chunk, asked.until if items is _events else None)
                     if seq >= asked.cursor.seq(shard):
                         asked.cursor.move(shard, seq, line)
 
 
-def _of_chunk(
+def _chunk_items(
     chunk: Chunk, asked: _Asked, selection: Selection, items: "_Items[T]"
 ) -> list[tuple[int, T, int, Cursor]]:
     taken = asked.cursor.seq(chunk.shard)
@@ -302,10 +302,10 @@ def _shards(settings: Settings, shard: int | None, offer: str | None) -> list[in
         return list(range(settings.shards)) if shard is None else [shard]
     if not is_id(offer):
         raise ValueError(f"offer {offer!r}: an id has 1 to 64 of the characters A-Z a-z 0-9 . _ : -")
-    of_offer = shard_of(campaign_of(offer), settings.shards)
-    if shard not in (None, of_offer):
-        raise ValueError(f"offer {offer} is in shard {of_offer}, not {shard}: leave out `shard`")
-    return [of_offer]
+    offer_shard = shard_of(campaign_of(offer), settings.shards)
+    if shard not in (None, offer_shard):
+        raise ValueError(f"offer {offer} is in shard {offer_shard}, not {shard}: leave out `shard`")
+    return [offer_shard]
 
 
 def _point(name: str, bound: Bound) -> Point | None:

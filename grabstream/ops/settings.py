@@ -81,7 +81,7 @@ _is_hex_key = re.compile(r"(?:[0-9a-fA-F]{2}){32,}").fullmatch
 #: Names that `up` and tests read; they are no settings.
 NO_SETTINGS: Final = ("GRAB_SERVICES", "GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
 #: Variables that container platforms set for a service whose name begins with `grab`, by name and value.
-_OF_PLATFORMS: Final = (
+_PLATFORM_VARIABLES: Final = (
     (re.compile(r"GRAB(_\w+)?_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.*")),
     (re.compile(r"GRAB(_\w+)?_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)"), re.compile(r".*")),
     (re.compile(r"GRAB(_\w+)?_SERVICE_(HOST|PORT(_\w+)?)"), re.compile(r".*")),
@@ -1212,7 +1212,9 @@ def unknown_names(env_file: Path | None = None) -> list[str]:
     lines = []
     for origin, variables in _given_in(env_file or Path(".env")).items():
         for name in sorted(variables.keys() - {*settings, *NO_SETTINGS}):
-            if any(of.fullmatch(name) and like.fullmatch(variables[name]) for of, like in _OF_PLATFORMS):
+            if any(
+                of.fullmatch(name) and like.fullmatch(variables[name]) for of, like in _PLATFORM_VARIABLES
+            ):
                 continue
             near = get_close_matches(name, [*settings, "GRAB_SERVICES"], 1, 0)[0]
             where = f"in {env_file or '.env'}" if origin == ".env" else "in the environment"

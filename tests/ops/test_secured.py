@@ -727,8 +727,8 @@ def _as_role(environment: dict[str, str], of_redis: str, of_postgres: str) -> di
 
 def _has_verified(environment: dict[str, str]) -> bool:
     """Whether a pass has compared all shards, Redis too."""
-    of_shards = json.loads(run(environment, "status", "--json"))["verified"]
-    return all(one["at"] is not None for one in of_shards)
+    shard_list = json.loads(run(environment, "status", "--json"))["verified"]
+    return all(one["at"] is not None for one in shard_list)
 
 
 def _doctor_tells_a_missing_right_from_a_loss(worker: dict[str, str], gate: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ from grabstream.lua.keys import KeySpace
 from grabstream.ops.commands.read.status import read as status
 from grabstream.ops.connections.opening import key_space, open_gate
 from grabstream.ops.diagnosis.examination import examine
-from grabstream.ops.diagnosis.findings import of_shards
+from grabstream.ops.diagnosis.findings import shard_list
 from grabstream.ops.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 from grabstream.workshop.services import free_ports
@@ -200,7 +200,7 @@ async def hung(
             if name == "servers of the Redis Cluster answer"
         ] == [
             f"Redis 127.0.0.1:{pair.master.port} does not answer within 5 s: the state of "
-            f"{of_shards(pair.shards)} is unknown"
+            f"{shard_list(pair.shards)} is unknown"
         ]
         assert {shard["shard"] for shard in shown["shards"] if shard["seq"] is None} == pair.shards
 

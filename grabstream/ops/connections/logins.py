@@ -192,7 +192,7 @@ async def _tls_refusal(
             if await _serves_tls(host, port)
             else ""
         )
-    cause = _of_tls(error) or await _alert(host, port, own)
+    cause = _tls_error(error) or await _alert(host, port, own)
     if isinstance(cause, ssl.SSLCertVerificationError):
         if cause.verify_code in _ENDED:
             return f"the certificate of {server} has expired, or is not valid yet: renew it on the server"
@@ -241,7 +241,7 @@ async def _alert(host: str, port: int, own: ssl.SSLContext) -> ssl.SSLError | No
     return None
 
 
-def _of_tls(error: BaseException | None) -> ssl.SSLError | None:
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
     """The error of TLS that caused an error, if any."""
     while error is not None:
         if isinstance(error, ssl.SSLError):

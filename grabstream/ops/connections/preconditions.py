@@ -120,7 +120,9 @@ async def _process_of(connection: AsyncConnection[Any]) -> int:
 
 
 #: The conditions of PostgreSQL. The first one that is not met is told: the others could not be read then.
-OF_POSTGRES: Final[tuple[Callable[[AsyncConnection[Any], Settings], Awaitable[Unmet | None]], ...]] = (
+POSTGRES_CONDITIONS: Final[
+    tuple[Callable[[AsyncConnection[Any], Settings], Awaitable[Unmet | None]], ...]
+] = (
     keeps_every_character,
     keeps_sessions,
 )
@@ -128,7 +130,7 @@ OF_POSTGRES: Final[tuple[Callable[[AsyncConnection[Any], Settings], Awaitable[Un
 
 async def unmet_by_postgres(connection: AsyncConnection[Any], settings: Settings) -> Unmet | None:
     """The first condition that PostgreSQL does not meet; raises psycopg's errors."""
-    for condition in OF_POSTGRES:
+    for condition in POSTGRES_CONDITIONS:
         if (unmet := await condition(connection, settings)) is not None:
             return unmet
     return None

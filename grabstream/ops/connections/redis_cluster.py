@@ -173,7 +173,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         by_slot: dict[int, list[Any]] = {}
         for name in names:
             by_slot.setdefault(slot_of(name), []).append(name)
-        return sum([int(await self.execute_command("UNLINK", *of_slot)) for of_slot in by_slot.values()])
+        return sum([int(await self.execute_command("UNLINK", *slot_keys)) for slot_keys in by_slot.values()])
 
     # -- servers ---------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ async def within(asking: Awaitable[T], seconds: float = ANSWER_SECONDS_MAX) -> T
         return await asking
 
 
-async def of_each(client: Any, keys: Mapping[int, str], ask: Callable[[int], Awaitable[T]]) -> dict[int, T]:
+async def ask_each(client: Any, keys: Mapping[int, str], ask: Callable[[int], Awaitable[T]]) -> dict[int, T]:
     """Asks for each number the server that has its key, and returns the answers by number. The servers are
     asked concurrently, each server one number after the other.
 

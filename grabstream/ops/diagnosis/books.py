@@ -11,7 +11,7 @@ from psycopg import AsyncConnection, sql
 
 from grabstream.models.journal import Cursor, is_signed_owner
 from grabstream.ops.console.output import counted
-from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
+from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, shard_list
 from grabstream.ops.diagnosis.hooks import HookReading, read_hooks
 from grabstream.ops.diagnosis.seal_keys import SealKeyReadings, read_seal_keys
 from grabstream.ops.diagnosis.topics import LATE_MS, Lag, lags
@@ -185,9 +185,9 @@ async def read_lags(
     # Several read models often have the same cursor, mostly at the end: each one is searched from once.
     searched: dict[tuple[int, Cursor], int] = {}
     lags_of = {}
-    for name, of_model in positions.items():
+    for name, model_offsets in positions.items():
         at = {}
-        for shard, cursor in of_model.items():
+        for shard, cursor in model_offsets.items():
             if shard not in ends:
                 continue
             if (shard, cursor) not in searched:
@@ -217,8 +217,8 @@ async def read_jumps(settings: Settings, books: BookReadings, consumer: AIOKafka
     stopped_at = {(stop.projection, stop.shard) for stop in books.stops}
     searched: dict[tuple[int, int, str], int | None] = {}
     jumps = []
-    for name, of_model in books.positions.items():
-        for shard, cursor in of_model.items():
+    for name, model_cursors in books.positions.items():
+        for shard, cursor in model_cursors.items():
             if not cursor.owner or shard >= settings.shards or (name, shard) in stopped_at:
                 continue
             position = (shard, cursor.next_offset, cursor.owner)
@@ -272,7 +272,7 @@ def signatures_not_checked(readings: BookReadings, settings: Settings) -> list[F
     return [
         Finding(
             "risk",
-            f"{of_shards(signed)}: the journal is signed, but GRAB_JOURNAL_PUBLIC_KEYS is not set here",
+            f"{shard_list(signed)}: the journal is signed, but GRAB_JOURNAL_PUBLIC_KEYS is not set here",
             "processes with these settings accept records from anyone who can write to the journal",
             "set GRAB_JOURNAL_PUBLIC_KEYS   # docs/operating.md, Signing the journal",
         )
@@ -312,8 +312,8 @@ def journal_lost(
     journal by shard, `acknowledged` the last seq that Redis counts as journaled.
     """
     recorded = dict(acknowledged)
-    for of_model in readings.positions.values():
-        for shard, cursor in of_model.items():
+    for model_cursors in readings.positions.values():
+        for shard, cursor in model_cursors.items():
             recorded[shard] = max(recorded.get(shard, 0), cursor.seq)
     lost = {
         shard: seq - last_seqs.get(shard, 0)
@@ -333,18 +333,18 @@ def journal_lost(
         unread = [shard for shard, seq in last_seqs.items() if shard not in audit or audit[shard].seq < seq]
         if unread:
             means += (
-                f"; before the restore, let the audit trail read the rest of {of_shards(unread)} "
+                f"; before the restore, let the audit trail read the rest of {shard_list(unread)} "
                 "(`grabstream worker --roles project`)"
             )
         command = f"{delete_command(settings.kafka, journal)} && {RESTORE}"
     what = (
-        f"{of_shards(lost)}: Kafka has lost {counted(sum(lost.values()), 'events')} that the read models or "
+        f"{shard_list(lost)}: Kafka has lost {counted(sum(lost.values()), 'events')} that the read models or "
         f"Redis have: {journal} ends before them"
     )
     return [Finding("stuck", what, means, command)]
 
 
-def of_another_release(readings: BookReadings, settings: Settings) -> list[Finding]:
+def models_of_another_release(readings: BookReadings, settings: Settings) -> list[Finding]:
     """Read models that workers of this release cannot write: their tables have another definition."""
     return [
         Finding(
@@ -382,10 +382,10 @@ def lagging(
     """
     stopped_at = {(stop.projection, stop.shard) for stop in readings.stops}
     findings = []
-    for name, of_model in lags_of.items():
+    for name, model_lags in lags_of.items():
         late = [
             lag
-            for lag in of_model
+            for lag in model_lags
             if lag.since and now_ms - lag.since > LATE_MS and (name, lag.partition) not in stopped_at
         ]
         if late:
@@ -394,7 +394,7 @@ def lagging(
             findings.append(
                 Finding(
                     "stuck",
-                    f"{name} lags behind the journal: {of_shards(lag.partition for lag in late)}, "
+                    f"{name} lags behind the journal: {shard_list(lag.partition for lag in late)}, "
                     f"{counted(records, 'blocks')}",
                     "its readers see old data; no data is lost", f"grabstream worker --roles {role}",
                     min(lag.since or 0 for lag in late),

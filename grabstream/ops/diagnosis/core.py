@@ -14,10 +14,10 @@ from grabstream.lua.keys import LAYOUT, SHARD_FIELDS, KeySpace, ShardKeys
 from grabstream.lua.library import MISSING, library, missing_or_unusable
 from grabstream.lua.server import server_epoch_of
 from grabstream.models.bounds import quoted
-from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, masters, of_each, within
+from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, ask_each, masters, within
 from grabstream.ops.connections.worker_reports import ReportedTrouble, WorkerReport, read_reports
 from grabstream.ops.console.output import counted
-from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, of_shards
+from grabstream.ops.diagnosis.findings import RESTORE, Finding, address, shard_list
 from grabstream.ops.settings import Settings
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import LASTING_SECONDS
@@ -122,7 +122,7 @@ async def read_core(redis: Any, keys: KeySpace, clock: Any) -> CoreReadings:
     # A server that hangs must not hide the others.
     servers, shards = await asyncio.gather(
         asyncio.gather(*reads, return_exceptions=True),
-        of_each(redis, states, lambda number: _read_shard(redis, keys.shard(number))),
+        ask_each(redis, states, lambda number: _read_shard(redis, keys.shard(number))),
     )
     answered = [server for server in servers if isinstance(server, ServerReadings)]
     for problem in servers:
@@ -326,7 +326,7 @@ def clock_of_callers(readings: CoreReadings, settings: Settings) -> list[Finding
     return [
         Finding(
             "risk",
-            f"{of_shards([shard.number for shard in shards])}: callers may set the time at which commands "
+            f"{shard_list([shard.number for shard in shards])}: callers may set the time at which commands "
             "are decided, as in a test or a rehearsal",
             "a caller with a wrong time ends holds and offers, and moves the shard's clock permanently",
             "; ".join(f"redis-cli HDEL {keys.shard(shard.number).state} clock" for shard in shards),
@@ -338,7 +338,7 @@ def silent(readings: CoreReadings, settings: Settings) -> list[Finding]:
     """Servers of the cluster that do not answer, and the shards on them."""
     if not readings.silent and not readings.unknown:
         return []
-    shards = f": the state of {of_shards(readings.unknown)} is unknown" if readings.unknown else ""
+    shards = f": the state of {shard_list(readings.unknown)} is unknown" if readings.unknown else ""
     servers = ", ".join(f"Redis {name}" for name in readings.silent) or "Redis"
     return [
         Finding(
@@ -366,7 +366,7 @@ def fenced(readings: CoreReadings, settings: Settings) -> list[Finding]:
         first, reason, _ = shards[0]
         if any(other != reason for _, other, _ in shards):
             reason = f"in shard {first}, {reason} (the others differ only in the numbers)"
-        what = f"{of_shards(number for number, _, _ in shards)}: fenced: {reason}"
+        what = f"{shard_list(number for number, _, _ in shards)}: fenced: {reason}"
         since = min((since for *_, since in shards if since), default=None)
         findings.append(
             Finding("stuck", what, "the shard decides no commands: grabs are answered fenced", command, since)
@@ -456,7 +456,7 @@ def without_functions(readings: CoreReadings, settings: Settings) -> list[Findin
         findings.append(
             Finding(
                 "stuck",
-                f"{of_shards(missing)}: Redis does not have the function library {library().name} of this "
+                f"{shard_list(missing)}: Redis does not have the function library {library().name} of this "
                 "release",
                 "commands that this release sends there are answered fenced",
                 "grabstream init   # a relay of this release loads it too, when it takes the shard over",
@@ -469,7 +469,7 @@ def without_functions(readings: CoreReadings, settings: Settings) -> list[Findin
     findings += [
         Finding(
             "risk",
-            f"{of_shards(numbers)}: run plain scripts in place of functions: {quoted(reason)}",
+            f"{shard_list(numbers)}: run plain scripts in place of functions: {quoted(reason)}",
             "every call costs more time of the Redis thread",
             "allow the users of workers and gateways `+fcall +function|load`, or give Redis more memory; the "
             "relays try again every minute",
@@ -489,7 +489,7 @@ def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:
         findings.append(
             Finding(
                 "stuck",
-                f"{of_shards(shard.number for shard in without)}: no relay"
+                f"{shard_list(shard.number for shard in without)}: no relay"
                 + (f"; {counted(waiting, 'events')} not in the journal" if waiting else ""),
                 ("" if decides else "a shard that no relay has taken over decides nothing; ")
                 + "callers that wait for the journal get no answer; holds and offers do not end",
@@ -507,7 +507,8 @@ def not_relayed(readings: CoreReadings, settings: Settings) -> list[Finding]:
         holders = ", ".join(sorted({str(shard.relay) for shard in late}))
         findings.append(
             Finding(
-                "stuck", f"{of_shards(shard.number for shard in late)}: the relay ({holders}) has not copied "
+                "stuck",
+                f"{shard_list(shard.number for shard in late)}: the relay ({holders}) has not copied "
                 f"{counted(sum(shard.waiting for shard in late), 'events')} to the journal",
                 "callers that wait for the journal get no answer",
                 "read that worker's log and the findings about Kafka; if neither explains the lag, restart "
@@ -528,7 +529,7 @@ def outbox_is_full(readings: CoreReadings, settings: Settings) -> list[Finding]:
     return [
         Finding(
             "stuck" if is_full else "risk",
-            f"{of_shards(shard.number for shard in fullest)}: the outbox holds "
+            f"{shard_list(shard.number for shard in fullest)}: the outbox holds "
             f"{max(shard.waiting for shard in fullest):,} of {events_max:,} events",
             "grabs are answered busy until the relay has caught up" if is_full
             else "grabs will be answered busy when it is full",
@@ -578,7 +579,7 @@ def not_swept(readings: CoreReadings, settings: Settings) -> list[Finding]:
             if shards:
                 oldest_at = min(getattr(shard, field) for shard in shards)
                 what = (
-                    f"{of_shards(shard.number for shard in shards)}: {overdue}, the oldest "
+                    f"{shard_list(shard.number for shard in shards)}: {overdue}, the oldest "
                     f"{(readings.time_ms - oldest_at) / 1000:,.1f} s ago: {why}"
                 )
                 findings.append(Finding("stuck", what, means, command, oldest_at))

@@ -51,13 +51,13 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
     offers = await _rows(connection, "SELECT * FROM offers WHERE offer = %s", offer)
     if not offers:
         return None
-    of_offer = offers[0]
-    shard = of_offer["shard"]
+    offer_row = offers[0]
+    shard = offer_row["shard"]
     grabs = await _rows(
         connection, "SELECT * FROM grabs WHERE offer = %s AND user_id = %s ORDER BY seq", offer, user
     )
     names = [grab["grab"] for grab in grabs]
-    events = await _events(connection, shard, of_offer, user, grabs)
+    events = await _events(connection, shard, offer_row, user, grabs)
     events_of_user = [event for event in events if event.offer == offer and is_about(event, user, names)]
     # The rows of payments name no user: where their events do, these decide.
     due = [event for event in events if event.offer == offer and isinstance(event, PaymentRefundDue)]
@@ -76,7 +76,7 @@ async def read_books(connection: AsyncConnection[Any], user: str, offer: str) ->
         "(SELECT count(*) FROM refusals WHERE offer = %s) AS kept", offer, offer,
     )  # fmt: skip
     return Evidence(
-        user, of_offer, grabs, events, refusals, counted["refused"], counted["kept"],
+        user, offer_row, grabs, events, refusals, counted["refused"], counted["kept"],
         await transfers_of_seqs(connection, shard, [event.seq for event in events_of_user]),
         await _rows(
             connection,
@@ -140,9 +140,10 @@ async def _events(
     offers = [offer["offer"]]
     if any(limit.get("scope") == "campaign" for limit in limits):
         # Such a limit counts the grabs of all offers of the campaign.
-        of_campaign = "SELECT offer FROM offers WHERE shard = %s AND split_part(offer, ':', 1) = %s"
+        campaign_offers = "SELECT offer FROM offers WHERE shard = %s AND split_part(offer, ':', 1) = %s"
         offers = [
-            row["offer"] for row in await _rows(connection, of_campaign, shard, campaign_of(offer["offer"]))
+            row["offer"]
+            for row in await _rows(connection, campaign_offers, shard, campaign_of(offer["offer"]))
         ]
     events = await _find(connection, shard, offers, marks)
     # Later events of another user's grab that shares a counter name only the grab, not the attribute.
@@ -196,9 +197,9 @@ async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: l
     """The state in Redis: whether the shard decides, what is left of the offer, and what the user has of
     it.
     """
-    of_shard = keys.shard(keys.shard_of_offer(offer))
-    state_key, users_key, _, grabs_key, *_ = of_shard.offer_keys(offer)
-    decides = await is_of_server(redis, of_shard.state, await redis.hget(of_shard.state, "server_epoch"))
+    shard_keys = keys.shard(keys.shard_of_offer(offer))
+    state_key, users_key, _, grabs_key, *_ = shard_keys.offer_keys(offer)
+    decides = await is_of_server(redis, shard_keys.state, await redis.hget(shard_keys.state, "server_epoch"))
     values = await redis.hmget(state_key, ["state", "paused", "kind", "amount_left", "units_left", "held"])
     if values[0] is None:
         return {"decides": decides, "there": False}

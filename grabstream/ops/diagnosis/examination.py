@@ -253,7 +253,7 @@ CHECKS: Final = (
     Check("transactions end", ("kafka",), _transactions_hang),
     Check("operations have a topic of their own", ("kafka",), _topics(topics.operations_on_commands)),
     Check("commands can be decided", ("kafka",), _commands_set_aside),
-    Check("read models are of this release", ("postgres",), _books(books.of_another_release)),
+    Check("read models are of this release", ("postgres",), _books(books.models_of_another_release)),
     Check("read models have not stopped", ("postgres",), _books(books.stopped)),
     Check("read models keep up", ("kafka", "postgres"), _lagging),
     Check("cursors match their rows", ("kafka", "postgres"), _jumped),
@@ -278,20 +278,23 @@ async def examine(settings: Settings, clock: Clock = now_ms) -> Examination:
     mixed_up, *answers = await asyncio.gather(
         mixed_systems(settings), *(_ask(function(settings, clock)) for _, function in read)
     )
-    of_core, of_topics, of_postgres = (readings for readings, _ in answers)
-    of_books, unmet = (None, of_postgres) if isinstance(of_postgres, Unmet) else (of_postgres, None)
+    core_readings, topic_readings, postgres_readings = (readings for readings, _ in answers)
+    book_readings, unmet = (
+        (None, postgres_readings) if isinstance(postgres_readings, Unmet) else (postgres_readings, None)
+    )
     servers = {name: problem for (name, _), (_, problem) in zip(read, answers, strict=True)}
     # The journal is read last, so that it has every event that the other servers refer to.
     lags: dict[str, list[Lag]] | None = None
-    last_seqs: dict[int, int] | None = {} if of_topics else None
+    last_seqs: dict[int, int] | None = {} if topic_readings else None
     jumps: list[Jump] | None = None
-    if of_topics and of_books and of_topics.partitions.get(f"{settings.prefix}.journal"):
-        of_journal, problem = await _ask(_read_journal(settings, of_books))
-        lags, jumps, last_seqs = of_journal or (None, None, None)
+    if topic_readings and book_readings and topic_readings.partitions.get(f"{settings.prefix}.journal"):
+        journal_readings, problem = await _ask(_read_journal(settings, book_readings))
+        lags, jumps, last_seqs = journal_readings or (None, None, None)
         servers["kafka"] = servers["kafka"] or problem
     return _run_checks(
         Readings(
-            settings, clock(), of_core, of_topics, of_books, lags, last_seqs, jumps, mixed_up, unmet
+            settings, clock(), core_readings, topic_readings, book_readings, lags, last_seqs, jumps, mixed_up,
+            unmet,
         ),
         servers,
     )  # fmt: skip
@@ -312,9 +315,9 @@ def _run_checks(readings: Readings, servers: dict[str, str | None]) -> Examinati
         if unread & set(check.needs) or (is_other and check.name != SYSTEM_CHECK):
             not_checked.append(check.name)
             continue
-        of_check = check.run(readings)
-        findings += [(check.name, finding) for finding in of_check]
-        if not of_check:
+        check_findings = check.run(readings)
+        findings += [(check.name, finding) for finding in check_findings]
+        if not check_findings:
             passed.append(check.name)
     restore = next((finding.command for name, finding in findings if name == JOURNAL_CHECK), None)
     if restore:
@@ -392,17 +395,17 @@ async def _read_books(settings: Settings, clock: Clock) -> BookReadings | Unmet:
 
 
 async def _read_journal(
-    settings: Settings, of_books: BookReadings
+    settings: Settings, book_readings: BookReadings
 ) -> tuple[dict[str, list[Lag]], list[Jump], dict[int, int]]:
     """The lags of the read models, the cursors that are not where their rows are, and the last seq of every
     shard in the journal.
     """
     async with started(_consumer(settings)) as consumer:
-        jumps = await books.read_jumps(settings, of_books, consumer)
+        jumps = await books.read_jumps(settings, book_readings, consumer)
         return (
-            await books.read_lags(settings, of_books, consumer),
+            await books.read_lags(settings, book_readings, consumer),
             jumps,
-            await books.read_last_seqs(settings, of_books.positions.get("audit", {}), consumer),
+            await books.read_last_seqs(settings, book_readings.positions.get("audit", {}), consumer),
         )
 
 

@@ -37,7 +37,7 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def of_shards(numbers: Iterable[int]) -> str:
+def shard_list(numbers: Iterable[int]) -> str:
     """`shard 3`, or `shards 0 to 3, 5`."""
     ordered = sorted(numbers)
     return f"shard{'s' if len(ordered) > 1 else ''} {spans(ordered)}"

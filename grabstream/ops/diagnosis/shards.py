@@ -3,7 +3,7 @@
 from typing import Any
 
 from grabstream.lua.keys import SHARD_FIELDS, KeySpace, ShardKeys
-from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, information, of_each
+from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, ask_each, information
 
 
 async def read_shards(redis: Any, keys: KeySpace, shards: int) -> list[dict[str, Any]]:
@@ -11,7 +11,7 @@ async def read_shards(redis: Any, keys: KeySpace, shards: int) -> list[dict[str,
     while others do, the rows say so.
     """
     states = {number: keys.shard(number).state for number in range(shards)}
-    rows = await of_each(redis, states, lambda number: _shard(redis, keys.shard(number)))
+    rows = await ask_each(redis, states, lambda number: _shard(redis, keys.shard(number)))
     return [rows.get(number) or _unknown(number) for number in states]
 
 

@@ -48,8 +48,8 @@ async def script_calls(redis: Any) -> list[ScriptCalls]:
         with suppressed_trouble():
             histograms = await within(client.execute_command("LATENCY", "HISTOGRAM", "fcall", "evalsha"))
         if histograms:
-            longest = max(max(of_command[b"histogram_usec"]) for of_command in histograms.values())
-            count = sum(of_command[b"calls"] for of_command in histograms.values())
+            longest = max(max(histogram[b"histogram_usec"]) for histogram in histograms.values())
+            count = sum(histogram[b"calls"] for histogram in histograms.values())
             calls.append(ScriptCalls(server, count, longest / 1_000))
     return calls
 

@@ -13,7 +13,7 @@ from aiokafka.errors import GroupCoordinatorNotAvailableError, NotCoordinatorFor
 
 from grabstream.models.journal import named
 from grabstream.ops.console.output import counted
-from grabstream.ops.diagnosis.findings import Finding, of_shards, spans
+from grabstream.ops.diagnosis.findings import Finding, shard_list, spans
 from grabstream.ops.settings import Settings
 from grabstream.streams import brokers
 from grabstream.streams.clients import started
@@ -95,7 +95,7 @@ class TopicReadings(NamedTuple):
 
     partitions: dict[str, list[Partition]]
     states: dict[str, TopicState]
-    of_commands: dict[str, Reading]
+    command_topics: dict[str, Reading]
     set_aside: Sequence[SetAside] = ()
 
 
@@ -118,13 +118,13 @@ async def read_topics(settings: Settings, consumer: AIOKafkaConsumer) -> TopicRe
             for topic in described
         }
         states = await states_of(client, described)
-        of_commands = {
+        command_topics = {
             name: await _reading(client, consumer, committed, topics, name, partitions[name])
             for name in (topics.commands, topics.operations)
             if partitions.get(name)
         }
     aside = await _set_aside(consumer, topics.rejected) if partitions.get(topics.rejected) else []
-    return TopicReadings(partitions, states, of_commands, aside)
+    return TopicReadings(partitions, states, command_topics, aside)
 
 
 async def _reading(
@@ -267,11 +267,11 @@ def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
         findings.append(Finding("stuck", what, means, "grabstream init"))
     counts = {name: len(partitions) for name, partitions in readings.partitions.items() if partitions}
     counts.pop(topics.rejected, None)
-    of_journal = counts.pop(topics.journal, settings.shards)
-    if of_journal != settings.shards:
-        what = f"GRAB_SHARDS is {settings.shards}, but {topics.journal} has {of_journal} partitions"
+    journal_partitions = counts.pop(topics.journal, settings.shards)
+    if journal_partitions != settings.shards:
+        what = f"GRAB_SHARDS is {settings.shards}, but {topics.journal} has {journal_partitions} partitions"
         means = "a partition is a shard: workers refuse to start, or write where no worker reads"
-        findings.append(Finding("stuck", what, means, f"export GRAB_SHARDS={of_journal}"))
+        findings.append(Finding("stuck", what, means, f"export GRAB_SHARDS={journal_partitions}"))
     more = {name: count for name, count in counts.items() if count > settings.shards}
     if more:
         has = ", ".join(f"{name} has {count}" for name, count in more.items())
@@ -332,7 +332,7 @@ def keeps_batches_compressed(readings: TopicReadings, settings: Settings) -> lis
             f"{commands} "
             f"--add-config compression.type={COMPRESSION}",
         )
-        for commands, reading in readings.of_commands.items()
+        for commands, reading in readings.command_topics.items()
         if reading.compression is not None
     ]  # fmt: skip
 
@@ -341,7 +341,7 @@ def commands_wait(readings: TopicReadings, settings: Settings, now_ms: int) -> l
     """Commands that no decider reads, or that deciders read too slowly."""
     return [
         finding
-        for commands, reading in readings.of_commands.items()
+        for commands, reading in readings.command_topics.items()
         for finding in _commands_wait(commands, reading, now_ms)
     ]
 
@@ -374,7 +374,7 @@ def transactions_hang(readings: TopicReadings, settings: Settings, now_ms: int) 
             "hangs; this discards its commands",
             one.since,
         )
-        for commands, reading in readings.of_commands.items()
+        for commands, reading in readings.command_topics.items()
         for one in reading.transactions
         if one.since is not None and now_ms - one.since > TRANSACTION_MS_MAX
     ]  # fmt: skip
@@ -393,7 +393,7 @@ def _commands_wait(commands: str, reading: Reading, now_ms: int) -> list[Finding
         ]
     if oldest is None or now_ms - oldest < LATE_MS:
         return []
-    partitions = of_shards(lag.partition for lag in reading.lag).replace("shard", "partition")
+    partitions = shard_list(lag.partition for lag in reading.lag).replace("shard", "partition")
     what = (
         f"{commands}, {partitions}: {counted(waiting, 'records')} waiting, with "
         f"{counted(reading.deciders, 'deciders')} reading"

@@ -39,26 +39,28 @@ class Difference(NamedTuple):
             return f"{self.offer}: missing: the system does not have it"
         if self.difference == "extra":
             return f"{self.offer}: extra: {self.system} in the system, not in the file"
-        of_file, of_system = (
+        file_text, system_text = (
             _written(self.field, value, self.timezone) for value in (self.file, self.system)
         )
-        return f"{self.offer}: {self.field}: {of_file} in the file, {of_system} in the system"
+        return f"{self.offer}: {self.field}: {file_text} in the file, {system_text} in the system"
 
 
 def differences_of(command: Open, state: str, terms: Terms) -> Iterator[Difference]:
     """Yields the differences of an offer from the one that the system has in a `state` with these terms."""
     if state not in ("open", "paused"):
         yield Difference(command.offer, "differs", "state", "open", state)
-    of_file, of_system = (
+    file_terms, system_terms = (
         msgspec.structs.asdict(each) | {"kind": each.__struct_config__.tag} for each in (command.terms, terms)
     )
-    if of_file["kind"] != of_system["kind"]:
+    if file_terms["kind"] != system_terms["kind"]:
         # The terms of one kind mean nothing in another.
-        yield Difference(command.offer, "differs", "kind", of_file["kind"], of_system["kind"])
+        yield Difference(command.offer, "differs", "kind", file_terms["kind"], system_terms["kind"])
         return
-    for name, value in of_file.items():
-        if name not in _NOT_KEPT and value != of_system[name]:
-            yield Difference(command.offer, "differs", name, value, of_system[name], command.terms.timezone)
+    for name, value in file_terms.items():
+        if name not in _NOT_KEPT and value != system_terms[name]:
+            yield Difference(
+                command.offer, "differs", name, value, system_terms[name], command.terms.timezone
+            )
 
 
 def _written(name: str | None, value: Any, timezone: str) -> str:

@@ -261,8 +261,8 @@ def _terms_of(where: str, written: Any, weekly: bool = False) -> tuple[dict[str,
         terms[name] = value
         if isinstance(value, str) and name in _WRITTEN:
             try:
-                of_week = read_week_time(value) if weekly and _WRITTEN[name] is read_time else None
-                terms[name] = of_week or _WRITTEN[name](value)
+                week_time = read_week_time(value) if weekly and _WRITTEN[name] is read_time else None
+                terms[name] = week_time or _WRITTEN[name](value)
             except Invalid as error:
                 reasons.append(f"{where}.{name}: {error}")
         elif isinstance(value, list) and name in _PARTS:

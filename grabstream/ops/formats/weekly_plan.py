@@ -95,7 +95,7 @@ class WeeklyPlan:
             monday_of(chosen)
         self._chosen = chosen
         self._now_ms = now_ms
-        self._of_zones: dict[str, str] = {}
+        self._weeks_by_zone: dict[str, str] = {}
         #: Terms that offers have in some weeks only, by week and id as it is written.
         self.exceptions: dict[str, dict[str, dict[str, Any]]] = {}
         #: The ids, as they are written, of offers that are repeated, and one of the others.
@@ -105,7 +105,7 @@ class WeeklyPlan:
     @property
     def week(self) -> str | None:
         """The week of the offers that were read; None without any that is repeated."""
-        return next(iter(self._of_zones.values()), None)
+        return next(iter(self._weeks_by_zone.values()), None)
 
     def in_week(
         self, written: dict[str, Any], terms: dict[str, Any]
@@ -149,12 +149,12 @@ class WeeklyPlan:
     def _week_in(self, timezone: Any) -> str:
         """The week for which offers in a zone are read; raises Invalid for what is not a zone."""
         check_timezone(timezone if isinstance(timezone, str) else "")
-        return self._of_zones.setdefault(timezone, self._chosen or week_after(self._now_ms, timezone))
+        return self._weeks_by_zone.setdefault(timezone, self._chosen or week_after(self._now_ms, timezone))
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the file as a whole, once its offers are read."""
-        if len(set(self._of_zones.values())) > 1:
-            shown = ", ".join(f"{week} in {zone}" for zone, week in sorted(self._of_zones.items())[:3])
+        if len(set(self._weeks_by_zone.values())) > 1:
+            shown = ", ".join(f"{week} in {zone}" for zone, week in sorted(self._weeks_by_zone.items())[:3])
             yield f"the next week is {shown}; choose one with --week"
         if self._repeated and self._single:
             repeated = min(self._repeated)

@@ -329,6 +329,6 @@ METRICS: Final = (
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
 
 
-def of_process(process: Process) -> tuple[Metric, ...]:
+def metrics_of(process: Process) -> tuple[Metric, ...]:
     """The metrics that a process exposes."""
     return tuple(metric for metric in METRICS if process in metric.processes)

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric as Family
 
 from grabstream.lua.measures import FUNCTION_SECONDS, GateMeasures, Histogram
 from grabstream.models.outcomes import OUTCOME_NAMES
-from grabstream.ops.metrics.catalogue import BY_NAME, Metric, Process, of_process
+from grabstream.ops.metrics.catalogue import BY_NAME, Metric, Process, metrics_of
 from grabstream.runtime.trouble import is_trouble
 from grabstream.streams.clients import in_words
 
@@ -52,14 +52,14 @@ class Samples:
 
     def families(self, process: Process) -> list[Family]:
         """The metrics of a process, also those that have no values yet."""
-        return [self._family(metric) for metric in of_process(process)]
+        return [self._family(metric) for metric in metrics_of(process)]
 
     def _family(self, metric: Metric) -> Family:
         if metric.kind == "histogram":
-            of_kind = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+            histogram_family = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
             for labels, histogram in self.histograms[metric.name].items():
-                of_kind.add_metric(labels, _buckets(histogram), histogram.sum)
-            return of_kind
+                histogram_family.add_metric(labels, _buckets(histogram), histogram.sum)
+            return histogram_family
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family: Family = kind(metric.name, metric.meaning, labels=metric.labels)
         for labels, value in self.values[metric.name].items():
@@ -94,10 +94,10 @@ class Exposition:
         self._process = process
         self._parts = parts
         self._unread = dict.fromkeys(parts, 0)
-        self._of_process = CollectorRegistry()
-        ProcessCollector(registry=self._of_process)
-        PlatformCollector(registry=self._of_process)
-        GCCollector(registry=self._of_process)
+        self._process_registry = CollectorRegistry()
+        ProcessCollector(registry=self._process_registry)
+        PlatformCollector(registry=self._process_registry)
+        GCCollector(registry=self._process_registry)
         self._reading: asyncio.Task[list[Family]] | None = None
         self._read_at = 0.0
 
@@ -129,7 +129,7 @@ class Exposition:
         for name, count in self._unread.items():
             samples.set("grabstream_unread_parts_total", count, part=name)
         self._read_at = time.monotonic()
-        return [*samples.families(self._process), *self._of_process.collect()]
+        return [*samples.families(self._process), *self._process_registry.collect()]
 
     async def _read_part(self, name: str, part: Part, samples: Samples) -> None:
         try:

@@ -126,8 +126,8 @@ class Books:
             else:
                 further = [
                     name
-                    for name, of_model in self._of(shard).items()
-                    if of_model.next_offset > cursor.next_offset and of_model.seq > cursor.seq
+                    for name, model_cursor in self._of(shard).items()
+                    if model_cursor.next_offset > cursor.next_offset and model_cursor.seq > cursor.seq
                 ]
                 if further:
                     self.broken.add(shard)

@@ -82,8 +82,8 @@ async def verify(
             async with connection.transaction():
                 against = None if checkpoint is None else Against(checkpoint)
                 books = Books(connection, reader, settings, shards, report, against, source)
-                of_books = await books.checks()
-            checks = [_caught_up_check(lags, books), *of_books]
+                book_checks = await books.checks()
+            checks = [_caught_up_check(lags, books), *book_checks]
             if quick:
                 notes = ["skipped: --quick"]
                 checks.append(Check("Redis = fold of the journal", 0, "keys", [], notes))

@@ -20,8 +20,8 @@ from grabstream.ops.metrics.answering import Answering
 from grabstream.ops.metrics.catalogue import METRICS
 from grabstream.ops.metrics.exposition import Exposition, Samples
 from grabstream.ops.metrics.listening import CONNECTIONS_MAX, listening
-from grabstream.ops.metrics.of_worker import Since
 from grabstream.ops.metrics.state import State
+from grabstream.ops.metrics.worker_metrics import Since
 from grabstream.ops.settings import Settings
 from grabstream.streams.clients import OUTAGES
 from tests.conftest import Worker, until

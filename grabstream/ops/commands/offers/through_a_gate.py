@@ -268,9 +268,9 @@ def open(  # noqa: A001 - the verb's name
 def _print_plan(opens: Sequence[Open], week: str | None) -> None:
     """Prints a summary and the first offers: a table of a large file would take minutes to draw."""
     kinds = Counter(str(command.terms.__struct_config__.tag) for command in opens)
-    of_kinds = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
-    of_week = f" of {week}" if week else ""
-    title = f"Would open {counted(len(opens), 'offers')}{of_week}: {of_kinds}"
+    kind_counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
+    week_suffix = f" of {week}" if week else ""
+    title = f"Would open {counted(len(opens), 'offers')}{week_suffix}: {kind_counts}"
     plain_console.print(table(title, PLAN_COLUMNS, plan_rows(opens[:OFFERS_SHOWN_MAX])))
     if len(opens) > OFFERS_SHOWN_MAX:
         plain_console.print(f"… and {len(opens) - OFFERS_SHOWN_MAX:,} more; --json prints all of them")

@@ -123,7 +123,7 @@ def gateway(host: str, port: int, processes: int, number: int | None, as_json: b
     else:
         with tracing(settings, "gateway"):
             code = 0
-            signals = uvloop.run(_run(_of_process(settings, number), host, bound, number is not None))
+            signals = uvloop.run(_run(_process_settings(settings, number), host, bound, number is not None))
     if code or signal.SIGINT in signals:
         sys.exit(code or EXIT_INTERRUPTED)
 
@@ -150,7 +150,7 @@ async def _supervise(
         return await supervisor.run(), signals
 
 
-def _of_process(settings: Settings, number: int | None) -> Settings:
+def _process_settings(settings: Settings, number: int | None) -> Settings:
     """The settings of one of several processes: each has a port for its metrics, the next one of the process
     before it.
     """
@@ -379,8 +379,8 @@ async def _open_metrics(settings: Settings, opened: _Opened, gate: Gate) -> Asyn
         yield
         return
     # What serves metrics takes a while to import.
+    from grabstream.ops.metrics.gateway_metrics import GatewayMetrics
     from grabstream.ops.metrics.listening import listening
-    from grabstream.ops.metrics.of_gateway import GatewayMetrics
 
     metrics = GatewayMetrics(
         opened.application, gate, opened.cache, opened.answering, opened.bounds, opened.key_files

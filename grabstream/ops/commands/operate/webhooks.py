@@ -151,24 +151,24 @@ def show(webhook: str, as_json: bool) -> None:
             _say(f"{name:<14} {value if not isinstance(value, list) else ', '.join(value) or 'all'}")
 
 
-def _of_one(function: Callable[..., Any]) -> Any:
+def _webhook_command(function: Callable[..., Any]) -> Any:
     """A command about one webhook that prints its id, and a word."""
     return webhooks.command()(_webhook(json_option(function)))
 
 
-@_of_one
+@_webhook_command
 def pause(webhook: str, as_json: bool) -> None:
     """Send nothing to WEBHOOK until it is resumed. It then gets all events since the pause."""
     _change(webhook, lambda connection: records.set_state(connection, webhook, "paused"), "paused", as_json)
 
 
-@_of_one
+@_webhook_command
 def resume(webhook: str, as_json: bool) -> None:
     """Continue sending to WEBHOOK from where it was paused, and retry failed events at once."""
     _change(webhook, lambda connection: records.set_state(connection, webhook, "active"), "active", as_json)
 
 
-@_of_one
+@_webhook_command
 def remove(webhook: str, as_json: bool) -> None:
     """Remove WEBHOOK and its undelivered events."""
     _change(webhook, lambda connection: records.remove(connection, webhook), "removed", as_json)

@@ -52,7 +52,7 @@ from grabstream.ops.console.stopping import (
     end_within,
     stop_on_signals,
 )
-from grabstream.ops.diagnosis.findings import of_shards, spans
+from grabstream.ops.diagnosis.findings import shard_list, spans
 from grabstream.ops.initialization import refuse_replay
 from grabstream.ops.metrics.state import State
 from grabstream.ops.settings import BadSettings, Settings, load_settings
@@ -180,7 +180,7 @@ async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
             if settings.metrics_listen is not None:
                 # What serves metrics takes a while to import.
                 from grabstream.ops.metrics.listening import listening
-                from grabstream.ops.metrics.of_worker import WorkerMetrics
+                from grabstream.ops.metrics.worker_metrics import WorkerMetrics
 
                 metrics = WorkerMetrics(settings, chosen, redis, measures, state, key_files)
                 await stack.enter_async_context(
@@ -246,7 +246,7 @@ def _say_relayed(change: Change) -> None:
         for what, shards in (("took over", change.taken_over), ("gave up", change.given_up))
         if shards
     ]
-    relayed = of_shards(change.relayed) if change.relayed else "no shards"
+    relayed = shard_list(change.relayed) if change.relayed else "no shards"
     worker_log.info("relays %s: %s", relayed, "; ".join(words))
 
 

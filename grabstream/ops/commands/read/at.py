@@ -189,10 +189,10 @@ async def _read(
 async def _offer(
     connection: AsyncConnection[dict[str, Any]], offer: str, at_ms: int, limit: int | None
 ) -> dict[str, Any]:
-    of_offer = await read_offer(connection, offer, limit)
-    if of_offer is None:
+    details = await read_offer(connection, offer, limit)
+    if details is None:
         raise NothingThen(f"there was no offer {offer!r} at {show_time(at_ms)}")
-    return of_offer
+    return details
 
 
 def _print(shown: dict[str, Any], limit: int) -> None:

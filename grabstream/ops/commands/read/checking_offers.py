@@ -59,9 +59,9 @@ def check_offers(file: Path, form: Form | None, week: str | None, as_json: bool)
     else:
         for difference in differences:
             plain_console.print(difference.line(), soft_wrap=True)
-        of_week = f" of {plan.week}" if plan.week else ""
+        week_suffix = f" of {plan.week}" if plan.week else ""
         found = counted(len(differences), "differences") if differences else "no difference"
-        plain_console.print(f"{counted(len(opens), 'offers')}{of_week} in the file: {found}")
+        plain_console.print(f"{counted(len(opens), 'offers')}{week_suffix} in the file: {found}")
     sys.exit(1 if differences or stopped else 0)
 
 

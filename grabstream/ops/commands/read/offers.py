@@ -33,7 +33,7 @@ STATES: Final = {
     "retired": "state = 'retired'",
 }
 #: The options of lists.
-_OF_LIST: Final = {"is_open", "states", "kind", "campaign", "issuer", "closing_ms", "limit", "after"}
+_LIST_OPTIONS: Final = {"is_open", "states", "kind", "campaign", "issuer", "closing_ms", "limit", "after"}
 #: Rows of one page at most: they are held in memory.
 LIMIT_MAX: Final = 10_000
 _COLUMNS: Final = (
@@ -116,7 +116,7 @@ def offers(
         for parameter in context.command.params
         if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
     }
-    if wrong := given & (_OF_LIST if file else {"form", "week"}):
+    if wrong := given & (_LIST_OPTIONS if file else {"form", "week"}):
         options = ", ".join(
             parameter.opts[0] for parameter in context.command.params if parameter.name in wrong
         )

@@ -144,12 +144,12 @@ async def _rows(
 async def _nothing(
     connection: AsyncConnection[dict[str, Any]], week: str | None, campaign: str | None
 ) -> str:
-    of_campaign = f" of campaign {campaign!r}" if campaign is not None else ""
+    campaign_suffix = f" of campaign {campaign!r}" if campaign is not None else ""
     weeks = [row["week"] for row in await _rows(connection, _WEEKS, campaign, campaign)]
     if not weeks:
-        return f"the read models have no offer{of_campaign}"
+        return f"the read models have no offer{campaign_suffix}"
     when = f"opens in {week}" if week else "has opened yet"
-    return f"no offer{of_campaign} {when}; the newest weeks with offers are {', '.join(weeks)}"
+    return f"no offer{campaign_suffix} {when}; the newest weeks with offers are {', '.join(weeks)}"
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:

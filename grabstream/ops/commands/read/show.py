@@ -49,8 +49,8 @@ def complain_of_unknown_offer(offer: str) -> None:
 
 async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | None:
     async with checked_books(settings, row_factory=dict_row) as connection:
-        of_offer = await read_offer(connection, offer, limit)
-        if of_offer is None:
+        details = await read_offer(connection, offer, limit)
+        if details is None:
             return None
         refused = await (
             await connection.execute(
@@ -59,7 +59,7 @@ async def _read(settings: Settings, offer: str, limit: int) -> dict[str, Any] | 
                 (offer,),
             )
         ).fetchall()
-    return of_offer | {"refused": {row["outcome"]: row["refusals"] for row in refused}}
+    return details | {"refused": {row["outcome"]: row["refusals"] for row in refused}}
 
 
 async def read_offer(
@@ -95,9 +95,9 @@ async def read_offer(
     return {"offer": row, "luckiest": luckiest, "grabs": newest, "waiting": waiting, "payments": payments}
 
 
-def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
+def print_offer(details: dict[str, Any], limit: int, now_ms: float) -> None:
     """Prints the result of `read_offer` for the time `now_ms`, in ms since 1970 UTC."""
-    offer = of_offer["offer"]
+    offer = details["offer"]
     heading = Text.assemble(
         (offer["offer"], "bold"),
         f"  {offer['title']}  ",
@@ -112,7 +112,7 @@ def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
         f"{'not open yet' if early else offer['state']}; opens {show_time(offer['opens_at'])}{closed}"
     )
     console.print(_stock_of(offer), highlight=False)
-    for paid in of_offer["payments"]:
+    for paid in details["payments"]:
         what = (
             "due for a refund"
             if paid["state"] == "refund_due"
@@ -123,17 +123,17 @@ def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
             f"{what}",
             highlight=False,
         )
-    if of_offer["luckiest"]:
-        lucky = of_offer["luckiest"]
+    if details["luckiest"]:
+        lucky = details["luckiest"]
         part = shown_amount(lucky["amount"], offer["asset"])
         words = f"Luckiest grab: {lucky['user_id']} with {part}, at place {lucky['place']:,}."
         console.print(Text(words), highlight=False)
-    if of_offer.get("refused"):
-        counts = ", ".join(f"{outcome} {count:,}" for outcome, count in of_offer["refused"].items())
+    if details.get("refused"):
+        counts = ", ".join(f"{outcome} {count:,}" for outcome, count in details["refused"].items())
         console.print(f"Refused: {counts}", highlight=False)
     if offer["seed"]:
         console.print(f"[dim]seed {offer['seed']}[/]", highlight=False)
-    if of_offer["grabs"] and offer["kind"] == "envelope":
+    if details["grabs"] and offer["kind"] == "envelope":
         rows = (
             (
                 grab["place"],
@@ -143,7 +143,7 @@ def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
                 grab["grab"],
                 show_time(grab["at"]),
             )
-            for grab in of_offer["grabs"]
+            for grab in details["grabs"]
         )
         console.print(
             table(
@@ -152,13 +152,13 @@ def print_offer(of_offer: dict[str, Any], limit: int, now_ms: float) -> None:
                 rows,
             )
         )
-    elif of_offer["grabs"]:
+    elif details["grabs"]:
         columns = ("place", "user", "state", "held", "taken", "used", "paid", "until", "grab")
-        console.print(table(f"Newest grabs (at most {limit})", columns, map(_grab_row, of_offer["grabs"])))
-    if of_offer["waiting"]:
+        console.print(table(f"Newest grabs (at most {limit})", columns, map(_grab_row, details["grabs"])))
+    if details["waiting"]:
         queue = (
             (waiting["position"], waiting["user_id"], waiting["quantity"], waiting["grab"])
-            for waiting in of_offer["waiting"]
+            for waiting in details["waiting"]
         )
         title = f"Waiting list (at most {limit})"
         console.print(table(title, ("position", "user", "quantity", "grab"), queue))

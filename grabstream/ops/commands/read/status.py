@@ -63,7 +63,7 @@ def status(as_json: bool) -> None:
 
 
 #: Values that PostgreSQL has; null while it does not answer.
-_OF_BOOKS: Final = (
+_BOOK_READINGS: Final = (
     "read_models",
     "stopped",
     "versions",
@@ -93,7 +93,7 @@ async def read(settings: Settings) -> dict[str, Any]:
         except (RedisError, KafkaError, OperationalError, OSError, ConditionNotMet) as error:
             readings["servers"][name] = in_words(error)
             if name == "postgres":
-                readings |= dict.fromkeys(_OF_BOOKS)
+                readings |= dict.fromkeys(_BOOK_READINGS)
     return readings
 
 
@@ -169,8 +169,8 @@ async def _versions(connection: AsyncConnection[Any], schema: str, readings: dic
             [events] = await rows.fetchone() or [0]
             readings["versions"].append(version._asdict() | {"events": events})
     for projection in PROJECTIONS:
-        of_projection = [version for version in known if version.projection == projection]
-        if writable_version(of_projection, projection) is None:
+        projection_versions = [version for version in known if version.projection == projection]
+        if writable_version(projection_versions, projection) is None:
             readings["waiting"][projection] = definition_of(projection).number
 
 

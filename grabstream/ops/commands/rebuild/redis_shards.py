@@ -35,7 +35,7 @@ from grabstream.streams.topics import Topics
 
 ATTEMPTS_MAX = 10
 REASON = "an operator is rebuilding it"
-OF_ANOTHER = (
+OTHER_REBUILD = (
     "another `grabstream rebuild redis` is rebuilding it; if that was killed, try again in a few seconds"
 )
 
@@ -151,7 +151,7 @@ async def _seized(settings: Settings, lease: _Lease) -> AsyncIterator[None]:
 async def _rebuild(settings: Settings, redis: Any, shard: int) -> ShardResult:
     lease = _Lease(redis, key_space(settings).shard(shard), f"{BY_HAND}{secrets.token_hex(4)}")
     if await lease.is_of_another():
-        return ShardResult(shard, OF_ANOTHER, refused=True)
+        return ShardResult(shard, OTHER_REBUILD, refused=True)
     async with _seized(settings, lease):
         return await _rebuild_owned(settings, lease, shard)
 
@@ -176,7 +176,7 @@ async def _rebuild_owned(settings: Settings, lease: _Lease, shard: int) -> Shard
             await relay.rebuild(REASON)
         except SteppedDown:
             if await lease.is_of_another():
-                return ShardResult(shard, OF_ANOTHER, refused=True)
+                return ShardResult(shard, OTHER_REBUILD, refused=True)
             # The worker that relayed the shard has not released it yet.
             await asyncio.sleep(settings.lease_ms / 1000 / RENEWALS_PER_LEASE)
             continue

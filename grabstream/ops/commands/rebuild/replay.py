@@ -497,11 +497,11 @@ def _report(
     """Prints the result on standard output, or on standard error when standard output has the lines."""
     to_errors = into.kind == "lines" and not dry_run
     unit = {"journal": "records", "audit": "events", "archive": "lines and records"}[asked.source]
-    partial, of_users = [], None
+    partial, users_note = [], None
     if into.kind == "schema":
         definition = asked.definition(settings)
         partial = partial_views(definition, settings.shards)
-        of_users = what_users_get(definition, settings.shards)
+        users_note = what_users_get(definition, settings.shards)
     shards = [_shard_report(part, done.get(part.stretch.shard), unit) for part in planned]
     if as_json:
         value = {
@@ -509,7 +509,7 @@ def _report(
             "dry_run": dry_run,
             "shards": shards,
             "partial_views": partial,
-            "of_users": of_users,
+            "of_users": users_note,
         }
         print_json(value, to_errors)
         return
@@ -520,8 +520,8 @@ def _report(
                 f"shard {shard['shard']}: would read {to_read}, after seq {shard['from_seq']:,}",
                 err=to_errors,
             )
-        if of_users:
-            click.echo(of_users)
+        if users_note:
+            click.echo(users_note)
         return
     total = sum(shard.events for shard in done.values())
     if not to_errors:
@@ -536,8 +536,8 @@ def _report(
     if partial:
         names = ", ".join(f"{name}_partial" for name in partial)
         click.echo(f"Not exact, and therefore named differently: {names}.")
-    if of_users:
-        click.echo(of_users)
+    if users_note:
+        click.echo(users_note)
 
 
 def _shard_report(planned: Planned, done: Done | None, unit: str) -> dict[str, Any]:

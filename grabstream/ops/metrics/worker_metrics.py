@@ -12,7 +12,7 @@ from psycopg.errors import UndefinedTable
 from grabstream.lua.keys import KeySpace, ShardKeys
 from grabstream.ops.connections.key_files import KeyFiles
 from grabstream.ops.connections.opening import checked_books, key_space
-from grabstream.ops.connections.redis_servers import of_each
+from grabstream.ops.connections.redis_servers import ask_each
 from grabstream.ops.diagnosis.core import event_at
 from grabstream.ops.metrics.exposition import Exposition, Samples, add_gate, add_readiness
 from grabstream.ops.metrics.state import Ask
@@ -99,13 +99,15 @@ class WorkerMetrics:
         samples.set("grabstream_lost_decisions_total", measures.lost_decisions)
         for function, count in measures.swept.items():
             samples.set("grabstream_swept_total", count, function=function)
-        for name, of_projection in measures.projections.items():
-            samples.set("grabstream_projection_events_total", of_projection.events, projection=name)
-            samples.set("grabstream_projection_failures_total", of_projection.failures, projection=name)
-            samples.set("grabstream_projection_ignored_records_total", of_projection.ignored, projection=name)
+        for name, projection_measures in measures.projections.items():
+            samples.set("grabstream_projection_events_total", projection_measures.events, projection=name)
+            samples.set("grabstream_projection_failures_total", projection_measures.failures, projection=name)
+            samples.set(
+                "grabstream_projection_ignored_records_total", projection_measures.ignored, projection=name
+            )
             samples.histogram(
                 "grabstream_projection_transaction_seconds",
-                of_projection.transaction_seconds,
+                projection_measures.transaction_seconds,
                 projection=name,
             )
         published = measures.projections.get("events")
@@ -125,7 +127,7 @@ class WorkerMetrics:
         held = self._measures.leases_held()
         if held:
             states = {shard: self._keys.shard(shard).state for shard in held}
-            await of_each(self._redis, states, lambda shard: self._shard(samples, self._keys.shard(shard)))
+            await ask_each(self._redis, states, lambda shard: self._shard(samples, self._keys.shard(shard)))
 
     async def _shard(self, samples: Samples, keys: ShardKeys) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -150,7 +152,7 @@ class WorkerMetrics:
     async def _seqs(self) -> dict[int, int]:
         """The number of events of every shard."""
         states = {number: self._keys.shard(number).state for number in range(self._settings.shards)}
-        found = await of_each(self._redis, states, lambda number: self._redis.hget(states[number], "seq"))
+        found = await ask_each(self._redis, states, lambda number: self._redis.hget(states[number], "seq"))
         return {number: int(seq or 0) for number, seq in found.items()}
 
     # -- PostgreSQL ------------------------------------------------------------------------------------------
@@ -171,12 +173,14 @@ class WorkerMetrics:
         seqs, now = await self._seqs(), time.monotonic()
         self._since.note(now, seqs)
         self._lags(samples, positions, seqs, now)
-        proved = {shard: of_shard.seq for shard, of_shard in progress.items()}
+        proved = {shard: shard_progress.seq for shard, shard_progress in progress.items()}
         samples.set(
             "grabstream_verified_lag_events",
             sum(max(0, seq - proved.get(shard, 0)) for shard, seq in seqs.items()),
         )
-        compared = [of_shard.compared_at for of_shard in progress.values() if of_shard.compared_at]
+        compared = [
+            shard_progress.compared_at for shard_progress in progress.values() if shard_progress.compared_at
+        ]
         if compared:
             age = datetime.now(UTC) - min(compared)
             samples.set("grabstream_verified_age_seconds", max(0.0, age.total_seconds()))

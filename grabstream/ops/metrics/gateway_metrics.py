@@ -44,11 +44,11 @@ class GatewayMetrics:
         samples.set("grabstream_key_files_refused", len(self._key_files.refused))
         add_gate(samples, self._gate.measures, self._gate.queued, self._gate.calls_in_flight)
         measures = self._application.measures
-        for operation, of_operation in list(measures.operations.items()):
-            for status, count in list(of_operation.statuses.items()):
+        for operation, operation_measures in list(measures.operations.items()):
+            for status, count in list(operation_measures.statuses.items()):
                 samples.set("grabstream_http_requests_total", count, operation=operation, status=status)
-            if any(of_operation.statuses.values()):
-                seconds = of_operation.seconds
+            if any(operation_measures.statuses.values()):
+                seconds = operation_measures.seconds
                 samples.histogram("grabstream_http_request_seconds", seconds, operation=operation)
         samples.set("grabstream_http_requests_in_work", self._application.in_work)
         samples.set("grabstream_http_requests_max", self._bounds.requests_max)
