@@ -54,9 +54,9 @@ from grabstream.workshop.rehearsal.week import Week, publish
 
 STORIES: Final[dict[str, type[Story]]] = {"week": Week, "promotion": Promotion}
 #: Options that only one kind of rehearsal has.
-OF_ENVELOPES: Final = ("parts", "small", "small_parts", "deadline")
-OF_STORIES: Final = ("people", "result")
-OF_SHAPES: Final = ("shape", "report")
+ENVELOPE_OPTIONS: Final = ("parts", "small", "small_parts", "deadline")
+STORY_OPTIONS: Final = ("people", "result")
+SHAPE_OPTIONS: Final = ("shape", "report")
 #: What the p99 of every door should stay below while users arrive steadily.
 STEADY_P99_MS_WANTED: Final = 100
 #: The columns of a story's result that are money.
@@ -205,11 +205,11 @@ def _refuse_foreign_options(context: click.Context, story: str, door: str) -> No
     """Raises UsageError for an option that has no effect in this rehearsal."""
     foreign: tuple[str, ...]
     if story in STORIES:
-        chosen, foreign = f"--story {story}", (*OF_ENVELOPES, *OF_SHAPES, "door")
+        chosen, foreign = f"--story {story}", (*ENVELOPE_OPTIONS, *SHAPE_OPTIONS, "door")
     elif door == "http":
-        chosen, foreign = "--door http", (*OF_STORIES, *OF_ENVELOPES)
+        chosen, foreign = "--door http", (*STORY_OPTIONS, *ENVELOPE_OPTIONS)
     else:
-        chosen, foreign = f"--story {story} and --door all", (*OF_STORIES, *OF_SHAPES)
+        chosen, foreign = f"--story {story} and --door all", (*STORY_OPTIONS, *SHAPE_OPTIONS)
     for name in foreign:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             option = next(param.opts[0] for param in context.command.params if param.name == name)

@@ -85,7 +85,7 @@ def attempts(seed: int, chosen: list[Envelope]) -> list[Grab]:
     grabs: list[Grab] = []
     for envelope in chosen:
         for number in range(envelope.people):
-            grabs.extend(_of_user(random_, envelope.offer, number))
+            grabs.extend(_user_grabs(random_, envelope.offer, number))
     # In any order: a double click may be sent before its first click, or through another door.
     random_.shuffle(grabs)
     return grabs
@@ -96,7 +96,7 @@ def person_of(grab: str) -> str:
     return grab.removesuffix(SECOND_TRY)
 
 
-def _of_user(random_: random.Random, offer: str, number: int) -> Iterator[Grab]:
+def _user_grabs(random_: random.Random, offer: str, number: int) -> Iterator[Grab]:
     first = Grab(id=f"grab-{offer[10:]}-{number}", offer=offer, user=f"user-{number}")
     yield first
     if random_.random() < SHARE_OF_DOUBLE_CLICKS:

@@ -137,7 +137,7 @@ class PaymentProvider:
         #: By id; several for the grabs of a basket.
         self._payments: dict[str, list[Payment]] = {}
         #: By system, offer and grab.
-        self._of_grab: dict[tuple[str, str, str], list[Payment]] = {}
+        self._payments_by_grab: dict[tuple[str, str, str], list[Payment]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.application = Starlette(
             routes=[
@@ -189,13 +189,13 @@ class PaymentProvider:
                 raise Refused(409, "payment: the id is known for this grab; another payment needs another id")
             if (known.token.aud, known.token.user) != (token.aud, token.user):
                 raise Refused(409, "payment: the id is that of a payment of another user or system")
-        if any(known.is_last for known in self._of_grab.get(grab, ())):
+        if any(known.is_last for known in self._payments_by_grab.get(grab, ())):
             raise Refused(409, "token: the buyer gave up this grab, so nothing can be paid for it any more")
-        if sum(map(len, self._of_grab.values())) >= PAYMENTS_MAX:
+        if sum(map(len, self._payments_by_grab.values())) >= PAYMENTS_MAX:
             raise Refused(503, f"the provider keeps {PAYMENTS_MAX} payments; start it again")
         made = Payment(payment, token, asked.how == "abandons")
         self._payments.setdefault(payment, []).append(made)
-        self._of_grab.setdefault(grab, []).append(made)
+        self._payments_by_grab.setdefault(grab, []).append(made)
         if asked.how != "late":
             self._settle(made, asked)
         task = asyncio.create_task(self._carry_out(made, asked))
@@ -219,7 +219,7 @@ class PaymentProvider:
         states = []
         for hold in query.holds:
             grab = query.aud, hold.offer, hold.grab
-            payments = self._of_grab.get(grab, [])
+            payments = self._payments_by_grab.get(grab, [])
             receipts = [payment.receipt for payment in payments]
             paid = next((receipt for receipt in receipts if receipt and receipt.status == "paid"), None)
             if paid is not None:

@@ -433,9 +433,9 @@ class Rehearsal:
         by_partition: dict[int, list[Grab]] = defaultdict(list)
         for grab in grabs:
             by_partition[self._partition(grab.offer)].append(grab)
-        for partition, of_partition in by_partition.items():
+        for partition, partition_grabs in by_partition.items():
             batch = producer.create_batch()
-            for grab in of_partition:
+            for grab in partition_grabs:
                 record = {"key": grab.offer.encode(), "value": encode_command(grab), "timestamp": None}
                 if batch.append(**record) is None:
                     await producer.send_batch(batch, self._topics.commands, partition=partition)

@@ -78,10 +78,10 @@ class Patience:
 class Stage:
     """The running workers, and the gateway if there is one."""
 
-    def __init__(self, workers: dict[str, "subprocess.Popen[bytes]"], log: Path, of_gateway: Path) -> None:
+    def __init__(self, workers: dict[str, "subprocess.Popen[bytes]"], log: Path, gateway_log: Path) -> None:
         self._workers = workers
         self._log = log
-        self._of_gateway = of_gateway
+        self._gateway_log = gateway_log
 
     @property
     def processes(self) -> dict[str, int]:
@@ -98,7 +98,7 @@ class Stage:
     async def gateway_port(self) -> int:
         """The port of the gateway, when it listens; raises CannotGoOn when it does not for long."""
         patience = Patience()
-        while (found := _listening(self._of_gateway.read_bytes())) is None:
+        while (found := _listening(self._gateway_log.read_bytes())) is None:
             self.check()
             patience.observe("starting", f"the gateway does not listen: see {self._log}")
             await asyncio.sleep(0.05)
@@ -125,19 +125,19 @@ async def set_up(
     workers = {}
     # Rehearsals in one folder share the log; each reads the port of its gateway in a file of its own.
     folder = tempfile.TemporaryDirectory(prefix="grabstream-rehearsal-")
-    of_gateway = Path(folder.name) / "gateway.log"
+    gateway_log = Path(folder.name) / "gateway.log"
     try:
-        with log.open("wb") as shared, of_gateway.open("wb") as own:
+        with log.open("wb") as shared, gateway_log.open("wb") as own:
             for roles in processes:
                 output = own if roles == GATEWAY else shared
                 words = [GATEWAY, "--port", "0"] if roles == GATEWAY else ["worker", "--roles", roles]
                 command = [sys.executable, "-m", "grabstream.ops.cli", *words]
                 workers[roles] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)  # noqa: ASYNC220 - forks at once
-        yield Stage(workers, log, of_gateway)
+        yield Stage(workers, log, gateway_log)
     finally:
         await asyncio.to_thread(stop_workers, list(workers.values()))
         with log.open("ab") as shared:
-            shared.write(of_gateway.read_bytes())
+            shared.write(gateway_log.read_bytes())
         folder.cleanup()
         if not keep:
             await _remove(settings)

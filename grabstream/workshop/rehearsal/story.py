@@ -404,11 +404,11 @@ class Story:
         }
         currencies = {offer.terms.currency for offer in tally.offers.values() if offer.terms.currency}
         issuers = {f"issuer:{offer.terms.issuer}" for offer in tally.offers.values()}
-        of_issuers = sum(tally.accounts[issuer, currency] for issuer in issuers for currency in currencies)
+        issuer_total = sum(tally.accounts[issuer, currency] for issuer in issuers for currency in currencies)
         refunded = sum(tally.refunds.values())
-        if sum(paid.values()) - refunded != of_issuers:
+        if sum(paid.values()) - refunded != issuer_total:
             problems.append(
-                f"{sum(paid.values())} confirmed − {refunded} refunded ≠ {of_issuers} that the issuers have"
+                f"{sum(paid.values())} confirmed − {refunded} refunded ≠ {issuer_total} that the issuers have"
             )
         for payment in tally.payments:
             for currency in currencies:

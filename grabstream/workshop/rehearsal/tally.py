@@ -285,11 +285,13 @@ class Tally:
 
     def _counters(self, offer: str, user: str, terms: PieceTerms, at: int) -> list[tuple[str, ...]]:
         campaign = campaign_of(offer)
-        of_offer, of_campaign = (_windows(at, zone) for zone in (terms.timezone, self._zones[campaign]))
+        offer_windows, campaign_windows = (
+            _windows(at, zone) for zone in (terms.timezone, self._zones[campaign])
+        )
         return [
-            (campaign, limit.name, of_campaign[limit.per], user, str(limit.max))
+            (campaign, limit.name, campaign_windows[limit.per], user, str(limit.max))
             if limit.scope == "campaign"
-            else (offer, limit.name, of_offer[limit.per], user, str(limit.max))
+            else (offer, limit.name, offer_windows[limit.per], user, str(limit.max))
             for limit in terms.limits
         ]
 

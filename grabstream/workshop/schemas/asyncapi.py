@@ -186,11 +186,11 @@ def _event(type_: str) -> Node:
     versions = range(FIRST_VERSION, CURRENT_VERSIONS[type_] + 1)
     names = [event_name(type_, version) for version in versions]
     files = list(map(_file, names))
-    of_type = {
+    type_headers = {
         "ce_type": {"const": type_},
         "ce_dataschema": {**_DATASCHEMA, "enum": list(map(schema_id, names))},
     }
-    headers = {**EVENT_HEADERS, "properties": {**EVENT_HEADERS["properties"], **of_type}}
+    headers = {**EVENT_HEADERS, "properties": {**EVENT_HEADERS["properties"], **type_headers}}
     payload = _schema(files[0] if len(files) == 1 else {"oneOf": files})
     return {
         **_message(

@@ -42,10 +42,10 @@ def write(directory: Path, places: Places) -> list[str]:
     """
     authority, passwords = Authority(directory), Passwords(directory)
     texts = {
-        **_of_redis(directory, authority, passwords, places.redis),
-        **_of_kafka(directory, authority, passwords, places),
-        **_of_postgres(authority, passwords, places.postgres),
-        **_of_grabstream(passwords, places),
+        **_redis_files(directory, authority, passwords, places.redis),
+        **_kafka_files(directory, authority, passwords, places),
+        **_postgres_files(authority, passwords, places.postgres),
+        **_grabstream_files(passwords, places),
     }
     for name, text in texts.items():
         file = directory / name
@@ -59,7 +59,7 @@ def _hosts(place: Place) -> tuple[str, ...]:
     return place.host, "localhost", "127.0.0.1"
 
 
-def _of_redis(directory: Path, authority: Authority, passwords: Passwords, place: Place) -> dict[str, str]:
+def _redis_files(directory: Path, authority: Authority, passwords: Passwords, place: Place) -> dict[str, str]:
     certificate = authority.certificate(place.host, _hosts(place))
     password = passwords.of("redis")
     server = SecureRedis(directory, place.port, authority, certificate, password)
@@ -82,7 +82,9 @@ def _quoted(value: str) -> str:
     return value or '""'
 
 
-def _of_kafka(directory: Path, authority: Authority, passwords: Passwords, places: Places) -> dict[str, str]:
+def _kafka_files(
+    directory: Path, authority: Authority, passwords: Passwords, places: Places
+) -> dict[str, str]:
     place = places.kafka
     certificate = authority.certificate(place.host, _hosts(place))
     server = SecureKafka(
@@ -113,7 +115,7 @@ def _properties(properties: dict[str, object]) -> str:
     return "".join(f"{name}={value}\n" for name, value in properties.items())
 
 
-def _of_postgres(authority: Authority, passwords: Passwords, place: Place) -> dict[str, str]:
+def _postgres_files(authority: Authority, passwords: Passwords, place: Place) -> dict[str, str]:
     authority.certificate(place.host, _hosts(place))
     return {
         # The first line is for the container itself, which creates the database.
@@ -122,7 +124,7 @@ def _of_postgres(authority: Authority, passwords: Passwords, place: Place) -> di
     }
 
 
-def _of_grabstream(passwords: Passwords, places: Places) -> dict[str, str]:
+def _grabstream_files(passwords: Passwords, places: Places) -> dict[str, str]:
     redis, postgres = places.redis, places.postgres
     return {
         "redis.url": f"rediss://{ADMINISTRATOR}:{passwords.of('redis')}@{redis.host}:{redis.port}/0",

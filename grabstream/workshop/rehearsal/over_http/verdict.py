@@ -48,16 +48,16 @@ def same_answer(name: str, measured: Measured, kind: Kind) -> Check:
 
 def one_part(measured: Measured, booked: Booked) -> Check:
     """Checks that a user who tried often got one part at most, and the same whenever an answer names it."""
-    of_user: dict[tuple[str | None, str | None], list[Answer]] = defaultdict(list)
+    user_answers: dict[tuple[str | None, str | None], list[Answer]] = defaultdict(list)
     for one in measured.answered:
         if one.kind == "bots":
-            of_user[one.answer.offer, one.answer.user].append(one.answer)
+            user_answers[one.answer.offer, one.answer.user].append(one.answer)
     parts: dict[tuple[str | None, str | None], list[str]] = defaultdict(list)
     for (offer, grab), (user, *_) in booked.items():
         parts[offer, user].append(grab)
     problems = Problems()
-    for key, answers in of_user.items():
+    for key, answers in user_answers.items():
         granted = {answer.grab for answer in answers if answer.positive}
         if granted != set(parts[key]) or len(granted) > 1:
             problems.add(f"{key[1]} was granted {sorted(map(str, granted))}, has {parts[key]}")
-    return Check("a user who tries often gets one part", len(of_user), "users", problems.lines)
+    return Check("a user who tries often gets one part", len(user_answers), "users", problems.lines)
