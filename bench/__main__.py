@@ -190,8 +190,8 @@ async def _measure(
 ) -> list[str]:
     """Measures rows, and calls `measured` when each has ended; returns those that failed."""
     failed = []
-    for of_rows, measure in measurements.items():
-        if not (wanted := [row for row in of_rows if row in rows]):
+    for row_names, measure in measurements.items():
+        if not (wanted := [row for row in row_names if row in rows]):
             continue
         console.print(f"row {', '.join(wanted)}: {ROWS[wanted[0]][0]} …", highlight=False)
         try:
@@ -201,7 +201,7 @@ async def _measure(
             failed += wanted
             continue
         for row in wanted:
-            measured(row, values if len(of_rows) == 1 else values[row])
+            measured(row, values if len(row_names) == 1 else values[row])
     return failed
 
 

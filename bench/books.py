@@ -157,14 +157,14 @@ async def main(folders: dict[str, Path]) -> None:
                         # Each is the first as often as the other.
                         for name in list(trees)[:: 1 if number % 2 else -1]:
                             rounds[name].append(await measure(connection, trees[name], records[name]))
-                    for name, of_tree in rounds.items():
-                        _print(f"{kind}, runs of {size:>3}, {name}", of_tree)
+                    for name, tree_rounds in rounds.items():
+                        _print(f"{kind}, runs of {size:>3}, {name}", tree_rounds)
         finally:
             await connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
 
 
 def _print(what: str, rounds: list[dict[str, float]]) -> None:
-    least = {name: min(of_round[name] for of_round in rounds) for name in rounds[0]}
+    least = {name: min(costs[name] for costs in rounds) for name in rounds[0]}
     server = sum(value for name, value in least.items() if name.endswith(SERVER))
     parts = ", ".join(f"{name} {value:.2f}" for name, value in least.items())
     python = sum(least.values()) - server

@@ -133,8 +133,8 @@ async def _measure(
         **brokers.at(settings.brokers), acks="all", linger_ms=5, max_batch_size=256 * 1024
     )
     await producer.start()
-    for partition, of_partition in commands.items():
-        for command in of_partition:
+    for partition, partition_commands in commands.items():
+        for command in partition_commands:
             topic = Topics(settings.prefix).of(command)
             await producer.send(topic, encode_command(command), partition=partition)
     await producer.stop()
@@ -147,7 +147,7 @@ async def _measure(
     # The publisher and the relays' trimming may still be at work.
     await asyncio.sleep(4)
     after = figures.read()
-    count = sum(len(of_partition) for of_partition in commands.values())
+    count = sum(len(partition_commands) for partition_commands in commands.values())
     spent = {name: round((after[name] - before[name]) / count, 2) for name in after if name in before}
     return {"commands/s": round(count / seconds), **spent}
 

@@ -113,9 +113,9 @@ def theirs(folder: Path, postgres: str, side: str, total: int) -> dict[str, Any]
             found = _by_own_client(folder, server, total)
         else:
             buy(server, side, CONNECTIONS, secret)
-            before = _spent(_of_tigerfans(server, url))
+            before = _spent(_tigerfans_pids(server, url))
             found = buy(server, side, total, secret)
-            found["all_us"] = _since(before, _spent(_of_tigerfans(server, url))) / total * 1e6
+            found["all_us"] = _since(before, _spent(_tigerfans_pids(server, url))) / total * 1e6
         with psycopg.connect(url) as connection:
             row = connection.execute("SELECT count(*) FROM orders WHERE status = 'PAID'").fetchone()
         assert row
@@ -131,16 +131,16 @@ def sessions(postgres: str, condition: str, value: str) -> list[int]:
         return [row[0] for row in rows]
 
 
-def _of_tigerfans(server: Server, url: str) -> list[int]:
+def _tigerfans_pids(server: Server, url: str) -> list[int]:
     return [server.pid, *sessions(url, "datname = %s", str(conninfo_to_dict(url)["dbname"]))]
 
 
-def _of_system(settings: Settings, server: Server, workers: list[Any]) -> list[int]:
+def _system_pids(settings: Settings, server: Server, workers: list[Any]) -> list[int]:
     with redis.Redis.from_url(settings.redis_url) as client:
-        of_redis = int(client.info("server")["process_id"])
+        redis_pid = int(client.info("server")["process_id"])
     name = f"{system_name(settings.schema_)}%"
-    of_books = sessions(settings.postgres, "application_name LIKE %s", name)
-    return [server.pid, of_redis, *(worker.pid for worker in workers), *of_books]
+    session_pids = sessions(settings.postgres, "application_name LIKE %s", name)
+    return [server.pid, redis_pid, *(worker.pid for worker in workers), *session_pids]
 
 
 def _spent(pids: list[int]) -> dict[int, float]:
@@ -190,7 +190,11 @@ async def box_office(secret: str) -> AsyncIterator[tuple[Settings, Server, list[
 async def checkouts(folder: Path, runs: int, divisor: int) -> dict[str, Any]:
     """The row: checkouts a second of this system and of TigerFans, in turn."""
     ours: list[dict[str, Any]] = []
-    of_sides: dict[str, list[dict[str, Any]]] = {"tigerfans": [], "tigerfans_webhook": [], "own_client": []}
+    side_results: dict[str, list[dict[str, Any]]] = {
+        "tigerfans": [],
+        "tigerfans_webhook": [],
+        "own_client": [],
+    }
     booked = []
     secret = secrets.token_hex(32)
     postgres = load_settings().postgres
@@ -200,20 +204,20 @@ async def checkouts(folder: Path, runs: int, divisor: int) -> dict[str, Any]:
         for _ in range(runs):
             began = time.monotonic()
             before = (await until_booked(settings, 0)).decided
-            spent = _spent(_of_system(settings, server, workers))
+            spent = _spent(_system_pids(settings, server, workers))
             ours.append(await asyncio.to_thread(buy, server, "gateway", total, secret))
             after = (await until_booked(settings, 0)).decided
-            now = _spent(_of_system(settings, server, workers))
+            now = _spent(_system_pids(settings, server, workers))
             ours[-1]["all_us"] = _since(spent, now) / total * 1e6
             booked.append(total / (time.monotonic() - began))
             if after - before != 2 * total:
                 raise RuntimeError(
                     f"{total} tickets were bought, and {after - before} events are in the books"
                 )
-            for side, found in of_sides.items():
+            for side, found in side_results.items():
                 found.append(await asyncio.to_thread(theirs, folder, postgres, side, CHECKOUTS // divisor))
-    medians = {side: statistics.median(one["rate"] for one in found) for side, found in of_sides.items()}
-    theirs_by_load = of_sides["tigerfans"]
+    medians = {side: statistics.median(one["rate"] for one in found) for side, found in side_results.items()}
+    theirs_by_load = side_results["tigerfans"]
     return {
         "ours": [one["rate"] for one in ours],
         "theirs": [one["rate"] for one in theirs_by_load],

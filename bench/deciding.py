@@ -172,14 +172,14 @@ class Side:
 
     def __init__(self, connect: Callable[[], Any], server: "redis.Redis") -> None:
         self._connect, self._server = connect, server
-        self.of_server = self.of_sender = self.seconds = 0.0
+        self.server_seconds = self.sender_seconds = self.seconds = 0.0
 
     async def begin(self, count: int) -> None:
         """Opens an envelope in an empty Redis."""
         self._client = self._connect()
         self._gate = await gate_of(self._client, LIMITS)
         await self._gate.decide([envelope("e", count)], "decided", timeout_ms=60_000)
-        self.of_server = self.of_sender = self.seconds = 0.0
+        self.server_seconds = self.sender_seconds = self.seconds = 0.0
 
     async def end(self) -> None:
         """Closes the gate and its client."""
@@ -190,16 +190,16 @@ class Side:
         """Adds what these decisions cost."""
         before = server_seconds(self._server), time.process_time()
         rate = await load(self._gate, wanted)
-        self.of_server += server_seconds(self._server) - before[0]
-        self.of_sender += time.process_time() - before[1]
+        self.server_seconds += server_seconds(self._server) - before[0]
+        self.sender_seconds += time.process_time() - before[1]
         self.seconds += len(wanted) / rate
 
     def profile(self, count: int) -> dict[str, float]:
         """Of so many decisions: decisions a second, and µs of a processor for each."""
         return {
             "decisions/s": round(count / self.seconds),
-            "µs of Redis": round(self.of_server / count * 1e6, 2),
-            "µs of client": round(self.of_sender / count * 1e6, 2),
+            "µs of Redis": round(self.server_seconds / count * 1e6, 2),
+            "µs of client": round(self.sender_seconds / count * 1e6, 2),
         }
 
 
@@ -220,7 +220,7 @@ async def in_turns(
             for _, side in sides if turn % 2 == 0 else sides[::-1]:
                 await side.decide(load, wanted[start : start + TURN])
         for name, side in sides:
-            rates[name].append(count / (side.of_server + side.of_sender))
+            rates[name].append(count / (side.server_seconds + side.sender_seconds))
             profile[f"{name}, run {run + 1}"] = side.profile(count)
             await side.end()
     return {

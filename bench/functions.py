@@ -87,14 +87,14 @@ async def instructions(size: int, count: int, plain: bool) -> int:
 async def main() -> None:
     """Prints the table."""
     for size, count in SIZES.items():
-        of_call = []
+        costs = []
         for plain in (True, False):
             # The difference of two measurements leaves out what is not of these calls.
             few, many = [await instructions(size, n, plain) for n in (count // 4, count)]
-            of_call.append((many - few) / (count - count // 4) / 1000)
+            costs.append((many - few) / (count - count // 4) / 1000)
         print(
-            f"{size:>3} grabs: EVALSHA {of_call[0]:,.0f}, FCALL {of_call[1]:,.0f} thousand instructions a "
-            f"call, ratio {of_call[1] / of_call[0]:.2f}",
+            f"{size:>3} grabs: EVALSHA {costs[0]:,.0f}, FCALL {costs[1]:,.0f} thousand instructions a "
+            f"call, ratio {costs[1] / costs[0]:.2f}",
             flush=True,
         )
 

@@ -230,9 +230,9 @@ async def parts(
     """Row `parts`: grabs of an envelope of `many` parts, of which most are taken, against envelopes of a
     thousand, of which half are taken: up to 512 users, Redis keeps their hash in another form.
     """
-    steps, of_step = steps or max(many // 10_000, 10), FEW * 2 // 5
+    steps, grabs_per_step = steps or max(many // 10_000, 10), FEW * 2 // 5
     taken = FEW * 11 // 20
-    first = many - runs * steps * of_step
+    first = many - runs * steps * grabs_per_step
     costs = _no_costs(["grab"], runs)
     async with _both(measured) as shards:
         large, small = shards[MANY], shards[FEW_SIDE]
@@ -245,12 +245,12 @@ async def parts(
             await small.send([envelope(offer, FEW)])
             await small.send(grabs(offer, taken))
             wanted = {
-                MANY: grabs("e", of_step, start=first + number * of_step),
-                FEW_SIDE: grabs(offer, of_step, start=taken),
+                MANY: grabs("e", grabs_per_step, start=first + number * grabs_per_step),
+                FEW_SIDE: grabs(offer, grabs_per_step, start=taken),
             }
             for side in _turns(number):
                 costs[side]["grab"][number // steps] += await shards[side].cost(wanted[side])
-    return result(costs, {"grab": steps * of_step})
+    return result(costs, {"grab": steps * grabs_per_step})
 
 
 def _stock(offer: str, total: int) -> Open:
@@ -299,18 +299,18 @@ async def held(
             await small.send([_stock(offer, 10 * FEW)])
             # Ends what earlier offers of the shard still hold.
             await small.sweep_shard(KeySpace("bench", 8).shard_of_offer(offer))
-            of_offer: list[int] = []
-            await _fill(small, offer, FEW * 3 // 2, of_offer)
+            offer_times: list[int] = []
+            await _fill(small, offer, FEW * 3 // 2, offer_times)
             for side in _turns(number):
                 if side is MANY:
                     spent = await _settle(large, "s", standing[number])
                 else:
-                    spent = await _settle(small, offer, of_offer[0])
-                for name, of_name in zip(names, spent, strict=True):
-                    costs[side][name + phase][number // steps % runs] += of_name
+                    spent = await _settle(small, offer, offer_times[0])
+                for name, name_cost in zip(names, spent, strict=True):
+                    costs[side][name + phase][number // steps % runs] += name_cost
     each = steps * STEP
-    of_one = {"hold": each, "confirm": each // 4, "release": each // 4, "expiry": each // 2}
-    return result(costs, of_one | {f"{name}{DOUBLING}": count for name, count in of_one.items()})
+    counts = {"hold": each, "confirm": each // 4, "release": each // 4, "expiry": each // 2}
+    return result(costs, counts | {f"{name}{DOUBLING}": count for name, count in counts.items()})
 
 
 async def _fill(shard: Shard, offer: str, count: int, standing: list[int]) -> None:
@@ -335,9 +335,9 @@ async def _settle(shard: Shard, offer: str, end_of: int) -> list[float]:
         await shard.cost(_releases(wanted[STEP // 4 : STEP // 2])),
     ]
     shard.now = end_of + HOLD_MS
-    of_expiry, ended = await shard.sweep(offer)
+    expiry_cost, ended = await shard.sweep(offer)
     assert ended == STEP // 2, ended
-    return [*spent, of_expiry]
+    return [*spent, expiry_cost]
 
 
 async def offers(
@@ -357,11 +357,11 @@ async def offers(
         await _open_others(shards[FEW_SIDE], "", many)
         for shard in shards.values():
             await shard.send([envelope("c:e", 1_000_000)])
-            await shard.send([_of_campaign("c:s", 1_000_000, 0)])
+            await shard.send([_campaign_stock("c:s", 1_000_000, 0)])
             # Redis keeps small hashes in another form.
             await shard.send([*shard.holds("c:e", FEW), *shard.holds("c:s", FEW)])
         for number in range(runs * steps):
-            for size, of_call in sizes.items():
+            for size, call_size in sizes.items():
                 count = counts[size]
                 for side in _turns(number):
                     shard = shards[side]
@@ -373,12 +373,12 @@ async def offers(
                         "release": _releases(units[count // 2 :]),
                     }
                     for name, wanted in commands.items():
-                        spent = await shard.cost(wanted, of_call)
+                        spent = await shard.cost(wanted, call_size)
                         costs[side][f"{name} {size}"][number // steps] += spent / len(wanted)
     return result(costs, dict.fromkeys(names, steps))
 
 
-def _of_campaign(offer: str, total: int, retire_after_ms: int) -> Open:
+def _campaign_stock(offer: str, total: int, retire_after_ms: int) -> Open:
     """Stock whose users are counted in the whole campaign."""
     terms = StockTerms(
         issuer="bench", total=total, price=100, currency="CNY", hold_ms=HOLD_MS,
@@ -392,13 +392,13 @@ async def _open_others(shard: Shard, campaign: str, many: int) -> None:
     of its own, unless one is given.
     """
     gone = [f"{campaign}gone{number}" for number in range(many)]
-    await shard.send([_of_campaign(offer, 1, 1) for offer in gone], 16)
+    await shard.send([_campaign_stock(offer, 1, 1) for offer in gone], 16)
     await shard.send([Close(id=f"close-{offer}", offer=offer) for offer in gone], 64)
     shard.now += 10
     for number in range(8):
         await shard.sweep_shard(number)
     kept = [f"{campaign}kept{number}" for number in range(many)]
-    await shard.send([_of_campaign(offer, 5, 0) for offer in kept], 16)
+    await shard.send([_campaign_stock(offer, 5, 0) for offer in kept], 16)
     await shard.send([shard.holds(offer, 1)[0] for offer in kept], 64)
     shard.empty_outboxes()
 

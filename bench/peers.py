@@ -230,7 +230,7 @@ async def jobs(runs: int, count: int) -> dict[str, Any]:
 
 async def rebuilt(runs: int, count: int) -> dict[str, Any]:
     """Row `eventsourcing`: events a second from the stored events to a read model."""
-    ours, theirs, our_cpu, their_cpu, of_server = [], [], [], [], []
+    ours, theirs, our_cpu, their_cpu, server_cpu = [], [], [], [], []
     few_collections()
     name = f"bench{secrets.token_hex(4)}"
     settings = load_settings().model_copy(update={"prefix": name, "schema_": name})
@@ -267,7 +267,7 @@ async def rebuilt(runs: int, count: int) -> dict[str, Any]:
                     )
                     theirs.append(count / found["seconds"])
                     their_cpu.append(found["cpu_seconds"] / count * 1e6)
-                    of_server.append(found["server_seconds"] / count * 1e6)
+                    server_cpu.append(found["server_seconds"] / count * 1e6)
             finally:
                 await take_down(settings)
     return {
@@ -278,7 +278,7 @@ async def rebuilt(runs: int, count: int) -> dict[str, Any]:
             "CPU µs an event": {
                 "our Python (without PostgreSQL)": _median(our_cpu),
                 "Python of eventsourcing": _median(their_cpu),
-                "its sessions of PostgreSQL": _median(of_server),
+                "its sessions of PostgreSQL": _median(server_cpu),
             },
             "started as": {
                 EVENTSOURCING: "PostgresApplicationRecorder, ProjectionRunner, a transaction an event, "

@@ -84,10 +84,10 @@ async def rebuild(runs: int, count: int) -> dict[str, Any]:
             journaled = await _journaled(client, KeySpace("bench", 8))
             await gate.close()
             await client.flushall()
-            events = sum(of_shard[-1].seq for of_shard in journaled if of_shard)
+            events = sum(shard_events[-1].seq for shard_events in journaled if shard_events)
             began = time.perf_counter()
             await asyncio.gather(
-                *(_fold(client, number, of_shard) for number, of_shard in enumerate(journaled))
+                *(_fold(client, number, shard_events) for number, shard_events in enumerate(journaled))
             )
             ours.append(events / (time.perf_counter() - began))
             theirs.append(events / decided)

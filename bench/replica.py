@@ -50,14 +50,14 @@ def until_followed(master: "redis.Redis", replica: "redis.Redis") -> None:
     """Returns when the replica has everything that the master has written."""
     deadline = time.monotonic() + FOLLOWS_SECONDS_MAX
     while True:
-        of_master, of_replica = master.info("replication"), replica.info("replication")
+        master_info, replica_info = master.info("replication"), replica.info("replication")
         if (
-            of_replica.get("master_link_status") == "up"
-            and of_master["master_repl_offset"] == of_replica["slave_repl_offset"]
+            replica_info.get("master_link_status") == "up"
+            and master_info["master_repl_offset"] == replica_info["slave_repl_offset"]
         ):
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the replica does not follow: {of_replica}")
+            raise TimeoutError(f"the replica does not follow: {replica_info}")
         time.sleep(0.05)
 
 
@@ -82,12 +82,12 @@ class ReplicatedSide(Side):
     def __init__(self, port: int, replica_port: int) -> None:
         super().__init__(lambda: ScriptClient(port=port), redis.Redis(port=port))
         self._replica = redis.Redis(port=replica_port)
-        self._of_replica = 0.0
+        self._replica_seconds = 0.0
 
     async def begin(self, count: int) -> None:
         """Opens an envelope in an empty Redis."""
         await super().begin(count)
-        self._of_replica = 0.0
+        self._replica_seconds = 0.0
 
     async def decide(self, load: Load, wanted: Sequence[Grab]) -> None:
         """Adds what these decisions cost."""
@@ -96,11 +96,11 @@ class ReplicatedSide(Side):
         await super().decide(load, wanted)
         # What the replica still applies then would disturb the other side.
         until_followed(self._server, self._replica)
-        self._of_replica += server_seconds(self._replica) - before
+        self._replica_seconds += server_seconds(self._replica) - before
 
     def profile(self, count: int) -> dict[str, float]:
         """As of any side, and µs of the replica."""
-        return super().profile(count) | {"µs of the replica": round(self._of_replica / count * 1e6, 2)}
+        return super().profile(count) | {"µs of the replica": round(self._replica_seconds / count * 1e6, 2)}
 
 
 class FileSide(ReplicatedSide):
@@ -112,7 +112,7 @@ class FileSide(ReplicatedSide):
         """Opens an envelope in an empty Redis."""
         await super().begin(count)
         self._waits: list[float] = []
-        self._of_process = self._written = 0.0
+        self._process_seconds = self._written = 0.0
 
     async def decide(self, load: Load, wanted: Sequence[Grab]) -> None:
         """Adds what these decisions cost."""
@@ -123,7 +123,7 @@ class FileSide(ReplicatedSide):
         before = self._process()
         await super().decide(timed, wanted)
         seconds, written = self._process()
-        self._of_process += seconds - before[0]
+        self._process_seconds += seconds - before[0]
         self._written += written - before[1]
 
     def _process(self) -> tuple[float, int]:
@@ -137,7 +137,7 @@ class FileSide(ReplicatedSide):
         """As of any side with a replica, and the rest; waits in ms."""
         waits = statistics.quantiles(self._waits, n=1_000)
         return super().profile(count) | {
-            "µs of the whole primary": round(self._of_process / count * 1e6, 2),
+            "µs of the whole primary": round(self._process_seconds / count * 1e6, 2),
             "bytes to disk": round(self._written / count),
             **{
                 f"wait {name}, ms": round(waits[at] * 1e3, 1)

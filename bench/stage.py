@@ -143,11 +143,11 @@ async def system(
         )  # fmt: skip
         workers = [
             subprocess.Popen(
-                [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", of_worker],
+                [sys.executable, "-m", "grabstream.ops.cli", "worker", "--roles", worker_roles],
                 env=environment,
                 stderr=subprocess.DEVNULL,
             )
-            for of_worker in roles
+            for worker_roles in roles
         ]
         try:
             yield settings, workers

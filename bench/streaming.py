@@ -70,7 +70,7 @@ async def idle(runs: int, seconds: int) -> dict[str, Any]:
     """Row 12: the percentage of a core that a worker with all roles takes while nothing happens, against two
     percent; and what it makes Redis take.
     """
-    ours, of_redis = [], []
+    ours, redis_percents = [], []
     async with system((",".join(ROLES),)) as (settings, [worker]):
         server = redis.asyncio.Redis.from_url(settings.redis_url)
         # Nothing begins any more: groups are joined, and read models are caught up.
@@ -79,9 +79,9 @@ async def idle(runs: int, seconds: int) -> dict[str, Any]:
             before = cpu_seconds(worker.pid), await _redis_cpu_seconds(server)
             await asyncio.sleep(seconds)
             ours.append((cpu_seconds(worker.pid) - before[0]) / seconds * 100)
-            of_redis.append((await _redis_cpu_seconds(server) - before[1]) / seconds * 100)
+            redis_percents.append((await _redis_cpu_seconds(server) - before[1]) / seconds * 100)
         await server.aclose()
-    profile = {"percent of a core": {"Redis": f"{statistics.median(of_redis):.2f}"}}
+    profile = {"percent of a core": {"Redis": f"{statistics.median(redis_percents):.2f}"}}
     return {"ours": ours, "theirs": [2.0] * runs, "unit": "% of a core", "profile": profile}
 
 

@@ -57,8 +57,8 @@ async def decisions(runs: int, count: int) -> dict[str, Any]:
         plain = {"redis_url": f"redis://{HOST}:{port}/0"}, redis.Redis(port=port)
         without, with_tls = _side(*plain), _side(*stack.enter_context(redis_with_tls()))
         return {
-            row: await in_turns((WITHOUT, without), (WITH, with_tls), load, runs, of_row)
-            for row, load, of_row in (("tls", answered_lists, count), ("tls-singles", singles, count // 4))
+            row: await in_turns((WITHOUT, without), (WITH, with_tls), load, runs, size)
+            for row, load, size in (("tls", answered_lists, count), ("tls-singles", singles, count // 4))
         }
 
 

@@ -29,7 +29,7 @@ from typing import TypedDict
 
 def source() -> str:
     """The text of `client/fields.py`."""
-    return "\n\n".join([HEAD, *(_class_text(name, *of_name) for name, of_name in FIELDS.items())])
+    return "\n\n".join([HEAD, *(_class_text(name, *origin) for name, origin in FIELDS.items())])
 
 
 def _class_text(name: str, struct: type[msgspec.Struct], given: frozenset[str]) -> str:

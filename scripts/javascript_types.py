@@ -96,10 +96,10 @@ def _union(name: str, members: Any) -> str:
 def _interface(name: str, schema: Schema) -> str:
     required = {*schema.get("required", ()), *(schema["properties"].keys() & {"kind"})}
     lines = []
-    for field, of_field in schema["properties"].items():
-        kind = _TYPES.get((name, field)) or _type(of_field)
+    for field, field_schema in schema["properties"].items():
+        kind = _TYPES.get((name, field)) or _type(field_schema)
         lines += [
-            _comment(of_field.get("description", ""), "  "),
+            _comment(field_schema.get("description", ""), "  "),
             f"  {field}{'' if field in required else '?'}: {kind}\n",
         ]
     described = _comment(schema.get("description", ""), "")

@@ -101,10 +101,10 @@ for name in CLUSTER_SERVERS:
                 f"{name} ({address}) is not in the command of redis-cluster, or not in GRAB_REDIS_URL"
             )
     if name.startswith("kafka"):
-        of_broker = services[name]["environment"]
-        voter = f"{of_broker['KAFKA_NODE_ID']}@{name}:9093"
+        broker_environment = services[name]["environment"]
+        voter = f"{broker_environment['KAFKA_NODE_ID']}@{name}:9093"
         if (
-            voter not in of_broker["KAFKA_CONTROLLER_QUORUM_VOTERS"]
+            voter not in broker_environment["KAFKA_CONTROLLER_QUORUM_VOTERS"]
             or f"{name}:29092" not in environment["GRAB_KAFKA"]
         ):
             problems.append(f"{name} is not a voter, or not in GRAB_KAFKA")
@@ -130,10 +130,10 @@ for name in SECURED:
     problems += [
         f"{name}: certificates does not make {file}" for file in sorted(set(used)) if file not in made
     ]
-    of_server = re.findall(r"/tls/([\w.-]+)", str(service)) + named_by_redis * (name == "redis-secure")
+    server_files = re.findall(r"/tls/([\w.-]+)", str(service)) + named_by_redis * (name == "redis-secure")
     problems += [
         f"{name}: {file} is not copied to /tls"
-        for file in sorted(set(of_server) - set(copied[1].split() if copied else ()))
+        for file in sorted(set(server_files) - set(copied[1].split() if copied else ()))
     ]
     for volume in service["volumes"]:
         if volume.split(":")[0] not in compose["volumes"]:

@@ -29,7 +29,7 @@ def objects() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, found
 
 
-def of_schema(found: Mapping[str, Any]) -> Iterator[str]:
+def schema_problems(found: Mapping[str, Any]) -> Iterator[str]:
     """What the schemas of Kubernetes say against an object."""
     for version in VERSIONS:
         try:
@@ -40,7 +40,7 @@ def of_schema(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"Kubernetes {version}: {'.'.join(map(str, error.path))}: {error.message}"
 
 
-def of_settings(data: Mapping[str, str]) -> Iterator[str]:
+def settings_problems(data: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with the settings of the ConfigMap."""
     for name, value in data.items():
         field = name.removeprefix("GRAB_").lower()
@@ -54,7 +54,7 @@ def of_settings(data: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}: no setting"
 
 
-def of_pod(pod: Mapping[str, Any]) -> Iterator[str]:
+def pod_problems(pod: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a pod: privileges, files it cannot read, ports that it does not serve."""
     security = pod["securityContext"]
     if [(str(security["runAsUser"]), str(security["runAsGroup"]))] != USER or not security["runAsNonRoot"]:
@@ -92,11 +92,11 @@ found_objects = list(objects())
 METRICS_PORT: Final = host_and_port(settings["GRAB_METRICS_LISTEN"])[1]
 for file, found in found_objects:
     named = f"{file}: {found['kind']} {found['metadata']['name']}"
-    said = list(of_schema(found))
+    said = list(schema_problems(found))
     if found["kind"] == "ConfigMap":
-        said += of_settings(found["data"])
+        said += settings_problems(found["data"])
     if "template" in found.get("spec", {}):
-        said += of_pod(found["spec"]["template"]["spec"])
+        said += pod_problems(found["spec"]["template"]["spec"])
     problems += [f"{named}: {problem}" for problem in said]
 for problem in problems:
     sys.stdout.write(f"deploy/kubernetes/{problem}\n")
