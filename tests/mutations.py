@@ -554,8 +554,8 @@ MUTATIONS: Final = (
     Mutation(
         "a run of refusals needs no limit where nothing is left",
         "grabstream/lua/includes/taking.lua",
-        "or #offer.rules.limits > 0 then return of_all end",
-        "then return of_all end",
+        "or #offer.rules.limits > 0 then\n      return refusal_of_all",
+        "then\n      return refusal_of_all",
         _in("tests/lua/commands/test_runs_of_grabs.py", "test_a_run_leaves_what_single_decisions_leave"),
     ),
     Mutation(

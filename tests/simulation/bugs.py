@@ -111,7 +111,7 @@ OF_SCRIPTS: Final = (
         (
             (
                 "grabstream/lua/includes/limits.lua",
-                "return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets",
+                "return is_campaign_wide and offer.rules.campaign_offsets or offer.rules.offsets",
                 "return offer.rules.offsets",
             ),
         ),

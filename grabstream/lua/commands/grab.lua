@@ -202,8 +202,8 @@ do
       local place, amount, seq = unpack_part(part)
       return {code = CODE.already_taken, seq = seq, at = now, amount = amount, quantity = 1, place = place}
     end
-    local of_all = refusal_of_offer(offer, now)
-    if of_all then return of_all end
+    local refusal_of_all = refusal_of_offer(offer, now)
+    if refusal_of_all then return refusal_of_all end
     if not is_eligible(i, o, offer) then return {code = CODE.not_eligible, at = now} end
     if not offer.pieces then return nil end
     local asked, up_to = quantities[i], offer.rules.take == 'up_to'

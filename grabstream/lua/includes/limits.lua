@@ -10,8 +10,8 @@
 --- @include "calendar"
 --- @include "decide"
 
-local function offsets_for(offer, of_campaign)
-  return of_campaign and offer.rules.campaign_offsets or offer.rules.offsets
+local function offsets_for(offer, is_campaign_wide)
+  return is_campaign_wide and offer.rules.campaign_offsets or offer.rules.offsets
 end
 
 -- For each limit of an offer, its window at a time and when that ends. Most grabs of a call have the same

@@ -119,16 +119,16 @@ do
       payment_head = '\152' .. pack(offer.name),
       member = offer.name .. '/',
       answer_with = packer_of('answers', offer.name, CODE.confirmed, call.now),
-      of_price = {},
+      terms_by_price = {},
     }
   end
 
   -- Those that they share if they are for as many units at one price: `units`, and what follows `user` and
   -- `payment` in the event, `seq` in the row and in the record of the payment.
   local function terms_of(offer, texts, units, price)
-    local of_units = texts.of_price[price] or {}
-    texts.of_price[price] = of_units
-    local terms = of_units[units]
+    local terms_by_units = texts.terms_by_price[price] or {}
+    texts.terms_by_price[price] = terms_by_units
+    local terms = terms_by_units[units]
     if not terms then
       local paid, pack = int(price * units), cmsgpack.pack
       local currency = paid > 0 and offer.rules.currency or ''
@@ -136,7 +136,7 @@ do
         string.format('","quantity":%d,"amount":%d,"asset":"%s","place":', int(units), units, offer.asset),
         paid > 0 and string.format('","paid":%d,"currency":"%s"', paid, currency) or '"',
         texts.at .. pack(units, units), texts.at .. pack(units, paid, currency)}
-      of_units[units] = terms
+      terms_by_units[units] = terms
     end
     return unpack(terms)
   end

@@ -308,7 +308,7 @@ local pack_grab, unpack_grab
 do
   local SLASH = 47
 
-  local function of_user(name, user)
+  local function short_name(name, user)
     local last = #name - #user
     if string.byte(name, last) ~= SLASH or string.sub(name, last + 1) ~= user then return name end
     return string.sub(name, 1, last)
@@ -317,7 +317,7 @@ do
   local function without_user(counters, user)
     local short = {}
     for i, counter in ipairs(counters) do
-      short[i] = {of_user(counter[1], user), counter[2], counter[3]}
+      short[i] = {short_name(counter[1], user), counter[2], counter[3]}
     end
     return short
   end

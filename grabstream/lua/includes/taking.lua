@@ -203,10 +203,12 @@ do
   end
 
   -- The refusal, as a row, that each plain grab of an offer gets for which nothing is remembered; or nil.
-  -- `of_all` is the one that all grabs get, whoever sends them.
-  local function refusal_of_plain(call, offer, of_all)
+  -- `refusal_of_all` is the one that all grabs get, whoever sends them.
+  local function refusal_of_plain(call, offer, refusal_of_all)
     if offer.total < 1 or not counts_by_user(offer) then return nil end
-    if of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then return of_all end
+    if refusal_of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then
+      return refusal_of_all
+    end
     return available(offer) == 0 and {code = CODE.sold_out, at = call.now} or nil
   end
 
@@ -255,9 +257,9 @@ do
     local grabs, ids_width, users_width = unpack(plain)
     local ids, users = values_of(ARGV[7], ids_width, grabs), values_of(ARGV[8], users_width, grabs)
     if not offer then return ids, users, 1 end
-    local of_all = refusal_of_offer(offer, call.now)
-    local refusal = refusal_of_plain(call, offer, of_all)
-    if not refusal and (of_all or not is_takeable(call, offer)) then return ids, users, 1 end
+    local refusal_of_all = refusal_of_offer(offer, call.now)
+    local refusal = refusal_of_plain(call, offer, refusal_of_all)
+    if not refusal and (refusal_of_all or not is_takeable(call, offer)) then return ids, users, 1 end
     local is_piece = offer.pieces and not refusal
     local grab_cost = COST.plain_byte * (#ARGV[7] + #ARGV[8]) / grabs
       + (is_piece and COST.plain_piece + COST.plain_counter * #offer.rules.limits or COST.plain_grab)

@@ -21,7 +21,7 @@
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
-local campaign, field, of_answers = ARGV[6], ARGV[6] .. '/' .. ARGV[7], ARGV[7] == 'answers'
+local campaign, field, cleans_answers = ARGV[6], ARGV[6] .. '/' .. ARGV[7], ARGV[7] == 'answers'
 local history, cursor, again = string.match(redis.call('HGET', KEYS[12], field) or '', '^(%d+):(%d+):(%d)$')
 if not cursor then return cmsgpack.pack({0, call.history, {0}}) end
 -- Another server has another order of fields, so the pass begins again.
@@ -30,14 +30,14 @@ if tonumber(history) ~= call.history then cursor = '0' end
 -- An answer counts until its offer retires; a payment counts while its offer exists or a record of the
 -- retired offer is kept.
 local function is_over(record)
-  if of_answers then return has_retired(call, offer_of_answer(record, campaign)) end
+  if cleans_answers then return has_retired(call, offer_of_answer(record, campaign)) end
   local name = cmsgpack.unpack(record)[1]
   return has_retired(call, name) and redis.call('HEXISTS', KEYS[14], 'retired/' .. name) == 0
 end
 
 -- Records are read whole. So where a campaign has large answers, they are read one by one; else the number
 -- read at once doubles.
-local is_large = of_answers and redis.call('HGET', KEYS[14], 'large')
+local is_large = cleans_answers and redis.call('HGET', KEYS[14], 'large')
 local over, seen, at_once = {}, 0, 1
 repeat
   local scanned = redis.call('HSCAN', KEYS[13], cursor, 'COUNT', at_once)
