@@ -135,11 +135,11 @@ def offer_of_payment(record: bytes) -> str:
     return str(fields[0])
 
 
-def in_fields(one: bytes, other: bytes) -> list[tuple[str, Any, Any]]:
+def in_fields(record: bytes, other: bytes) -> list[tuple[str, Any, Any]]:
     """Returns the fields in which two records of a grab differ, with both values; [] if they are not such
     records.
     """
-    a, b = unpacked(one), unpacked(other)
+    a, b = unpacked(record), unpacked(other)
     if not (_are_fields_of_grab(a) and _are_fields_of_grab(b)):
         return []
     pairs = zip_longest((*GRAB_FIELDS, *RARE_FIELDS), a, b)

@@ -44,11 +44,11 @@ AUDIENCE_LENGTH_MAX: Final = 200
 _DIGITS: Final = 40
 
 
-class _Written(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _WrittenClaims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Claims that the system writes. Readers ignore claims that they do not know."""
 
 
-class _Read(_Written, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ReadClaims(_WrittenClaims, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Claims that the system reads. A claim that it does not know could change the meaning of the others."""
 
 
@@ -61,13 +61,13 @@ def audience_of(prefix: str, cluster: str) -> str:
     return f"{prefix}@{cluster}"
 
 
-def check_audience(given: str, own: str) -> None:
-    """Raises Invalid when a signed text is for another system than `own`."""
-    if given != own:
-        raise Invalid(f"aud: must be {own}, which names this system, got {shortened(given)}")
+def check_audience(given: str, expected: str) -> None:
+    """Raises Invalid when a signed text is for another system than `expected`."""
+    if given != expected:
+        raise Invalid(f"aud: must be {expected}, which names this system, got {shortened(given)}")
 
 
-class PaymentToken(_Written, frozen=True, kw_only=True):
+class PaymentToken(_WrittenClaims, frozen=True, kw_only=True):
     """What a buyer takes to the payment side: `due` minor units of `currency` are to be paid for a grab
     before `deadline_at`. The receipt goes to the address `callback`, for the system `aud`. `issued_at` is
     when the hold was decided, so that a repeat has the same claims.
@@ -84,7 +84,7 @@ class PaymentToken(_Written, frozen=True, kw_only=True):
     callback: Annotated[str, in_schema(maxLength=CALLBACK_LENGTH_MAX)] | None = None
 
 
-class Receipt(_Read, frozen=True, kw_only=True):
+class Receipt(_ReadClaims, frozen=True, kw_only=True):
     """What became of a payment: `paid` minor units of `currency` were paid, or it `failed`, and nothing was
     paid: then the hold stays, for another attempt before its end. `payment` is the id that the payment side
     gave it; another payment has another id. `quantity` are
@@ -104,7 +104,7 @@ class Receipt(_Read, frozen=True, kw_only=True):
     quantity: Count | None = None
 
 
-class AskedHold(_Written, frozen=True, kw_only=True):
+class AskedHold(_WrittenClaims, frozen=True, kw_only=True):
     """A hold that ends at `ends_at`."""
 
     offer: Id
@@ -112,7 +112,7 @@ class AskedHold(_Written, frozen=True, kw_only=True):
     ends_at: Count
 
 
-class PaymentQuery(_Written, frozen=True, kw_only=True):
+class PaymentQuery(_WrittenClaims, frozen=True, kw_only=True):
     """Asks which of some holds of the system `aud` were paid. `id` is random; the answer names both."""
 
     aud: Audience
@@ -121,7 +121,7 @@ class PaymentQuery(_Written, frozen=True, kw_only=True):
     holds: tuple[AskedHold, ...]
 
 
-class PaymentState(_Read, frozen=True, kw_only=True):
+class PaymentState(_ReadClaims, frozen=True, kw_only=True):
     """What the payment side knows of a hold. `paid`: as a receipt says it. `unpaid`: nothing was paid until
     now, and the hold stays to its end. If that is `final`, nothing will be paid either, because the payment
     side takes no payment for this grab any more: the hold is released at once. `unknown`: neither, as where
@@ -140,7 +140,7 @@ class PaymentState(_Read, frozen=True, kw_only=True):
     at: Count | None = None
 
 
-class PaymentAnswer(_Read, frozen=True, kw_only=True):
+class PaymentAnswer(_ReadClaims, frozen=True, kw_only=True):
     """The answer to the query with the id `query` of the system `aud`. Holds that it does not name count as
     `unknown`.
     """
@@ -150,7 +150,7 @@ class PaymentAnswer(_Read, frozen=True, kw_only=True):
     payments: tuple[PaymentState, ...]
 
 
-class _PaymentAnswer(_Read, frozen=True, kw_only=True):
+class _PaymentAnswer(_ReadClaims, frozen=True, kw_only=True):
     """An answer whose states are not decoded yet, so that one that is wrong voids no other."""
 
     aud: Audience

@@ -10,21 +10,21 @@ from grabstream.models.bounds import quoted
 from grabstream.models.money import Invalid
 
 
-def check_names_once(raw: bytes, written: bytes | None = None) -> None:
+def check_names_once(raw: bytes, encoded: bytes | None = None) -> None:
     """Raises Invalid when an object of a JSON text names a field twice, or the text cannot be read.
 
-    `written` is the text as this program writes what it has decoded from `raw`. A text without escapes that
+    `encoded` is the text as this program writes what it has decoded from `raw`. A text without escapes that
     has as many quotes has no additional names. So most texts are not parsed a second time.
     """
-    if written is None or raw.count(b'"') != written.count(b'"') or b"\\" in raw:
+    if encoded is None or raw.count(b'"') != encoded.count(b'"') or b"\\" in raw:
         _parsed(raw, _check)
 
 
-def check_outer_names_once(raw: bytes, written: bytes | None = None) -> None:
-    """The same, of the outermost object alone: what is in it is judged apart, and stands in `written` as in
+def check_outer_names_once(raw: bytes, encoded: bytes | None = None) -> None:
+    """The same, of the outermost object alone: what is in it is judged apart, and stands in `encoded` as in
     `raw`.
     """
-    if written is None or any(raw.count(sign) != written.count(sign) for sign in (b'"', b"\\")):
+    if encoded is None or any(raw.count(sign) != encoded.count(sign) for sign in (b'"', b"\\")):
         pairs = _parsed(raw, list)
         if isinstance(pairs, list):
             _check(pairs)
