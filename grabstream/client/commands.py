@@ -30,11 +30,11 @@ from grabstream.models.vocabulary import (
 )
 
 #: What a client returns for a command, and for a basket: an answer, or something to await.
-One = TypeVar("One")
-Many = TypeVar("Many")
+Result = TypeVar("Result")
+BasketResult = TypeVar("BasketResult")
 
 
-class Commands(Generic[One, Many]):
+class Commands(Generic[Result, BasketResult]):
     """Commands that are made from their fields.
 
     `id` is the id of the command; without one, a new one is made. Pass one (for example, that of the request
@@ -43,11 +43,11 @@ class Commands(Generic[One, Many]):
     a rule.
     """
 
-    def decide(self, command: AnyCommand) -> One:
+    def decide(self, command: AnyCommand) -> Result:
         """Sends a command, and returns its answer."""
         raise NotImplementedError
 
-    def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> Many:
+    def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> BasketResult:
         """Sends grabs of offers of one campaign, of which all or none succeed, and returns their answers in
         the same order. `id` is the id of the basket.
         """
@@ -60,30 +60,30 @@ class Commands(Generic[One, Many]):
         *,
         id: str | None = None,
         **fields: Unpack[OperatorFields],
-    ) -> One:
+    ) -> Result:
         """Creates an offer. Without `offer`, the id of the offer is that of the command."""
         command = given(id)
         return self._send(Open, command, command if offer is None else offer, terms=terms, **fields)
 
     def amend(
         self, offer: str, changes: Changes, *, id: str | None = None, **fields: Unpack[OperatorFields]
-    ) -> One:
+    ) -> Result:
         """Changes terms of an offer."""
         return self._send(Amend, id, offer, changes=changes, **fields)
 
-    def pause(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> One:
+    def pause(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> Result:
         """Refuses grabs until the offer is resumed."""
         return self._send(Pause, id, offer, **fields)
 
-    def resume(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> One:
+    def resume(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> Result:
         """Accepts grabs again."""
         return self._send(Resume, id, offer, **fields)
 
-    def close(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> One:
+    def close(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> Result:
         """Closes an offer for ever."""
         return self._send(Close, id, offer, **fields)
 
-    def grab(self, offer: str, user: str, *, id: str | None = None, **fields: Unpack[GrabFields]) -> One:
+    def grab(self, offer: str, user: str, *, id: str | None = None, **fields: Unpack[GrabFields]) -> Result:
         """Grabs units of an offer for a user. `wait`: the user joins the waiting list when it is sold out.
         `metadata`: texts that the answer and the event have again.
         """
@@ -91,23 +91,23 @@ class Commands(Generic[One, Many]):
 
     def confirm(
         self, offer: str, grab: str, user: str, *, id: str | None = None, **fields: Unpack[ConfirmFields]
-    ) -> One:
+    ) -> Result:
         """Reports that a hold was paid: `paid` minor units of `currency`; with the receipt that the payment
         side has signed, where the system has keys of a payment side (GRAB_PAYMENT_KEYS).
         """
         return self._send(Confirm, id, offer, grab=grab, user=user, **fields)
 
-    def release(self, offer: str, grab: str, user: str, *, id: str | None = None) -> One:
+    def release(self, offer: str, grab: str, user: str, *, id: str | None = None) -> Result:
         """Ends a hold, or leaves the waiting list."""
         return self._send(Release, id, offer, grab=grab, user=user)
 
-    def extend(self, offer: str, grab: str, user: str, *, id: str | None = None) -> One:
+    def extend(self, offer: str, grab: str, user: str, *, id: str | None = None) -> Result:
         """Extends the deadline of a hold."""
         return self._send(Extend, id, offer, grab=grab, user=user)
 
     def return_(
         self, offer: str, grab: str, user: str, *, id: str | None = None, **fields: Unpack[ReturnFields]
-    ) -> One:
+    ) -> Result:
         """Gives units back that were granted or confirmed (absent: all)."""
         return self._send(Return, id, offer, grab=grab, user=user, **fields)
 
@@ -120,15 +120,15 @@ class Commands(Generic[One, Many]):
         *,
         id: str | None = None,
         **fields: Unpack[RedeemFields],
-    ) -> One:
+    ) -> Result:
         """Uses units of a coupon for an order, once."""
         return self._send(Redeem, id, offer, grab=grab, user=user, order=order, **fields)
 
-    def unredeem(self, offer: str, grab: str, user: str, order: str, *, id: str | None = None) -> One:
+    def unredeem(self, offer: str, grab: str, user: str, order: str, *, id: str | None = None) -> Result:
         """Undoes the use of a coupon for an order."""
         return self._send(Unredeem, id, offer, grab=grab, user=user, order=order)
 
-    def _send(self, command: type[AnyCommand], id: str | None, offer: str, **fields: Any) -> One:
+    def _send(self, command: type[AnyCommand], id: str | None, offer: str, **fields: Any) -> Result:
         """Sends a command with these fields; one that is None is absent."""
         said = {name: value for name, value in fields.items() if value is not None}
         return self.decide(command(id=given(id), offer=offer, **said))

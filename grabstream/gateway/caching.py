@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from grabstream.gateway.bounds import CACHE_BYTES_MAX, CACHE_SECONDS
-from grabstream.gateway.shared_answers import Found, SharedAnswers
+from grabstream.gateway.shared_answers import LookUpResult, SharedAnswers
 
 _encode = msgspec.json.Encoder().encode
 #: What an entry costs beside its body, in bytes.
@@ -108,7 +108,7 @@ class Cache:
 
     def _begin(self, key: bytes, make: Callable[[], Awaitable[bytes]], is_own: bool) -> _Making:
         """Begins to make a document, for all who ask for it from now on."""
-        finding = self._make(key, make, Found()) if is_own else self._find(key, make)
+        finding = self._make(key, make, LookUpResult()) if is_own else self._find(key, make)
         making = self._making[key] = _Making(time.monotonic(), is_own, asyncio.create_task(finding))
 
         def made(task: asyncio.Task[Kept]) -> None:
@@ -134,7 +134,7 @@ class Cache:
     async def _find(self, key: bytes, make: Callable[[], Awaitable[bytes]]) -> Kept:
         """The document of another gateway, or a new one."""
         if self._shared is None or not self._shared.is_up:
-            return await self._make(key, make, Found())
+            return await self._make(key, make, LookUpResult())
         found = await self._shared.find(key)
         if found.body is None:
             return await self._make(key, make, found)
@@ -143,7 +143,7 @@ class Cache:
         until = max(since + self._seconds, now + RENEWED_SECONDS)
         return self._keep_newest(key, Kept(found.body, tag_of(found.body), since, until, is_own=False))
 
-    async def _make(self, key: bytes, make: Callable[[], Awaitable[bytes]], found: Found) -> Kept:
+    async def _make(self, key: bytes, make: Callable[[], Awaitable[bytes]], found: LookUpResult) -> Kept:
         # The age of an answer counts from before it was read.
         since = time.monotonic()
         try:

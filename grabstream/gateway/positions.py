@@ -104,7 +104,7 @@ class _Waiter:
         self.unknown = unknown
         self.places: _Places = {}
         #: By offer and grab: the position that was told.
-        self.told: dict[tuple[str, str], int] = {}
+        self.sent_positions: dict[tuple[str, str], int] = {}
         #: How many users are looked up at once where this one is among them.
         self.at_once = WAITERS_LOOKED_UP_MAX
         #: When the user could not be looked up alone.
@@ -257,7 +257,9 @@ class Positions:
         before = {offer for offer, _ in waiter.places}
         after = {offer: at.shard for (offer, _), at in places.items()}
         waiter.places = places
-        waiter.told = {key: told for key, told in waiter.told.items() if key in places}
+        waiter.sent_positions = {
+            key: position for key, position in waiter.sent_positions.items() if key in places
+        }
         for offer in before - after.keys():
             self._streams[offer].discard(stream)
             if not self._streams[offer]:
@@ -313,8 +315,8 @@ class Positions:
                 if key[0] != offer or shard in waiter.unknown:
                     continue
                 position = position_in(numbers, number)
-                if position is not None and waiter.told.get(key) != position:
-                    waiter.told[key] = position
+                if position is not None and waiter.sent_positions.get(key) != position:
+                    waiter.sent_positions[key] = position
                     self._send(stream, _message(*key, position))
 
 

@@ -99,7 +99,7 @@ class Receipts:
         command = msgspec.structs.replace(command_of(receipt), receipt=text)
 
         def answered(found: Answer | BaseException) -> None:
-            then(_found(receipt, command, found))
+            then(_reply_to(receipt, command, found))
 
         self._gate.decide_soon(command, answered, timeout_ms=self._timeout_ms, from_system=True)
 
@@ -147,7 +147,7 @@ class Receipts:
             raise invalid(f"receipt: {error}", "receipt") from None
 
 
-def _found(receipt: Receipt, command: Confirm, found: Answer | BaseException) -> Reply | BaseException:
+def _reply_to(receipt: Receipt, command: Confirm, found: Answer | BaseException) -> Reply | BaseException:
     """What a receipt gets for what its command got."""
     if isinstance(found, OutcomeUnknown):
         return retry_soon(

@@ -59,7 +59,7 @@ return problem
 """
 
 
-class Found(NamedTuple):
+class LookUpResult(NamedTuple):
     """What a look-up found: an answer with its age (s), or None. Then this gateway makes one: as `maker`, if
     others wait for it. With `is_damaged`, it replaces what is there.
     """
@@ -92,7 +92,7 @@ class SharedAnswers:
         """Says which system it is, by what no copy of it has too."""
         self._identity = json.dumps([*self._names, system]).encode()
 
-    async def find(self, question: bytes) -> Found:
+    async def find(self, question: bytes) -> LookUpResult:
         """The answer to a question, by the digest of the question. Waits for a gateway that makes it, at most
         CACHE_WAIT_SECONDS_MAX.
         """
@@ -105,37 +105,37 @@ class SharedAnswers:
                 [maker, MAKING_MS_MAX, SHARED_ANSWER_BYTES_MAX + CHECK_BYTES, _STALE_MS],
             )  # fmt: skip
             if not _is_found(got):
-                return Found()
+                return LookUpResult()
             value, left, is_maker, problem = got
             if problem:
                 self._server.refused(ResponseError(problem.decode(errors="replace")))
             body = _body_of(key, value) if left > 0 else None
             if body is not None and not (is_maker or problem):
-                return Found(body, max(0, LIFE_MS - left) / 1000)
+                return LookUpResult(body, max(0, LIFE_MS - left) / 1000)
             is_damaged = bool(value) and body is None
             if is_maker or problem or is_damaged or time.monotonic() >= until:
-                return Found(None, 0.0, maker if is_maker else "", is_damaged)
+                return LookUpResult(None, 0.0, maker if is_maker else "", is_damaged)
             await asyncio.sleep(POLL_SECONDS)
 
-    async def store(self, question: bytes, body: bytes, age: float, found: Found) -> None:
+    async def store(self, question: bytes, body: bytes, age: float, result: LookUpResult) -> None:
         """Shares an answer whose age (s) is known, if it is not too large or too old, and lets others make
         the next one.
         """
         left = LIFE_MS - round(age * 1000)
         is_shared = left > 0 and len(body) <= SHARED_ANSWER_BYTES_MAX
-        if not (is_shared or found.maker):
+        if not (is_shared or result.maker):
             return
         key = self._key(question)
         value = _check_of(key, body) + body if is_shared else b""
         problem = await self._run(
-            self._store, key, [value, max(left, 1), found.maker, LIFE_MS, int(found.is_damaged)]
+            self._store, key, [value, max(left, 1), result.maker, LIFE_MS, int(result.is_damaged)]
         )
         if isinstance(problem, bytes) and problem:
             self._server.refused(ResponseError(problem.decode(errors="replace")))
 
-    async def give_up(self, question: bytes, found: Found) -> None:
+    async def give_up(self, question: bytes, result: LookUpResult) -> None:
         """Lets another gateway make the answer that this one could not make."""
-        await self.store(question, b"", LIFE_MS / 1000, found)
+        await self.store(question, b"", LIFE_MS / 1000, result)
 
     async def _run(self, script: Any, key: str, arguments: list[Any]) -> Any:
         """What a script returns; None while the server cannot be used."""
