@@ -122,7 +122,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     """A table. Columns of numbers are right-aligned."""
     drawn = _Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     rows = [list(row) for row in rows]
-    written = [list(map(_written, row)) for row in rows]
+    written = [list(map(_cell_text, row)) for row in rows]
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float | Decimal) for row in rows) and bool(rows)
         cells = [column, *(row[index] for row in written)]
@@ -139,7 +139,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return drawn
 
 
-def _written(cell: object) -> str:
+def _cell_text(cell: object) -> str:
     if isinstance(cell, int | Decimal) and not isinstance(cell, bool):
         return f"{cell:,}"
     # Before the columns get their widths.

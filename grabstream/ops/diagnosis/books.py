@@ -89,13 +89,13 @@ class BookReadings(NamedTuple):
 async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) -> BookReadings:
     """Reads the tables once; raises psycopg's errors when the server cannot be reached."""
     before = clock()
-    [now, fsync, may_read] = await _one(
+    [now, fsync, may_read] = await _row(
         connection,
         "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint, current_setting('fsync') = 'on', "
         "pg_has_role('pg_read_all_settings', 'member')",
     )
     ahead = now - (before + clock()) // 2
-    [directory] = await _one(connection, "SELECT current_setting('data_directory')") if may_read else [None]
+    [directory] = await _row(connection, "SELECT current_setting('data_directory')") if may_read else [None]
     lacking = await missing_migrations(connection, schema)
     if lacking:
         return BookReadings(
@@ -113,7 +113,7 @@ async def read_books(connection: AsyncConnection[Any], schema: str, clock: Any) 
         await cursors.stops(connection), await set_aside.load(connection),
         await verified.open_findings(connection),
         await verified.progress(connection),
-        LostDecisions(*await _one(connection, _LOST_DECISIONS, LOST_DAYS)),
+        LostDecisions(*await _row(connection, _LOST_DECISIONS, LOST_DAYS)),
         await _without_version(connection, schema), moved_at=await _moved_at(connection),
         hooks=await read_hooks(connection),
         seal_keys=await read_seal_keys(connection),
@@ -161,7 +161,7 @@ _LOST_DECISIONS: Final = (
 )
 
 
-async def _one(connection: AsyncConnection[Any], query: str, *values: Any) -> Any:
+async def _row(connection: AsyncConnection[Any], query: str, *values: Any) -> Any:
     return await (await connection.execute(query.encode(), values)).fetchone()
 
 

@@ -40,7 +40,7 @@ class Difference(NamedTuple):
         if self.difference == "extra":
             return f"{self.offer}: extra: {self.system} in the system, not in the file"
         file_text, system_text = (
-            _written(self.field, value, self.timezone) for value in (self.file, self.system)
+            _value_text(self.field, value, self.timezone) for value in (self.file, self.system)
         )
         return f"{self.offer}: {self.field}: {file_text} in the file, {system_text} in the system"
 
@@ -63,7 +63,7 @@ def differences_of(command: Open, state: str, terms: Terms) -> Iterator[Differen
             )
 
 
-def _written(name: str | None, value: Any, timezone: str) -> str:
+def _value_text(name: str | None, value: Any, timezone: str) -> str:
     if value is None or value in ((), ""):
         return "nothing"
     if name in _TIMES:
@@ -72,11 +72,11 @@ def _written(name: str | None, value: Any, timezone: str) -> str:
         return shown_duration(value)
     if isinstance(value, tuple):
         return "; ".join(
-            shown_hours(part) if isinstance(part, Hours) else _written_limit(part) for part in value
+            shown_hours(part) if isinstance(part, Hours) else _limit_text(part) for part in value
         )
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _written_limit(limit: Limit) -> str:
+def _limit_text(limit: Limit) -> str:
     scope = "" if limit.scope == "offer" else f"/{limit.scope}"
     return f"{limit.by}/{limit.per}/{limit.max}{scope}"

@@ -230,7 +230,7 @@ def _unknown(where: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> li
 
 
 #: What converts the text of a field to its value in the command.
-_WRITTEN: Final[Mapping[str, Callable[[str], Any]]] = {
+_CONVERTERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "opens_at": read_time,
     "closes_at": read_time,
     "valid_until": read_time,
@@ -259,10 +259,10 @@ def _terms_of(where: str, written: Any, weekly: bool = False) -> tuple[dict[str,
             reasons.append(f"{where}.{name}: is longer than any term may be ({TERM_SIZE_MAX:,} characters)")
             continue
         terms[name] = value
-        if isinstance(value, str) and name in _WRITTEN:
+        if isinstance(value, str) and name in _CONVERTERS:
             try:
-                week_time = read_week_time(value) if weekly and _WRITTEN[name] is read_time else None
-                terms[name] = week_time or _WRITTEN[name](value)
+                week_time = read_week_time(value) if weekly and _CONVERTERS[name] is read_time else None
+                terms[name] = week_time or _CONVERTERS[name](value)
             except Invalid as error:
                 reasons.append(f"{where}.{name}: {error}")
         elif isinstance(value, list) and name in _PARTS:
@@ -278,7 +278,7 @@ def _parts_of(where: str, name: str, written: list[Any]) -> tuple[list[Any], lis
     for index, part in enumerate(written):
         if isinstance(part, str):
             try:
-                parts += _WRITTEN[name](part)
+                parts += _CONVERTERS[name](part)
             except Invalid as error:
                 reasons.append(f"{where}[{index}]: {error}")
             continue
@@ -508,7 +508,7 @@ def _row(place: str, columns: list[str], cells: list[str], whole: bool, plan: We
 def _cell(column: str, cell: str) -> Any:
     """The value that YAML or JSON would have for a cell, by the type of its field."""
     types = _TYPES.get(column, [str])
-    if column in _WRITTEN or str in types:
+    if column in _CONVERTERS or str in types:
         return cell
     if bool in types:
         if cell.lower() not in ("true", "false"):
@@ -525,22 +525,22 @@ def _cell(column: str, cell: str) -> Any:
 # -- changes -------------------------------------------------------------------------------------------------
 
 
-def read_changes(written: Sequence[tuple[str, str]]) -> Changes:
+def read_changes(texts: Sequence[tuple[str, str]]) -> Changes:
     """The changes of `amend`, from fields and texts as in a CSV file; raises BadOfferFile with all problems.
 
     An empty text removes all limits, or the title.
     """
     changes: dict[str, Any] = {}
     reasons: list[str] = []
-    if twice := first_twice([name for name, _ in written]):
+    if twice := first_twice([name for name, _ in texts]):
         reasons.append(f"{twice}: is given twice; keep one")
-    for name, text in written:
+    for name, text in texts:
         if name not in _KNOWN_CHANGES:
             reasons.append(_unchangeable(name))
             continue
         try:
             cell = _cell(name, text)
-            changes[name] = _WRITTEN[name](cell) if name in _WRITTEN else cell
+            changes[name] = _CONVERTERS[name](cell) if name in _CONVERTERS else cell
             # Each field separately, so that all problems are reported.
             msgspec.convert({name: changes[name]}, Changes)
         except msgspec.ValidationError as error:
@@ -566,11 +566,11 @@ def _unchangeable(name: str) -> str:
 # -- terms by themselves -------------------------------------------------------------------------------------
 
 
-def read_terms(where: str, written: Any) -> tuple[dict[str, Any], list[str]]:
+def read_terms(where: str, document: Any) -> tuple[dict[str, Any], list[str]]:
     """Some terms, by name, as values of their fields, and the reasons why what was written is wrong. Whether
     they fit together, only an offer can tell.
     """
-    terms, reasons = _terms_of(where, written)
+    terms, reasons = _terms_of(where, document)
     converted = {}
     for name, value in terms.items():
         if name == "kind":

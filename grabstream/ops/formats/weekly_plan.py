@@ -108,28 +108,28 @@ class WeeklyPlan:
         return next(iter(self._weeks_by_zone.values()), None)
 
     def in_week(
-        self, written: dict[str, Any], terms: dict[str, Any]
+        self, document: dict[str, Any], terms: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         """What is written for an offer, and its terms, for its week, and the reasons why they are wrong. An
         offer whose id does not contain the placeholder has no week.
         """
-        offer = written.get("offer")
+        offer = document.get("offer")
         if not isinstance(offer, str) or PLACEHOLDER not in offer:
             self._single = self._single or str(offer)[:ID_LENGTH_MAX]
             fix = f"only a plan of weeks has such times, with {PLACEHOLDER} in the ids of its offers"
             reasons = [f"terms.{name}: {value.text}: {fix}" for name, value in _week_times(terms)]
-            return written, _without_week_times(terms), reasons
+            return document, _without_week_times(terms), reasons
         self._repeated.add(offer)
         try:
             week = self._week_in(terms.get("timezone", "UTC"))
         except Invalid as error:
-            return written, _without_week_times(terms), [str(error)]
+            return document, _without_week_times(terms), [str(error)]
         reasons = [
             f"terms.{name}: would be the same in all weeks; give a day and a time, such as fri 10:00"
             for name in ("opens_at", "closes_at")
             if isinstance(terms.get(name), int)
         ]
-        if isinstance(written.get("id"), str) and PLACEHOLDER not in written["id"]:
+        if isinstance(document.get("id"), str) and PLACEHOLDER not in document["id"]:
             fix = f"write {PLACEHOLDER} into it, or leave it out"
             reasons.append(f"id: would be the same in all weeks; {fix}")
         terms = {**terms, **self.exceptions.get(week, {}).get(offer, {})}
@@ -138,13 +138,13 @@ class WeeklyPlan:
             # The zone of this week, where it has one of its own.
             self._week_in(timezone)
         except Invalid as error:
-            return written, _without_week_times(terms), [*reasons, str(error)]
+            return document, _without_week_times(terms), [*reasons, str(error)]
         for name, value in _week_times(terms):
             try:
                 terms[name] = moment_in(week, value, timezone)
             except Invalid as error:
                 reasons.append(f"terms.{name}: {error}")
-        return _texts_of(written, week), _texts_of(_without_week_times(terms), week), reasons
+        return _texts_of(document, week), _texts_of(_without_week_times(terms), week), reasons
 
     def _week_in(self, timezone: Any) -> str:
         """The week for which offers in a zone are read; raises Invalid for what is not a zone."""

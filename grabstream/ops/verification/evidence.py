@@ -32,7 +32,7 @@ class Evidence(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """Where a file was written, in a bucket with its version, and until when that is locked."""
 
     name: str
@@ -146,7 +146,7 @@ def require_new(where: Path | Place, login: StoreLogin, locks: bool = False) -> 
         )
 
 
-def write_new(where: Path | Place, text: str, login: StoreLogin, lock: Lock | None = None) -> Written:
+def write_new(where: Path | Place, text: str, login: StoreLogin, lock: Lock | None = None) -> WrittenFile:
     """Writes a file that must not exist, in a bucket with a lock; raises BadCheckpoint, and StoreError."""
     if isinstance(where, Place):
         return _write_object(where, Bucket(where.bucket, login), text.encode(), lock)
@@ -159,10 +159,10 @@ def write_new(where: Path | Place, text: str, login: StoreLogin, lock: Lock | No
         ) from None
     except OSError as error:
         raise BadCheckpoint(f"{where} cannot be written: {error.strerror}") from None
-    return Written(str(where))
+    return WrittenFile(str(where))
 
 
-def _write_object(place: Place, bucket: Bucket, content: bytes, lock: Lock | None) -> Written:
+def _write_object(place: Place, bucket: Bucket, content: bytes, lock: Lock | None) -> WrittenFile:
     try:
         version = bucket.put(place.key, content, is_new=True, lock=lock).version
     except ObjectChanged:
@@ -186,4 +186,4 @@ def _write_object(place: Place, bucket: Bucket, content: bytes, lock: Lock | Non
             f"{named} was written, but {said}, not until {in_words(lock)}: the store does not implement "
             "object lock correctly"
         )
-    return Written(str(named), found.lock)
+    return WrittenFile(str(named), found.lock)

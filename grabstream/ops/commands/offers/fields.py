@@ -73,10 +73,10 @@ def _values_by_name(
     return dict(pairs) or None
 
 
-def pairs_of(option: str, written: Sequence[str]) -> list[tuple[str, str]]:
+def pairs_of(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
     """The pairs of texts NAME=VALUE; raises BadParameter for a text without `=`."""
     pairs = []
-    for text in written:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise click.BadParameter(f"must be written as NAME=VALUE, got {text!r}", param_hint=option)

@@ -15,7 +15,7 @@ from grabstream.ops.verification.checkpoints import Made, make_checkpoint
 from grabstream.ops.verification.checks import Say
 from grabstream.ops.verification.evidence import (
     BadCheckpoint,
-    Written,
+    WrittenFile,
     in_words,
     lock_of,
     require_new,
@@ -84,7 +84,7 @@ def checkpoint(
         _print(written, made, isinstance(output, Place))
 
 
-def _report(written: Written, made: Made) -> dict[str, Any]:
+def _report(written: WrittenFile, made: Made) -> dict[str, Any]:
     lock = written.lock
     return {
         "file": written.name, "at": made.checkpoint.at,
@@ -95,7 +95,7 @@ def _report(written: Written, made: Made) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(written: Written, made: Made, is_object: bool) -> None:
+def _print(written: WrittenFile, made: Made, is_object: bool) -> None:
     seqs = sum(one.seq for one in made.checkpoint.shards)
     words = f"{written.name}: {seqs:,} events, signed by the key {made.checkpoint.key}."
     if written.lock is not None:

@@ -52,7 +52,7 @@ class NoResult(Exception):
     """There is no result; the text says why, and the way out."""
 
 
-class _Found:
+class _FirstReading:
     """What the first reading finds: the offers with their kinds, the seeds of closed envelopes, and the
     position of the newest event up to the end of the stretch.
     """
@@ -229,11 +229,11 @@ async def _events(
             report(chunk.read, len(found))
 
 
-async def _first_reading(history: Source, shard: int, asked: WhatIf, last: Point | None) -> _Found:
+async def _first_reading(history: Source, shard: int, asked: WhatIf, last: Point | None) -> _FirstReading:
     """Finds the offers of the stretch, and the seeds of its envelopes, which their close may reveal after
     it.
     """
-    found = _Found()
+    found = _FirstReading()
     with Reading("what if: offers") as report:
         async with aclosing(_events(history, shard, asked.campaign, None, report)) as lists:
             async for events, _, at in lists:
