@@ -123,7 +123,7 @@ async def add(
                 + _WEBHOOK,
                 (webhook, url, list(types), list(offers), sealed_secret, from_ms),
             )
-            added: Webhook = await _one(cursor)
+            added: Webhook = await _single_row(cursor)
             return added
 
 
@@ -141,7 +141,7 @@ async def reseal(
     return updated.rowcount == 1
 
 
-async def _one(cursor: AsyncCursor[Any]) -> Any:
+async def _single_row(cursor: AsyncCursor[Any]) -> Any:
     row = await cursor.fetchone()
     assert row is not None
     return row

@@ -432,12 +432,12 @@ _TYPE_CONSTANTS: Final = {
 }
 
 
-class _Written(msgspec.Struct):
+class _LineHead(msgspec.Struct):
     type: str
     v: int
 
 
-_decode_written: Final = msgspec.json.Decoder(_Written).decode
+_decode_head: Final = msgspec.json.Decoder(_LineHead).decode
 
 
 def event_headers(fact: Fact, source: bytes) -> list[Header]:
@@ -448,8 +448,8 @@ def event_headers(fact: Fact, source: bytes) -> list[Header]:
     constants = _TYPE_CONSTANTS[type(event)]
     dataschema = constants.dataschema
     if not fact.line.startswith(constants.begins):
-        written = _decode_written(fact.line)
-        dataschema = _dataschema(written.type, written.v)
+        head = _decode_head(fact.line)
+        dataschema = _dataschema(head.type, head.v)
     return [
         _CONTENT_TYPE,
         _SPEC_VERSION,

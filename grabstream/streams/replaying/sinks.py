@@ -55,19 +55,19 @@ class Sink(Protocol):
 
 
 class LineSink:
-    """One line per event, byte for byte as journaled. `written` are the seqs, by shard, up to which the
+    """One line per event, byte for byte as journaled. `written_seqs` are the seqs, by shard, up to which the
     stream has the events already.
     """
 
-    def __init__(self, stream: BinaryIO, written: Mapping[int, int] = {}) -> None:
+    def __init__(self, stream: BinaryIO, written_seqs: Mapping[int, int] = {}) -> None:
         self._stream = stream
-        self._written = written
+        self._written_seqs = written_seqs
 
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> int:
         """Writes the lines, and returns how many events they have; raises BrokenPipeError if the reader has
         closed the stream.
         """
-        written = self._written.get(chunk.shard, 0)
+        written = self._written_seqs.get(chunk.shard, 0)
         if written >= chunk.before.seq:
             facts = [fact for fact in facts if fact.event.seq > written]
         if facts:
@@ -86,14 +86,14 @@ class TopicSink:
 
     def __init__(
         self, producer: AIOKafkaProducer, topic: str, source: str, filters: Filters,
-        written: Mapping[int, int] = {}, appended: Collection[int] = (),
+        written_seqs: Mapping[int, int] = {}, appended: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """`written` are the seqs, by shard, up to which the topic has the events already: they may end within
-        a run. `appended` are the shards that have records, to which all events are appended.
+        """`written_seqs` are the seqs, by shard, up to which the topic has the events already: they may end
+        within a run. `appended` are the shards that have records, to which all events are appended.
         """
         self._filters = filters
-        self._begun = set(written)
-        self._written = written
+        self._begun = set(written_seqs)
+        self._written_seqs = written_seqs
         self._appended = frozenset(appended)
         self._producer = producer
         self._topic = topic
@@ -106,7 +106,7 @@ class TopicSink:
         if chunk.shard != self._shard:
             await self.flush()
             self._shard = chunk.shard
-        written = self._written.get(chunk.shard, 0)
+        written = self._written_seqs.get(chunk.shard, 0)
         lacked = [fact for fact in single_facts(facts) if fact.event.seq > written]
         self._waiting.extend(lacked)
         if len(self._waiting) >= SEND_EVENTS_MAX:
