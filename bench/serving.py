@@ -211,9 +211,9 @@ async def _against(
     }  # fmt: skip
 
 
-def median_of(found: list[dict[str, Any]], name: str) -> str:
+def median_of(runs: list[dict[str, Any]], name: str) -> str:
     """The median of a value of several runs."""
-    return f"{statistics.median(one[name] for one in found):.1f}"
+    return f"{statistics.median(one[name] for one in runs):.1f}"
 
 
 def _constant(settings: Settings, server: Server) -> Any:

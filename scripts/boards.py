@@ -44,7 +44,7 @@ def share(hits: str, misses: str, where: str = "") -> str:
     return f"{found} / ({found} + {missed})"
 
 
-def one(name: str, legend: str = "") -> tuple[tuple[str, str], ...]:
+def query(name: str, legend: str = "") -> tuple[tuple[str, str], ...]:
     """One query."""
     return ((name, legend),)
 
@@ -53,7 +53,7 @@ def redis_panels(which: str) -> tuple[Panel, ...]:
     """The panels of one of both Redis, by the names of redis_exporter."""
     of = f'{{redis="{which}"}}'
     panels = [
-        Panel("Servers up", "short", one(f"sum(redis_up{of})", "up"), "stat"),
+        Panel("Servers up", "short", query(f"sum(redis_up{of})", "up"), "stat"),
         Panel(
             "Memory", "bytes",
             (
@@ -61,41 +61,41 @@ def redis_panels(which: str) -> tuple[Panel, ...]:
                 (f"redis_memory_max_bytes{of}", "maxmemory {{instance}}"),
             ),
         ),
-        Panel("Evicted keys", "ops", one(rate("redis_evicted_keys_total", "instance", of), "{{instance}}")),
-        Panel("Commands", "ops", one(rate("redis_commands_total", "cmd", of), "{{cmd}}")),
+        Panel("Evicted keys", "ops", query(rate("redis_evicted_keys_total", "instance", of), "{{instance}}")),
+        Panel("Commands", "ops", query(rate("redis_commands_total", "cmd", of), "{{cmd}}")),
         Panel(
             "Time of commands, of each second", "percentunit",
-            one(rate("redis_commands_duration_seconds_total", "cmd", of), "{{cmd}}"),
+            query(rate("redis_commands_duration_seconds_total", "cmd", of), "{{cmd}}"),
         ),
-        Panel("Clients", "short", one(f"redis_connected_clients{of}", "{{instance}}")),
+        Panel("Clients", "short", query(f"redis_connected_clients{of}", "{{instance}}")),
         Panel(
             "Processor", "percentunit",
-            one(
+            query(
                 f"rate(redis_cpu_user_seconds_total{of}[{RANGE}]) + "
                 f"rate(redis_cpu_sys_seconds_total{of}[{RANGE}])", "{{instance}}",
             ),
         ),
-        Panel("Slow calls in SLOWLOG", "short", one(f"redis_slowlog_length{of}", "{{instance}}")),
+        Panel("Slow calls in SLOWLOG", "short", query(f"redis_slowlog_length{of}", "{{instance}}")),
     ]  # fmt: skip
     if which == "core":
         panels += [
-            Panel("Append-only file", "bytes", one(f"redis_aof_current_size_bytes{of}", "{{instance}}")),
+            Panel("Append-only file", "bytes", query(f"redis_aof_current_size_bytes{of}", "{{instance}}")),
             Panel(
                 "Last write of the append-only file", "short",
-                one(f"redis_aof_last_write_status{of}", "1: written {{instance}}"),
+                query(f"redis_aof_last_write_status{of}", "1: written {{instance}}"),
             ),
-            Panel("Replicas", "short", one(f"redis_connected_slaves{of}", "{{instance}}")),
+            Panel("Replicas", "short", query(f"redis_connected_slaves{of}", "{{instance}}")),
             Panel(
-                "Failed calls", "ops", one(rate("redis_commands_failed_calls_total", "cmd", of), "{{cmd}}")
+                "Failed calls", "ops", query(rate("redis_commands_failed_calls_total", "cmd", of), "{{cmd}}")
             ),
         ]  # fmt: skip
     else:
         panels += [
             Panel(
                 "Hits", "percentunit",
-                one(share("redis_keyspace_hits_total", "redis_keyspace_misses_total", of), "hits"),
+                query(share("redis_keyspace_hits_total", "redis_keyspace_misses_total", of), "hits"),
             ),
-            Panel("Rejected connections", "ops", one(rate("redis_rejected_connections_total", "", of))),
+            Panel("Rejected connections", "ops", query(rate("redis_rejected_connections_total", "", of))),
         ]  # fmt: skip
     return tuple(panels)
 
@@ -104,57 +104,62 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     "system": (
         "grabstream: the system",
         (
-            Panel("Processes ready", "short", one("sum(grabstream_ready)", "ready"), "stat"),
+            Panel("Processes ready", "short", query("sum(grabstream_ready)", "ready"), "stat"),
             Panel(
                 "Shards relayed, of all",
                 "percentunit",
-                one(
+                query(
                     "sum(max by (shard) (grabstream_shard_relayed)) / max(grabstream_shards)",
                     "relayed",
                 ),
                 "stat",
             ),
-            Panel("Open findings", "short", one("max(grabstream_findings)", "findings"), "stat"),
+            Panel("Open findings", "short", query("max(grabstream_findings)", "findings"), "stat"),
             Panel(
-                "Stopped shards", "short", one("sum(max by (read_model) (grabstream_stopped_shards))"), "stat"
+                "Stopped shards",
+                "short",
+                query("sum(max by (read_model) (grabstream_stopped_shards))"),
+                "stat",
             ),
             Panel(
                 "Answers",
                 "ops",
-                one(rate("grabstream_answers_total", "command, outcome"), "{{command}}: {{outcome}}"),
+                query(rate("grabstream_answers_total", "command, outcome"), "{{command}}: {{outcome}}"),
             ),
             Panel(
-                "Callers without an answer", "ops", one(rate("grabstream_answers_unknown_total"), "unknown")
+                "Callers without an answer", "ops", query(rate("grabstream_answers_unknown_total"), "unknown")
             ),
             Panel(
                 "Refusals of the sample that are not written",
                 "ops",
-                one(rate("grabstream_refusals_dropped_total", "place"), "{{place}}"),
+                query(rate("grabstream_refusals_dropped_total", "place"), "{{place}}"),
             ),
             Panel("Time of calls", "s", quantiles("grabstream_function_seconds", "function")),
             Panel(
                 "Lag of read models",
                 "short",
-                one("max by (read_model) (grabstream_read_model_lag_events)", "{{read_model}}"),
+                query("max by (read_model) (grabstream_read_model_lag_events)", "{{read_model}}"),
             ),
             Panel(
                 "Lag of read models in seconds",
                 "s",
-                one("max by (read_model) (grabstream_read_model_lag_seconds)", "{{read_model}}"),
+                query("max by (read_model) (grabstream_read_model_lag_seconds)", "{{read_model}}"),
             ),
             Panel(
-                "Events that are not verified", "short", one("max(grabstream_verified_lag_events)", "events")
+                "Events that are not verified",
+                "short",
+                query("max(grabstream_verified_lag_events)", "events"),
             ),
-            Panel("Since the last comparison", "s", one("max(grabstream_verified_age_seconds)", "seconds")),
-            Panel("Records set aside", "short", one("max(grabstream_set_aside_records)", "records")),
+            Panel("Since the last comparison", "s", query("max(grabstream_verified_age_seconds)", "seconds")),
+            Panel("Records set aside", "short", query("max(grabstream_set_aside_records)", "records")),
             Panel(
                 "Events of webhooks",
                 "short",
-                one("max by (state) (grabstream_webhook_events)", "{{state}}"),
+                query("max by (state) (grabstream_webhook_events)", "{{state}}"),
             ),
-            Panel("Size of tables", "bytes", one("max by (table) (grabstream_table_bytes)", "{{table}}")),
+            Panel("Size of tables", "bytes", query("max by (table) (grabstream_table_bytes)", "{{table}}")),
             Panel(
-                "Servers that answer", "short", one("min by (server) (grabstream_server_up)", "{{server}}")
+                "Servers that answer", "short", query("min by (server) (grabstream_server_up)", "{{server}}")
             ),
             Panel(
                 "Recoveries and lost decisions",
@@ -184,23 +189,23 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                     ("grabstream_shards_relayed", "relayed {{instance}}"),
                 ),
             ),
-            Panel("Commands in the gate", "short", one("grabstream_gate_queued_commands", "{{instance}}")),
-            Panel("Calls in flight", "short", one("grabstream_gate_calls_in_flight", "{{instance}}")),
+            Panel("Commands in the gate", "short", query("grabstream_gate_queued_commands", "{{instance}}")),
+            Panel("Calls in flight", "short", query("grabstream_gate_calls_in_flight", "{{instance}}")),
             Panel(
                 "Calls that decided nothing",
                 "ops",
-                one(rate("grabstream_calls_not_decided_total", "reason"), "{{reason}}"),
+                query(rate("grabstream_calls_not_decided_total", "reason"), "{{reason}}"),
             ),
             Panel(
                 "Records of commands that wait",
                 "short",
-                one("grabstream_command_records_waiting", "{{instance}}"),
+                query("grabstream_command_records_waiting", "{{instance}}"),
             ),
-            Panel("Rejected commands", "ops", one(rate("grabstream_commands_rejected_total"), "rejected")),
+            Panel("Rejected commands", "ops", query(rate("grabstream_commands_rejected_total"), "rejected")),
             Panel(
                 "Events copied to the journal",
                 "ops",
-                one(rate("grabstream_relay_events_total", "instance"), "{{instance}}"),
+                query(rate("grabstream_relay_events_total", "instance"), "{{instance}}"),
             ),
             Panel("Time of a block", "s", quantiles("grabstream_relay_cycle_seconds")),
             Panel(
@@ -211,16 +216,18 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                     ("max(grabstream_outbox_events_max)", "at most"),
                 ),
             ),
-            Panel("Age of outboxes", "s", one("max by (shard) (grabstream_outbox_age_seconds)", "{{shard}}")),
+            Panel(
+                "Age of outboxes", "s", query("max by (shard) (grabstream_outbox_age_seconds)", "{{shard}}")
+            ),
             Panel(
                 "Overdue holds and offers",
                 "s",
-                one("max by (shard) (grabstream_overdue_seconds)", "{{shard}}"),
+                query("max by (shard) (grabstream_overdue_seconds)", "{{shard}}"),
             ),
             Panel(
                 "Holds and offers ended",
                 "ops",
-                one(rate("grabstream_swept_total", "function"), "{{function}}"),
+                query(rate("grabstream_swept_total", "function"), "{{function}}"),
             ),
             Panel(
                 "Takeovers",
@@ -233,12 +240,12 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             Panel(
                 "Events in read models",
                 "ops",
-                one(rate("grabstream_projection_events_total", "projection"), "{{projection}}"),
+                query(rate("grabstream_projection_events_total", "projection"), "{{projection}}"),
             ),
             Panel(
                 "Events that are not published",
                 "short",
-                one(
+                query(
                     "max by (shard) (grabstream_shard_seq) - max by (shard) (grabstream_published_seq)",
                     "{{shard}}",
                 ),
@@ -251,41 +258,43 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             Panel(
                 "Failed attempts",
                 "ops",
-                one(rate("grabstream_projection_failures_total", "projection"), "{{projection}}"),
+                query(rate("grabstream_projection_failures_total", "projection"), "{{projection}}"),
             ),
             Panel(
                 "Restarts of roles",
                 "short",
-                one(f"sum by (role) (increase(grabstream_role_restarts_total[{RANGE}]))", "{{role}}"),
+                query(f"sum by (role) (increase(grabstream_role_restarts_total[{RANGE}]))", "{{role}}"),
             ),
             Panel(
                 "Requests of webhooks",
                 "ops",
-                one(rate("grabstream_webhook_requests_total", "result"), "{{result}}"),
+                query(rate("grabstream_webhook_requests_total", "result"), "{{result}}"),
             ),
-            Panel("Memory", "bytes", one('process_resident_memory_bytes{job="grabstream"}', "{{instance}}")),
+            Panel(
+                "Memory", "bytes", query('process_resident_memory_bytes{job="grabstream"}', "{{instance}}")
+            ),
             Panel(
                 "Processor",
                 "percentunit",
-                one(f'rate(process_cpu_seconds_total{{job="grabstream"}}[{RANGE}])', "{{instance}}"),
+                query(f'rate(process_cpu_seconds_total{{job="grabstream"}}[{RANGE}])', "{{instance}}"),
             ),
-            Panel("Files of keys refused", "short", one("grabstream_key_files_refused", "{{instance}}")),
-            Panel("Open files", "short", one('process_open_fds{job="grabstream"}', "{{instance}}")),
+            Panel("Files of keys refused", "short", query("grabstream_key_files_refused", "{{instance}}")),
+            Panel("Open files", "short", query('process_open_fds{job="grabstream"}', "{{instance}}")),
             Panel(
                 "Metrics that could not be read",
                 "ops",
-                one(rate("grabstream_unread_parts_total", "part"), "{{part}}"),
+                query(rate("grabstream_unread_parts_total", "part"), "{{part}}"),
             ),
-            Panel("Versions", "short", one("count by (version) (grabstream_build_info)", "{{version}}")),
+            Panel("Versions", "short", query("count by (version) (grabstream_build_info)", "{{version}}")),
         ),
     ),
     "gateway": (
         "grabstream: gateways",
         (
             Panel(
-                "Requests", "ops", one(rate("grabstream_http_requests_total", "operation"), "{{operation}}")
+                "Requests", "ops", query(rate("grabstream_http_requests_total", "operation"), "{{operation}}")
             ),
-            Panel("Statuses", "ops", one(rate("grabstream_http_requests_total", "status"), "{{status}}")),
+            Panel("Statuses", "ops", query(rate("grabstream_http_requests_total", "status"), "{{status}}")),
             Panel("Time of requests", "s", quantiles("grabstream_http_request_seconds", "operation")),
             Panel(
                 "Requests being processed",
@@ -314,7 +323,7 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             Panel(
                 "Refused, because there was no room",
                 "ops",
-                one(rate("grabstream_http_shed_total", "what"), "{{what}}"),
+                query(rate("grabstream_http_shed_total", "what"), "{{what}}"),
             ),
             Panel(
                 "Streams of events",
@@ -325,17 +334,17 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 ),
             ),
             Panel(
-                "Events sent on streams", "ops", one(rate("grabstream_http_stream_events_total"), "events")
+                "Events sent on streams", "ops", query(rate("grabstream_http_stream_events_total"), "events")
             ),
             Panel(
                 "Streams that are too slow",
                 "ops",
-                one(rate("grabstream_http_streams_slow_total", "result"), "{{result}}"),
+                query(rate("grabstream_http_streams_slow_total", "result"), "{{result}}"),
             ),
             Panel(
                 "Questions answered from memory",
                 "percentunit",
-                one(
+                query(
                     share("grabstream_http_cache_hits_total", "grabstream_http_cache_misses_total"),
                     "hits",
                 ),

@@ -25,15 +25,15 @@ USER: Final = re.findall(r"^USER (\d+):(\d+)$", Path("Dockerfile").read_text(), 
 def objects() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (file, object) for each object of the manifests."""
     for name in kustomization["resources"]:
-        for found in yaml.safe_load_all((FOLDER / name).read_text()):
-            yield name, found
+        for manifest in yaml.safe_load_all((FOLDER / name).read_text()):
+            yield name, manifest
 
 
-def schema_problems(found: Mapping[str, Any]) -> Iterator[str]:
+def schema_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
     """What the schemas of Kubernetes say against an object."""
     for version in VERSIONS:
         try:
-            validate(dict(found), version, strict=True)
+            validate(dict(manifest), version, strict=True)
         except SchemaNotFoundError as error:
             yield f"Kubernetes {version} has no schema: {error}"
         except ValidationError as error:
@@ -87,18 +87,18 @@ problems = [
 ]
 if [one["newTag"] for one in kustomization["images"]] != [VERSION]:
     problems.append(f"kustomization.yaml: the tag of the image is not {VERSION}")
-found_objects = list(objects())
-[settings] = [found["data"] for _, found in found_objects if found["kind"] == "ConfigMap"]
+manifests = list(objects())
+[settings] = [manifest["data"] for _, manifest in manifests if manifest["kind"] == "ConfigMap"]
 METRICS_PORT: Final = host_and_port(settings["GRAB_METRICS_LISTEN"])[1]
-for file, found in found_objects:
-    named = f"{file}: {found['kind']} {found['metadata']['name']}"
-    said = list(schema_problems(found))
-    if found["kind"] == "ConfigMap":
-        said += settings_problems(found["data"])
-    if "template" in found.get("spec", {}):
-        said += pod_problems(found["spec"]["template"]["spec"])
+for file, manifest in manifests:
+    named = f"{file}: {manifest['kind']} {manifest['metadata']['name']}"
+    said = list(schema_problems(manifest))
+    if manifest["kind"] == "ConfigMap":
+        said += settings_problems(manifest["data"])
+    if "template" in manifest.get("spec", {}):
+        said += pod_problems(manifest["spec"]["template"]["spec"])
     problems += [f"{named}: {problem}" for problem in said]
 for problem in problems:
     sys.stdout.write(f"deploy/kubernetes/{problem}\n")
-sys.stdout.write("" if problems else f"deploy/kubernetes: {len(found_objects)} objects\n")
+sys.stdout.write("" if problems else f"deploy/kubernetes: {len(manifests)} objects\n")
 sys.exit(bool(problems))
