@@ -183,11 +183,11 @@ class ShardKeys(NamedTuple):
 
     def offer_keys(self, offer: str) -> tuple[str, ...]:
         """The keys of one offer, in the order of OFFER_KEYS."""
-        return _of_offer(self, offer)
+        return _offer_keys(self, offer)
 
     def campaign_keys(self, campaign: str) -> tuple[str, ...]:
         """The keys of one campaign, in the order of CAMPAIGN_KEYS."""
-        return _of_campaign(self, campaign)
+        return _campaign_keys(self, campaign)
 
     def answers(self, campaign: str) -> str:
         """Hash id, of a grab of pieces `<offer>/<id>` → record: the answers of a campaign that have an event,
@@ -249,13 +249,13 @@ def state_key_beside(key: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _of_offer(keys: ShardKeys, offer: str) -> tuple[str, ...]:
+def _offer_keys(keys: ShardKeys, offer: str) -> tuple[str, ...]:
     key = keys.offer(offer)
     return (key, *(f"{key}/{name}" for name in OFFER_KEYS[1:]))
 
 
 @lru_cache(maxsize=4096)
-def _of_campaign(keys: ShardKeys, campaign: str) -> tuple[str, ...]:
+def _campaign_keys(keys: ShardKeys, campaign: str) -> tuple[str, ...]:
     return tuple([f"{keys.tag}:campaign:{campaign}/{name}" for name in CAMPAIGN_KEYS])
 
 

@@ -99,7 +99,7 @@ def redis_commands(prefix: str) -> list[list[str]]:
     """
     own, shadows = f"{prefix}:*", [f"{prefix}{shadow}:*" for shadow in (SHADOW, VERIFIER_SHADOW)]
     names = {"worker": [own, *shadows], "gate": [own], "reader": [own]}
-    keys = {role: [f"~{name}" for name in of_role] for role, of_role in names.items()}
+    keys = {role: [f"~{name}" for name in role_patterns] for role, role_patterns in names.items()}
     keys["reader"] = [f"%R~{pattern}" for pattern in readable_patterns(prefix)]
     begin = ["on", "resetkeys", "resetchannels", "-@all"]
     return [

@@ -195,7 +195,7 @@ def from_texts(part: Part) -> Any:
     made = found | {
         "seqs": seqs.taken.cast(types["int32"]),
         "at_time": found["at"].cast(types["time"]),
-        "hash": _of_bytes(types["hash"], part.hashes),
+        "hash": _array_of_bytes(types["hash"], part.hashes),
         "body": body,
     }
     return arrow.Table.from_arrays([made[name] for name in COLUMN_NAMES], schema=schema())
@@ -290,7 +290,7 @@ def _seqs(part: Part) -> _Seqs:
     import pyarrow as arrow
     import pyarrow.compute as pc
 
-    last = _of_bytes(arrow.int64(), part.last_seqs)
+    last = _array_of_bytes(arrow.int64(), part.last_seqs)
     before = arrow.concat_arrays([arrow.array([part.before_seq], arrow.int64()), last[:-1]])
     return _Seqs(pc.add(before, 1), pc.subtract(last, before))
 
@@ -313,7 +313,7 @@ def _fits(found: dict[str, Any], is_run: Any, shard: int, seqs: _Seqs) -> bool:
     return True
 
 
-def _of_bytes(type_: Any, values: bytes) -> Any:
+def _array_of_bytes(type_: Any, values: bytes) -> Any:
     """An array of values of a fixed width."""
     import pyarrow as arrow
 
