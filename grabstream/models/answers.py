@@ -26,15 +26,15 @@ class LimitState(msgspec.Struct, omit_defaults=True, frozen=True):
 
 # Answers and grabs are many, and never part of a cycle: Python's collector need not look at them.
 class Answer(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
-    """The answer to one command. `user` is the user that the command names, of a grab always: a grab is
+    """The answer to one command. `user` is the user that the command names, always for a grab: it is
     identified by `offer`, `user` and `id`.
 
     `code` is the number of `outcome`. `amount` counts the offer's asset (minor units or pieces), `place` is
     the ordinal of the grab within the offer, from 1, `left` the parts or pieces that can be taken after it.
     `seq` is the event's number in `shard`. `due` minor units of `currency` are to be paid until
     `deadline_at`. `limit` is the limit that refused the command, `limits` what all limits leave. `retry_at`,
-    `deadline_at` and `at` are milliseconds since 1970 UTC. `voided_codes` are the codes of returned units:
-    nobody may use them. `metadata` is that of a grab that was granted, held or queued.
+    `deadline_at` and `at` are milliseconds since 1970 UTC. `voided_codes` are the codes of returned units,
+    which are void. `metadata` is that of a grab that was granted, held or queued.
     """
 
     id: Id
@@ -65,7 +65,7 @@ class Answer(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
 
     @property
     def positive(self) -> bool:
-        """Whether the command was carried out."""
+        """Whether the command was executed."""
         return self.code < Outcome.invalid
 
     @property
@@ -89,9 +89,7 @@ def refusal(
     retry_at: int | None = None,
     user: str | None = None,
 ) -> Answer:
-    """A refusal made without a script (by a check of the input, a full queue, or a fence). A long message is
-    cut.
-    """
+    """A refusal without a script (by an input check, a full queue, or a fence). A long message is cut."""
     bounded = None if message is None else shortened(message)
     return Answer(id, OUTCOME_NAMES[outcome], int(outcome), offer, user, retry_at=retry_at, message=bounded)
 

@@ -1,4 +1,4 @@
-"""Approvals: what operators sign, so that a command of theirs is carried out.
+"""Approvals: what operators sign, so that their command is executed.
 
 An approval names the system, the command and the SHA-256 of its whole body, so it cannot be moved to another
 command, nor to another system. It is a compact JWS in the field `approvals`; the id of its key names the
@@ -48,8 +48,8 @@ def approval_of(command: OfferCommand, system: str, expires_at: int) -> Approval
 
 
 def check_approval(payload: bytes, command: OfferCommand, system: str) -> None:
-    """Raises Invalid, naming the claim, when the claims of an approval are not for this command. Whether they
-    still count is for the script to judge: a repeat gets its first answer after they have ended.
+    """Raises Invalid, naming the claim, when the claims of an approval are not for this command. The script
+    decides whether they have expired: a repeat gets its first answer even then.
     """
     try:
         approval = _decode(payload)
@@ -66,8 +66,8 @@ def check_approval(payload: bytes, command: OfferCommand, system: str) -> None:
 
 
 class Read(NamedTuple):
-    """What the events and the scripts need of an approval that was verified: the id of its key, and until
-    when it counts (ms since 1970 UTC).
+    """What events and scripts need of a verified approval: the id of its key, and its expiry (ms since 1970
+    UTC).
     """
 
     signer: str
@@ -87,15 +87,15 @@ def signers_of(command: Command) -> tuple[str, ...]:
 
 
 def operator_of(key_id: str) -> str:
-    """The operator who has a key: what stands before the first `.` of its id, since a key is replaced by one
-    with another id (`ann.1`, `ann.2`).
+    """The operator who has a key: the part of its id before the first `.`, since a replaced key gets another
+    id (`ann.1`, `ann.2`).
     """
     return key_id.partition(".")[0]
 
 
 def key_id_of(text: str) -> str:
-    """The id of the key that a compact JWS names; raises ValueError if it names none. Whoever verifies a text
-    takes the key of this id: of a header that two readers read differently, the event would name another.
+    """The id of the key that a compact JWS names; raises ValueError if it names none. A verifier uses the key
+    of this id: if two readers read a header differently, the event would name another key.
     """
     try:
         return _decode_header(segment_of(text, 0)).kid

@@ -1,8 +1,8 @@
 """A public randomness beacon in the parts of an envelope, in the form of drand (https://drand.love): rounds
-at fixed times, each a signature by many parties together, whose SHA-256 is the randomness of the round.
+at fixed times, each a joint signature of many parties, whose SHA-256 is the randomness of the round.
 
-An envelope names a chain and a round that is still to come. Its seed is committed to before the round exists,
-and the parts follow from both, so neither who chose the seed nor the parties of the beacon can choose them.
+An envelope names a chain and a future round. Its seed is committed to before the round exists, and the parts
+follow from both, so neither the chooser of the seed nor the parties of the beacon can choose them.
 """
 
 import re
@@ -56,7 +56,7 @@ class Beacon(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Where everybody can read the round."""
+        """The public address of the round."""
         return f"https://api.drand.sh/{self.chain}/public/{self.number}"
 
 

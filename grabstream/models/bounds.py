@@ -1,7 +1,7 @@
 """Bounds of all input and output, and functions that quote input in messages. `docs/limits.md` names
 each with its value.
 
-Bounds of a single field are defined beside the field (`models/offers.py`, `models/commands.py`). This module
+Bounds of a single field are defined next to the field (`models/offers.py`, `models/commands.py`). This module
 has the bounds of whole commands, records and event lines.
 """
 
@@ -22,8 +22,8 @@ CALL_READ_BYTES_MAX: Final = 1_572_864
 CODES_PER_GRAB_MAX: Final = 100
 #: Grabs of a basket. One call decides them all; offers with long queues cost it most.
 BASKET_GRABS_MAX: Final = 10
-#: Grabs of a basket that a repeat may have. Earlier releases allowed so many; a repeat of such a basket must
-#: get its first answer.
+#: Grabs of a basket that a repeat may have. Earlier releases allowed this many; a repeat of such a basket
+#: must get its first answer.
 BASKET_GRABS_KNOWN_MAX: Final = 64
 #: Spans of a week in which an offer takes grabs, after adjacent spans are joined.
 HOURS_SPANS_MAX: Final = 64

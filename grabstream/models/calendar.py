@@ -43,7 +43,7 @@ def utc_text(at_ms: int, separator: str = "T") -> str:
     return text.replace("+00:00", "Z")
 
 
-#: Files beside the zones of a system: what they say depends on the machine, or they count leap seconds.
+#: Files next to the zones of a system: their contents depend on the machine, or they count leap seconds.
 _depends_on_machine = re.compile(r"localtime\Z|Factory\Z|posixrules\Z|posix/|right/").match
 
 
@@ -107,7 +107,7 @@ def _index_at(offsets: Offsets, at_ms: int) -> int:
 
 def utc_of(offsets: Offsets, local_ms: int, after_ms: int) -> int:
     """The first time after `after_ms` at which the local clock shows `local_ms`, or a later local time if the
-    clock jumps over `local_ms`.
+    clock skips `local_ms`.
     """
     index = _index_at(offsets, after_ms)
     for begins, offset in offsets[index:]:

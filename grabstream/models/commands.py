@@ -74,7 +74,7 @@ APPROVALS_MAX: Final = 4
 APPROVAL_LENGTH_MAX: Final = 1_024
 RECEIPT_LENGTH_MAX: Final = 4_096
 TRANSFERS_MAX: Final = 16
-#: The bytes of a `load` beside its items, at most.
+#: Maximum bytes of a `load` without its items.
 COMMAND_REST_BYTES: Final = 1_024
 #: Quotes of a grab without optional fields: four names and four texts.
 PLAIN_GRAB_QUOTES: Final = 16
@@ -163,7 +163,7 @@ class Resume(OfferCommand, frozen=True, kw_only=True):
 
 
 class Close(OfferCommand, frozen=True, kw_only=True):
-    """Ends the offer now; the rest goes back to the issuer."""
+    """Closes the offer now; the rest returns to the issuer."""
 
 
 class Amend(OfferCommand, frozen=True, kw_only=True):
@@ -253,7 +253,7 @@ class Redeem(GrabCommand, frozen=True, kw_only=True):
 
 
 class Unredeem(GrabCommand, frozen=True, kw_only=True):
-    """Takes the use for an order back."""
+    """Undoes the use for an order."""
 
     order: Annotated[Id, Meta(description="the order's id")]
 
@@ -328,7 +328,7 @@ class Undecodable(Exception):
         self.id = id
         self.offer = offer
         self.user = user
-        #: Whether it was decoded, and is refused for another reason; whoever refuses it finds `raw`.
+        #: Whether it was decoded, and is refused for another reason; the refusal uses `raw`.
         self.is_decoded = False
 
 
@@ -361,8 +361,8 @@ def is_plain(command: Grab) -> bool:
 
 
 def offer_of_plain(commands: Sequence[AnyCommand]) -> str | None:
-    """The offer of these commands, if all are plain grabs of it, and nothing is wrong with them: most are so,
-    and this takes less time than the rules.
+    """The offer of these commands, if all are plain grabs of it, and valid: most are, and this takes less
+    time than the rules.
     """
     try:
         if len(commands) == 1:
@@ -370,14 +370,14 @@ def offer_of_plain(commands: Sequence[AnyCommand]) -> str | None:
             return command.offer if type(command) is Grab and _is_right_and_plain(command) else None
         offers = _offers_of_plain(commands)
     except TypeError:
-        # A name is no text.
+        # A name is not a string.
         return None
     return next(iter(offers)) if len(offers) == 1 else None
 
 
 def _offers_of_plain(commands: Sequence[AnyCommand]) -> set[str]:
-    """The offers of these commands, if all are plain grabs, and nothing is wrong with them; else none. Raises
-    TypeError for a name that is no text.
+    """The offers of these commands, if all are plain grabs, and valid; else none. Raises TypeError for a name
+    that is not a string.
     """
     if set(map(type, commands)) != {Grab}:
         return set()
@@ -403,7 +403,7 @@ _fields_of_grab = attrgetter(
 
 
 def _is_right_and_plain(command: Grab) -> bool:
-    """Whether a grab is plain, and nothing is wrong with it. Raises TypeError for a name that is no text."""
+    """Whether a grab is plain and valid. Raises TypeError for a name that is not a string."""
     return (
         is_plain(command)
         # A command made in Python may have 1.0, or None.
@@ -415,9 +415,7 @@ def _is_right_and_plain(command: Grab) -> bool:
 
 
 def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
-    """Whether all commands are confirmations, and nothing is wrong with them: most are so, and this takes
-    less time than the rules.
-    """
+    """Whether all are valid confirmations: most are, and this takes less time than the rules."""
     if set(map(type, commands)) != {Confirm} or any(map(_receipt_of, commands)):
         return False
     columns = zip(*map(_fields_of_confirm, commands), strict=True)
@@ -431,7 +429,7 @@ def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
         ):
             return False
     except TypeError:
-        # A name is no text.
+        # A name is not a string.
         return False
     asked = _given(quantities)
     return (
@@ -450,8 +448,8 @@ def are_right_confirmations(commands: Sequence[AnyCommand]) -> bool:
 
 
 def is_signed(command: Confirm) -> bool:
-    """Whether the payment side has signed what a confirmation says, in a receipt or in an answer from which
-    the system made the command. (A gate refuses receipts that it cannot verify.)
+    """Whether the payment side has signed the contents of a confirmation, in a receipt or in the answer that
+    the command follows from. (A gate refuses receipts that it cannot verify.)
     """
     return command.receipt is not None or command.id.startswith(SYSTEM_IDS)
 
@@ -678,7 +676,7 @@ def metadata_of(command: Command) -> dict[str, str] | None:
 
 
 def carried_by(grab: Any) -> dict[str, Any]:
-    """What a grab, or its event, has of the fields CARRIED, as events contain it: maps in order, by name."""
+    """The fields CARRIED of a grab, or of its event, as events contain them: maps in order, by name."""
     found = ((name, getattr(grab, name)) for name in CARRIED)
     return {
         name: dict(sorted(value.items())) if isinstance(value, dict) else value
@@ -688,12 +686,12 @@ def carried_by(grab: Any) -> dict[str, Any]:
 
 
 def carried_texts(carried: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `carried_by` says, as names and JSON texts: so scripts pass it on to events."""
+    """The result of `carried_by` as names and JSON texts, which scripts pass on to events."""
     return [(name, _encode(value).decode()) for name, value in carried.items()]
 
 
 def encode_metadata(metadata: dict[str, str]) -> bytes:
-    """Metadata as canonical JSON: by name, without spaces, in UTF-8. So events contain it."""
+    """Metadata as canonical JSON, as in events: by name, without spaces, in UTF-8."""
     return _encode(metadata)
 
 
@@ -811,7 +809,7 @@ def commands_of(value: bytes) -> Iterator[AnyCommand | Undecodable]:
 
 
 def raws_of(value: bytes) -> list[bytes]:
-    """The bytes of each command of a record whose commands `commands_of` could tell apart."""
+    """The bytes of each command of a record whose commands `commands_of` could separate."""
     if value[:1] != b"[" and not value.lstrip().startswith(b"["):
         return [value]
     return list(_split(value))
@@ -819,9 +817,9 @@ def raws_of(value: bytes) -> list[bytes]:
 
 def _plain_grabs(value: bytes) -> list[Grab]:
     """The commands of an array of plain grabs, decoded together, which takes less than half of the time; none
-    if any command is another, or wrong: then each is decoded by itself.
+    if any command is another or invalid: then each is decoded separately.
     """
-    # A command has at least so many quotes, since the union of all commands requires `type`; one that names
+    # A command has at least this many quotes, since the union of all commands requires `type`; one that names
     # a field twice, or has another field, has more. No command of such an array is above the bound of one.
     quotes = value.count(b'"')
     if len(value) > COMMAND_BYTES_MAX or not quotes or quotes % PLAIN_GRAB_QUOTES:
@@ -850,8 +848,8 @@ def plain_grabs(values: Sequence[bytes]) -> list[Grab]:
     """The commands of records that each may have one plain grab (`may_be_plain_grab`), decoded together,
     which takes a third of the time; none if any record has another command, or a wrong one.
     """
-    # No command begins in one record and ends in another: a text that has `},{` is no id, and a record with a
-    # field besides the four has more quotes.
+    # No command begins in one record and ends in another: a text that has `},{` is not an id, and a record
+    # with a fifth field has more quotes.
     grabs = _plain_grabs(b"[" + b",".join(values) + b"]")
     return grabs if len(grabs) == len(values) else []
 
@@ -984,9 +982,8 @@ _ESCAPED_LETTER: Final = re.compile(rb"\\u00([67][0-9a-fA-F])")
 
 
 def may_have_secret(raw: bytes) -> bool:
-    """Whether refused bytes may be a command with a secret: they have the name of a field that `secret_of`
-    names, also if its letters are written as escapes of JSON, or in UTF-16. Lists of users are such a field
-    too.
+    """Whether refused bytes may be a command with a secret: they contain the name of a field of `secret_of`,
+    also as escapes of JSON, or in UTF-16. Lists of users are such a field too.
     """
     letters = _ESCAPED_LETTER.sub(lambda escape: bytes([int(escape[1], 16)]), raw.replace(b"\0", b""))
     return b"seed" in letters or b"items" in letters

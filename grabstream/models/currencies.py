@@ -1,7 +1,7 @@
 """Amounts for people: money in major units of its currency, where ISO 4217 says how many minor units one has.
 
-Everything that programs read has integers. An amount whose currency is not known here stays in minor units,
-and says so.
+Everything for programs has integers. An amount whose currency is not known here stays in minor units, and
+says so.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ DECIMALS: Final[Mapping[str, int]] = {
 
 
 def shown_number(amount: int, asset: str) -> str:
-    """An amount in words that stand beside its asset, as in a column: `99.00` of CNY, `9,900 minor units` of
+    """An amount in words that stand next to its asset, as in a column: `99.00` of CNY, `9,900 minor units` of
     a currency that is not known, `3` pieces.
     """
     if ":" in asset:

@@ -1,5 +1,5 @@
-"""What a field may be instead, added to what the decoder says of a wrong command: the values of an enum, or
-the nearest name of a field.
+"""Adds the allowed values to the decoder's message about an invalid command: those of an enum, or the nearest
+name of a field.
 """
 
 import re
@@ -38,8 +38,8 @@ _decode_tagged = msgspec.json.Decoder(_Tagged).decode
 
 
 def with_what_may_be(reason: str, raw: bytes, commands: Any) -> str:
-    """The reason why one of `commands`, a union of structs, could not be decoded from `raw`, with what may be
-    in its place; as it is if that is not known.
+    """The reason why one of `commands`, a union of structs, could not be decoded from `raw`, with the allowed
+    values; unchanged if they are unknown.
     """
     parts = _parts(reason)
     if parts is None:
@@ -49,7 +49,7 @@ def with_what_may_be(reason: str, raw: bytes, commands: Any) -> str:
 
 
 def without_what_may_be(reason: str) -> str:
-    """The reason as the decoder gave it. Values and names that it quotes may look like what was added."""
+    """The reason as the decoder gave it. Values and names that it quotes may look like the addition."""
     hinted = _hinted(reason)
     return f"{hinted['problem']}{hinted['place'] or ''}" if hinted else reason
 
@@ -120,7 +120,7 @@ def _structs(annotation: Any) -> list[Any]:
 
 
 def plain_types(annotation: Any) -> list[Any]:
-    """The types that an annotation allows, of the elements if it is of a list."""
+    """The types that an annotation allows; for a list, those of the elements."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return plain_types(get_args(annotation)[0])

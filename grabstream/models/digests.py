@@ -1,4 +1,4 @@
-"""Digests: hashes that tell whether two commands with the same id have the same body.
+"""Digests: hashes that show whether two commands with the same id have the same body.
 
 A digest names its form before a `$`, which no id contains. So a command can be compared with a digest of any
 form, from any release and any seal key:
@@ -12,7 +12,7 @@ form, from any release and any seal key:
 - `plain`: a grab of one unit without further fields is not hashed, because its event contains all of it. A
   refusal has no event, so there the digest contains the grab: `plain$<offer>/<user>`.
 
-The sender of a command, and who has signed for it, do not change what it asks for: no form covers `operator`,
+The sender of a command, and its signers do not change what it requests: no form covers `operator`,
 `approvals` and `receipt`.
 """
 
@@ -39,7 +39,7 @@ PLAIN: Final = "plain"
 HASHED: Final = "b2"
 KEYED: Final = "k:"
 BYTES: Final = 16
-#: Of releases before 0.2.
+#: The form of releases before 0.2.
 FIRST_FORM_BYTES: Final = 6
 FIRST_FORM_LENGTH: Final = 8
 
@@ -59,7 +59,7 @@ class Digests:
     """Makes and compares digests. `keys` are the seal keys by id, 32 bytes each: the first key makes digests,
     all of them compare.
 
-    Without keys, no digest is keyed. Rules that run without a server use it so.
+    Without keys, no digest is keyed. Rules without a server use this form.
     """
 
     def __init__(self, keys: Mapping[str, bytes] | None = None) -> None:
@@ -130,13 +130,13 @@ class Digests:
 
 
 def plain_body(command: Grab) -> str:
-    """All that a plain grab asks for."""
+    """All that a plain grab requests."""
     return f"{PLAIN}${command.offer}/{command.user}"
 
 
 def whole_of(command: AnyCommand) -> str | None:
-    """The text of a command that is compared in full beside its digest: the entries of an `adjust`; None for
-    other commands.
+    """The text of a command that is compared in full in addition to its digest: the entries of an `adjust`;
+    None for other commands.
     """
     return (
         adjustment_text(command.transfers, command.reason, command.approved_by)
@@ -154,7 +154,7 @@ def adjustment_text(transfers: Sequence[object], reason: str, approved_by: str) 
 
 
 def body_of(command: AnyCommand | OfferCommand) -> bytes:
-    """What a command asks for, as canonical JSON."""
+    """What a command requests, as canonical JSON."""
     if isinstance(command, Confirm):
         if command.receipt is not None:
             command = msgspec.structs.replace(command, receipt=None)

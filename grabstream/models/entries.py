@@ -1,4 +1,4 @@
-"""Correcting entries of operators: transfers in commands and events, and the check of which are allowed."""
+"""Correcting entries of operators: transfers in commands and events, and the check that they are allowed."""
 
 import re
 from typing import Annotated, Final
@@ -16,9 +16,9 @@ from grabstream.models.identifiers import (
 )
 from grabstream.models.money import Asset, Invalid, Quantity, check_amount
 
-#: The accounts that a correcting entry may debit and credit. It debits only accounts that stand for the
-#: outside world: an operator cannot know the current balance of a wallet, and a ledger that had to refuse an
-#: event would stop. What a user owes is booked in `receivable:<user>`.
+#: The accounts that a correcting entry may debit and credit. It debits only accounts of the outside world: an
+#: operator cannot know the current balance of a wallet, and a ledger that had to refuse an event would stop.
+#: What a user owes is booked in `receivable:<user>`.
 ADJUSTABLE_DEBITS: Final = ("external:", "issuer:", "refund:", "receivable:")
 ADJUSTABLE_CREDITS: Final = (*ADJUSTABLE_DEBITS, "wallet:")
 #: Those of them that are named by a payment.

@@ -61,7 +61,7 @@ class Event(msgspec.Struct, Generic[V], tag_field="type", frozen=True, kw_only=T
 
 
 class CampaignZone(msgspec.Struct, frozen=True):
-    """The time zone of a campaign: its name, and its offsets (from a time in milliseconds since 1970 UTC on,
+    """The time zone of a campaign: its name, and its offsets (from a time in milliseconds since 1970 UTC,
     milliseconds ahead of UTC).
     """
 
@@ -70,12 +70,12 @@ class CampaignZone(msgspec.Struct, frozen=True):
 
 
 class OfferOpened(Event[V1], tag="offer.opened", frozen=True, kw_only=True):
-    """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked.
+    """An offer was created and funded with `total` (minor units or pieces). `terms` are those requested.
 
     `opens_at` and `closes_at` are milliseconds since 1970 UTC, `offsets` are those of the offer's time zone
-    (from a time on, milliseconds ahead of UTC). `campaign_zone` is present when the campaign's first offer
-    has another zone, in which limits of the campaign count. `seed_sha256` commits to the seed; `sealed_seed`
-    is encrypted and serves recovery.
+    (from a time, milliseconds ahead of UTC). `campaign_zone` is present when the campaign's first offer has
+    another zone, in which limits of the campaign count. `seed_sha256` commits to the seed; `sealed_seed` is
+    encrypted and serves recovery.
     """
 
     kind: Annotated[str, in_schema(enum=KINDS)]
@@ -111,7 +111,7 @@ class OfferLoaded(Event[V1], tag="offer.loaded", frozen=True, kw_only=True):
 
 
 class OfferAmended(Event[V1], tag="offer.amended", frozen=True, kw_only=True):
-    """Terms changed; `changes` is what was asked. `added` pieces came from the account `source`, `removed`
+    """Terms changed; `changes` are those requested. `added` pieces came from the account `source`, `removed`
     pieces went to it, `left` pieces are left.
     """
 
@@ -127,7 +127,7 @@ class OfferAmended(Event[V1], tag="offer.amended", frozen=True, kw_only=True):
 
 
 class OfferPaused(Event[V1], tag="offer.paused", frozen=True, kw_only=True):
-    """From here on, grabs are refused with `on_hold`."""
+    """From here, grabs are refused with `on_hold`."""
 
     operator: Id | None = None
     signers: Signers = ()
@@ -135,7 +135,7 @@ class OfferPaused(Event[V1], tag="offer.paused", frozen=True, kw_only=True):
 
 
 class OfferResumed(Event[V1], tag="offer.resumed", frozen=True, kw_only=True):
-    """Grabs are taken again."""
+    """Grabs are accepted again."""
 
     operator: Id | None = None
     signers: Signers = ()
@@ -160,7 +160,7 @@ class OfferClosed(Event[V1], tag="offer.closed", frozen=True, kw_only=True):
 
 
 class OfferRetired(Event[V1], tag="offer.retired", frozen=True, kw_only=True):
-    """The offer left Redis; from here on, SQL answers questions about it."""
+    """The offer left Redis; from here, SQL answers queries about it."""
 
 
 class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
@@ -181,7 +181,8 @@ class _GrabEvent(Event[V], Generic[V], frozen=True, kw_only=True):
 
 
 class GrabGranted(_GrabEvent[V1], tag="grab.granted", frozen=True, kw_only=True):
-    """A user got `amount` for good. `asked` is present when it was more than `quantity`; `codes` are sealed.
+    """A user got `amount` permanently. `asked` is present when it was more than `quantity`; `codes` are
+    sealed.
 
     `ticket` is the id of a single-use ticket that was used; `ticket_ends_at` (milliseconds since 1970 UTC) is
     present when the ticket was good for the whole campaign.
@@ -218,7 +219,7 @@ class GrabHeld(_GrabEvent[V1], tag="grab.held", frozen=True, kw_only=True):
 
 class GrabQueued(_GrabEvent[V1], tag="grab.queued", frozen=True, kw_only=True):
     """A user waits for `quantity` units; `place` is the number on the waiting list, `amount` is 0. The event
-    that serves the grab has its `metadata` again.
+    that serves the grab repeats its `metadata`.
     """
 
     attributes: dict[Id, Id] = {}
@@ -236,7 +237,7 @@ class GrabExtended(_GrabEvent[V1], tag="grab.extended", frozen=True, kw_only=Tru
 
 
 class GrabConfirmed(_GrabEvent[V1], tag="grab.confirmed", frozen=True, kw_only=True):
-    """Held units are the user's for good; `held` units stay held. `paid` minor units of `currency` went to
+    """Held units are now the user's; `held` units stay held. `paid` minor units of `currency` went to
     `issuer` by `payment`, which may settle each grab of one `basket`. With `retaken`, the hold was over and
     the units were taken again. `codes` are sealed.
     """
@@ -286,7 +287,7 @@ class GrabRedeemed(_GrabEvent[V1], tag="grab.redeemed", frozen=True, kw_only=Tru
 
 
 class GrabUnredeemed(_GrabEvent[V1], tag="grab.unredeemed", frozen=True, kw_only=True):
-    """The use for an order was taken back."""
+    """The use for an order was undone."""
 
     order: Id
     digest: str
@@ -328,7 +329,7 @@ _OtherEvent = (
     | PaymentRefundDue | LedgerAdjusted
 )  # fmt: skip
 AnyEvent = AnyOfferEvent | GrabGranted | GrabHeld | _OtherEvent
-#: Events that are lines of the journal by themselves: there, grants and holds are runs (`models/runs.py`).
+#: Events that are single lines of the journal: there, grants and holds are runs (`models/runs.py`).
 LineEvent = AnyOfferEvent | _OtherEvent
 AnyGrabEvent = (
     GrabGranted

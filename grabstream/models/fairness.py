@@ -1,4 +1,4 @@
-"""Fairness of an envelope: recomputes every part from the events of the envelope alone, and says what that
+"""Fairness of an envelope: recomputes every part from the events of the envelope alone, and states what that
 proves. `tests/models/recompute.py` does the same without this project.
 """
 
@@ -42,7 +42,7 @@ REST: Final = "what was left went back"
 
 
 class Check(NamedTuple):
-    """A check and what it found; `problem` is None if the check passed."""
+    """A check and its result; `problem` is None if it passed."""
 
     name: str
     problem: str | None
@@ -75,7 +75,7 @@ class Fairness(NamedTuple):
 
     @property
     def is_proved(self) -> bool:
-        """Whether all checks have passed."""
+        """Whether all checks passed."""
         return all(check.problem is None for check in self.checks)
 
 

@@ -25,8 +25,7 @@ def in_schema(**words: Any) -> Meta:
     return Meta(extra_json_schema=words)
 
 
-#: Command ids of events that the system makes by itself when a time is reached (`sweep`). Senders must not
-#: use them.
+#: Command ids of events that the system makes when a time is reached (`sweep`). Senders must not use them.
 RESERVED_IDS: Final = frozenset({"sweep"})
 #: The ids of commands that the system sends itself begin so (`models/payments.py`). Senders must not use
 #: them: a command under such an id would be taken for the one of the system.
@@ -73,13 +72,13 @@ def is_reserved(id: str) -> bool:
 
 def may_be_reserved(ids: Sequence[str]) -> bool:
     """Whether one of the ids may be reserved: fast, and True for a few lists without a reserved id. Raises
-    TypeError for what is no text.
+    TypeError for a value that is not a string.
     """
     return SYSTEM_IDS in "".join(ids) or not RESERVED_IDS.isdisjoint(ids)
 
 
 def are_three_ids(first: str, second: str, third: str) -> bool:
-    """Whether all three are ids, in one match; raises TypeError for what is no text."""
+    """Whether all three are ids, in one match; raises TypeError for a value that is not a string."""
     return _three_ids_match("/".join((first, second, third))) is not None
 
 
@@ -96,7 +95,7 @@ def are_ids(texts: Iterable[str]) -> bool:
 
 
 def is_payment_id(text: str) -> bool:
-    """Whether the text may be the id of a payment; raises TypeError for what is no text."""
+    """Whether the text may be the id of a payment; raises TypeError for a value that is not a string."""
     return (
         0 < len(text) <= PAYMENT_BYTES_MAX
         and _find_control(text) is None
@@ -105,7 +104,7 @@ def is_payment_id(text: str) -> bool:
 
 
 def are_payment_ids(texts: Sequence[str]) -> bool:
-    """Whether every text may be the id of a payment. Most are ids of any kind, which is found in C."""
+    """Whether every text may be the id of a payment. Most are ordinary ids, which is checked in C."""
     return are_ids(texts) or all(map(is_payment_id, texts))
 
 
@@ -118,8 +117,8 @@ def encoded_payment(payment: str) -> str:
 
 
 def id_of_end_user(user: str, key: str) -> str:
-    """The id of a command about a grab that an end user sends. The key alone would be one of the whole
-    campaign: a user who guesses the key of a service's command could send another command with it before.
+    """The id of a command about a grab that an end user sends. The key alone would be valid in the whole
+    campaign: a user who guesses the key of a service's command could send another command with it first.
     """
     return f"user:{sha256(f'{user}/{key}'.encode()).hexdigest()[:40]}"
 

@@ -17,7 +17,7 @@ from grabstream.models.bounds import shortened
 
 GENESIS: Final = bytes(32)
 #: The end of the owner id of a relay that signs. A cursor has this owner from the first signed marker of a
-#: shard on, so it tells for ever that nothing unsigned counts any more.
+#: shard on, so it records permanently that unsigned records no longer count.
 SIGNED_OWNER: Final = "-signed"
 #: The digits of a number in the headers.
 NUMBER_DIGITS_MAX: Final = 15
@@ -31,7 +31,9 @@ Authority = Literal["unchecked", "signed", "unsigned", "forged"]
 
 
 class Corrupt(Exception):
-    """The journal contradicts itself: the shard must stop, and no record from this one on may be used."""
+    """The journal contradicts itself: the shard must stop, and neither this nor any later record may be
+    used.
+    """
 
 
 class Gap(Exception):
@@ -104,8 +106,8 @@ def anchor_headers(cursor: "Cursor", shard: int) -> list[tuple[str, bytes]]:
 
 
 def named(headers: Headers) -> dict[str, bytes]:
-    """Headers by name; of several with one name, the last one. A value may be null in Kafka, and whoever may
-    write to the topic can write such a record: it counts as empty, and stops no reader.
+    """Headers by name; of several with one name, the last one. A value may be null in Kafka, and any writer
+    of the topic can write such a record: it counts as empty, and stops no reader.
     """
     return {name: value or b"" for name, value in headers}
 
@@ -154,8 +156,8 @@ _seq_in = re.compile(
 
 
 def last_seqs_of(lines: Sequence[bytes], first_seq: int, seqs: int) -> Sequence[int]:
-    """The last seq of each of some lines that take `seqs` seqs from `first_seq` on: the seq before that in
-    the text of the next line. Raises Corrupt if the texts contradict this.
+    """The last seq of each of some lines that take `seqs` seqs from `first_seq`: the seq before that in the
+    text of the next line. Raises Corrupt if the texts contradict this.
     """
     if seqs == len(lines):
         return range(first_seq, first_seq + seqs)
@@ -214,9 +216,9 @@ def parse_block(headers: Headers, value: bytes | None) -> Block:
 
 
 def parse_signed(headers: Headers, value: bytes | None, shard: int, authority: Authority, why: str) -> Block:
-    """Parses a record of a partition of which it is known whether a relay signed it; `why` is the reason if
-    not. Raises nothing: a record that no relay signed may be anything, and must not stop a reader. Headers
-    that a relay signed, with lines of another one, are forged.
+    """Parses a record of a partition after the check of its signature; `why` is the reason if no relay signed
+    it. Raises nothing: an unsigned record may be anything, and must not stop a reader. Signed headers with
+    lines of another record are forged.
     """
     try:
         block = parse_block(headers, value)
@@ -233,7 +235,7 @@ def parse_signed(headers: Headers, value: bytes | None, shard: int, authority: A
 
 class Cursor(NamedTuple):
     """The position of a reader in a shard: the last `seq` and the hash after it, the next offset, and the
-    current term and owner. It stands after a whole line.
+    current term and owner. It is after a whole line.
     """
 
     seq: int = 0

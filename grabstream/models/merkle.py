@@ -43,7 +43,7 @@ class Root:
         self._hashes.append(leaf)
 
     def hash(self) -> bytes:
-        """The root; of no leaves, the hash of nothing."""
+        """The root; without leaves, the hash of nothing."""
         if not self._hashes:
             return sha256().digest()
         *rest, root = self._hashes
@@ -74,7 +74,7 @@ def siblings(index: int, size: int) -> list[Span]:
 
 
 class Path:
-    """Makes the proof of one leaf from the hashes of all leaves, in order, and the root beside it."""
+    """Makes the proof of one leaf from the hashes of all leaves, in order, and the root."""
 
     def __init__(self, index: int, size: int) -> None:
         self.root = Root()

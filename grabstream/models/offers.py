@@ -263,7 +263,7 @@ Terms = EnvelopeTerms | CouponTerms | StockTerms
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What `amend` changes; an absent field stays as it is. An envelope's money and parts are promised and
-    cannot be changed. `randomness` is `<round>/<randomness>/<signature>` of the round that it awaits.
+    cannot be changed. `randomness` is `<round>/<randomness>/<signature>` of the awaited round.
     """
 
     title: Annotated[str, in_schema(maxLength=LINE_LENGTH_MAX, pattern=LINE_PATTERN)] | UnsetType = UNSET
@@ -287,8 +287,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 def terms_of(text: bytes) -> Terms:
-    """The terms in an `offer.opened`. Ignores unknown fields and does not check bounds, because they may have
-    been different when the offer was opened. Raises ValueError when the text is not terms.
+    """The terms in an `offer.opened`. Ignores unknown fields and does not check bounds, which may have been
+    different when the offer was opened. Raises ValueError when the text is not terms.
     """
     document = _object_of(text)
     struct = _TERMS_BY_KIND.get(document.get("kind", ""))

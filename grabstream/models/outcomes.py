@@ -12,7 +12,7 @@ from grabstream.models.identifiers import in_schema
 
 
 class Outcome(IntEnum):
-    """Below 20: the command was carried out, and an event records it. From 20: it was refused, and changed
+    """Below 20: the command was executed, and an event records it. From 20: it was refused, and changed
     nothing.
     """
 
@@ -52,7 +52,7 @@ class Outcome(IntEnum):
 
     @property
     def positive(self) -> bool:
-        """Whether the command was carried out."""
+        """Whether the command was executed."""
         return self < Outcome.invalid
 
 
@@ -74,5 +74,5 @@ class OutcomeUnknown(Exception):
 
     @property
     def cause(self) -> str:
-        """The text without what to do."""
+        """The text without the advice."""
         return str(self).removesuffix(SEND_AGAIN)

@@ -1,7 +1,7 @@
-"""What the system and the payment side tell each other about a payment, as the claims of signed texts
+"""Messages about a payment between the system and the payment side, as claims of signed texts
 (`lua/gate/signing.py`), and the commands that follow from it.
 
-A payment token tells what is due for a hold, a receipt what became of a payment, a query which holds end
+A payment token names what is due for a hold, a receipt the result of a payment, a query the holds that end
 soon, and its answer what is known about them. Names and units are those of answers: amounts in minor units,
 times in milliseconds since 1970 UTC.
 """
@@ -57,7 +57,7 @@ Audience = Annotated[str, in_schema(minLength=1, maxLength=AUDIENCE_LENGTH_MAX)]
 
 
 def audience_of(prefix: str, cluster: str) -> str:
-    """The claim `aud` of what is signed for a system. No prefix contains '@'."""
+    """The claim `aud` of texts signed for a system. No prefix contains '@'."""
     return f"{prefix}@{cluster}"
 
 
@@ -85,11 +85,10 @@ class PaymentToken(_WrittenClaims, frozen=True, kw_only=True):
 
 
 class Receipt(_ReadClaims, frozen=True, kw_only=True):
-    """What became of a payment: `paid` minor units of `currency` were paid, or it `failed`, and nothing was
+    """The result of a payment: `paid` minor units of `currency` were paid, or it `failed` and nothing was
     paid: then the hold stays, for another attempt before its end. `payment` is the id that the payment side
-    gave it; another payment has another id. `quantity` are
-    the units of the grab that were paid for: all, if it is not given. `aud` is that of the payment token:
-    another system refuses the receipt. A receipt does not expire: what was paid was paid.
+    gave it; another payment has another id. `quantity` are the units of the grab that were paid for: all, if
+    absent. `aud` is that of the payment token: another system refuses the receipt. A receipt does not expire.
     """
 
     aud: Audience
@@ -122,10 +121,10 @@ class PaymentQuery(_WrittenClaims, frozen=True, kw_only=True):
 
 
 class PaymentState(_ReadClaims, frozen=True, kw_only=True):
-    """What the payment side knows of a hold. `paid`: as a receipt says it. `unpaid`: nothing was paid until
-    now, and the hold stays to its end. If that is `final`, nothing will be paid either, because the payment
-    side takes no payment for this grab any more: the hold is released at once. `unknown`: neither, as where
-    the payment token of the grab was never shown. `final` counts with `unpaid` only.
+    """What the payment side knows of a hold. `paid`: as in a receipt. `unpaid`: nothing has been paid, and
+    the hold stays until its end. If that is `final`, nothing will be paid, because the payment side accepts
+    no payment for this grab any more: the hold is released at once. `unknown`: neither, as where the payment
+    token of the grab was never shown. `final` counts with `unpaid` only.
     """
 
     offer: Id
@@ -228,9 +227,9 @@ def decode_query(payload: bytes) -> PaymentQuery:
 
 
 def decode_answer(payload: bytes, query: PaymentQuery) -> tuple[list[PaymentState], list[str]]:
-    """What the answer to a query says about its holds, at most once about each, and what is wrong with the
-    states that do not count. Each is judged by itself: one that is wrong counts as left out, and so do those
-    that contradict each other. Raises Invalid for the answer to another query.
+    """The states of holds in the answer to a query, at most one for each, and the reasons why others do not
+    count. Each is judged separately: an invalid one counts as left out, and so do those that contradict each
+    other. Raises Invalid for the answer to another query.
     """
     plain = without_surrogates(payload)
     answer = _decoded(_decode_answer, plain, check_outer_names_once)
@@ -283,9 +282,9 @@ def _check_ids(claims: msgspec.Struct, names: Sequence[str]) -> None:
 
 
 def command_of(receipt: Receipt) -> Confirm:
-    """The command that follows from the receipt of a payment that was paid; from one that failed, none does.
-    All receipts with the same contents have one command id, wherever they come from, so a repeat gets the
-    first answer. One with other contents is another command, for which the payment is known.
+    """The command that follows from the receipt of a successful payment; a failed one has none. All receipts
+    with the same contents have one command id, wherever they come from, so a repeat gets the first answer.
+    One with other contents is another command, with a known payment.
     """
     money = (str(receipt.paid), receipt.currency or "", str(receipt.quantity or ""))
     return Confirm(
@@ -296,7 +295,7 @@ def command_of(receipt: Receipt) -> Confirm:
 
 
 def command_of_unpaid(hold: AskedHold) -> Release:
-    """The command that ends a hold of which the payment side knows that nobody will pay it."""
+    """The command that ends a hold that will not be paid, by the payment side's answer."""
     id_ = _id_of("unpaid", hold.offer, hold.grab, str(hold.ends_at))
     return Release(id=id_, offer=hold.offer, grab=hold.grab)
 

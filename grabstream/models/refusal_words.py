@@ -1,7 +1,7 @@
-"""Refusals in words, for every door: what a refusal says of one command, and which grab a basket was refused
-with.
+"""Refusals in words, for every door: the reason for one command, and the grab that caused the refusal of a
+basket.
 
-The words name the id of a command as the door does that the command came by: `id`, or a header of HTTP.
+The words name the id of a command as its door does: `id`, or a header of HTTP.
 """
 
 import re
@@ -37,9 +37,9 @@ _Words = Callable[[Answer, AnyCommand, str], str]
 
 
 def words_of(answer: Answer, command: AnyCommand, id_name: str = "id") -> str:
-    """What a refusal says of its command. `id_name` is what the sender calls the id of a command."""
+    """The words of a refusal. `id_name` is the sender's name for the id of a command."""
     if isinstance(command, Grab) and command.basket is not None and answer.repeated and not answer.message:
-        # Messages are not remembered, so nobody knows which of the grabs it is true of.
+        # Messages are not remembered, so it is unknown for which of the grabs it holds.
         return (
             f"The basket {command.basket} was refused before, as {answer.outcome}: none of its grabs was "
             f"granted. Only its first answer named the grab that caused it. Another basket needs another "
@@ -51,13 +51,17 @@ def words_of(answer: Answer, command: AnyCommand, id_name: str = "id") -> str:
 
 
 def refused_with(answer: Answer) -> str | None:
-    """The id of the grab that a basket was refused with, by the answer to one of its grabs; else None."""
+    """The id of the grab that caused the refusal of a basket, by the answer to one of its grabs; else
+    None.
+    """
     found = _basket_refused(answer.message or "")
     return found[1] if found else None
 
 
 def refusal_of_basket(answers: Sequence[Answer], commands: Sequence[AnyCommand]) -> tuple[Answer, AnyCommand]:
-    """The refusal that refused a basket, of which at least one answer is a refusal, and its command."""
+    """The refusal that caused the refusal of a basket, and its command. At least one answer must be a
+    refusal.
+    """
     # As a rule, each answer names the grab that was refused first. A basket that another one shares its key
     # with may have first answers of that one, too.
     index = next(index for index, one in enumerate(answers) if not one.positive)
@@ -117,7 +121,7 @@ def _conflict(answer: Answer, command: AnyCommand, id_name: str) -> str:
 
 
 def _other_conflict(command: AnyCommand) -> str:
-    """What a command may conflict with besides an earlier command under its id."""
+    """What a command may conflict with apart from an earlier command under its id."""
     if isinstance(command, Load):
         return f"; or chunk {command.chunk} of the {command.what} of offer {command.offer} is loaded"
     if isinstance(command, Open):
@@ -289,7 +293,7 @@ _WORDS: Final[Mapping[Outcome, _Words]] = {
 
 
 #: What every refusal said when it was first given, of those that are remembered. The words of
-#: `already_taken` hold for ever.
+#: `already_taken` always hold.
 _WORDS_BEFORE: Final[Mapping[Outcome, _Words]] = {
     Outcome.no_such_offer: lambda _, command, __: f"there was no offer {command.offer}",
     Outcome.no_such_grab: lambda _, command, __: (

@@ -14,12 +14,12 @@ _TYPES: Final = [str(command.__struct_config__.tag) for command in get_args(AnyC
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A command that was refused. Not an event: it is a sample, changed nothing, and has no number. `at` and
-    `retry_at` are milliseconds since 1970 UTC.
+    """A command that was refused. It is not an event, but a sample: it changed nothing and has no number.
+    `at` and `retry_at` are milliseconds since 1970 UTC.
 
-    `type` and `id` are those of the command, `grab` the one that it was about, `limit` the limit that refused
-    it (`user/day`), with the units that it leaves in `limit_left`; `left` are the units that the offer has
-    left. What does not apply is absent.
+    `type` and `id` are those of the command, `grab` the one it was about, `limit` the limit that refused it
+    (`user/day`), with the units that it leaves in `limit_left`; `left` are the units that the offer has left.
+    What does not apply is absent.
     """
 
     v: Literal[1]

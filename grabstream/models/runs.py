@@ -1,9 +1,8 @@
-"""Runs: what one call grants, or holds, of one offer in a row, as one event in columns.
+"""Runs: consecutive grants or holds of one offer by one call, as one event in columns.
 
 A run is version 2 of `grab.granted` and `grab.held`. It takes as many seqs as it has grabs: its grab number i
 (from 0) has the seq `seq + i`, the offer_seq `offer_seq + i` and the place `place + i`. So (shard, seq) names
-one grab. `singles` returns the events of the grabs one by one, in the form of version 1; `grab.events` has
-them so.
+one grab. `singles` returns the events of the grabs one by one, in the form of version 1, as on `grab.events`.
 
 In the journal and in the audit trail, every grant and every hold is a run, also that of one grab.
 `decode_line` and `decode_lines` read their lines.
@@ -43,12 +42,12 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
 
     `quantities` are the units, 1 by default; `amounts` the same in the offer's asset, the quantities by
     default. `place` is that of the first grab, `left` the units left after the last one. `asked` is what was
-    asked for, where it was more than was given. `digests` are those of the commands, `plain` by default.
+    requested, where it was more than was given. `digests` are those of the commands, `plain` by default.
     `command` is the command that made units free for queued grabs; other grabs are commands themselves.
     Raises ValueError if the columns do not fit together.
     """
 
-    #: The names of the columns beside `grabs`.
+    #: The names of the columns other than `grabs`.
     columns: ClassVar[tuple[str, ...]] = (
         "users", "quantities", "amounts", "asked", "attributes", *CARRIED, "tickets", "digests"
     )  # fmt: skip
@@ -117,7 +116,7 @@ class _Run(msgspec.Struct, tag_field="type", frozen=True, kw_only=True, omit_def
 
 
 class GrantedRun(_Run, tag="grab.granted", frozen=True, kw_only=True, gc=False):
-    """Users got amounts for good. `codes` are sealed."""
+    """Users got amounts permanently. `codes` are sealed."""
 
     columns: ClassVar[tuple[str, ...]] = (*_Run.columns, "codes")
 
@@ -139,7 +138,7 @@ class HeldRun(_Run, tag="grab.held", frozen=True, kw_only=True, gc=False):
     waited: bool = False
 
     def due(self, quantity: int) -> int | None:
-        """What so many units cost; None if they cost nothing."""
+        """What `quantity` units cost; None if they cost nothing."""
         return None if self.currency is None else self.price * quantity
 
     def single(self, i: int, common: dict[str, Any]) -> GrabHeld:

@@ -82,8 +82,8 @@ def tag_of(struct: type) -> str:
 def schema_of(struct: type, title: str, nulls: bool = True) -> Schema:
     """The schema of a struct, with the schemas it refers to under `$defs`.
 
-    `nulls`: whether an optional field may be null. It may in what grabstream reads; what grabstream writes
-    leaves the field out instead.
+    `nulls`: whether an optional field may be null. It may be in input of grabstream; its output omits the
+    field instead.
     """
     _, components = msgspec.json.schema_components([struct], ref_template="#/$defs/{name}")
     plain = {name: _plain(component, nulls) for name, component in components.items()}

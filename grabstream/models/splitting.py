@@ -45,8 +45,8 @@ def draw(seed: str, k: int, range_size: int) -> int:
 
 
 def half_width(law: Law, left: int, parts: int, least: int, most: int) -> int:
-    """w: how far a part may be from the mean of what is left (in minor units) without making a later part
-    break `least` or `most`.
+    """w: the maximum distance of a part from the mean of what is left (in minor units) without making a later
+    part break `least` or `most`.
     """
     if law == "equal":
         return 0
@@ -76,7 +76,7 @@ def split_ahead(law: Law, total: int, parts: int, least: int, most: int, seed: s
 
 
 def at_once(steps: Generator[None, None, _T]) -> _T:
-    """What the steps of a generator return."""
+    """Runs all steps of a generator; returns their result."""
     while True:
         try:
             next(steps)

@@ -1,5 +1,5 @@
-"""JSON with an escape of half of a surrogate pair. It is JSON, but no text: the decoder refuses all of it,
-even where only one part of many has such an escape.
+"""JSON with an escape of half of a surrogate pair. It is JSON, but not Unicode text: the decoder refuses all
+of it, even if only one of many parts has such an escape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ def without_surrogates(raw: bytes) -> bytes:
 
 def at_places(raw: bytes, decoded: bytes, parts: Sequence[msgspec.Raw]) -> Iterator[bytes]:
     """The bytes in `raw` of the elements of an array in it, which are `parts` of `decoded`, the JSON without
-    surrogates. A part that is an object or an array begins nowhere before its place.
+    surrogates. A part that is an object or an array does not begin before its place.
     """
     end = 0
     for part in parts:

@@ -11,7 +11,7 @@ import msgspec
 from grabstream.models.events import AnyEvent
 from grabstream.models.runs import AnyRun, GrantedRun, HeldRun
 
-#: Prefixes of accounts that are never below 0. Other accounts (`external:`, `issuer:` …) stand for the
+#: Prefixes of accounts that are never below 0. Other accounts (`external:`, `issuer:` …) represent the
 #: outside world.
 GUARDED_ACCOUNTS: Final = ("offer:", "hold:", "wallet:", "redeemed:")
 #: The kinds of accounts between which grants and holds move.
@@ -62,8 +62,8 @@ def source_of(asset: str, funding: str | None, issuer: str) -> str:
 
 
 def transfers_of(event: AnyEvent | AnyRun) -> Transfers:
-    """The transfers of an event, in order of their legs; empty for an event that moves nothing. Of a run, one
-    for each grab, in columns.
+    """The transfers of an event, in order of their legs; empty for an event that moves nothing. For a run,
+    one for each grab, in columns.
     """
     kind = type(event)
     make = _transfers_by_class.get(kind)

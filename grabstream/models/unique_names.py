@@ -1,5 +1,5 @@
-"""JSON in which an object names a field twice: readers disagree about which value counts, so what one has
-checked is not what another one does. Whatever decides something refuses it.
+"""JSON in which an object names a field twice: readers disagree about which value counts, so one may check a
+different value than another executes. Every decider refuses it.
 """
 
 import json
@@ -21,8 +21,8 @@ def check_names_once(raw: bytes, encoded: bytes | None = None) -> None:
 
 
 def check_outer_names_once(raw: bytes, encoded: bytes | None = None) -> None:
-    """The same, of the outermost object alone: what is in it is judged apart, and stands in `encoded` as in
-    `raw`.
+    """The same for the outermost object alone: its contents are checked separately, and are the same in
+    `encoded` and `raw`.
     """
     if encoded is None or any(raw.count(sign) != encoded.count(sign) for sign in (b'"', b"\\")):
         pairs = _parsed(raw, list)
@@ -31,17 +31,17 @@ def check_outer_names_once(raw: bytes, encoded: bytes | None = None) -> None:
 
 
 def check_header(text: str) -> None:
-    """The same, of the header of a compact JWS, of which RFC 7515 (section 4) wants it, too."""
+    """The same for the header of a compact JWS, as RFC 7515 (section 4) requires."""
     check_names_once(segment_of(text, 0))
 
 
 def check_claims(text: str) -> None:
-    """The same, of the claims of a compact JWS."""
+    """The same for the claims of a compact JWS."""
     check_names_once(segment_of(text, 1))
 
 
 def segment_of(text: str, index: int) -> bytes:
-    """What a segment of a compact JWS says: of the header (0) or of the claims (1)."""
+    """The object in a segment of a compact JWS: the header (0) or the claims (1)."""
     segment = text.split(".")[index]
     return urlsafe_b64decode(segment + "=" * (-len(segment) % 4))
 

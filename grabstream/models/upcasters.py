@@ -1,4 +1,4 @@
-"""The upcasters of this program, which raise events of earlier versions. Today, every type has its first
+"""The upcasters of this program, which raise events of earlier versions. At present, every type has its first
 version.
 
 Each earlier version of a type has one function and one line, which are never edited (docs/events.md):

@@ -1,10 +1,9 @@
-"""Upcasting: events of older versions are raised to the current version while they are read, one version at a
-time.
+"""Upcasting: events of older versions are raised to the current version on reading, one version at a time.
 
-The text of an event never changes: it is hashed, published and audited as it was written. Only its decoded
-form is raised, by pure functions from JSON object to JSON object. So all code after the decoder handles only
-the current form of each type. The versions of a type count from 1. `models/upcasters.py` has the upcasters of
-this program; docs/events.md explains how to add one.
+The text of an event never changes: it is hashed, published and audited as written. Only its decoded form is
+raised, by pure functions on JSON objects, so all code after the decoder handles only the current form of each
+type. The versions of a type count from 1. `models/upcasters.py` has the upcasters of this program;
+docs/events.md explains how to add one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +51,7 @@ class Upcaster(NamedTuple):
 
 
 class _Versioned(msgspec.Struct):
-    """The fields of an event that tell its type, version and seq."""
+    """The fields with the type, version and seq of an event."""
 
     type: str
     v: int
@@ -155,7 +154,7 @@ class VersionedDecoder(Generic[E]):
 
     The constructor raises BrokenChain when the upcasters have a gap. Decoding raises msgspec.DecodeError for
     any other text; two subclasses of it are NewerEvent, for a text of a newer grabstream, and UpcastFailed,
-    for one that its upcaster cannot raise.
+    where an upcaster fails.
     """
 
     def __init__(self, form: Any, upcasters: Upcasters) -> None:

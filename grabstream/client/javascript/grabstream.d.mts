@@ -1,7 +1,7 @@
 // Types of grabstream.mjs. Times are milliseconds since 1970 UTC; amounts count minor units or pieces.
 // Made from the models by `python -m scripts.generated`, up to the line of dashes.
 
-/** Below 20: the command was carried out, and an event records it. From 20: it was refused, and changed
+/** Below 20: the command was executed, and an event records it. From 20: it was refused, and changed
  *  nothing. */
 export type Outcome =
   | 'granted' | 'held' | 'confirmed' | 'released' | 'returned' | 'opened' | 'amended' | 'closed' | 'paused'
@@ -10,14 +10,14 @@ export type Outcome =
   | 'on_hold' | 'over' | 'not_eligible' | 'limit_reached' | 'sold_out' | 'not_enough_left' | 'expired'
   | 'not_held' | 'not_redeemable'
 
-/** The answer to one command. `user` is the user that the command names, of a grab always: a grab is
+/** The answer to one command. `user` is the user that the command names, always for a grab: it is
  *  identified by `offer`, `user` and `id`. `code` is the number of `outcome`. `amount` counts the offer's
  *  asset (minor units or pieces), `place` is the ordinal of the grab within the offer, from 1, `left` the
  *  parts or pieces that can be taken after it. `seq` is the event's number in `shard`. `due` minor units
  *  of `currency` are to be paid until `deadline_at`. `limit` is the limit that refused the command,
  *  `limits` what all limits leave. `retry_at`, `deadline_at` and `at` are milliseconds since 1970 UTC.
- *  `voided_codes` are the codes of returned units: nobody may use them. `metadata` is that of a grab that
- *  was granted, held or queued. */
+ *  `voided_codes` are the codes of returned units, which are void. `metadata` is that of a grab that was
+ *  granted, held or queued. */
 export interface Answer {
   id: string
   outcome: Outcome
@@ -49,7 +49,7 @@ export interface Answer {
 }
 
 /** What `amend` changes; an absent field stays as it is. An envelope's money and parts are promised and
- *  cannot be changed. `randomness` is `<round>/<randomness>/<signature>` of the round that it awaits. */
+ *  cannot be changed. `randomness` is `<round>/<randomness>/<signature>` of the awaited round. */
 export interface Changes {
   title?: string
   total?: number
@@ -405,7 +405,7 @@ export interface TransferPage {
   transfers: UserTransfer[]
 }
 
-/** A grab of a user. `back` units were returned, or are still waited for. */
+/** A grab of a user. `back` units were returned, or are still awaited. */
 export interface UserGrab {
   offer: string
   grab: string
@@ -581,7 +581,7 @@ export class Client {
   userGrabs(user: string, asked?: UserGrabsAsked): Promise<UserGrabPage>
   userTransfers(user: string, asked?: PageAsked): Promise<TransferPage>
 
-  /** Connects again by itself, and resumes, until the loop ends or `signal` is aborted. */
+  /** Reconnects automatically, and resumes, until the loop ends or `signal` is aborted. */
   offerEvents(offer: string, options?: EventsOptions): AsyncGenerator<StreamedEvent, void, void>
   userEvents(user: string, options?: UserEventsOptions): AsyncGenerator<StreamedEvent, void, void>
 

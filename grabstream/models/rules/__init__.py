@@ -1,8 +1,8 @@
 """The rules: the decisions of the Lua scripts as pure functions, so that tests can compare both.
 
 `decide` takes the state of a shard, one command and a time, and returns the answer and the events.
-`decide_basket` decides the grabs of a basket, which are all granted or all refused. `sweep` does what is due
-at a time. All of them change the state in place.
+`decide_basket` decides the grabs of a basket, which are all granted or all refused. `sweep` handles what is
+due at a time. All of them change the state in place.
 """
 
 import pickle
@@ -210,7 +210,7 @@ def _repeated(state: ShardState, command: AnyCommand, known: Remembered) -> Answ
 
 
 def sweep(state: ShardState, clock_ms: int) -> list[AnyEvent]:
-    """Does what is due at `clock_ms`: ends holds, the longest due first; then serves queues, closes and
+    """Handles what is due at `clock_ms`: ends holds, the longest due first; then serves queues, closes and
     retires offers.
     """
     now = max(clock_ms, state.time)

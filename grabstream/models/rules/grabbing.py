@@ -85,7 +85,7 @@ def _already_taken(state: ShardState, command: Grab, offer: Offer, now: int, dra
 
 
 def refusal_of_offer(offer: Offer, now: int) -> tuple[Outcome, int | None] | None:
-    """Why every grab of an offer is refused now, whoever sends it, and until when if that is known; None if
+    """Why every grab of an offer is refused now, for any sender, and until when if that is known; None if
     user, limits and units decide. Queued grabs are not served either while there is such a reason.
     """
     if now < offer.opens_at:
@@ -201,7 +201,7 @@ def with_part(answer: Answer, part: Part) -> Answer:
     return msgspec.structs.replace(answer, amount=part.amount, quantity=1, place=part.place, seq=part.seq)
 
 
-# -- carrying out --------------------------------------------------------------------------------------------
+# -- execution ->-------------------------------------------------------------------------------------------
 
 
 def draw_part(
@@ -386,7 +386,7 @@ def coupon_fields(offer: Offer, grab: PieceGrab, codes: tuple[str, ...]) -> dict
 
 
 def serve(state: ShardState, offer: Offer, command: str, now: int) -> list[AnyEvent]:
-    """Holds the units left for queued grabs, in order, for at most SERVED_AT_ONCE_MAX grabs; for nobody while
+    """Holds the units left for queued grabs, in order, for at most SERVED_AT_ONCE_MAX grabs; for none while
     all new grabs are refused. Afterwards, the offer is due as `due_when_open` says.
 
     The first CONSIDERED_MAX grabs are considered. A grab for which the units do not suffice stays in the
@@ -451,7 +451,7 @@ def due_when_open(offer: Offer, now: int, refusal: tuple[Outcome, int | None] | 
 
 
 def about(offer: Offer, name: str, grab: PieceGrab, quantity: int) -> dict[str, Any]:
-    """The fields that every event about a grab has beside those of `head_of`."""
+    """The fields of every event about a grab in addition to those of `head_of`."""
     return {
         "grab": name, "user": grab.user, "quantity": quantity, "amount": quantity, "asset": offer.asset,
         "place": grab.place,

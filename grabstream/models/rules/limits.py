@@ -1,5 +1,5 @@
-"""Limits: how many units a user, or a value of an attribute, has left in the current window; counting units,
-and giving them back.
+"""Limits: how many units a user, or a value of an attribute, has left in the current window; counts units,
+and returns them.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def counters_now(offer: Offer, grab: PieceGrab, now: int) -> list[LimitCounter]:
 
 
 def lefts_under(state: ShardState, offer: Offer, counters: Sequence[LimitCounter]) -> list[int]:
-    """What the offer's current limits leave under these counters."""
+    """The units left under these counters by the offer's current limits."""
     most = {(limit.name, limit.scope == "campaign"): limit.max for limit in offer.pieces.limits}
     lefts = []
     for counter, count in zip(counters, counts_of(state, offer, counters), strict=True):

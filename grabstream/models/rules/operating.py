@@ -121,7 +121,7 @@ def open_offer(state: ShardState, command: Open, digest: str, now: int, drawn: D
 
 
 def _senders(command: OfferCommand) -> dict[str, Any]:
-    """Who sent a command, and who signed it, as fields of its event."""
+    """The sender and the signers of a command, as fields of its event."""
     return {"operator": command.operator, "signers": signers_of(command)}
 
 
@@ -141,7 +141,7 @@ def closed(state: ShardState, command: AnyCommand, offer: Offer, now: int) -> An
 
 
 def decide_offer_command(state: ShardState, command: Any, offer: Offer, digest: str, now: int) -> Decided:
-    """Carries out a command of an operator about an offer, or refuses it."""
+    """Executes a command of an operator about an offer, or refuses it."""
     return _DECIDE[type(command)](state, command, offer, digest, now)  # type: ignore[no-any-return]
 
 
@@ -155,7 +155,7 @@ def _pause(state: ShardState, command: Pause, offer: Offer, digest: str, now: in
         digest=digest,
     )
     answer = answered(state, command, Outcome.paused, now, left=offer.units_left)
-    # Serves nobody: the sweeper leaves queued grabs to the resume.
+    # Serves no queued grab: the sweeper leaves them to the resume.
     return Decided(answer, [event, *serve(state, offer, command.id, now)])
 
 
@@ -365,7 +365,7 @@ def _adjust(state: ShardState, command: Adjust, offer: Offer, digest: str, now: 
 
 
 def fall_due(state: ShardState, offer: Offer, now: int) -> list[AnyEvent]:
-    """Does what is due for an offer: serves or removes queued grabs, closes it, or retires it."""
+    """Handles what is due for an offer: serves or removes queued grabs, closes it, or retires it."""
     if not offer.closed_reason:
         if now >= offer.closes_at:
             return [close_offer(state, offer, "deadline", "sweep", None, now)]

@@ -1,8 +1,8 @@
 """The commands about one grab of pieces (confirm, release, extend, return, redeem, unredeem), and the end of
 holds.
 
-A hold whose time is over is ended by the sweeper or by the next command about the grab, whichever is first,
-in the same way.
+An expired hold is ended by the sweeper or by the next command about the grab, whichever is first, in the same
+way.
 """
 
 from typing import Any
@@ -68,14 +68,14 @@ NEVER_OPENED = (
 )
 CONFLICT_BOOKED = "payment: this id is recorded with other contents; what exceeds it is to be paid back"
 NOT_THEIRS = "this payment was not booked: it is recorded, but not known to be for a grab of this user"
-#: The outcomes of payments for which there was no grab, whoever asks.
+#: The outcomes of payments for which there was no grab, for any sender.
 _UNKNOWN = frozenset({Outcome.no_such_grab, Outcome.no_such_offer})
 
 
 def decide_grab_command(
     state: ShardState, command: GrabCommand, offer: Offer, digest: str, now: int
 ) -> Decided:
-    """Carries out a command about a grab, or refuses it."""
+    """Executes a command about a grab, or refuses it."""
     grab = offer.grabs.get(command.grab)
     events = lapse(state, offer, command.grab, now) if grab is not None else []
     if grab is not None and command.user not in (None, grab.user):
@@ -85,7 +85,7 @@ def decide_grab_command(
 
 
 def lapse(state: ShardState, offer: Offer, name: str, now: int) -> list[AnyEvent]:
-    """Ends a hold whose time is over. Its units go back to the offer, and from there to queued grabs."""
+    """Ends an expired hold. Its units return to the offer, and from there to queued grabs."""
     grab = offer.grabs[name]
     if not grab.held or now < grab.lapses_at:
         return []
@@ -122,8 +122,8 @@ def _give_up(
 
 def _take_back(offer: Offer, quantity: int, without_codes: bool = False) -> str:
     """Returns units to the offer while it is open. Units that come back without their codes, since a user has
-    seen them, are in its account until it closes, but nobody can take them. Returns the account that gets
-    the units.
+    seen them, are in its account until it closes, but they cannot be taken. Returns the account that gets the
+    units.
     """
     if not offer.closed_reason:
         offer.amount_left += quantity
@@ -162,7 +162,7 @@ def _refuse(state: ShardState, command: GrabCommand, outcome: Outcome, now: int,
 
 def decide_without_offer(state: ShardState, command: AnyCommand, digest: str, now: int) -> Decided:
     """Decides a command whose offer does not exist or has retired. Payments of a retired offer are known for
-    a time; another payment in this time is to be paid back.
+    a time; another payment in this time must be refunded.
     """
     if isinstance(command, Confirm):
         # It is not known any more whose grab it was: a receipt vouches for its user.
@@ -236,7 +236,7 @@ def _repeated_payment(
 ) -> Decided | None:
     """The answer to a payment that is already known, or None: its first result for the same grab and money,
     else a conflict. It is not known for other grabs of the basket that it settles. Where the command names a
-    user, and the grab is not known to be theirs (`refused_as`), it tells nothing about the payment, apart
+    user, and the grab is not known to be theirs (`refused_as`), it reveals nothing about the payment, apart
     from that it found no grab before; a receipt that names another user is a conflict.
     """
     if command.payment is None:
@@ -295,10 +295,10 @@ def _refuse_known(
 
 
 def recorded_sum(state: ShardState, command: Confirm, now: int) -> int:
-    """What is recorded of a payment for the grab of a command, in its currency (minor units)."""
+    """The recorded sum of a payment for the grab of a command, in its currency (minor units)."""
     fields = (command.payment or "", _part_field(command), _conflict_field(command))
     known = {_known_payment(state, command.offer, field, now) for field in fields}
-    # The newest part of a basket is there twice.
+    # The newest part of a basket occurs twice.
     return sum(
         one.paid
         for one in known
@@ -326,7 +326,7 @@ def _conflict_field(command: Confirm) -> str:
 
 
 def _is_known_past(state: ShardState, offer: str, now: int) -> bool:
-    """Whether the offer retired not so long ago that its payments are unknown."""
+    """Whether the offer retired recently enough that its payments are known."""
     return offer in state.past and state.knows_payments_of(offer, now)
 
 

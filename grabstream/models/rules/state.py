@@ -86,7 +86,7 @@ class Payment(NamedTuple):
 
 
 class OrderUse(NamedTuple):
-    """Units of a grab used for an order (0: the use was taken back), and the event that records it."""
+    """Units of a grab used for an order (0: the use was undone), and the event that records it."""
 
     quantity: int
     seq: int
@@ -94,7 +94,7 @@ class OrderUse(NamedTuple):
 
 
 class RetiredOffer(NamedTuple):
-    """What is kept of a retired offer: its last `offer_seq`, and when it retired (ms since 1970 UTC)."""
+    """The remains of a retired offer: its last `offer_seq`, and when it retired (ms since 1970 UTC)."""
 
     offer_seq: int
     at: int
@@ -111,7 +111,7 @@ class Status(IntEnum):
 
 @dataclass
 class PieceGrab:
-    """One grab of pieces: `held` units wait to be confirmed, `taken` units are the user's for good, and
+    """One grab of pieces: `held` units wait to be confirmed, `taken` units are the user's permanently, and
     `redeemed` of these are used.
 
     `under` are the counters under which it was first counted, `counted` the units that are counted now, and
@@ -144,7 +144,7 @@ class PieceGrab:
 
     @property
     def lapses_at(self) -> int:
-        """When a hold is over: its deadline plus the grace time."""
+        """When a hold expires: its deadline plus the grace time."""
         return self.deadline + self.grace
 
 
@@ -152,8 +152,8 @@ class PieceGrab:
 class Offer:
     """One offer. `parts` are the parts drawn ahead, by place; empty if parts are drawn at the grab.
 
-    `units_left` can be taken, `amount_left` is what the account of the offer has. For pieces, these differ by
-    the units that came back without their codes.
+    `units_left` can be taken, `amount_left` is the balance of the offer's account. For pieces, these differ
+    by the units that came back without their codes.
     """
 
     name: str
@@ -319,7 +319,7 @@ def refused(state: ShardState, command: Command, outcome: Outcome, now: int, **r
 
 
 def answered(state: ShardState, command: Command, outcome: Outcome, now: int, **rest: Any) -> Answer:
-    """The answer to a command that was just carried out, with the seq of the newest event."""
+    """The answer to a command that was just executed, with the seq of the newest event."""
     return answer_to(state, command, outcome, now, seq=state.seq, metadata=metadata_of(command), **rest)
 
 

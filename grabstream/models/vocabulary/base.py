@@ -49,12 +49,12 @@ Text = Annotated[str, Strict()]
 Whole = Annotated[int, Strict()]
 Flag = Annotated[bool, Strict()]
 
-#: The words of a struct's schema, beside the type, that a model's schema copies.
+#: The keywords of a struct's schema, other than the type, that a model's schema copies.
 _CONSTRAINTS: Final = frozenset(
     {"minimum", "maximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "minProperties"}
     | {"maxProperties", "description"}
 )
-#: Fields that tell which type or kind an object has; JSON always has them.
+#: Fields with the type or kind of an object; JSON always has them.
 _TAGS: Final = ("type", "kind")
 
 
@@ -159,7 +159,7 @@ class Model(BaseModel, frozen=True, serialize_by_alias=True):
 
 
 class CommandModel(Model, frozen=True):
-    """What commands do beside other models: they read JSON as `decode_command` does."""
+    """What commands do in addition to other models: they read JSON as `decode_command` does."""
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
@@ -186,11 +186,11 @@ class _HasCode(Protocol):
 
 
 class AnswerModel(Model, frozen=True):
-    """What answers do beside other models."""
+    """What answers do in addition to other models."""
 
     @property
     def positive(self: _HasCode) -> bool:
-        """Whether the command was carried out."""
+        """Whether the command was executed."""
         return self.code < Outcome.invalid
 
     @property
@@ -200,7 +200,7 @@ class AnswerModel(Model, frozen=True):
 
 
 class ChangesModel(Model, frozen=True):
-    """What changes of terms do beside other models."""
+    """What changes of terms do in addition to other models."""
 
     def fields(self) -> dict[str, Any]:
         """What changes, by name."""

@@ -1,5 +1,5 @@
-"""The documents that questions get, as pydantic models: the OpenAPI document describes them, and a test holds
-answers against them. A field that does not apply is absent. Times are milliseconds since 1970 UTC.
+"""The documents that answer questions, as pydantic models: the OpenAPI document describes them, and a test
+compares answers with them. A field that does not apply is absent. Times are milliseconds since 1970 UTC.
 """
 
 from typing import Any, Literal
@@ -70,7 +70,7 @@ class Taken(Document):
 
 
 class UserGrab(Document):
-    """A grab of a user. `back` units were returned, or are still waited for."""
+    """A grab of a user. `back` units were returned, or are still awaited."""
 
     offer: str
     grab: str
@@ -168,9 +168,9 @@ class DemandSecond(Document):
 
 
 class DemandWindow(Document):
-    """Answers to grabs in the last seconds: what was granted, held or queued by the events of the audit
-    trail, and refusals as they are counted. The counts are complete from the second `since` on; seconds
-    without answers are left out.
+    """Answers to grabs in the last seconds: grants, holds and queued grabs by the events of the audit trail,
+    and refusals by their counters. The counts are complete from the second `since`; seconds without answers
+    are left out.
     """
 
     since: int
@@ -202,7 +202,7 @@ class WaitingPage(Page):
 
 
 class FilmFrame(Document):
-    """An offer at the end of a frame, by the events up to `seq`, the last of which is of the time `at`."""
+    """An offer at the end of a frame, by the events up to `seq`, the last of which happened at `at`."""
 
     at: int
     seq: int
@@ -218,7 +218,7 @@ class FilmFrame(Document):
 
 
 class FilmGrab(Document):
-    """A grab as it was answered. `left` units were left after it."""
+    """A grab as answered. `left` units were left after it."""
 
     seq: int
     at: int
@@ -266,7 +266,7 @@ class FairnessPlaces(Document):
 
 
 class Fairness(Document):
-    """How the amounts of the first `grabs` places are distributed. Of an envelope: its `law`, and the `mean`
+    """How the amounts of the first `grabs` places are distributed. For an envelope: its `law`, and the `mean`
     that it gives to every place.
     """
 
@@ -297,8 +297,8 @@ class Shard(Document):
 
 
 class ReadModelShard(Document):
-    """How far a read model is in a shard. It is `behind` the journal by so many events, and by so many ms
-    between the last event of the shard and the last one that it has. Both are absent while Redis is away.
+    """The position of a read model in a shard. It is `behind` the journal in events, and in ms between the
+    last event of the shard and the last one that it has. Both are absent while Redis is away.
     """
 
     projection: str
@@ -309,7 +309,9 @@ class ReadModelShard(Document):
 
 
 class VerifiedShard(Document):
-    """Up to which event the verifier has compared the books with the journal, and when it did so last."""
+    """The event up to which the verifier has compared the books with the journal, and the last time it
+    did.
+    """
 
     shard: int
     seq: int
@@ -354,7 +356,7 @@ class Difference(Document):
 
 
 class SystemState(Document):
-    """Shards, read models and what went wrong. `redis` says why Redis has no answer."""
+    """Shards, read models and faults. `redis` says why Redis has no answer."""
 
     at: int
     redis: str | None = None
@@ -390,7 +392,7 @@ class ServerAnswer(Document):
 
 
 class DoctorFinding(Document):
-    """What is stuck or at risk, what it means, and the command that mends it."""
+    """What is stuck or at risk, what it means, and the command that repairs it."""
 
     check: str
     severity: Literal["stuck", "risk", "note"]
@@ -437,8 +439,8 @@ class WebhookList(Document):
 
 
 class WebhookDelivery(Document):
-    """The `events` of an offer that a webhook has not delivered. `event` is the first of them, which the
-    others wait for; `status` and `problem` are those of its last attempt, `due_at` the time of the next one.
+    """The `events` of an offer that a webhook has not delivered. `event` is the first of them, which blocks
+    the others; `status` and `problem` are those of its last attempt, `due_at` the time of the next one.
     """
 
     state: Literal["waiting", "parked"]
@@ -454,7 +456,7 @@ class WebhookDelivery(Document):
 
 
 class WebhookDeliveries(Document):
-    """What a webhook has not delivered, by offer: what is parked first, then the oldest."""
+    """The undelivered events of a webhook, by offer: parked ones first, then the oldest."""
 
     at: int
     webhook: str
@@ -476,7 +478,7 @@ class WebhookResent(Document):
 
 
 class WebhookDiscarded(Document):
-    """Whether an event was given up for a webhook; false: it was not waiting, and not parked."""
+    """Whether an event was discarded for a webhook; false: it was neither waiting nor parked."""
 
     webhook: str
     event: str
@@ -534,7 +536,7 @@ class UnbookedEvent(Document):
 
 
 class Story(Document):
-    """Everything that happened between a user and an offer, as `grabstream why` tells it. Of
+    """Everything that happened between a user and an offer, as `grabstream why` shows it. Of
     `refusals_of_offer` refusals, `refusals_kept` are kept one by one. `redis` is what Redis has now.
     """
 
@@ -554,10 +556,10 @@ class Story(Document):
 
 
 class PaymentResult(Document):
-    """What has become of a payment. `confirmed`: its units are the user's for good. `refund_due`: they are
-    not, and it is journaled that the money is to be paid back. `unchanged`: the payment failed; a hold stays
-    until its deadline, and may be paid by another payment. `answer` is the answer to the command that
-    followed from the receipt; none follows from that of a payment that failed.
+    """The result of a payment. `confirmed`: its units are the user's permanently. `refund_due`: they are not,
+    and the refund due is journaled. `unchanged`: the payment failed; a hold stays until its deadline, and may
+    be paid by another payment. `answer` is the answer to the command that followed from the receipt; a failed
+    payment has none.
     """
 
     payment: str

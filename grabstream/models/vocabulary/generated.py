@@ -228,14 +228,14 @@ class Resume(OfferCommand, Wired[commands.Resume], frozen=True):
 
 
 class Close(OfferCommand, Wired[commands.Close], frozen=True):
-    """Ends the offer now; the rest goes back to the issuer."""
+    """Closes the offer now; the rest returns to the issuer."""
 
     type: Literal["close"] = "close"
 
 
 class Changes(ChangesModel, Wired[offers.Changes], extra="forbid", frozen=True):
     """What `amend` changes; an absent field stays as it is. An envelope's money and parts are promised and
-    cannot be changed. `randomness` is `<round>/<randomness>/<signature>` of the round that it awaits.
+    cannot be changed. `randomness` is `<round>/<randomness>/<signature>` of the awaited round.
     """
 
     title: Absent[Text] = omitted(None)
@@ -346,7 +346,7 @@ class Redeem(GrabCommand, Wired[commands.Redeem], frozen=True):
 
 
 class Unredeem(GrabCommand, Wired[commands.Unredeem], frozen=True):
-    """Takes the use for an order back."""
+    """Undoes the use for an order."""
 
     type: Literal["unredeem"] = "unredeem"
     order: Text
@@ -390,7 +390,7 @@ class Event(Model, extra="ignore", frozen=True):
 
 
 class CampaignZone(Model, Wired[events.CampaignZone], extra="ignore", frozen=True):
-    """The time zone of a campaign: its name, and its offsets (from a time in milliseconds since 1970 UTC on,
+    """The time zone of a campaign: its name, and its offsets (from a time in milliseconds since 1970 UTC,
     milliseconds ahead of UTC).
     """
 
@@ -399,12 +399,12 @@ class CampaignZone(Model, Wired[events.CampaignZone], extra="ignore", frozen=Tru
 
 
 class OfferOpened(Event, Wired[events.OfferOpened], frozen=True):
-    """An offer was created and funded with `total` (minor units or pieces). `terms` is what was asked.
+    """An offer was created and funded with `total` (minor units or pieces). `terms` are those requested.
 
     `opens_at` and `closes_at` are milliseconds since 1970 UTC, `offsets` are those of the offer's time zone
-    (from a time on, milliseconds ahead of UTC). `campaign_zone` is present when the campaign's first offer
-    has another zone, in which limits of the campaign count. `seed_sha256` commits to the seed; `sealed_seed`
-    is encrypted and serves recovery.
+    (from a time, milliseconds ahead of UTC). `campaign_zone` is present when the campaign's first offer has
+    another zone, in which limits of the campaign count. `seed_sha256` commits to the seed; `sealed_seed` is
+    encrypted and serves recovery.
     """
 
     type: Literal["offer.opened"] = "offer.opened"
@@ -444,7 +444,7 @@ class OfferLoaded(Event, Wired[events.OfferLoaded], frozen=True):
 
 
 class OfferAmended(Event, Wired[events.OfferAmended], frozen=True):
-    """Terms changed; `changes` is what was asked. `added` pieces came from the account `source`, `removed`
+    """Terms changed; `changes` are those requested. `added` pieces came from the account `source`, `removed`
     pieces went to it, `left` pieces are left.
     """
 
@@ -462,7 +462,7 @@ class OfferAmended(Event, Wired[events.OfferAmended], frozen=True):
 
 
 class OfferPaused(Event, Wired[events.OfferPaused], frozen=True):
-    """From here on, grabs are refused with `on_hold`."""
+    """From here, grabs are refused with `on_hold`."""
 
     type: Literal["offer.paused"] = "offer.paused"
     v: Annotated[Literal[1], Exact]
@@ -472,7 +472,7 @@ class OfferPaused(Event, Wired[events.OfferPaused], frozen=True):
 
 
 class OfferResumed(Event, Wired[events.OfferResumed], frozen=True):
-    """Grabs are taken again."""
+    """Grabs are accepted again."""
 
     type: Literal["offer.resumed"] = "offer.resumed"
     v: Annotated[Literal[1], Exact]
@@ -501,7 +501,7 @@ class OfferClosed(Event, Wired[events.OfferClosed], frozen=True):
 
 
 class OfferRetired(Event, Wired[events.OfferRetired], frozen=True):
-    """The offer left Redis; from here on, SQL answers questions about it."""
+    """The offer left Redis; from here, SQL answers queries about it."""
 
     type: Literal["offer.retired"] = "offer.retired"
     v: Annotated[Literal[1], Exact]
@@ -525,7 +525,8 @@ class GrabEvent(Event, frozen=True):
 
 
 class GrabGranted(GrabEvent, Wired[events.GrabGranted], frozen=True):
-    """A user got `amount` for good. `asked` is present when it was more than `quantity`; `codes` are sealed.
+    """A user got `amount` permanently. `asked` is present when it was more than `quantity`; `codes` are
+    sealed.
 
     `ticket` is the id of a single-use ticket that was used; `ticket_ends_at` (milliseconds since 1970 UTC) is
     present when the ticket was good for the whole campaign.
@@ -566,7 +567,7 @@ class GrabHeld(GrabEvent, Wired[events.GrabHeld], frozen=True):
 
 class GrabQueued(GrabEvent, Wired[events.GrabQueued], frozen=True):
     """A user waits for `quantity` units; `place` is the number on the waiting list, `amount` is 0. The event
-    that serves the grab has its `metadata` again.
+    that serves the grab repeats its `metadata`.
     """
 
     type: Literal["grab.queued"] = "grab.queued"
@@ -588,7 +589,7 @@ class GrabExtended(GrabEvent, Wired[events.GrabExtended], frozen=True):
 
 
 class GrabConfirmed(GrabEvent, Wired[events.GrabConfirmed], frozen=True):
-    """Held units are the user's for good; `held` units stay held. `paid` minor units of `currency` went to
+    """Held units are now the user's; `held` units stay held. `paid` minor units of `currency` went to
     `issuer` by `payment`, which may settle each grab of one `basket`. With `retaken`, the hold was over and
     the units were taken again. `codes` are sealed.
     """
@@ -646,7 +647,7 @@ class GrabRedeemed(GrabEvent, Wired[events.GrabRedeemed], frozen=True):
 
 
 class GrabUnredeemed(GrabEvent, Wired[events.GrabUnredeemed], frozen=True):
-    """The use for an order was taken back."""
+    """The use for an order was undone."""
 
     type: Literal["grab.unredeemed"] = "grab.unredeemed"
     v: Annotated[Literal[1], Exact]
@@ -734,15 +735,15 @@ class LimitState(Model, Wired[answers.LimitState], extra="ignore", frozen=True):
 
 
 class Answer(AnswerModel, Wired[answers.Answer], extra="ignore", frozen=True):
-    """The answer to one command. `user` is the user that the command names, of a grab always: a grab is
+    """The answer to one command. `user` is the user that the command names, always for a grab: it is
     identified by `offer`, `user` and `id`.
 
     `code` is the number of `outcome`. `amount` counts the offer's asset (minor units or pieces), `place` is
     the ordinal of the grab within the offer, from 1, `left` the parts or pieces that can be taken after it.
     `seq` is the event's number in `shard`. `due` minor units of `currency` are to be paid until
     `deadline_at`. `limit` is the limit that refused the command, `limits` what all limits leave. `retry_at`,
-    `deadline_at` and `at` are milliseconds since 1970 UTC. `voided_codes` are the codes of returned units:
-    nobody may use them. `metadata` is that of a grab that was granted, held or queued.
+    `deadline_at` and `at` are milliseconds since 1970 UTC. `voided_codes` are the codes of returned units,
+    which are void. `metadata` is that of a grab that was granted, held or queued.
     """
 
     id: Text

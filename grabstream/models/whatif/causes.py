@@ -56,7 +56,7 @@ _VERIFIED: Final = "verified"
 
 
 class Lapse(NamedTuple):
-    """The end of a hold whose time is over."""
+    """The end of an expired hold."""
 
     offer: str
     grab: str
@@ -75,7 +75,7 @@ Cause = AnyCommand | Lapse | Due
 
 
 def cause_of(event: AnyEvent, state: ShardState) -> Cause | None:
-    """What caused an event that nothing before it explains; None if only something before it could.
+    """The cause of an event, unless an earlier event explains it; None if only an earlier one could.
 
     `state` is the state before the event: a payment that was not served names no quantity, which follows from
     the price. Raises ValueError for terms that this program cannot read.
@@ -155,8 +155,8 @@ def _grab_in(state: ShardState, offer: str, grab: str) -> PieceGrab | None:
 
 def _unserved(event: PaymentRefundDue, grab: PieceGrab | None, state: ShardState) -> Confirm:
     """A payment that was not served. Its quantity is not journaled: it is what was paid, divided by the
-    price, or for a wrong sum any quantity that costs something else. Of a payment that was known, the event
-    has what came beyond what is recorded, as a receipt said.
+    price, or for a wrong sum any quantity that costs something else. For a known payment, the event has the
+    amount beyond the recorded one, as in the receipt.
     """
     if event.outcome == Outcome.conflict.name:
         command = Confirm(
@@ -179,7 +179,7 @@ def _unserved(event: PaymentRefundDue, grab: PieceGrab | None, state: ShardState
 
 
 def drawn_for(event: AnyEvent, state: ShardState) -> Drawn:
-    """What the gate knew of a grab's ticket, as far as it is journaled; `state` is the state before."""
+    """The journaled part of what the gate knew of a grab's ticket; `state` is the state before."""
     offer = state.offers.get(event.offer)
     if offer is None or offer.terms.audience != "ticket" or not isinstance(event, _Grabbed):
         return {}

@@ -1,4 +1,4 @@
-"""What became of an offer, as numbers computed from its events."""
+"""The results of an offer, as numbers computed from its events."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -23,12 +23,12 @@ from grabstream.models.events import (
 
 @dataclass
 class Numbers:
-    """What became of an offer. Units are pieces or parts. `amount`, `smallest_part`, `largest_part` and
+    """The results of an offer. Units are pieces or parts. `amount`, `smallest_part`, `largest_part` and
     `rest_amount` are minor units of an envelope's currency; `paid`, `refunded` and `refund_due` those of a
     price. Times are ms since 1970 UTC.
 
-    `grabs` got units, `given` is what they got (granted or held); of these, `confirmed`, `expired`,
-    `released` and `returned` are what became of them. `left` units were left at the end, or when it closed.
+    `grabs` got units, `given` units in sum (granted or held); `confirmed`, `expired`, `released` and
+    `returned` of these ended so. `left` units remained at the end, or when it closed.
     """
 
     kind: str = ""
@@ -107,8 +107,8 @@ class Numbers:
 
 @dataclass
 class UserChanges:
-    """Who has more, or less, of an offer for good: the difference (changed - recorded) of units, or of the
-    amount of an envelope, by user. Users without a difference take no memory.
+    """Users who end up with more, or less, of an offer: the difference (changed - recorded) of units, or of
+    the amount of an envelope, by user. Users without a difference take no memory.
     """
 
     by_user: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -127,7 +127,7 @@ class UserChanges:
             del self.by_user[key]
 
     def document(self, examples: int) -> dict[str, Any]:
-        """How many users of an offer have more and less, and the largest differences."""
+        """The numbers of users of an offer with more and with less, and the largest differences."""
         ranked = sorted(self.by_user.items(), key=lambda item: (-abs(item[1]), item[0]))
         return {
             "more": sum(change > 0 for change in self.by_user.values()),

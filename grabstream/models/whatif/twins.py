@@ -1,11 +1,11 @@
 """Decides past commands in two states at once: as recorded, and under changed terms.
 
-Every command is found from its event. The recorded state must make each event of the journal again: if it
-does not, the rules cannot say what would have happened otherwise, and `Differs` is raised. So the difference
+Every command is derived from its event. The recorded state must produce each event of the journal again: if
+not, the rules cannot say what would have happened otherwise, and `Differs` is raised. So the difference
 between the two states comes from the terms alone.
 
-Time is that of the journal. What the sweeper did is done in both states at the time at which it happened, as
-long as both agree on what is due; what is due at another time in the changed state is done exactly then.
+Time is that of the journal. What the sweeper did is repeated in both states at the time at which it happened,
+as long as both agree on what is due; what is due at another time in the changed state is done exactly then.
 """
 
 import copy
@@ -41,10 +41,10 @@ from grabstream.models.rules.state import Drawn, Offer, PieceGrab, refused
 from grabstream.models.whatif.causes import Cause, Due, Lapse, cause_of, drawn_for
 from grabstream.models.whatif.numbers import Numbers, UserChanges
 
-#: The outcome of a command that nobody would have sent, such as the payment of a grab that was refused.
+#: The outcome of a command that would not have been sent, such as the payment of a grab that was refused.
 NOT_SENT: Final = "not_sent"
-#: Fields that are not decided by the rules: numbers of the shard, who sent a command, what is computed from
-#: keys or a database, and what the event repeats from the command.
+#: Fields that are not decided by the rules: numbers of the shard, the sender of a command, values computed
+#: from keys or a database, and values that the event repeats from the command.
 _NOT_DECIDED: Final = (
     "shard", "seq", "operator", "signers", "digest", "offsets", "campaign_zone", "seed_sha256", "sealed_seed",
     "terms", "changes", "basket",
@@ -54,16 +54,16 @@ FIXED_TERMS: Final = frozenset({"kind", "issuer", "funding", "asset", "codes", "
 
 
 class Differs(Exception):
-    """The rules do not make the recorded events again; the text says where."""
+    """The rules do not produce the recorded events; the text says where."""
 
 
 class CannotChange(Exception):
-    """An offer cannot have these terms; the text names the field and the way out."""
+    """An offer cannot have these terms; the text names the field and the fix."""
 
 
 class TermChange(NamedTuple):
-    """Changed terms, by name, of `offers` (empty: all of the campaign), from a time on (ms since 1970 UTC;
-    None: from the opening).
+    """Changed terms, by name, of `offers` (empty: all of the campaign), from a time (ms since 1970 UTC; None:
+    from the opening).
     """
 
     terms: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Difference(NamedTuple):
 
 
 def type_of(command: AnyCommand) -> str:
-    """The type of a command, as it is written in its JSON."""
+    """The type of a command, as in its JSON."""
     return str(command.__struct_config__.tag)
 
 
@@ -115,7 +115,7 @@ class Twins:
         self._recorded, self._changed = ShardState(shard), ShardState(shard)
         self._expected: deque[AnyEvent] = deque()
         self._basket: list[Any] = []
-        # What is due in the changed state at a time of its own, and what is due in both at the same time.
+        # What is due in the changed state at its own time, and what is due in both at the same time.
         self._due: list[tuple[int, _Key]] = []
         self._together: set[_Key] = set()
         self._is_amended = change.since is None
@@ -283,7 +283,9 @@ class Twins:
             self.users.add(event, 1)
 
     def _adapted(self, cause: Cause, event: AnyEvent) -> AnyCommand | None:
-        """The command as it would have been sent under the changed terms; None if nobody would have."""
+        """The command as it would have been sent under the changed terms; None if it would not have been
+        sent.
+        """
         if isinstance(cause, Lapse | Due):
             return None
         if isinstance(cause, Open):
@@ -395,7 +397,7 @@ class Twins:
         self._watch_all(Due(offer.name), decided.events)
 
     def _pass_time(self, at: int) -> None:
-        """Does what is due in the changed state up to a time, each at its own time."""
+        """Handles what is due in the changed state up to a time, each at its own time."""
         while self._due and self._due[0][0] <= at:
             due, key = heapq.heappop(self._due)
             if key in self._together or _due_of(self._changed, key) != due:
@@ -497,7 +499,7 @@ def _sweep_in(state: ShardState, cause: Lapse | Due, at: int, only_due: bool) ->
 
 
 def _use_zone(state: ShardState, event: OfferOpened) -> None:
-    """Uses the offsets of the time zone as they were recorded."""
+    """Uses the recorded offsets of the time zone."""
     offer = state.offers[event.offer]
     offer.offsets = event.offsets
     zone = event.campaign_zone or CampaignZone(offer.terms.timezone, event.offsets)
@@ -535,8 +537,8 @@ def _text(event: AnyEvent) -> str:
 def decided_basket(
     state: ShardState, commands: Sequence[Grab], drawn: Sequence[Drawn], at: int, basket: str
 ) -> list[Decided]:
-    """`rules.decide_basket` for commands without their `basket`. It takes time for these grabs only: that one
-    copies the whole state, which here may have a million grabs.
+    """`rules.decide_basket` for commands without their `basket`. Its time depends on these grabs only:
+    `rules.decide_basket` copies the whole state, which may have a million grabs here.
     """
     if (message := grabbing.unfit_basket(state.offers, commands)) is not None:
         return [Decided(refused(state, one, Outcome.invalid, at, message=message), []) for one in commands]
@@ -563,7 +565,7 @@ def _name_basket(state: ShardState, command: Grab, decided: Decided, basket: str
 
 
 class _Undo:
-    """What the grabs of a basket change in a state, as it was before."""
+    """The parts of a state that the grabs of a basket change, as before them."""
 
     def __init__(self, state: ShardState) -> None:
         self._state = state
