@@ -212,8 +212,8 @@ class KeySpace(NamedTuple):
 
     @property
     def workers(self) -> str:
-        """Hash worker → what it says of itself, as JSON: when, its roles, and where it has trouble. A worker
-        renews it, and deletes it when it ends.
+        """Hash worker → its report, as JSON: when, its roles, and where it has trouble. A worker renews it,
+        and deletes it when it ends.
         """
         return f"{self.prefix}:workers"
 
@@ -226,13 +226,13 @@ class KeySpace(NamedTuple):
         return shard_of(campaign_of(offer), self.shards)
 
 
-#: Keys of an offer that tell what nobody who grabs may know: its state, with the seed of an envelope, the
-#: parts drawn ahead, and its codes, which are sealed.
+#: Keys of an offer that hold what users must not know: its state, with the seed of an envelope, the parts
+#: drawn ahead, and its codes, which are sealed.
 _SECRET_KEYS: Final = ("state", "parts", "codes", "names")
 
 
 def readable_patterns(prefix: str) -> list[str]:
-    """Patterns (glob) of the keys of all shards that say nothing about parts and codes to come. Ids have no
+    """Patterns (glob) of the keys of all shards that reveal nothing about future parts and codes. Ids have no
     braces and no `/`, so no key of an offer matches another pattern than its own.
     """
     tag = f"{prefix}:{{{prefix}-s*}}"

@@ -1,12 +1,12 @@
 """The Redis functions of this release: one library that has every include once and every script as a
-function. A script of 66 KB makes its tables and functions anew in each call; a library makes them once.
+function. A script of 66 KB makes its tables and functions again in each call; a library makes them once.
 
 The library's name, which begins every function's name, has the key layout and a digest of its text, so the
 libraries of several releases exist side by side on a server. Only `grabstream init` and a takeover of a shard
 load it (`provide`). Where functions cannot be used, the same sources run as plain scripts
 (gate/calls.py).
 
-What an include makes when it is loaded lasts as long as the library. What a call changes is marked in the
+What an include creates on loading lasts as long as the library. State of a single call is marked in the
 include: `--- @each_call` stands before one line `local name = value`, which then runs at the beginning of
 each call, also after a call that raised. `KEYS` and `ARGV` are set there too. The body of a script runs in
 each call as a whole.
@@ -26,7 +26,7 @@ from grabstream.lua.loader import SCRIPTS, BadScript, parts, script_names
 
 #: The names of the libraries of all releases begin so.
 PREFIX: Final = "grabstream_"
-#: What `missing_or_unusable` returns when a takeover would load the library.
+#: Returned by `missing_or_unusable` when a takeover would load the library.
 MISSING: Final = "missing"
 _DIGEST_CHARACTERS: Final = 16
 _flags = re.compile(r"^#!lua(?: flags=([a-z,-]+))?$")
@@ -44,7 +44,7 @@ class Library(NamedTuple):
 
 
 class LibraryMissing(ResponseError):  # type: ignore[misc]
-    """The server of a shard does not have the library, and the shard's owner does not say that functions
+    """The server of a shard does not have the library, although its owner has not reported that functions
     cannot be used there: the call did nothing. The next takeover loads it.
     """
 
@@ -130,10 +130,10 @@ async def missing_or_unusable(redis: Any, key: str) -> str:
 
 
 async def provide(redis: Any, key: str) -> str:
-    """Loads the library on the server that has a key, unless it is there. Returns '' or, when functions
+    """Loads the library on the server that has a key, unless it is loaded. Returns '' or, when functions
     cannot be used there now, the reason in words.
 
-    Raises the client's errors. Called by whoever takes a shard over, and by nobody else.
+    Raises the client's errors. Called only by the worker that takes a shard over.
     """
     reason = await missing_or_unusable(redis, key)
     if reason != MISSING:

@@ -1,5 +1,5 @@
-"""What a process counts while it works, as plain numbers: an addition where something happens, and no names,
-labels or locks. `ops/metrics/` reads them when it is asked for metrics.
+"""Counters of a process as plain numbers: one addition per event, without names, labels or locks.
+`ops/metrics/` reads them when metrics are requested.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ WORK_SECONDS_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25
 
 
 class Histogram:
-    """How many values were at most each of the bounds, and their sum."""
+    """For each bound, the number of values up to it; and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -37,7 +37,7 @@ class GateMeasures:
     the callers that got OutcomeUnknown, `not_decided` the script calls that decided nothing, by the reason,
     `refusals_dropped` the refusals of the sample that were not written, by place. `lost_answers` counts
     answers that were given as decided and that a recovery lost: `found`, then `written` or `dropped`, which
-    are in the log only; and answers that were not followed, so that nobody knows whether they are lost.
+    are in the log only; and answers that were not followed, so that it is unknown whether they are lost.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ GRAB_FIELDS: Final = (
     "price", "status", "ended_seq",
     "ended_at", "confirmed_seq", "confirmed_at", "under", "counted", "payments", "codes",
 )  # fmt: skip
-#: Fields that few grabs have: what its events carry (or false), only while it waits; its basket.
+#: Fields that few grabs have: the fields for its events (or false), only while it waits; its basket.
 RARE_FIELDS: Final = ("carried", "basket")
 _NUMBERS: Final = ("place", "quantity", "held", "taken", "redeemed", "lapsed", "status")
 GRAB_STATES: Final = ("active", "released", "expired", "waiting")
@@ -90,8 +90,8 @@ def _are_fields_of_grab(value: Any) -> bool:
 
 
 def unpacked(record: bytes) -> Any:
-    """Returns a record in a form in which equal records compare equal: Lua packs the fields of a table in any
-    order.
+    """Returns a record in a form that compares equal for equal records: Lua packs the fields of a table in
+    any order.
     """
     whole = _packed(record)
     if whole is not None:

@@ -35,9 +35,8 @@ PARTS_MAX: Final = 128
 
 
 class Parts(msgspec.Struct, tag_field="type", tag="parts", gc=False):
-    """Plain grabs of an envelope that follow each other in the shard, in columns: place and offer_seq are
-    those of the first, `at` (ms) is that of the last, and `times` are (time in ms, number of grabs) of each
-    stretch.
+    """Consecutive plain grabs of an envelope in a shard, in columns: place and offer_seq are those of the
+    first, `at` (ms) is that of the last, and `times` are (time in ms, number of grabs) of each stretch.
     """
 
     offer: str

@@ -31,7 +31,7 @@ _SCRIPTS: Final = frozenset({"FCALL", "EVALSHA", "EVAL"})
 _STREAM_METHODS: Final = frozenset(
     {"writelines", "write", "drain", "read", "readline", "readexactly", "close", "wait_closed"}
 )
-#: What the reader of hiredis returns while there is no whole reply.
+#: Returned by the reader of hiredis while there is no whole reply.
 _NOTHING: Final = object()
 
 
@@ -40,7 +40,7 @@ class ScriptClient(redis.asyncio.Redis):  # type: ignore[misc]
 
     The calls of scripts raise the same errors as those of redis-py, and are never repeated. After a call that
     was cancelled, had no reply in time, or was refused because the server only reads, later calls use a new
-    connection: the server may hang, or its name may belong to another one now.
+    connection: the server may hang, or its name may now belong to another one.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -61,9 +61,9 @@ class ScriptClient(redis.asyncio.Redis):  # type: ignore[misc]
         return await line.ask(args)
 
     async def listen_to(self, channels: Sequence[str], take: Callable[[bytes, bytes], None]) -> None:
-        """Calls `take` with the channel and the data of each message of some channels, on a connection of its
-        own, until cancelled. Raises what ends the connection, or what `take` raises; TimeoutError when the
-        server does not answer at all.
+        """Calls `take` with the channel and the data of each message of some channels, on its own connection,
+        until cancelled. Raises what ends the connection, or what `take` raises; TimeoutError when the server
+        does not answer at all.
         """
         connection = self.connection_pool.make_connection()
         await connection.connect()
@@ -111,7 +111,7 @@ class ScriptClient(redis.asyncio.Redis):  # type: ignore[misc]
             task = asyncio.current_task()
             if opening.task.cancelled() and not (task and task.cancelling()):
                 raise ConnectionError("the client has closed the connection") from None
-            # The server may hang: whoever comes later opens another one.
+            # The server may hang: a later caller opens another one.
             if self._opening is opening:
                 self._opening = None
             raise
@@ -213,11 +213,11 @@ class _Line(_TakenOver):
         try:
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not _NOTHING:
-                # A message of the server that is no reply, such as one about its maintenance.
+                # A message of the server that is not a reply, such as one about its maintenance.
                 if not isinstance(reply, hiredis.PushNotification):
                     self._give(reply)
         except Exception as error:
-            # Also what the text of an error raises: nobody knows which replies follow.
+            # Also if the text of an error raises: the replies that follow are unknown.
             self.lose(ConnectionError(f"the server sent bytes that are not a reply: {error!r}"))
         if self._is_retired and not self._waiting:
             self._transport.close()
@@ -263,7 +263,7 @@ class _Line(_TakenOver):
         if due < math.inf:
             self._watch = self._loop.call_at(due, self._check)
         elif self._waiting:
-            # Nobody waits for the replies that are left.
+            # No caller waits for the remaining replies.
             self.lose(TimeoutError("Timeout reading from the server"))
 
 
@@ -309,16 +309,16 @@ class _Subscription(_TakenOver):
             self._unanswered = None
 
     def end(self, error: Exception) -> None:
-        """Closes the connection; whoever listens gets the error."""
+        """Closes the connection; its listener gets the error."""
         if not self.ended.done():
             self.ended.set_exception(error)
         self._transport.abort()
 
     def close(self) -> None:
-        """Closes the connection; nobody listens any longer."""
+        """Closes the connection; its listener is not called any more."""
         self._stop_waiting()
         if not self.ended.cancel() and not self.ended.cancelled():
-            # It may have ended before anybody waited for it.
+            # It may have ended before it was awaited.
             self.ended.exception()
         self._transport.abort()
 
@@ -360,5 +360,5 @@ def cancellable(client: Any) -> Any:
 
 
 def is_of_closed_stream(error: BaseException) -> bool:
-    """Whether redis-py raised an error because the connection was closed while a command used it."""
+    """Whether redis-py raised an error because the connection was closed during a command."""
     return isinstance(error, AttributeError) and error.obj is None and error.name in _STREAM_METHODS

@@ -29,8 +29,8 @@ async def let_callers_set_time(redis: Any, state: str) -> None:
     """Lets callers name the time at which the shard with this key decides, for a test or a rehearsal whose
     clock runs faster. Raises ValueError when the shard has events: times would jump in its history.
 
-    Raises the client's errors. Shards of production are never marked so: there, a call with a time of its
-    own is refused.
+    Raises the client's errors. Shards of production are never marked so: there, a call that sets its time is
+    refused.
     """
     if await redis.hget(state, "clock") == b"caller":
         return

@@ -1,4 +1,4 @@
-"""Traces: what each process did with an event, and how long it took (docs/tracing.md).
+"""Traces: the work of each process on an event, and its duration (docs/tracing.md).
 
 All processes know an event by its shard and seq. So nothing has to travel with a command: whether an event is
 traced, and the ids of its trace and of the first span in it, follow from (prefix, shard, seq). Without a
@@ -52,7 +52,7 @@ def ids_of(prefix: str, shard: int, seq: int) -> Ids:
 
 
 def traceparent_of(headers: Iterable[tuple[bytes, bytes | None]]) -> str:
-    """The header `traceparent` of a request or a record: '' if there is none, or more than one, or it has
+    """The header `traceparent` of a request or a record: '' if there is none, more than one, or one of
     another form.
     """
     given = [value for name, value in headers if name == b"traceparent"]
@@ -79,7 +79,7 @@ class Traces:
         self, work: Work, shard: int, seqs: Iterable[int], seconds: float, cause: str = "",
         **attributes: str | int,
     ) -> None:  # fmt: skip
-        """Adds a span of so many seconds, which ends now, for each of the seqs."""
+        """Adds a span of `seconds`, which ends now, for each of the seqs."""
         ended_ns = time.time_ns()
         began_ns = ended_ns - int(seconds * 1e9)
         for seq in seqs:
@@ -88,8 +88,8 @@ class Traces:
     def answered(
         self, work: Work, answers: Iterable[Answer], seconds: float, cause: str = "", **attributes: str | int
     ) -> None:
-        """Adds a span for each traced event that has just been decided; a repeated answer is about an event
-        before.
+        """Adds a span for each traced event that has just been decided; a repeated answer is about an earlier
+        event.
         """
         one_in = self.one_in
         for answer in answers:
@@ -106,7 +106,7 @@ _process_traces: Traces | None = None
 
 
 def use_traces(traces: Traces | None) -> None:
-    """Makes this process trace events, or no longer."""
+    """Turns tracing of this process on or off."""
     global _process_traces
     _process_traces = traces
 

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Confirms a hold that was paid: its units are the user's for good. A payment that cannot be served is to be
--- paid back, once.
+-- Confirms a hold that was paid: its units are then the user's. A payment that cannot be served is due for a
+-- refund, once.
 --
 -- Command: confirm
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·
@@ -62,9 +62,8 @@ local function basket_text(grab)
   return grab and grab.basket and '","basket":"' .. grab.basket or ''
 end
 
--- The row for money that is to be paid back, with an event that says so. The event names the user of the
--- command or, where the command names none, of the grab: several users of an envelope may have grabs of one
--- id.
+-- The row for money due for a refund, with its event. The event names the user of the command or, where the
+-- command names none, of the grab: several users of an envelope may have grabs of one id.
 local function refund_due_row(call, offer, grab, id, digest, body, campaign, name, amount)
   local user = body.user or grab and grab.user
   add_line(call, event_head(call, offer, 'payment.refund_due', id) .. ',"grab":"' .. body.grab
@@ -78,10 +77,10 @@ local function refund_due_row(call, offer, grab, id, digest, body, campaign, nam
   return row, true
 end
 
--- Refuses a payment whose id is recorded for something else; `here` is its record for this grab, or nil. What
--- a receipt says that came beyond what is recorded for the grab is to be paid back; returns the row, and
--- whether there is an event. Without a receipt, nothing is booked: the caller may be wrong. `offer` may have
--- retired; nothing can be booked where it is nil.
+-- Refuses a payment whose id is recorded for something else; `here` is its record for this grab, or nil. A
+-- sum in a receipt beyond the one recorded for the grab is due for a refund; returns the row, and whether
+-- there is an event. Without a receipt, nothing is booked: the caller may be wrong. `offer` may have retired;
+-- nothing can be booked where it is nil.
 local function refuse_known(call, campaign, offer, name, id, digest, body, here)
   local details = here and {message = another_payment_text(here)} or nil
   local plain = {code = CODE.conflict, at = call.now, details = details}
@@ -95,7 +94,7 @@ end
 
 -- The row for a payment that is recorded, or nil, and whether there is an event. For the same grab and amount
 -- it has the recorded outcome; for another grab or amount, a conflict. Where the command names a user, and
--- the grab is not known to be theirs (`refused_as`), it tells nothing about the payment, apart from that it
+-- the grab is not known to be theirs (`refused_as`), it reveals nothing about the payment, apart from that it
 -- found no grab before; a receipt that names another user is a conflict. Other grabs of the basket that the
 -- payment settles are not recorded yet: `basket` is that of the grab, or nil.
 local function repeated_payment(call, campaign, offer, name, id, digest, body, refused_as, basket)
@@ -117,7 +116,7 @@ local function repeated_payment(call, campaign, offer, name, id, digest, body, r
   return again_row(here[3], here[4], here[5], here[6])
 end
 
--- Refuses a payment that cannot be served; if money was paid, an event says that it is to be paid back, once.
+-- Refuses a payment that cannot be served; if money was paid, an event records the refund due, once.
 local function refuse_payment(call, offer, grab, id, digest, body, campaign, name)
   if not body.payment or body.paid == 0 then
     return refused_row(call, CODE[name], unserved_details(CODE[name], grab))
@@ -161,7 +160,7 @@ local function confirm(call, offer, grab, id, digest, body, campaign, quantity)
 end
 
 -- Confirms where there is no offer: a recorded payment gets its recorded outcome; money for a retired offer
--- is to be paid back.
+-- is due for a refund.
 local function confirm_without_offer(call, name, id, digest, body, campaign)
   local past = known_past_of(campaign, name, call.now)
   -- It is not known any more whose grab it was: a receipt vouches for its user.
@@ -206,12 +205,12 @@ local confirm_for_grab = about_grab(function(call, offer, grab, id, digest, body
   return confirm(call, offer, grab, id, digest, body, campaign, quantity)
 end)
 
--- The confirmations of a call, as carry_out and includes/paying.lua get them: beside the usual columns,
--- grabs, payments, users, paid, currencies, quantities by confirmation. Those that no confirmation has are
--- false; '' and 0 stand for none.
+-- The confirmations of a call, as carry_out and includes/paying.lua get them: the usual columns and grabs,
+-- payments, users, paid, currencies, quantities by confirmation. Those that no confirmation has are false; ''
+-- and 0 stand for none.
 local read_confirmations
 do
-  -- What all confirmations have alike was sent once.
+  -- Common values of all confirmations were sent once.
   local function column_of(values, confirmations)
     if type(values) == 'table' or not values then return values end
     local column = {}
@@ -220,7 +219,7 @@ do
   end
 
   -- The i-th confirmation: {grab, user, payment, paid, currency, quantity, signed: whether a receipt says
-  -- it}; what it does not have is absent.
+  -- it}; missing values are absent.
   local function body_of(columns, i)
     local function value_in(column, none)
       local value = column and column[i]

@@ -109,8 +109,8 @@ do
     return by_field
   end
 
-  -- Small records are read at once: what each offer has of its users, and the refusals. Answers may be large,
-  -- since they have codes, so each is read when its grab is decided.
+  -- Small records are read at once: the records of users in each offer, and the refusals. Answers may be
+  -- large, since they have codes, so each is read when its grab is decided.
   for o = 1, #offers do offer_users[o] = {} end
   for i = 1, #ids do
     local asked = offer_users[offer_of[i]]
@@ -179,7 +179,7 @@ for _, campaign in ipairs(campaigns) do read_wanted(campaign.counters) end
 
 local lines, now = call.lines, call.now
 
--- The refusal of a grab as a row, in order of precedence; nil if the grab can be carried out.
+-- The refusal of a grab as a row, in order of precedence; nil if the grab can be executed.
 local refusal_of
 do
   local function may_wait(i, offer)
@@ -231,7 +231,7 @@ do
       .. int(extra.ticket_ends_at) or '"')
   end
 
-  -- What a grab has in the columns of a run that are absent where no grab has a value (includes/runs.lua).
+  -- The values of a grab in the optional columns of a run (includes/runs.lua).
   local function rare_columns(i, ticket, quantity, codes)
     local extra, rare = extras and extras[i], {}
     if quantity ~= quantities[i] then rare.asked = int(quantities[i]) .. '' end

@@ -22,6 +22,6 @@ return carry_out_for_offer(function(call, offer, id, digest, body)
   offer.paused = true
   add_line(call, event_head(call, offer, 'offer.paused', id) .. senders_text(body) .. ',"digest":"' .. digest
     .. '"}')
-  serve(call, offer, id) -- serves nobody: the sweeper leaves queued grabs to the resume
+  serve(call, offer, id) -- serves no queued grab: the sweeper leaves them to the resume
   return done_row(call, offer, CODE.paused), true
 end)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Resumes a paused offer: it takes grabs again. Units that came back meanwhile go to queued grabs first.
+-- Resumes a paused offer: it accepts grabs again. Units returned meanwhile go to queued grabs first.
 --
 -- Command: resume
 -- KEYS[1] shard hash · KEYS[2] outbox stream · KEYS[3] refusals hash · KEYS[4] refusal_order list ·

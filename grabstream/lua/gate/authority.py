@@ -5,7 +5,7 @@ for every way into the system: topics, HTTP, Python and the command line.
 - A command of an operator carries `approvals`, when GRAB_OPERATOR_KEYS is set; an `adjust` of more than
   GRAB_ADJUST_TWO_SIGNATURES_ABOVE carries those of two operators.
 
-Where the keys are not set, a signed text is refused: nobody could verify it, and it would seem to count.
+Where the keys are not set, a signed text is refused: it could not be verified, and would seem to count.
 """
 
 from typing import Final
@@ -34,7 +34,7 @@ class Authority:
         audience: str = "",
     ) -> None:
         self._system = system
-        #: What receipts for this system name as `aud`; '' where nobody needs it.
+        #: The `aud` of receipts for this system; '' where it is not needed.
         self.audience = audience
         self._payment_keys = payment_keys
         self._operator_keys = operator_keys
@@ -46,8 +46,8 @@ class Authority:
         return self._payment_keys is not None
 
     def check(self, command: AnyCommand, from_system: bool = False) -> None:
-        """Raises Invalid, naming the field, when a command lacks a signature or has a wrong one. Of the
-        commands of the system itself, whose cause was verified (`from_system`), it requires none.
+        """Raises Invalid, naming the field, when a command lacks a signature or has a wrong one. It requires
+        none for the system's own commands (`from_system`), whose cause was verified.
         """
         if isinstance(command, Confirm):
             self._check_receipt(command, from_system)
@@ -58,7 +58,7 @@ class Authority:
         keys, text = self._payment_keys, command.receipt
         if text is None:
             # Nothing is due for a hold that is confirmed without money. The id of a payment is the payment
-            # side's: whoever could name one without a receipt could take that of a payment to come.
+            # side's: a caller who could name one without a receipt could take that of a later payment.
             names_money = bool(command.paid) or command.payment is not None
             if keys is not None and names_money and not from_system:
                 raise Invalid(

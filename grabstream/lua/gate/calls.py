@@ -62,8 +62,8 @@ _in_script = re.compile(r"\bon @user_(script|function)\b|\buser_(script|function
 
 
 class GateLimits(NamedTuple):
-    """Bounds of a gate: commands per call, commands queued per shard, events in an outbox; time-out and clock
-    skew in ms; whether an `open` may have a seed of its own, and must name a beacon; who must sign commands.
+    """Bounds of a gate: commands per call, commands queued per shard, events in an outbox; timeout and clock
+    skew in ms; whether an `open` may have its own seed, and must name a beacon; who must sign commands.
     """
 
     batch_commands_max: int = 512

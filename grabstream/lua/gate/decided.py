@@ -3,13 +3,13 @@ lost.
 
 The promise `decided` holds unless Redis is lost before Kafka has the event. When a shard was recovered in
 between, its state shows which of the decisions are lost. These are reported, with user and amount, so that an
-operator can tell the users. Of the others, Redis may still be the only one that has them: they are kept until
-their events are journaled in the new history, or a further recovery loses them.
+operator can tell the users. The others may still be only in Redis: they are kept until their events are
+journaled in the new history, or a further recovery loses them.
 
-Every answer that a caller got counts, also one that tells an earlier event: a repeat may be the first that
-the caller gets, after a connection that broke. A report is kept until it is written. Both are bounded:
-answers beyond KEPT_ANSWERS_MAX are not followed, and reports beyond WAITING_REPORTS_MAX are in the log only;
-both are counted.
+Every answer that a caller got counts, also one that names an earlier event: a repeat may be the first that
+the caller gets, after a broken connection. A report is kept until it is written. Both are bounded: answers
+beyond KEPT_ANSWERS_MAX are not followed, and reports beyond WAITING_REPORTS_MAX are in the log only; both are
+counted.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ LAST_REPORT_SECONDS: Final = 2.0
 
 
 class LostDecision(NamedTuple):
-    """A command that was answered as decided, but is not in the journal, or is there with another event."""
+    """A command that was answered as decided, but is not in the journal, or is in it with another event."""
 
     shard: int
     command: AnyCommand
@@ -162,7 +162,7 @@ class DecidedAnswers:
             self._tasks[shard] = asyncio.create_task(self._follow(shard))
 
     def _has_room(self, count: int) -> bool:
-        """Whether so many more answers may be kept; otherwise counts them, and logs it once."""
+        """Whether `count` more answers may be kept; otherwise counts them, and logs it once."""
         if self.kept + count <= KEPT_ANSWERS_MAX:
             self._is_full = False
             return True
@@ -219,7 +219,7 @@ class DecidedAnswers:
             else:
                 lost.append(LostDecision(shard, command, answer))
         if lost and await self._read(self._keys.shard(shard).state, "history") != b"%d" % history:
-            # What is not there now may be there when the shard is rebuilt.
+            # An entry missing now may exist when the shard is rebuilt.
             return kept
         for decision in lost:
             answered = decision.command.id, decision.answer.seq or 0
@@ -240,7 +240,7 @@ class DecidedAnswers:
             if grab is not None and grab[0] == command.id:
                 recorded.append(grab[1:])
             elif grab is not None and answer.outcome == "already_taken":
-                # It tells of the grab of another command, with the time of its own.
+                # It names the grab of another command, with that command's time.
                 recorded.append((grab[1], answer.at or 0))
         if record := await self._read(keys.answers(campaign_of(offer)), field):
             recorded.append(read_answer(record))

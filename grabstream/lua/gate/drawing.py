@@ -1,9 +1,9 @@
 """Draws the parts of large envelopes in slices, so that the process does other work in between.
 
 A million parts take seconds. A thread would hold the interpreter's lock for most of that time, and several
-threads would leave next to nothing to the event loop. So they are drawn in the event loop itself: after each
-slice, everything else that is ready runs. One large envelope is drawn at a time in a process; meanwhile its
-gate decides the other commands of the same shard (`gate.py`).
+threads would starve the event loop. So they are drawn in the event loop itself: after each slice, other ready
+tasks run. One large envelope is drawn at a time in a process; meanwhile its gate decides the other commands
+of the same shard (`gate.py`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDict
 
 
 class NotWanted(Exception):
-    """Nobody waits for the parts any more."""
+    """No caller waits for the parts any more."""
 
 
 def parts_drawn(commands: Sequence[AnyCommand]) -> int:
@@ -37,12 +37,12 @@ def parts_drawn(commands: Sequence[AnyCommand]) -> int:
 
 
 def turn() -> asyncio.Lock:
-    """Held by whoever draws large envelopes in this event loop: the next one waits."""
+    """Held while large envelopes are drawn in this event loop: the next draw waits."""
     return _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
 
 async def in_slices(steps: Generator[None, None, _T], is_wanted: Callable[[], bool] = lambda: True) -> _T:
-    """What the steps return. After each step all that is ready runs. Raises NotWanted."""
+    """Runs steps; returns their result. Other ready tasks run after each step. Raises NotWanted."""
     while is_wanted():
         try:
             next(steps)

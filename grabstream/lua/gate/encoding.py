@@ -103,7 +103,7 @@ class GrantRun(msgspec.Struct, frozen=True, array_like=True):
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """A script's reply: code 0 with history and rows, and a run of grants that comes before the rows; or the
-    refusal of the call with retry_at and message.
+    code of the call's refusal, with retry_at and message.
     """
 
     code: int
@@ -135,7 +135,7 @@ def are_confirmed(rows: Sequence[Sequence[Any]]) -> bool:
 
 
 def confirmed_answers(shard: int, commands: Sequence[Confirm], rows: Sequence[Sequence[Any]]) -> list[Answer]:
-    """Returns the answers to the first of these commands, of which there are such rows (`are_confirmed`)."""
+    """Returns the answers to the first of these commands, those with such rows (`are_confirmed`)."""
     _, seqs, times, amounts, quantities, places, lefts, *_ = zip(*rows, strict=True)
     ids, grabs, users, offers = zip(*map(_named_by_confirm, commands[: len(rows)]), strict=True)
     return list(
@@ -174,7 +174,7 @@ class CallOffers:
 
 def build(keys: ShardKeys, script: str, commands: Sequence[AnyCommand], gate: Secrets) -> ScriptCall:
     """Returns keys (after those of the shard) and packed arguments for a script that decides commands of its
-    name, but for `open` (`building_open`).
+    name, except `open` (`building_open`).
     """
     call_offers = CallOffers([command.offer for command in commands])
     if len(call_offers.offers) == 1:
@@ -274,7 +274,7 @@ def _width(values: Sequence[str]) -> int | str:
     """Returns the length of all values or, if they differ, the format by which Lua's `struct.unpack` finds
     them in a text that has three characters between them.
     """
-    # Of characters, unless some take several bytes.
+    # In characters, unless some take several bytes.
     lengths = list(map(len, values if "".join(values).isascii() else map(str.encode, values)))
     if lengths.count(lengths[0]) == len(lengths):
         return lengths[0]
@@ -476,8 +476,8 @@ def envelope_row(terms: EnvelopeTerms, seed: str) -> dict[str, Any]:
 
 
 def _approved(command: OfferCommand) -> dict[str, Any]:
-    """What a script needs of approvals that were verified: who signed, and until when they count. The script
-    alone knows whether a command is a repeat, which needs no approval any more.
+    """What a script needs of approvals that were verified: who signed, and when they expire. Only the script
+    knows whether a command is a repeat, which needs no approval.
     """
     approvals = read_approvals(command)
     return {

@@ -1,8 +1,8 @@
-"""Encrypted texts: compact JWE (RFC 7516) around a signed text, for one reader with a key pair.
+"""Encrypted texts: compact JWE (RFC 7516) with a signed text inside, for one reader with a key pair.
 
 The key determines the algorithms, never the text: an EC key on P-256 has ECDH-ES, the key agreement of RFC
-7518 (section 4.6), and A256GCM. Each text has an ephemeral key of its own, so equal contents have different
-texts. The text is signed before it is encrypted: that it opens proves nothing about who wrote it.
+7518 (section 4.6), and A256GCM. Each text has its own ephemeral key, so equal contents have different texts.
+The text is signed before it is encrypted: decryption proves nothing about its author.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -22,7 +22,7 @@ CIPHER: Final = "A256GCM"
 CURVE: Final = "P-256"
 IV_BYTES: Final = 12
 TAG_BYTES: Final = 16
-#: A JWK with certificates and names that nobody needs is longer.
+#: Only a JWK with certificates and names, which are not needed, is longer.
 JWK_LENGTH_MAX: Final = 4_096
 
 _KEY_MEMBERS: Final = ("kty", "crv", "x", "y", "d")
@@ -30,7 +30,7 @@ _REGISTRY: Final = jwe.JWERegistry(algorithms=[ALGORITHM, CIPHER])
 
 
 class NotEncrypted(Exception):
-    """A text is not encrypted for this key, or not in this form. It does not say why, as NotSigned."""
+    """A text is not encrypted for this key, or not in this form. Like NotSigned, it does not say why."""
 
 
 class _PublicPoint(msgspec.Struct, forbid_unknown_fields=True):

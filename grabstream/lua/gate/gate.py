@@ -2,9 +2,9 @@
 time, and decides them in one script call.
 
 A single caller does not wait for other callers: a call takes the commands that arrived while the last call
-was in flight. A second call may be in flight beside the first one, so that the server decides one while the
-gate handles the answers to the other; not if both have commands of one caller, whose order counts. A call has
-a fixed cost, so small calls go side by side only while the server answers fast, that is, has time.
+was in flight. A second call may be in flight at the same time, so that the server decides one while the gate
+handles the answers to the other; not if both have commands of one caller, whose order counts. A call has a
+fixed cost, so small calls go side by side only while the server answers fast, that is, is not busy.
 
 The order of a caller's commands holds through retries and recoveries. Decided commands that are not known to
 be journaled stay in the caller's `Lane`, and every later call of the lane names the history in which they
@@ -89,7 +89,7 @@ from grabstream.runtime.trouble import is_trouble
 log = logging.getLogger(__name__)
 
 IN_FLIGHT_MAX: Final = 2
-#: Commands that a call beside another one has at least, whatever it costs the server …
+#: Minimum size of a second concurrent call, whatever it costs the server …
 BESIDE_COMMANDS_MIN: Final = 64
 #: … and while the last call of the shard was answered within this time. A call of a few commands takes 0.2 ms
 #: of a server that is otherwise idle.
@@ -97,14 +97,15 @@ BESIDE_FAST_COMMANDS_MIN: Final = 8
 FAST_SECONDS: Final = 0.002
 RETRY_SECONDS: Final = 0.05
 WATCH_EVERY_SECONDS: Final = 0.1
-#: Entries of other types that a call leaves out at most, while it takes those of its own type.
+#: Maximum entries of other types that a call skips while it takes those of its type.
 LEFT_OUT_MAX: Final = 512
 #: Commands per call of these scripts, fewer than of others: each is large, or no more fit into a call by
 #: their cost (lua/includes/cost.lua), and those that do not fit are sent again.
 AT_ONCE_MAX: Final = {"open": 16, "load": 8, "confirm": 192}
 SHARDS_KNOWN_MAX: Final = 100_000
 
-#: A command, alone in its call, whose script failed so many times after its first write is not sent again.
+#: A command, alone in its call, whose script has failed this many times after its first write is not sent
+#: again.
 BREAKS_MAX: Final = 3
 
 
@@ -209,20 +210,20 @@ class Gate:
         report_undecidable: ReportUndecidable = lambda index, reason: None,
         from_system: bool = False,
     ) -> list[Answer]:
-        """Returns answers in the order of the commands. Commands of one campaign are carried out in that
-        order, also through a recovery.
+        """Returns answers in the order of the commands. Commands of one campaign are executed in that order,
+        also across a recovery.
 
         With `journaled`, returns when Kafka has the events of the answers. `patience_ms` is how long commands
         wait for a fenced or busy shard before they get that answer; later commands of this list in the same
         shard then get the same answer. Raises OutcomeUnknown when `timeout_ms` (by default that of the gate)
         ran out after commands were sent.
 
-        `reader` is for a program that reads commands from a topic. Such a program bounds the commands that it
-        has in flight, and cannot return a command to the topic. So its calls are carried out in the order in
-        which they were made, are queued even if the queue is full, and wait as long as their shard decides
-        nothing; they never get `fenced` or `busy`. `report_undecidable` is called with the index and the
-        error of each command that no script can decide; the answer to it is `invalid`. `from_system` is for
-        commands that the system sends itself, whose ids are reserved (`models/payments.py`).
+        `reader` is for a program that reads commands from a topic. Such a program bounds its commands in
+        flight, and cannot return a command to the topic, so its calls are executed in the order in which they
+        were made, are queued even if the queue is full, and wait as long as their shard decides nothing; they
+        never get `fenced` or `busy`. `report_undecidable` is called with the index and the error of each
+        command that no script can decide; the answer to it is `invalid`. `from_system` is for commands that the
+        system sends itself, whose ids are reserved (`models/payments.py`).
         """
         fixed = (promise, patience_ms, timeout_ms, reader, report_undecidable, from_system)
         if self._user_keys is None:
@@ -321,8 +322,8 @@ class Gate:
         from_system: bool = False,
         is_plain: bool = False,
     ) -> None:
-        """Decides a command that comes alone, as `decide` does, and calls `then` with its answer, or with
-        what `decide` would raise; at once if the command must not reach a script. `is_plain`: it is known
+        """Decides a single command as `decide` does, and calls `then` with its answer, or with what `decide`
+        would raise; at once if the command must not reach a script. `is_plain`: it is known
         that it is a plain grab, with which nothing is wrong (`offer_of_plain`).
         """
         if self._user_keys is not None and type(command) is Grab and command.metadata:
@@ -405,7 +406,7 @@ class Gate:
     def _remember(self, number: int, entry: QueueEntry, promise: Promise) -> None:
         """Keeps what a shard has decided until it is journaled, and a sample of its refusals."""
         if not entry.history:
-            # What a script has decided is counted when its reply is read.
+            # Decisions of a script are counted when its reply is read.
             self.measures.answers[entry.script].update(answer.code for answer in entry.answers)
         if promise == "decided":
             self._decided.keep(number, entry.history, entry.commands, entry.answers)
@@ -440,7 +441,7 @@ class Gate:
             ids.append(command.id)
         else:
             quantities = [command.quantity for command in commands]  # type: ignore[union-attr]
-            # A name may be no text, in a command made in Python.
+            # A name may not be a string, in a command made in Python.
             with suppress(TypeError):
                 if (
                     not may_be_reserved(ids)
@@ -530,7 +531,8 @@ class Gate:
                 # Not wait_for: before Python 3.12 it may swallow a cancellation, and with it Ctrl-C.
                 async with asyncio.timeout(None if left == math.inf else max(left, 0.001)):
                     await self.journaled.wait(number, entry.history, last)
-                # A reader's lane, whose entries have no deadline, may outlive a journal that is put back.
+                # A reader's lane, whose entries have no deadline, may outlive a journal that is restored to
+                # an older state.
                 if entry.deadline < math.inf:
                     entry.lane.journaled_seq = max(entry.lane.journaled_seq, last)
                 return
@@ -542,7 +544,7 @@ class Gate:
                 raise not_journaled(number, last) from None
 
     def ask_again(self, number: int, entry: QueueEntry) -> None:
-        """Has the entries of a lane decided again whose history is lost."""
+        """Has those entries of a lane decided again whose history is lost."""
         shard, lane = self._shards[number], entry.lane
         if entry not in lane.decided:
             return  # an earlier entry of the lane has already caused this
@@ -594,14 +596,14 @@ class Gate:
         entries: list[QueueEntry] = []
         offers: set[str] = set()
         left: list[QueueEntry] = []
-        # What is being drawn holds the order of its callers, and no other.
+        # A drawing delays only the order of its callers.
         lanes_left = {entry.lane for entry in shard.drawing}
         count = history = size_bytes = 0
         queue = shard.queue
         most = self._limits.batch_commands_max
         is_divided = not shard.in_flight and 2 * _beside_min(shard) <= shard.queued < 2 * most
         if is_divided and queue[0].lane is not queue[-1].lane:
-            # The other half goes beside it.
+            # The other half goes into the second call.
             most = (shard.queued + 1) // 2
         while queue:
             entry = queue[0]
@@ -722,8 +724,8 @@ class Gate:
             self._wake(shard)
 
     async def _drawn(self, shard: ShardQueue, entries: list[QueueEntry]) -> ScriptCall:
-        """Draws the parts of an entry that waits for a call of its own. Raises NotWanted when its caller has
-        an answer, or has gone, and Undecidable.
+        """Draws the parts of an entry that waits for a separate call. Raises NotWanted when its caller has an
+        answer, or has gone, and Undecidable.
         """
         [entry] = entries
         try:
@@ -743,8 +745,8 @@ class Gate:
         reply: encoding.Reply,
         seconds: float,
     ) -> list[QueueEntry]:
-        """Answers the commands that a call of so many seconds decided; returns entries of the commands that
-        did not fit, in order.
+        """Answers the commands that a call of `seconds` decided; returns entries of the commands that did not
+        fit, in order.
         """
         number, history = shard.keys.shard, reply.history_or_retry_at
         answers = encoding.granted_answers(number, commands, reply.run) if reply.run else []
@@ -868,8 +870,8 @@ class Gate:
     def _on_trouble(
         self, shard: ShardQueue, entries: list[QueueEntry], error: BaseException
     ) -> list[QueueEntry]:
-        """The call was sent and may be decided. Only the same commands can tell, so they are sent again until
-        their time-out.
+        """The call was sent and may be decided. Only the same commands can show it, so they are sent again
+        until their timeout.
         """
         now = time.monotonic()
         for entry in entries:
@@ -880,8 +882,8 @@ class Gate:
         return entries
 
     def _watch(self, shard: ShardQueue) -> None:
-        """Enforces the time-outs of callers while a call is in flight, independently of the Redis client's
-        time-outs.
+        """Enforces the timeouts of callers while a call is in flight, independently of the Redis client's
+        timeouts.
         """
         now = time.monotonic()
         for entries in shard.in_flight:
@@ -931,7 +933,7 @@ class Gate:
 
 
 def _beside_min(shard: ShardQueue) -> int:
-    """How many commands a call has at least that goes beside another one."""
+    """The minimum number of commands in a second concurrent call."""
     return BESIDE_FAST_COMMANDS_MIN if shard.is_fast else BESIDE_COMMANDS_MIN
 
 

@@ -22,7 +22,7 @@ from grabstream.runtime.ending import end
 from grabstream.runtime.trouble import is_trouble, suppressed_trouble
 
 POLL_EVERY_SECONDS = 0.1
-#: The time-out of one poll: a shard whose server hangs is polled again, on a new connection.
+#: The timeout of one poll: a shard whose server hangs is polled again, on a new connection.
 POLL_SECONDS_MAX = 1.0
 #: How often the deadlines of waiters are compared with the time.
 DEADLINES_EVERY_SECONDS: Final = 0.1
@@ -39,7 +39,7 @@ class HistoryChanged(Exception):
         self.history = history
 
 
-#: What a waiter gets: None when its event is journaled, or why it waits no longer.
+#: The result of a waiter: None when its event is journaled, or why it stops waiting.
 Release = Callable[[HistoryChanged | TimeoutError | asyncio.CancelledError | None], None]
 #: A waiter: its seq, its place among those of this seq, its history, its deadline, and what releases it.
 _Waiter = tuple[int, int, int, float, Release]
@@ -91,7 +91,7 @@ class Journaled:
             await future
 
     def is_known(self, shard: int, history: int, seq: int) -> bool:
-        """Whether the shard's journal has `seq` in this history, as far as it has announced it."""
+        """Whether the shard's journal has `seq` in this history, by its announcements."""
         known_history, known_seq = self._known.get(shard, (-1, 0))
         return known_history == history and known_seq >= seq
 
@@ -128,7 +128,7 @@ class Journaled:
         heap = self._waiting.get(shard)
         if not heap:
             return
-        # What is released may wait again at once, so it is taken out of the heap before.
+        # A released waiter may wait again at once, so it is removed from the heap first.
         others = [waiter for waiter in heap if waiter[2] != history]
         _remove(heap, others)
         ready = []
@@ -174,8 +174,8 @@ class Journaled:
             self._take(shard, fields[0], fields[1] or b"0")
 
     def _take(self, shard: int, history: bytes, seq: bytes) -> None:
-        """Takes what the shard says of itself. If that is damaged, waiters wait until the shard is rebuilt;
-        they are released by what it says then.
+        """Takes what the shard reports. If that is damaged, waiters wait until the shard is rebuilt and
+        reports again.
         """
         if _is_number(history or b"0") and _is_number(seq):
             self._announce(shard, int(history or 0), int(seq))
@@ -201,7 +201,7 @@ def _remove(heap: list[_Waiter], waiters: list[_Waiter]) -> None:
 
 
 def settle(future: "asyncio.Future[Any]", result: object) -> None:
-    """Gives who waits for a future its result, or its error, unless it waits no longer."""
+    """Sets the result or error of a future, unless its waiter has gone."""
     if future.done():
         return
     if isinstance(result, asyncio.CancelledError):

@@ -1,8 +1,8 @@
 """Personal data in events: seals the metadata of grabs under a key of their user, before a gate decides them.
 
 Events are never changed, and everything that is computed from them has their text. So what must be forgotten
-is only ever written sealed: who deletes the key of a user has deleted the user's metadata in the journal, in
-all copies and in every read model, and no hash, sum or proof changes (`grabstream forget`).
+is only ever written sealed: deleting the key of a user deletes the user's metadata in the journal, in all
+copies and in every read model, and changes no hash, sum or proof (`grabstream forget`).
 
 Sealed metadata are metadata with one pair, `sealed`: `1.<name of the key>.<base64url>`. AES-SIV needs no
 nonce: a command that is sent again has the same text, so it is a repeat. The text is bound to offer, user and
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 SEALED: Final = "sealed"
 #: Shown in place of metadata whose key was deleted.
 FORGOTTEN: Final = {"forgotten": "true"}
-#: Metadata as canonical JSON may have so many bytes where they are sealed: the sealed text is a third longer.
+#: Maximum bytes of metadata as canonical JSON where they are sealed: the sealed text is a third longer.
 SEALED_BYTES_MAX: Final = 700
 KEY_BYTES: Final = 64
 AGAIN_SECONDS: Final = 1.0
@@ -53,7 +53,7 @@ class UserKey(NamedTuple):
 
 
 class UserKeys(Protocol):
-    """Where the keys of users are kept."""
+    """The store of the keys of users."""
 
     async def keys_of(self, users: Collection[str]) -> Mapping[str, UserKey]:
         """The key of each user whose key can be opened; makes those that are missing. Raises
@@ -78,7 +78,7 @@ def open_metadata(
     metadata: Mapping[str, str] | None, offer: str, user: str, grab: str, key: UserKey | None
 ) -> Mapping[str, str] | None:
     """The metadata of a grab as they were sent; FORGOTTEN if their key was deleted. Metadata that are not
-    sealed, or were not sealed for this grab, are returned as they are.
+    sealed, or were not sealed for this grab, are returned unchanged.
     """
     if metadata is None or not is_sealed(metadata):
         return metadata

@@ -1,6 +1,4 @@
-"""The queue of the gate: the commands of each caller and shard, in the order in which they must be carried
-out.
-"""
+"""The queue of the gate: the commands of each caller and shard, in the order of their execution."""
 
 import asyncio
 from collections import deque
@@ -23,7 +21,7 @@ OFFERS_IN_CALL_MAX: Final = 64
 
 
 class CallOrder:
-    """Calls with the same CallOrder are carried out in the order in which they were made, in every shard."""
+    """Calls with the same CallOrder are executed in the order of their making, in every shard."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, Lane] = {}
@@ -98,7 +96,7 @@ class QueueEntry(msgspec.Struct, eq=False):
     answers: list[Answer] = []
     history: int = 0
     bytes: int = 0
-    #: Whether so many parts must be drawn before that others of the shard are decided meanwhile.
+    #: Whether it has so many parts that others of the shard are decided while they are drawn.
     draws: bool = False
     #: Two callers may use the same basket name, so entries with baskets never share a call.
     has_baskets: bool = False
@@ -161,7 +159,7 @@ class QueueEntry(msgspec.Struct, eq=False):
 
     def refuse(self, outcome: Outcome, message: str, retry_at: int) -> None:
         """Refuses the entry and all entries after it in its caller's call: a confirmation must not overtake
-        the grab that it confirms.
+        its grab.
         """
         entry: QueueEntry | None = self
         while entry is not None:

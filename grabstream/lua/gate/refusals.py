@@ -2,7 +2,7 @@
 
 Refusals are not events, and deciding does not wait for them. The gate passes its answers here without
 waiting. Refusals above the bounds are counted and dropped; the others are written, many at once, by the
-functions that the caller gives, one for each place. A place that is away holds up no other.
+functions that the caller gives, one for each place. A place that is down holds up no other.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ WRITE_SECONDS_MAX: Final = 30.0
 
 
 class Refusal(NamedTuple):
-    """A refused command: when (ms since 1970 UTC), what it asked for, and its answer. `limit_left` belongs to
-    `limit_name`.
+    """A refused command: its time (ms since 1970 UTC), what it requested, and its answer. `limit_left`
+    belongs to `limit_name`.
     """
 
     at: int

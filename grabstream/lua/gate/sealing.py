@@ -1,5 +1,5 @@
-"""Sealing: encrypts what a recovery needs from the journal but readers of the journal must not see (seeds,
-coupon codes).
+"""Sealing: encrypts what a recovery needs from the journal and its readers must not see (seeds, coupon
+codes).
 
 AES-256-GCM, bound to shard, offer and purpose, so that a sealed text is invalid anywhere else. A seed gets a
 random nonce. The nonce of a coupon code is derived from key, offer and code: equal codes of an offer have
@@ -9,11 +9,11 @@ the key a nonce does not reveal its code.
 
 A key seals in one of two forms, which the sealed text names before its colon:
 
-- `<key id>:…`: with the key itself. Who has it also opens.
+- `<key id>:…`: with the key itself. Its holder can also open.
 - `<key id>~box:…`: to the X25519 public key that follows from the key, by an ephemeral key, HKDF-SHA256 and
   AES-256-GCM. The *sealing part* of a key suffices for it, and opens nothing. It is for processes that hand
   out no coupon codes and recover no shard. It also has the keys of digests and nonces, so that repeats are
-  compared and codes are listed once whoever sealed them: with it, a guessed code can be tested.
+  compared and codes are listed once, whichever process sealed them: with it, a guessed code can be tested.
 """
 
 import os
@@ -114,7 +114,7 @@ class Sealer:
         self.first = next(iter(keys))
         #: The ids of keys that do not open.
         self.only_sealing = [key_id for key_id in keys if key_id not in whole]
-        #: What identifies each key, by its id, without revealing it: 32 hex digits.
+        #: The fingerprint of each key, by its id, which does not reveal the key: 32 hex digits.
         self.fingerprints = {key_id: part.fingerprint.hex() for key_id, part in self._parts.items()}
         #: Digests of commands, with keys that are derived from these.
         self.digests = Digests.from_derived_keys(
@@ -162,7 +162,7 @@ class Sealer:
         return ",".join(f"{key_id}:{part.to_text()}" for key_id, part in self._parts.items())
 
     def only_seals(self, sealed: str) -> bool:
-        """Whether this process has the sealing part alone of the key that has sealed a text."""
+        """Whether this process has only the sealing part of the key that sealed a text."""
         return key_id_of(sealed) in self.only_sealing
 
     def seal(self, shard: int, offer: str, purpose: str, text: str) -> str:

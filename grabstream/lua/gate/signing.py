@@ -1,9 +1,9 @@
 """Signed texts: compact JWS (RFC 7515), as tickets, payment tokens and receipts are.
 
-A key determines its algorithm, never the text; so nobody can sign with a public key as a secret. Several keys
-verify, and the first of them signs: a new key is added behind the others everywhere, then put first, and the
-old one is removed when nothing that it signed counts any more. What a text is for is in its header `typ`, so
-a text that was signed for one purpose is refused for every other one, also where both have the same keys.
+A key determines its algorithm, never the text; so a public key cannot be used as a secret to sign with.
+Several keys verify, and the first of them signs: a new key is first added last everywhere, then moved to the
+front; the old one is removed when nothing it signed is valid any more. The header `typ` names the purpose of
+a text, so a text signed for one purpose is refused for every other one, also with the same keys.
 """
 
 import hmac
@@ -21,7 +21,7 @@ from grabstream.models.unique_names import check_header
 
 SECRET_BYTES_MIN: Final = 32
 PUBLIC_KEY_BYTES: Final = 32
-#: Headers of texts that were verified, of which the library need not be asked again.
+#: Headers of texts that were verified, which the library need not check again.
 HEADERS_KNOWN_MAX: Final = 64
 
 VerifyingKey = bytes | Ed25519PublicKey
@@ -43,8 +43,8 @@ _PURPOSES: Final = frozenset(Purpose)
 
 
 class NotSigned(Exception):
-    """A text is not signed by one of the keys, or not for this purpose. It does not say why: whoever forges
-    texts must not learn how far they came.
+    """A text is not signed by one of the keys, or not for this purpose. It does not say why: a forger must
+    not learn how far the text came.
     """
 
 
@@ -53,7 +53,7 @@ class SigningKeys:
 
     The library writes the header of each purpose once, and reads each header that comes, until it has
     verified a text with it. Then a text with this header needs one HMAC: 5 µs in place of 55, and 3 in place
-    of 17 to sign. A text that is not written exactly so is left to the library.
+    of 17 to sign. Any other text is left to the library.
     """
 
     def __init__(self, keys: Mapping[str, bytes]) -> None:
@@ -94,7 +94,7 @@ class SigningKeys:
         """Returns the payload of a text that one of the keys signed for a purpose; raises NotSigned. Nothing
         of a text longer than `length_max` characters is decoded.
         """
-        # The library takes padding, with which one text would have several forms.
+        # The library takes padding, which would give one text several forms.
         if len(text) > length_max or not text.isascii() or "=" in text:
             raise NotSigned
         first = text.partition(".")[0]
@@ -112,7 +112,7 @@ class SigningKeys:
 
 
 class PublicKeys:
-    """Ed25519 public keys by key id, of those who sign for themselves (EdDSA)."""
+    """Ed25519 public keys by key id, of parties with their own private keys (EdDSA)."""
 
     def __init__(self, keys: Mapping[str, Ed25519PublicKey]) -> None:
         """Takes the keys, at least one."""
@@ -121,8 +121,8 @@ class PublicKeys:
     @classmethod
     def from_text(cls, setting: str, text: str) -> "PublicKeys | None":
         """Reads keys from `id:key,id:key`, each of 32 bytes in base64 or base64url; None without any. Raises
-        ValueError that names the setting when a key cannot be read, or is there under two ids: one signer
-        would count as two.
+        ValueError that names the setting when a key cannot be read, or occurs under two ids: one signer would
+        count as two.
         """
         keys = {
             name: key
@@ -150,7 +150,7 @@ def sign_with(key_id: str, key: Ed25519PrivateKey, purpose: Purpose, payload: by
 def _read(
     keys: Mapping[str, VerifyingKey], purpose: Purpose, text: str, length_max: int
 ) -> tuple[str, bytes]:
-    # The library takes padding, with which one text would have several forms.
+    # The library takes padding, which would give one text several forms.
     if len(text) > length_max or not text.isascii() or "=" in text:
         raise NotSigned
     try:
@@ -171,7 +171,7 @@ def _signature(key: bytes, signed: bytes) -> bytes:
 
 
 def decoded_segment(segment: bytes) -> bytes | None:
-    """The bytes of a segment; None for one that nobody who follows RFC 7515 writes."""
+    """The bytes of a segment; None for one that does not follow RFC 7515."""
     try:
         decoded = urlsafe_b64decode(segment + b"=" * (-len(segment) % 4))
     except ValueError:

@@ -24,10 +24,10 @@ class _Gate(Protocol):
     journaled: Journaled
 
     def ask_again(self, number: int, entry: QueueEntry) -> None:
-        """Has an entry decided again whose history is lost."""
+        """Has an entry decided again after its history was lost."""
 
     def ended(self, number: int, entry: QueueEntry, promise: Promise, error: BaseException | None) -> None:
-        """The answer may be given now, or there is none."""
+        """The answer, or the error in its place, may be given now."""
 
 
 class SingleCommand(QueueEntry, kw_only=True):
@@ -89,7 +89,7 @@ class SingleCommand(QueueEntry, kw_only=True):
 
 
 def not_journaled(shard: int, seq: int) -> OutcomeUnknown:
-    """The reason why a decided command has no answer."""
+    """Why a decided command has no answer."""
     return OutcomeUnknown(
         f"decided, but not journaled within the timeout (shard {shard}, seq {seq}; is a relay "
         f"running?){SEND_AGAIN}"

@@ -68,7 +68,7 @@ async def stage(run: RunScript, call: ScriptCall) -> list[bytes]:
 
 
 async def discard(redis: Any, call: ScriptCall) -> None:
-    """Deletes staged parts that were not taken; if the server does not answer, they end by their time to
+    """Deletes staged parts that were not taken; if the server does not answer, they expire by their time to
     live.
     """
     with suppressed_trouble():

@@ -17,7 +17,7 @@ from grabstream.models.money import Invalid
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.models.unique_names import check_claims, check_header
 
-#: How far the signer's clock may be ahead of this machine's, for tickets with a time from which they are
+#: The maximum lead of the signer's clock over this machine's, for tickets with a time from which they are
 #: valid (`nbf`).
 NOT_BEFORE_LEEWAY_SECONDS: Final = 5
 #: The number of verified tickets that are cached, about 1 kB each.

@@ -1,5 +1,5 @@
--- Carries out commands about an offer or a grab: looks up a repeat, refuses or acts, and writes.
--- ARGV[6] msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1),
+-- Executes commands about an offer or a grab: looks up a repeat, refuses or acts, and writes. ARGV[6]
+-- msgpack: {offers, campaign of each offer (from 1), campaigns, ids, offer of each command (from 1),
 --   digests, bodies}. If a body has `whole`, that text is stored with the answer, and a repeat is compared
 --   with it. Commands that do not fit into the call get no row; the caller sends them with its next call.
 --- @include "cost"
@@ -14,21 +14,20 @@ local function refused_row(call, code, details)
   return {code = code, at = call.now, details = details}
 end
 
--- The row of a command that has made the last event of the call: about so many units of a grab, or (nil)
+-- The row of a command that has made the last event of the call: about `quantity` units of a grab, or (nil)
 -- about the offer itself.
 local function done_row(call, offer, code, grab, quantity, details)
   return {code = code, seq = call.seq, at = call.now, amount = quantity, quantity = quantity,
     place = grab and grab.place, left = offer.units_left, details = details}
 end
 
--- Carries out all commands of a call; returns the packed reply. Answers and refusals that the call has made
--- for a command id count for later commands of the call with the same id.
--- `act(call, offer, id, digest, body, campaign)` changes the offer and adds events. It returns the row of the
--- answer, and true if the command made an event. `act_without_offer(call, name, id, digest, body, campaign)`
--- does the same where there is no offer.
--- `read()` returns the columns of ARGV[6], if the commands are sent in another form, with bodies as a
--- function of the index. `act_alike(call, commands, i, rows)` then carries out commands from the i-th on as
--- long as they are like most, and adds their packed rows; it returns the index of the first that it left.
+-- Executes all commands of a call; returns the packed reply. Answers and refusals that the call has made for
+-- a command id count for later commands of the call with the same id. `act(call, offer, id, digest, body,
+-- campaign)` changes the offer and adds events. It returns the row of the answer, and true if the command
+-- made an event. `act_without_offer(call, name, id, digest, body, campaign)` does the same where there is no
+-- offer. `read()` returns the columns of ARGV[6], if the commands are sent in another form, with bodies as a
+-- function of the index. `act_alike(call, commands, i, rows)` then executes commands from the i-th on while
+-- they are like most, and adds their packed rows; it returns the index of the first that it left.
 local carry_out
 do
   -- Remembers the row of a command that made no event; returns the record, or nil when nothing is kept. Where
@@ -45,7 +44,7 @@ do
     if row.code > CODE.conflict then return refuse(call, row.code, field, name, digest) end
   end
 
-  -- Carries out the i-th command; returns its row.
+  -- Executes the i-th command; returns its row.
   local function carry_out_one(call, commands, i, body, act, act_without_offer)
     local id, digest, o = commands.ids[i], commands.digests[i], commands.offer_of[i]
     local name, offer, refusals = commands.names[o], commands.offers[o], commands.refusals
@@ -103,7 +102,7 @@ do
   end
 end
 
--- What `carry_out` gets as `act` for commands about a grab, which `body.grab` names. An expired hold is ended
+-- The `act` of `carry_out` for commands about a grab, which `body.grab` names. An expired hold is ended
 -- first. A grab of another user than `body.user` does not exist for the command.
 local function about_grab(act)
   return function(call, offer, id, digest, body, campaign)
@@ -116,7 +115,7 @@ local function about_grab(act)
   end
 end
 
--- Carries out commands about the offer itself. A closed offer refuses all of them.
+-- Executes commands about the offer itself. A closed offer refuses all of them.
 local function carry_out_for_offer(act)
   return carry_out(function(call, offer, id, digest, body)
     if offer.closed then return refused_row(call, CODE.over) end

@@ -1,7 +1,7 @@
 -- What a call may cost. A script blocks its server, so a call does a bounded amount of work, and the rest
 -- goes into the next call. A call ends between two commands (or holds, offers, events), never within one;
 -- decisions do not depend on where calls end. Costs are in µs of the Redis thread on a quiet machine, see
--- docs/performance.md. The first command of a call is always carried out.
+-- docs/performance.md. The first command of a call is always executed.
 
 local COST = {
   call_max = 2500,
@@ -37,7 +37,7 @@ local COST = {
   part_byte = 0.0015, -- the parts of an envelope
 }
 
--- What this call has cost so far.
+-- The cost of this call up to now.
 --- @each_call
 local cost = 0
 

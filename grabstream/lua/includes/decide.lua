@@ -1,5 +1,5 @@
--- How every deciding script begins and ends: whether this call may decide, at what time, and how events are
--- written. Needs KEYS[1..12] (shard, outbox, refusals, refusal_order, demand, due, offers, holds, campaigns,
+-- The start and end of every deciding script: whether this call may decide, at what time, and the writing of
+-- events. Needs KEYS[1..12] (shard, outbox, refusals, refusal_order, demand, due, offers, holds, campaigns,
 -- retired, past, cleaning).
 --- @include "cost"
 --- @include "shard"
@@ -32,8 +32,8 @@ local BOUNDS = {
 -- values may be pairs.
 local WRITE_VALUES_MAX = 4000
 
--- A call first notes its writes; `commit` carries them out at the end. After the first write a script reads
--- and computes nothing more. So a call either fails before it changes anything, or succeeds.
+-- A call first notes its writes; `commit` executes them at the end. After the first write a script reads and
+-- computes nothing more. So a call either fails before it changes anything, or succeeds.
 --- @each_call
 local writes = {}
 
@@ -53,7 +53,7 @@ local function write_in_pieces(command, key, values)
   end
 end
 
--- Carries out the noted writes. No valid data makes one of them fail.
+-- Executes the noted writes. With valid data none of them fails.
 local commit
 do
   -- Fences the shard and marks it incomplete: a write failed after another had succeeded, or the outbox is
@@ -98,7 +98,7 @@ end
 --   ARGV[5] the number of events at which the outbox is full, or '' for commands that a full outbox must take
 local begin_call
 do
-  -- What is done about a damaged number. The relay of the shard does the rest by itself.
+  -- What repairs a damaged number. The relay of the shard does the rest automatically.
   local MENDED = {
     seq = 'delete it, then the shard is rebuilt from the journal',
     journaled_seq = 'delete it, then the shard is rebuilt from the journal',
@@ -106,7 +106,7 @@ do
   }
 
   -- Fences a shard whose hash has a damaged number, and marks it incomplete, so that it is rebuilt from the
-  -- journal, unless it is the layout. Returns the reason and the way out in words; nil if nothing is damaged.
+  -- journal, unless it is the layout. Returns the reason and the fix in words; nil if nothing is damaged.
   -- `shard` is what begin_call reads.
   local function fence_damaged(shard)
     local damaged = not number_in(shard[1] or '0') and 'seq'
@@ -120,7 +120,7 @@ do
       .. (MENDED[damaged] or 'the shard is rebuilt from the journal')
     redis.call('HDEL', KEYS[1], 'server_epoch', 'history')
     redis.call('HSET', KEYS[1], 'fault', reason)
-    -- Beside a damaged layout, all is as it was: an operator sets it right, and what the outbox has is kept.
+    -- With a damaged layout, nothing changes: an operator corrects it, and the outbox is kept.
     if damaged ~= 'layout' then redis.call('HSET', KEYS[1], 'partial', '1') end
     return reason
   end
@@ -200,7 +200,7 @@ local function has_retired(call, name)
 end
 
 -- Adds the text of an event; its cost is by its bytes. `joined`: it was decided together with the event
--- before it, so both stand in one entry of the outbox. The relay keeps them in one record of the journal
+-- before it, so both are in one entry of the outbox. The relay keeps them in one record of the journal
 -- (streams/relaying/blocks.py).
 local function add_line(call, text, joined)
   end_run(call)

@@ -1,5 +1,4 @@
--- Grants parts of an envelope: one part, or a run of plain grabs, which is what most callers of a crowded
--- envelope send.
+-- Grants parts of an envelope: one part, or a run of plain grabs, as most callers of a crowded envelope send.
 --- @include "cost"
 --- @include "splitting"
 --- @include "records"
@@ -44,9 +43,9 @@ end
 
 -- Grants a run of plain grabs: of one envelope, with no user twice. Stops before the first grab that it
 -- cannot grant. Returns the index of that grab and, for the reply, {first seq, first place, first left, time,
--- amounts as text}. Each grant costs `grab_cost`. `texts` has the ids and users of so many grabs, as an event
--- has them: {ids, users, number of grabs}.
--- It does what `take_part` in commands/grab.lua does, for all grabs at once.
+-- amounts as text}. Each grant costs `grab_cost`. `texts` has the ids and users of these grabs, as an event
+-- has them: {ids, users, number of grabs}. It does what `take_part` in commands/grab.lua does, for all grabs
+-- at once.
 local grant_run
 do
   -- How many grabs can be granted before the first whose user has a part, whose id is known, or for which no
@@ -61,7 +60,7 @@ do
     return most
   end
 
-  -- The amounts of so many next parts.
+  -- The amounts of the next `grabs` parts.
   local function next_amounts(offer, grabs)
     local amounts, amount_left = {}, offer.amount_left
     if offer.draw == 'ahead' then

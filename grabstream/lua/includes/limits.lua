@@ -31,7 +31,7 @@ end
 
 -- The counters of a hash: `values` holds {window, count} of those that were read, `changed` names those to
 -- write back; `wanted` has fields to be read, `is_wanted` those and the fields that were read; `made` has
--- fields and texts that are written back as they are.
+-- fields and texts that are written back unchanged.
 local function counters_at(key)
   return {key = key, values = {}, changed = {}, wanted = {}, is_wanted = {}, made = {}}
 end
@@ -74,7 +74,7 @@ do
   -- A counter that nothing was counted in.
   local NONE = {0, 0}
 
-  -- What a counter counts by, its period, and the value.
+  -- The key, period and value of a counter.
   local function parts_of(name)
     return string.match(name, '^([^/]+)/([^/]+)/([^/]+)$')
   end
@@ -149,7 +149,7 @@ do
     return value, counters
   end
 
-  -- Notes the writes of all counters that have changed. A field is written with all that it has.
+  -- Notes the writes of all counters that have changed. A field is written whole.
   function write_counters(counters)
     local fields, is_written = counters.made, {}
     for name in pairs(counters.changed) do

@@ -12,7 +12,7 @@
 --- @include "limits"
 
 local SHARD_KEYS, OFFER_KEYS, CAMPAIGN_KEYS = 12, 10, 5
--- Where the keys of an offer stand after its base. One table, since Lua allows 200 local variables.
+-- The places of the keys of an offer after its base. One table, since Lua allows 200 local variables.
 local KEY = {state = 1, users = 2, parts = 3, grabs = 4, codes = 5, audience = 6, seen = 7, queue = 8,
   orders = 9, names = 10}
 
@@ -67,8 +67,8 @@ end
 local load_offer
 do
   local NO_LIMITS = {}
-  -- The last rules that were unpacked, and the text they were unpacked from. Whoever changes rules copies
-  -- them before (change_terms).
+  -- The last rules that were unpacked, and the text they were unpacked from. Code that changes rules copies
+  -- them first (change_terms).
   local rules_packed, rules
 
   local function unpack_rules(packed)
@@ -99,7 +99,7 @@ do
     if offer.kind == 'envelope' then
       offer.law, offer.min, offer.max, offer.draw, offer.seed = f.law, tonumber(f.min), tonumber(f.max),
         f.draw, f.seed
-      -- What the parts are drawn from: the seed, and the randomness of the beacon's round.
+      -- The source of the parts: the seed, and the randomness of the beacon's round.
       offer.source = offer.rules.beacon and f.seed .. ':' .. offer.rules.beacon or f.seed
       offer.held = 0
     else
@@ -133,8 +133,8 @@ local function load_offers(names, campaign_of, campaign_names)
   end}), campaigns
 end
 
--- The refusal, as a row, that every grab of an offer gets now, whoever sends it, in order of precedence; nil
--- if user, limits and units decide.
+-- The refusal, as a row, that every grab of an offer gets now, for any sender, in order of precedence; nil if
+-- user, limits and units decide.
 local refusal_of_offer
 do
   local function is_incomplete(offer)
@@ -192,14 +192,14 @@ local function end_offer(offer, reason, now)
   offer.due = due_when_closed(offer, now)
 end
 
--- Who sent a command of an operator, and who signed it (a JSON array), as fields of its event.
+-- The sender and the signers (a JSON array) of a command of an operator, as fields of its event.
 local function senders_text(body)
   return (body.operator and ',"operator":"' .. body.operator .. '"' or '')
     .. (body.signers and ',"signers":' .. body.signers or '')
 end
 
--- The row for a command that is not known yet, and whose approvals are over at the time of the shard; nil if
--- they are not. A repeat gets its first answer however old its approvals are.
+-- The row for a command that is not known yet, and whose approvals have expired at the time of the shard; nil
+-- if not. A repeat gets its first answer however old its approvals are.
 local function unapproved_row(call, body)
   if not body.approved_until or body.approved_until > call.now then return nil end
   return {code = CODE.invalid, at = call.now,

@@ -1,4 +1,4 @@
--- What remains of an offer: how it leaves Redis, and which of its records still count afterwards.
+-- The remains of an offer: how it leaves Redis, and which of its records are still valid afterwards.
 --- @include "decide"
 --- @include "offers"
 

@@ -1,8 +1,9 @@
 -- Confirms holds that were paid, as most of them are: a confirmation is for all units of a hold, which has
--- not ended and gets no codes, and nothing is known under its id and its payment. What such confirmations
--- need is read at once, before they are decided one after the other; their events, records and answers are
--- joined from texts that they share, and all records are written at once. This does what `confirm` in
--- commands/confirm.lua does for one of them; all other confirmations are left to it, in their order.
+-- not ended and gets no codes, and nothing is known under its id and its payment. The data of such
+-- confirmations are read at once, before they are decided one after the other; their events, records and
+-- answers are joined from texts that they share, and all records are written at once. This does what
+-- `confirm` in commands/confirm.lua does for one of them; all other confirmations are left to it, in their
+-- order.
 --- @include "cost"
 --- @include "records"
 --- @include "decide"
@@ -11,13 +12,13 @@
 --- @include "pieces"
 --- @include "command"
 
--- Carries out confirmations of one offer from the i-th on, and adds their packed rows to `rows`; returns the
+-- Executes confirmations of one offer from the i-th on, and adds their packed rows to `rows`; returns the
 -- index of the first that it left, because it is not plain or the call is spent. `act_alike` of carry_out;
 -- commands/confirm.lua reads the columns.
 local confirm_run
 do
-  -- So many confirmations of an offer are read at once, and so many bytes of the records of their grabs,
-  -- which may be large: of a hold that was confirmed unit by unit.
+  -- Confirmations of an offer that are read at once, and bytes of the records of their grabs, which may be
+  -- large: of a hold that was confirmed unit by unit.
   local AHEAD, AHEAD_BYTES = 16, 32768
 
   -- The values of a hash under the fields from one index to another, as a list from 1.
@@ -43,7 +44,7 @@ do
 
   -- Reads what is stored about the next confirmations of one offer: {offer, first, last; from 1: answers
   -- (whether there is one), refusals, payments, grabs}. The lists are empty where there is no such offer, or
-  -- none that confirms so, where nothing can be stored, and where the first grab has a large record.
+  -- it does not confirm so, where nothing can be stored, and where the first grab has a large record.
   local function read_ahead(commands, first)
     local o, columns, last = commands.offer_of[first], commands.columns, first
     while last < first + AHEAD - 1 and commands.offer_of[last + 1] == o do last = last + 1 end
@@ -72,13 +73,12 @@ do
   -- it would cost as much as the rest of the confirmation.
   local unpack_held, pack_confirmed
   do
-    -- What the packed grab begins with: that it is a list of 20 values; and how it ends if it has neither
-    -- payments nor codes.
+    -- The start of a packed grab, a list of 20 values; and its end if it has neither payments nor codes.
     local BEGIN_BYTES, NO_PAYMENTS, NO_CODES = 3, 144, 144
 
-    -- Returns of a grab that holds all its units, and of which nothing was confirmed or returned before, what
-    -- a confirmation needs: user, place, units, price, when the hold ends; and for pack_confirmed, the bytes
-    -- before its quantity, and before its counters. nil for another grab.
+    -- Returns of a grab that holds all its units, and of which nothing was confirmed or returned before, the
+    -- values that a confirmation needs: user, place, units, price, when the hold ends; and for
+    -- pack_confirmed, the bytes before its quantity, and before its counters. nil for another grab.
     function unpack_held(record)
       local payments, codes = string.byte(record, -2, -1)
       if payments ~= NO_PAYMENTS or codes ~= NO_CODES then return nil end
@@ -150,7 +150,7 @@ do
     return texts
   end
 
-  -- Confirms what was read ahead, from one confirmation on; returns the index of the first that it left. All
+  -- Confirms the holds read ahead, from one confirmation on; returns the index of the first that it left. All
   -- that the confirmations share is in locals: Lua takes as long for a field as for a step of the rest.
   local function confirm_ahead(call, commands, ahead, first, rows)
     local offer, columns, ids, digests = ahead.offer, commands.columns, commands.ids, commands.digests

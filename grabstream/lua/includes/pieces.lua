@@ -44,8 +44,8 @@ local function begin_hold(offer, grab, quantity, now)
   put(offer, 'held', offer.held + quantity)
 end
 
--- What a grab carries for its events, as their fields: a list of {name, JSON text}, or nil. Nothing is
--- decided by it.
+-- The fields that a grab carries for its events: a list of {name, JSON text}, or nil. Nothing is decided by
+-- it.
 local function carried_text(carried)
   local text = ''
   for _, field in ipairs(carried or {}) do text = text .. ',"' .. field[1] .. '":' .. field[2] end
@@ -167,7 +167,7 @@ local function available(offer)
   return offer.units_left < offer.least_wanted and offer.units_left or 0
 end
 
--- Adds a new grab to the end of the queue. It keeps what it carries for the event that serves it.
+-- Adds a new grab to the end of the queue. It keeps its carried fields for the event that serves it.
 local function join_queue(offer, name, grab, carried)
   put(offer, 'queued', offer.queued + 1)
   grab.place, grab.status, grab.carried = offer.queued, WAITING, carried

@@ -1,4 +1,4 @@
--- How grabs leave the queue: they are served, or they give up. The same steps as in models/rules, in the same
+-- Grabs leave the queue when they are served, or give up. The same steps as in models/rules, in the same
 -- order.
 --- @include "cost"
 --- @include "records"
@@ -68,7 +68,7 @@ end
 
 -- Serves the queue: units that are left go, as holds, to the first grab for which they suffice, of the first
 -- CONSIDERED_MAX grabs; at most SERVED_AT_ONCE_MAX grabs per command, the sweeper serves the others. Grabs
--- for which the units do not suffice keep their positions. Nobody is served while all new grabs are refused:
+-- for which the units do not suffice keep their positions. No grab is served while all new grabs are refused:
 -- while the offer is paused, and outside its hours. Afterwards, an open offer is due as due_when_open says.
 local serve
 do

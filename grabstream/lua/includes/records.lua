@@ -18,9 +18,9 @@ local function offer_tail(name)
 end
 
 -- A row is the answer to a command, by name; what is 0, false or nil may be absent. It is sent and stored as
--- the list that list_row makes, whose last places are left out if they say nothing. `details` has what only
--- some answers have; `first` in it is a row too, of which list_row makes a list in its place: so a row with
--- it is listed once.
+-- the list that list_row makes, whose last places are omitted if they are empty. `details` has what only some
+-- answers have; `first` in it is a row too, of which list_row makes a list in its place: so a row with it is
+-- listed once.
 local list_row, row_of_list
 do
   function list_row(row)
@@ -95,9 +95,9 @@ local function answer_field_of_grab(offer, id)
   return offer .. '/' .. id
 end
 
--- A field of the payments of a campaign, beside that of the payment itself: for one grab of a basket that it
--- pays; with a currency, for money of a recorded payment that came for a grab beyond what is recorded. No
--- payment has a newline.
+-- A field of the payments of a campaign, in addition to that of the payment itself: for one grab of a basket
+-- that it pays; with a currency, for money of a recorded payment that came for a grab beyond what is
+-- recorded. No payment has a newline.
 local function payment_field(payment, offer, grab, currency)
   return payment .. '\n' .. offer .. '/' .. grab .. (currency and '\n' .. currency or '')
 end
@@ -247,8 +247,8 @@ do
   end
 end
 
--- A list of so many values that stand in a text, each in a format of `struct.unpack`, with what `between`
--- skips between them.
+-- A list of the values that stand in a text, each in a format of `struct.unpack`, with what `between` skips
+-- between them.
 local unpack_list
 do
   -- The last format of a list of each is kept: most calls of a crowd are alike. Formats are short, so there
@@ -265,7 +265,7 @@ do
   end
 end
 
--- What MessagePack has before a text of so many bytes; kept by length, since it is made from such a text.
+-- The head of a text of this many bytes in MessagePack; kept by length, since it is made from such a text.
 local packed_head
 do
   local HEADS = {}

@@ -9,7 +9,7 @@ local function refusal_field(campaign, id)
   return campaign .. '/' .. id
 end
 
--- The same of a grab: its id belongs to its offer and its user, so nobody else can use it up.
+-- The same of a grab: its id belongs to its offer and its user, so no other user can use it up.
 local function refusal_field_of_grab(offer, user, id)
   return offer .. '/' .. user .. '/' .. id
 end
@@ -31,8 +31,8 @@ local function are_answered(campaign, fields)
   return answered
 end
 
--- The answer that is stored under the id of a grab, or false. `part` is what its user has of an envelope,
--- which is the answer, if the id is that of the grab.
+-- The answer that is stored under the id of a grab, or false. `part` is its user's part of an envelope, which
+-- is the answer, if the id is that of the grab.
 local function answer_to_grab(call, campaign, offer, name, part, id)
   if not (offer and offer.pieces) then
     return part and answer_of_part(part, id, offer.tail) or false
@@ -64,7 +64,7 @@ end
 -- `otherwise` with details.kept, the stored digest, and details.first, the row for an equal body.
 local repeated_row
 do
-  -- Returns the first answer under an id as a row, and what is stored of its body: the digest and, from an
+  -- Returns the first answer under an id as a row, and the stored parts of its body: the digest and, from an
   -- answer, the offer's name and the whole body if it is stored. `record` and `refusal` are what is stored,
   -- or false; `parts` is the number of parts of the offer.
   local function first_row(record, refusal, campaign, parts)
@@ -90,9 +90,9 @@ do
     return string.match(digest, '^[^$]*%$') or ''
   end
 
-  -- Whether the stored body equals the sent one; nil when only the gate can tell, because the stored digest
-  -- has another form or another key. `sent` has digest (in full, also of a plain grab), offer, whole or nil,
-  -- and, for a plain grab, has(): whether its user has this grab.
+  -- Whether the stored body equals the sent one; nil when only the gate can decide it, because the stored
+  -- digest has another form or another key. `sent` has digest (in full, also of a plain grab), offer, whole
+  -- or nil, and, for a plain grab, has(): whether its user has this grab.
   local function is_same(digest, name, full, sent)
     if name and (full or sent.whole) then return full == sent.whole and name == sent.offer end
     if digest == PLAIN then return sent.has ~= nil and name == sent.offer and sent.has() end

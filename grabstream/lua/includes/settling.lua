@@ -45,7 +45,8 @@ local function lapse(call, offer, name, grab)
   give_up(call, offer, name, grab, EXPIRED, 'expired', 'sweep')
 end
 
--- Makes units the user's for good: units that are held, or expired units that a late payment has taken again.
+-- Makes units the user's permanently: units that are held, or expired units that a late payment has taken
+-- again.
 local function keep_units(offer, grab, quantity)
   if grab.held == 0 then
     grab.lapsed = grab.lapsed - quantity
@@ -117,8 +118,8 @@ local function keep_payment(call, campaign, payment, name, grab, code, quantity,
   end
 end
 
--- Records a payment, or what came of it beyond what is recorded, that is to be paid back. Returns the
--- details of its answer; `known_grab` is the grab, if it was found.
+-- Records a payment, or the sum of it beyond the recorded one, as due for a refund. Returns the details of
+-- its answer; `known_grab` is the grab, if it was found.
 local function keep_refund_due(call, campaign, payment, name, grab, code, amount, currency, known_grab)
   if code == CODE.conflict then
     payment = payment_field(payment, name, grab, currency)
@@ -161,7 +162,7 @@ do
   end
 
   -- Returns a user's units; `restored`: also to the limits. Units with codes go back without them, since the
-  -- user has seen them: they are in the offer's account until it closes, but nobody can take them. Returns
+  -- user has seen them: they are in the offer's account until it closes, but they cannot be taken. Returns
   -- the details of the answer.
   function return_units(offer, name, grab, quantity, restored)
     local details = {}
@@ -189,7 +190,7 @@ local function order_of(offer, name, order)
   return known
 end
 
--- Records that an order used units of a grab, or (quantity 0) that the use was taken back.
+-- Records that an order used units of a grab, or (quantity 0) that the use was undone.
 local function keep_order(call, offer, name, order, quantity)
   local field = name .. '/' .. order
   offer.orders[field] = {quantity, call.seq, call.now}

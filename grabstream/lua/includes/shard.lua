@@ -10,8 +10,8 @@ local function layout_of(named, seq)
   return tonumber(named or (seq and 0 or LAYOUT))
 end
 
--- The number that a field of the shard hash has; nil if it has none, or what no script writes: numbers there
--- have at most 15 digits, so that they are exact.
+-- The number that a field of the shard hash has; nil if it has none, or a value that no script writes:
+-- numbers there have at most 15 digits, so that they are exact.
 local function number_in(text)
   return text and #text <= 15 and string.find(text, '^%d+$') and tonumber(text) or nil
 end
@@ -26,7 +26,7 @@ end
 
 -- A server's epoch is its run id and its replication id: the run id changes at a restart, the replication id
 -- at every promotion. A library, and so `run_id`, ends with its server's process; the replication id may
--- change before, so it is read in each call.
+-- change earlier, so it is read in each call.
 local server_epoch
 do
   local run_id

@@ -1,6 +1,6 @@
 -- The laws by which an envelope's total is split into parts, one part at a time: the same arithmetic as
 -- models/splitting.py; golden vectors test both. All numbers stay below 2^53, so every step is exact in
--- doubles. What only these functions need is local to the block, because a script may have at most 200
+-- doubles. The helpers of these functions are local to the block, because a script may have at most 200
 -- locals.
 
 local next_part
@@ -19,7 +19,7 @@ do
     end
   end
 
-  -- How far a part may differ from the mean of what is left, so that all later parts stay legal.
+  -- The maximum difference of a part from the mean of the rest, so that all later parts stay legal.
   local function half_width(law, left, parts, least, most)
     if law == 'equal' then return 0 end
     local rest = left % parts

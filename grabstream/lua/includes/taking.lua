@@ -1,7 +1,7 @@
--- Takes pieces for a run of plain grabs, which is what most callers of a flash sale send: it does what
--- `take_pieces` in commands/grab.lua does, for all grabs at once. The records of the grabs and their answers
--- differ in few places, so the rest of them is packed once; packing each would cost three times as much as
--- deciding it. Most users have the same counters, so what these become is made once, too.
+-- Takes pieces for a run of plain grabs, as most callers of a flash sale send: it does what `take_pieces` in
+-- commands/grab.lua does, for all grabs at once. The records of the grabs and their answers differ in few
+-- places, so the rest of them is packed once; packing each would cost three times as much as deciding it.
+-- Most users have the same counters, so what these become is made once, too.
 --- @include "cost"
 --- @include "records"
 --- @include "calendar"
@@ -13,9 +13,9 @@
 --- @include "pieces"
 
 -- Decides the first of the plain grabs of a call together, if nothing but themselves can refuse them. `plain`
--- is what the gate sends of them (commands/grab.lua). Returns their ids and users, as many as the call has
--- room for; the index of the first that was not decided; and for the reply, of an envelope the run, of pieces
--- nil and the packed rows.
+-- is their form from the gate (commands/grab.lua). Returns their ids and users, as many as the call has room
+-- for; the index of the first that was not decided; and for the reply, of an envelope the run, of pieces nil
+-- and the packed rows.
 local decide_plain
 do
   local take_run
@@ -23,7 +23,7 @@ do
     -- Notes the records of the grabs; returns their packed rows.
     local keep_all
     do
-      -- The texts that make the row of an answer, and where those are that differ: seq, place, left, the
+      -- The texts that make the row of an answer, and the places of those that differ: seq, place, left, the
       -- units left of each limit, the number of a coupon.
       local function row_template(call, offer)
         local texts, ends_with_place = {''}, false
@@ -75,8 +75,8 @@ do
         return texts, at
       end
 
-      -- What all records have before the user, and after the place. (The names of its counters end before the
-      -- user.)
+      -- The common parts of all records before the user, and after the place. (The names of its counters end
+      -- before the user.)
       local function around_grab(call, offer)
         local under = {}
         for n, limit in ipairs(offer.rules.limits) do
@@ -95,8 +95,7 @@ do
         return string.sub(packed, 1, 3), string.sub(packed, 6)
       end
 
-      -- Counts a grab in each limit: notes what its counters have then, and enters what they leave in the
-      -- texts of its row.
+      -- Counts a grab in each limit: notes the new counts, and enters the units left in the texts of its row.
       local function enter_counters(counted, i, row, row_slots)
         for h = 1, #counted do
           local hash = counted[h]
@@ -137,7 +136,7 @@ do
     end
 
     -- For each hash that an offer's limits count in, that of the offer and that of its campaign: the fields
-    -- of all users, what is in them, what that becomes, and what is to be written.
+    -- of all users, their old and new contents, and the writes.
     local function read_counted(call, offer, campaign, users)
       local counted, indexes = {}, {{}, {}}
       for n, limit in ipairs(offer.rules.limits) do
@@ -155,8 +154,8 @@ do
       return counted
     end
 
-    -- How many grabs can be carried out before the first that cannot, and the fields of their answers. None,
-    -- if an id occurs twice: the records that a later one is compared with are not written yet.
+    -- How many grabs can be executed before the first that cannot, and the fields of their answers. None, if
+    -- an id occurs twice: the records that a later one is compared with are not written yet.
     local function count_takeable(call, offer, ids, users, campaign, counted)
       local has_id, fields = {}, {}
       for i = 1, #ids do
@@ -202,8 +201,8 @@ do
     return true
   end
 
-  -- The refusal, as a row, that each plain grab of an offer gets for which nothing is remembered; or nil.
-  -- `refusal_of_all` is the one that all grabs get, whoever sends them.
+  -- The refusal, as a row, that each plain grab of an offer gets without a remembered answer; or nil.
+  -- `refusal_of_all` is the one that all grabs get, from any sender.
   local function refusal_of_plain(call, offer, refusal_of_all)
     if offer.total < 1 or not counts_by_user(offer) then return nil end
     if refusal_of_all or not offer.pieces or offer.rules.audience or #offer.rules.limits > 0 then
@@ -212,9 +211,9 @@ do
     return available(offer) == 0 and {code = CODE.sold_out, at = call.now} or nil
   end
 
-  -- Refuses a run of plain grabs with this row. Stops before the first of which something is remembered.
-  -- Returns the index of that grab, and the packed rows of the others. Each costs `grab_cost`. It does what
-  -- `keep` in commands/grab.lua does, for all grabs at once.
+  -- Refuses a run of plain grabs with this row. Stops before the first with a remembered answer. Returns the
+  -- index of that grab, and the packed rows of the others. Each costs `grab_cost`. It does what `keep` in
+  -- commands/grab.lua does, for all grabs at once.
   local function refuse_run(call, offer, ids, users, campaign, row, grab_cost)
     local name, fields, answers = offer.name, {}
     for i = 1, #ids do fields[i] = refusal_field_of_grab(name, users[i], ids[i]) end

@@ -15,7 +15,7 @@
 -- ARGV[7] msgpack: {offers, campaign of each (from 1), campaigns, events, offer of each event (from 1),
 --         offers retired before}; an event is a map of its fields. offer.opened has `row` in place of terms,
 --         in the form of `open`; offer.amended has `changes` in the form of `amend`; ledger.adjusted has
---         `whole` in the form of `adjust`; grab.queued has `carried` as in `grab`; `parts` stands for many
+--         `whole` in the form of `adjust`; grab.queued has `carried` as in `grab`; `parts` represents many
 --         events
 -- ARGV[7 + i] parts of the i-th event that opens an offer, 6 bytes each; '' when there are none, or when
 --   `apply_parts` has written them
@@ -331,7 +331,7 @@ end
 
 -- Leaves to the sweeper what the last deciding call that served the queue, at `offer.served_at`, left to it:
 -- units for queued grabs, when it had served as many grabs as it may, or none because the offer was paused or
--- outside its hours. After the closing time nobody is served, so what changes from then on leaves nothing.
+-- outside its hours. After the closing time no grab is served, so later changes leave nothing.
 local function leave_to_sweeper(offer)
   if offer.closed or not offer.served_at or not offer.rules.waiting_list then return end
   offer.due = due_when_open(offer, offer.served_at, refusal_of_offer(offer, offer.served_at))

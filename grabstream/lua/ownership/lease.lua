@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Takes the lease of a shard for a time, so that one relay copies its outbox. A worker gets the lease if it
--- is free or already its own; time 0 gives it back. A command of an operator seizes the lease from any
--- holder; the former holder releases the shard at its next renewal.
+-- is free or already its own; time 0 returns it. A command of an operator seizes the lease from any holder;
+-- the former holder releases the shard at its next renewal.
 --
 -- The same call keeps the list of the workers that may be given shards: each stays in it for the time of a
 -- lease after its last call.
@@ -11,7 +11,7 @@
 --         worker (streams/relaying/shares.py); '' if it may not be given shards
 -- Returns a list. First the holder: the worker itself when it has the lease, '' when it gave the lease back;
 --         or 'a newer program' when a newer program writes the shard, and this one cannot relay it. Then, of
---         each other worker in the list, its name and what it says about itself.
+--         each other worker in the list, its name and its report.
 --- @include "shard"
 
 local worker, lease_ms, may_be_given = ARGV[1], tonumber(ARGV[2]), ARGV[4] ~= ''

@@ -8,8 +8,8 @@
 -- Returns {term, server epoch, server epoch in which the shard was last reconciled or '', seq, form of its
 --         state: complete, partial (a rebuild was interrupted) or outdated (an older key layout than these
 --         scripts write)}; or the error NEWER when a newer program has written the shard, or DAMAGED when
---         nobody can say which layout it has. A damaged term counts as none, as in an emptied Redis: the
---         journal has the highest one.
+--         its layout is unknown. A damaged term counts as none, as in an emptied Redis: the journal has the
+--         highest one.
 --- @include "shard"
 
 local held = redis.call('HMGET', KEYS[1], 'term', 'server_epoch', 'layout', 'seq', 'partial')

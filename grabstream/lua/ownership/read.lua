@@ -1,6 +1,6 @@
 #!lua flags=no-writes
--- Runs a reading command, for the shard's owner only: what it reads is of the server of the takeover, also
--- while other connections of the same client lead to another server.
+-- Runs a reading command, for the shard's owner only: it reads from the server of the takeover, also while
+-- other connections of the same client lead to another server.
 --
 -- KEYS[1] shard hash · KEYS[2] key to read (SCAN has none)
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] HMGET, TYPE, HSCAN or SCAN ·

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Removes from the outbox the events that Kafka acknowledged, stores the checkpoint, and announces the events
--- as journaled. The same call reads what follows them, since the relay goes on with that.
+-- as journaled. The same call reads the events after them, since the relay continues there.
 --
 -- KEYS[1] shard hash · KEYS[2] outbox stream
 -- ARGV[1] term · ARGV[2] owner · ARGV[3] server epoch · ARGV[4] last seq acknowledged ·
@@ -31,7 +31,7 @@ local entries = wanted > 0 and entries_from(holds and open or entry_after(open),
 local more = false
 if open then
   local least = holds and open[1] or string.format('%d-0', seq + 1)
-  -- Removes whole nodes of the stream first, a bounded number; what is then left in one node is little.
+  -- Removes whole nodes of the stream first, a bounded number; little is then left in one node.
   more = redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0
     and redis.call('XTRIM', KEYS[2], 'MINID', '~', least, 'LIMIT', ENTRIES_MAX) > 0
   if not more then redis.call('XTRIM', KEYS[2], 'MINID', least) end

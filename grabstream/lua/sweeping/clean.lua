@@ -24,7 +24,7 @@ if not call then return cmsgpack.pack(refused) end
 local campaign, field, cleans_answers = ARGV[6], ARGV[6] .. '/' .. ARGV[7], ARGV[7] == 'answers'
 local history, cursor, again = string.match(redis.call('HGET', KEYS[12], field) or '', '^(%d+):(%d+):(%d)$')
 if not cursor then return cmsgpack.pack({0, call.history, {0}}) end
--- Another server has another order of fields, so the pass begins again.
+-- Another server has another order of fields, so the pass restarts.
 if tonumber(history) ~= call.history then cursor = '0' end
 
 -- An answer counts until its offer retires; a payment counts while its offer exists or a record of the

@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- Reads what the sweeper of a shard has to do, and from when on.
+-- Reads what the sweeper of a shard has to do, and when.
 --
 -- KEYS[1] holds sorted set · KEYS[2] due sorted set · KEYS[3] past sorted set · KEYS[4] cleaning hash
 -- KEYS[5] demand hash

@@ -22,8 +22,8 @@
 local call, refused = begin_call()
 if not call then return cmsgpack.pack(refused) end
 
--- As in models/offers.py: a day longer than payments count, so that no clock within the allowed skew can need
--- a deleted record.
+-- As in models/offers.py: a day longer than payments are valid, so that no clock within the allowed skew can
+-- need a deleted record.
 local PAYMENTS_KEPT_MS = PAYMENTS_KNOWN_MS + 86400000
 
 local names, campaign_of, campaign_names = unpack(cmsgpack.unpack(ARGV[6]))

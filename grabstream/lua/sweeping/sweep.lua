@@ -1,8 +1,7 @@
 #!lua flags=allow-oom
 -- Handles offers that are due: serves the queue of an open offer, where a call has left grabs to it or the
--- hours begin; closes an offer whose time is over; removes users still queued at a closed offer; retires an
--- offer that closed long ago. What is remembered of a retired offer counts as forgotten from this call on;
--- `clean` deletes it later.
+-- hours begin; closes an expired offer; removes users still queued at a closed offer; retires an offer that
+-- closed long ago. Records of a retired offer count as forgotten from this call on; `clean` deletes it later.
 --
 -- Command: none; the sweeper calls it with offers that are due. An offer that is no longer due is left
 --   unchanged.
