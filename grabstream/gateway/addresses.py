@@ -1,4 +1,4 @@
-"""Addresses of clients: how they are read, which count as one, and how many connections each may have."""
+"""Addresses of clients: parses them, groups those that count as one, and bounds the connections of each."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ Address = IPv4Address | IPv6Address
 
 
 def read_address(text: str) -> Address | None:
-    """An address, of IPv4 also where it is written as one of IPv6; None for any other text."""
+    """An address; an IPv4 address also in its IPv6 form. None for any other text."""
     try:
         found = ip_address(text)
     except ValueError:
@@ -20,7 +20,7 @@ def read_address(text: str) -> Address | None:
 
 
 def network_of(address: str) -> str:
-    """The address, or the /64 of an IPv6 address: a client has a whole network of them."""
+    """The address, or the /64 of an IPv6 address: a client has a whole such network."""
     found = read_address(address)
     if found is None:
         return address
@@ -35,7 +35,7 @@ def is_within(address: str, networks: Sequence[Network]) -> bool:
 
 def address_of(scope: Scope, proxies: Sequence[Network]) -> str:
     """The address of the client: that of the connection or, if it is a proxy that is believed, the last one
-    in X-Forwarded-For that is no such proxy. Of IPv6, the network of the client.
+    in X-Forwarded-For that is not such a proxy. For IPv6, the network of the client.
     """
     address = scope["client"][0] if scope.get("client") else ""
     if proxies and is_within(address, proxies):
@@ -58,8 +58,8 @@ def _without_port(text: str) -> str:
 
 
 class ConnectionsByAddress:
-    """The connections of each address, of IPv6 those of a /64 together: `most` at most. Those of `proxies`,
-    and those without an address, are not counted: they bring the requests of many clients.
+    """The connections of each address, for IPv6 of each /64: `most` at most. Those of `proxies`, and those
+    without an address, are not counted: they bring the requests of many clients.
     """
 
     def __init__(self, most: int, proxies: Sequence[Network] = ()) -> None:
@@ -68,8 +68,8 @@ class ConnectionsByAddress:
         self._counts: Counter[str] = Counter()
 
     def add(self, address: str) -> str | None:
-        """Counts a connection; returns the name under which `remove` takes it away, or None when its address
-        has as many as it may have.
+        """Counts a connection; returns the name for `remove`, or None when its address has as many as
+        allowed.
         """
         if not address or (self._proxies and is_within(address, self._proxies)):
             return ""
@@ -80,7 +80,7 @@ class ConnectionsByAddress:
         return name
 
     def remove(self, name: str) -> None:
-        """A connection has ended."""
+        """Uncounts a connection that has ended."""
         if name:
             self._counts[name] -= 1
             if not self._counts[name]:

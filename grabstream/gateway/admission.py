@@ -1,8 +1,8 @@
-"""Who may come in: finds out who sends a request, by its credentials, what they may do, and how often.
+"""Admission: identifies the sender of a request by its credentials, what they may do, and how often.
 
 Requests whose credentials are missing or wrong are counted by the address of the client. An address with too
 many of them gets an answer without any work on its credentials, except for credentials that were valid a
-moment ago: whoever shares an address with an attacker can continue.
+moment ago: a caller who shares an address with an attacker can continue.
 """
 
 import re
@@ -63,7 +63,7 @@ class Admission:
         self._recent: dict[int, None] = {}
 
     async def admit(self, operation: Operation, request: Request) -> None:
-        """Raises Problem unless the caller of a request is known, may do this, and does not ask too often."""
+        """Raises Problem unless the caller of a request is known, has the right, and is within the rate."""
         if operation.scope == "none":
             return
         credentials = _credentials_of(request)
@@ -124,7 +124,7 @@ class Admission:
         return seconds == 0
 
     async def _caller_of(self, credentials: bytes | None) -> Caller:
-        """The caller; raises BadToken, whose text tells nothing about keys."""
+        """The caller; raises BadToken, whose text reveals nothing about keys."""
         if credentials is None:
             raise BadToken(_MISSING)
         if is_secret(credentials):
@@ -137,7 +137,7 @@ class Admission:
 
 
 def _credentials_of(request: Request) -> bytes | None:
-    """What follows `Bearer`; None without it. Raises Problem when the header is there more than once."""
+    """What follows `Bearer`; None without it. Raises Problem when the header occurs more than once."""
     raw = request.header(b"authorization")
     found = None if raw is None else _bearer(raw)
     return None if found is None else found[1]

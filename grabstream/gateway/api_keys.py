@@ -1,6 +1,6 @@
-"""API keys of services, as a gateway knows them: by the hash of their secrets, in memory.
+"""API keys of services, as a gateway has them in memory: by the hash of their secrets.
 
-They are read again every few seconds, so a revoked key ends soon. While PostgreSQL is away, the last known
+They are read again every few seconds, so a revoked key expires soon. While PostgreSQL is down, the last known
 keys are valid, for a bounded time.
 """
 
@@ -43,8 +43,8 @@ def new_secret() -> str:
 
 
 def digest_of(secret: bytes) -> bytes:
-    """What is kept of a secret. A fast hash without salt is right: nobody can try 2^256 secrets, so there is
-    nothing that a slow hash would slow down.
+    """The stored form of a secret. A fast hash without salt is right: 2^256 secrets cannot be tried, so a
+    slow hash would slow down nothing.
     """
     return sha256(secret).digest()
 

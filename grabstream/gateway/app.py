@@ -1,9 +1,9 @@
 """The ASGI application, and the composition root of the gateway: admission, checks of paths, routes, and
-answers to all that goes wrong.
+answers to all errors.
 
-Grabs and receipts, of which a crowd sends most, reach their handler without the router and, as far as it is
-known at once who sends them, without a task (`answer_later`). What needs nothing but memory is answered at
-once (`answer_now`), without a task, too: a document that is kept, and a grab for which there is no room.
+Grabs and receipts, the bulk of a crowd's requests, reach their handler without the router and, if their
+sender is known at once, without a task (`answer_later`). What needs nothing but memory is answered at once
+(`answer_now`), without a task, too: a document that is kept, and a grab for which there is no room.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ _NOT_WHOLE: Final = frozenset({b"expect", b"transfer-encoding", b"content-encodi
 
 
 class Bounds(NamedTuple):
-    """Bounds of a gateway that are settings: requests in work, and connections."""
+    """Bounds of a gateway that are settings: concurrent requests, and connections."""
 
     requests_max: int = 1_000
     connections_max: int = 10_000
@@ -90,10 +90,10 @@ class Bounds(NamedTuple):
 class Application:
     """The ASGI application. `hosts` are the names that a request may be for (absent: any name): a gateway
     without authentication serves only this machine, also when a page makes a browser send its requests under
-    another name (DNS rebinding). Without `admission`, callers are not asked who they are; without `origins`,
-    pages of other origins cannot read answers. `is_ready` tells whether Redis answers. The page of an offer
-    pays at `pay_url`. `schemas` makes the JSON Schemas of events, by name (`grab.granted.v1`). `proxies` are
-    the networks of proxies that are believed when they name the address of their client.
+    another name (DNS rebinding). Without `admission`, callers are not authenticated; without `origins`, pages
+    of other origins cannot read answers. `is_ready` returns whether Redis answers. The page of an offer pays
+    at `pay_url`. `schemas` makes the JSON Schemas of events, by name (`grab.granted.v1`). `proxies` are the
+    networks of proxies that are believed when they name the address of their client.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Application:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request; whatever goes wrong becomes a problem."""
+        """Answers a request; every error becomes a problem."""
         reply: Answer
         began = _began(scope)
         try:
@@ -213,7 +213,7 @@ class Application:
     def takes_whole(self, scope: Scope) -> bool:
         """Whether `answer_later` answers a request whose head has come, as soon as its body has: a grab or a
         receipt, by its path, with a body that is JSON and within its bound by its headers, each of which is
-        there once, of a caller that needs no waiting for.
+        there once, of a caller who is known at once.
         """
         if scope["method"] != "POST":
             return False
@@ -310,13 +310,11 @@ class Application:
 
     @property
     def commands_bound(self) -> float:
-        """How many commands may be in work now."""
+        """How many commands may be in progress now."""
         return self._pressure.bound
 
     def _for_caches_and_pages(self, scope: Scope, reply: AnswerT) -> AnswerT:
-        """The reply with the headers that tell a cache for whom it is, and a browser which pages may read
-        it.
-        """
+        """The reply with the headers for caches and for browsers (which pages may read it)."""
         if self._admission is None and self._origins is None:
             return reply
         headers = reply.headers
@@ -343,8 +341,8 @@ class Application:
         return found[0]
 
     async def serve(self, operation: Operation, request: Request) -> Answer:
-        """Reads the body, and has the handler of an operation answer. A request counts as in work when it is
-        complete, so slow clients take no room from others. Who sends it is checked before its body is read.
+        """Reads the body, and has the handler of an operation answer. A request counts as in progress once it
+        is complete, so slow clients take no room from others. Its sender is checked before its body is read.
         """
         request.scope["grabstream.operation"] = operation.name
         if self._admission is not None:
@@ -357,8 +355,8 @@ class Application:
         if operation.kind == "command":
             return await self._serve_command(operation, request, body)
         if operation.kind == "stream":
-            # It may wait for seconds until it begins. So it takes none of the room of commands: streams have
-            # a bound of their own.
+            # It may wait for seconds before it starts. So it does not count as a command: streams have their
+            # own bound.
             return await self._handlers[operation.name](request, body)
         with ExitStack() as stack:
             if operation.kind in ("read", "watch", "change"):
@@ -387,7 +385,7 @@ class Application:
         self.in_work -= 1
 
     def _caller_of(self, request: Request) -> str:
-        """Who asks, in words: an end user, an API key or, where nobody is asked who they are, an address."""
+        """The caller, in words: an end user, an API key or, without authentication, an address."""
         if request.user is not None:
             return request.user
         if request.service is not None:
@@ -395,7 +393,7 @@ class Application:
         return f"The address {address_of(request.scope, self._proxies)}"
 
     async def _serve_command(self, operation: Operation, request: Request, body: bytes) -> Answer:
-        """Has a command answered, unless those in work take too long already."""
+        """Has a command answered, unless those in progress already take too long."""
         if self._pressure.is_full:
             raise self._no_room()
         began = self._pressure.begin()
@@ -453,7 +451,7 @@ class Application:
         """GET /v1/schemas/events/{event}"""
         query_of(request, ())
         if not self._schemas:
-            # Beside the event loop: commands do not wait for it.
+            # Outside the event loop: commands do not wait for it.
             made = await asyncio.to_thread(self._make_schemas)
             self._schemas = {name: msgspec.json.encode(schema) for name, schema in made.items()}
         text = self._schemas.get(request.path["event"])

@@ -1,8 +1,8 @@
-"""Questions over HTTP: offers, who got what, and what users have, from the views in PostgreSQL.
+"""Questions over HTTP: offers, their grabs, and holdings of users, from the views in PostgreSQL.
 
 Pages are cut by the values of the last row, not by a number of rows, so a page stays right while rows are
-added. The read models lag a moment after answers; `after` waits for them. What a crowd asks for is kept for
-2 s (`caching.py`); what one user asks about is not.
+added. The read models lag a moment after answers; `after` waits for them. Answers to a crowd are kept for 2 s
+(`caching.py`); answers about one user are not.
 """
 
 import logging
@@ -74,7 +74,7 @@ def _select(document: type[Document], *but: str, **instead: str) -> str:
 
 _CLOSES_AT: Final = "nullif(closes_at, %s) AS closes_at"
 _OFFERS: Final = _select(OfferSummary, closes_at=_CLOSES_AT)
-#: The first parameter of these queries: the time at which offers close that do not close by themselves.
+#: The first parameter of these queries: the closing time of offers that have none.
 _NEVER: Final = TIME_MS_MAX
 _ONE_OFFER: Final = _select(OfferDetail, closes_at=_CLOSES_AT) + " FROM offers WHERE offer = %s"
 _NEWEST: Final = _OFFERS + " FROM offers WHERE true"
@@ -106,7 +106,7 @@ _TRANSFERS: Final = """
 """
 
 
-#: The key of a user as it is now, or None.
+#: The present key of a user, or None.
 KeyOf = Callable[[str], Awaitable[UserKey | None]]
 
 
@@ -136,7 +136,7 @@ class _Listed:
 class Questions:
     """The handlers of questions. `tokens` adds payment tokens to the holds of a user. `key_of` has the key
     under which events have sealed the metadata of a user, or None; without it, they are shown sealed.
-    `reached` tells how far shards have come; without it, questions wait for any event.
+    `reached` gives the positions of shards; without it, questions wait for any event.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class Questions:
         return tagged_reply(request, kept.body, kept.tag, FOR_ALL)
 
     def kept(self, scope: Scope) -> tuple[str, Reply] | None:
-        """The operation and the answer of a GET without a body that was asked a moment ago, if the answer is
-        kept; None for anything else, and for a client that may have the document.
+        """The operation and the answer of a GET without a body, if the answer is kept from a moment ago; None
+        for anything else, and for a client that may have the document.
         """
         known = self._known.get((scope["raw_path"], scope["query_string"]))
         if known is None or any(name in _NOT_PLAIN for name, _ in scope["headers"]):
@@ -337,8 +337,8 @@ class Questions:
             row["metadata"] = open_metadata(row["metadata"], row["offer"], user, row["grab"], key)
 
     async def _add_positions(self, offer: str, rows: Sequence[Row]) -> None:
-        """Adds its position to each grab that waits, unless it is too far back. The waiting list of an offer
-        is read once for all who wait, and kept as what a crowd asks for.
+        """Adds its position to each waiting grab, unless it is too far back. The waiting list of an offer is
+        read once for all waiting users, and cached like other answers to a crowd.
         """
         waiting = [row for row in rows if row["state"] == "waiting"]
         if not waiting:
@@ -356,7 +356,7 @@ class Questions:
             places = _decode_places(kept.body)
             add_bounded(self._places, kept.tag, places, SHUFFLED_LISTS_MAX)
         for row in waiting:
-            # Who joined a moment ago may not be in the list that is kept.
+            # A user who joined a moment ago may not be in the cached list.
             if (position := position_in(places, row["place"])) is not None:
                 row["position"] = position
 
@@ -435,8 +435,8 @@ PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Page:
-    """The part of a list that a request wants: `rows` rows after the one that has the values `last`. `kinds`
-    are the types of these values.
+    """The part of a list that a request wants: `rows` rows after the one with the values `last`. `kinds` are
+    the types of these values.
     """
 
     def __init__(self, asked: Mapping[str, str], kinds: tuple[type, ...]) -> None:

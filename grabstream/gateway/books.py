@@ -35,8 +35,8 @@ from grabstream.projections.database.sessions import open_pool
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.025
-#: How often how far read models were is remembered. An event that was booked before counts as booked then, so
-#: it only has an answer read again.
+#: How many past positions of read models are kept. An earlier event counts as booked at the oldest, which
+#: only has an answer read again.
 SEEN_MAX: Final = 64
 #: How long a question waits for a session and its rows. PostgreSQL itself ends a statement earlier, unless it
 #: hangs.
@@ -59,14 +59,14 @@ Seqs = Mapping[tuple[str, int], int]
 
 
 class _Seen(NamedTuple):
-    """How far read models were at a time (monotonic, s), or before."""
+    """The position of read models at a time (monotonic, s), or earlier."""
 
     since: float
     seqs: Seqs
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it is no older than an answer may be."""
+        """Whether it is young enough for an answer."""
         return time.monotonic() - self.since < CACHE_SECONDS
 
 
@@ -76,7 +76,7 @@ class Books:
     def __init__(self, pool: AsyncConnectionPool[AsyncConnection[Any]]) -> None:
         self._pool = pool
         self._asking: asyncio.Task[Seqs] | None = None
-        #: How far read models were, from the oldest to the newest.
+        #: Positions of read models, from the oldest to the newest.
         self._seen = deque[_Seen](maxlen=SEEN_MAX)
 
     async def rows(self, query: str, parameters: Parameters = ()) -> list[Row]:
@@ -84,7 +84,7 @@ class Books:
         return await _answered(self._read(query, parameters), ANSWER_SECONDS_MAX, QUESTION_MS_MAX)
 
     async def change(self, make: Callable[[AsyncConnection[Any]], Awaitable[T]]) -> T:
-        """What a change of tables returns, in a transaction of its own: all of it, or none."""
+        """Runs a change of tables in its own transaction; returns its result."""
 
         is_begun = False
 
@@ -136,9 +136,9 @@ class Books:
     async def booked_since(
         self, projections: Sequence[str], shard: int, seq: int, seconds: float
     ) -> float | None:
-        """Waits until read models have an event; returns a time (monotonic, s) from which on they have had
-        it, so that what was read later has it too. None when they do not have it within a time. Raises
-        KeyError for a shard that does not exist.
+        """Waits until read models have an event; returns a time (monotonic, s) since which they have had it,
+        so later reads include it. None when they do not have it in time. Raises KeyError for a shard that
+        does not exist.
         """
 
         def has_it(seqs: Seqs) -> bool:
@@ -178,8 +178,8 @@ class Books:
 async def open_books(
     postgres: str, schema: str, sessions_max: int, check: Callable[[AsyncConnection[Any]], Awaitable[Any]]
 ) -> AsyncIterator[Books]:
-    """The books of the system in a schema; `check` raises an error when the schema is of another system.
-    Opens also while PostgreSQL is away.
+    """The books of the system in a schema; `check` raises an error when the schema belongs to another system.
+    Opens also while PostgreSQL is down.
     """
 
     async def prepare(connection: AsyncConnection[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Bounds of the gateway that are no settings. `docs/limits.md` names each with its value."""
+"""Bounds of the gateway that are not settings. `docs/limits.md` names each with its value."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ HEAD_BYTES_MAX: Final = 16 * 1024
 HEADERS_MAX: Final = 100
 #: The body of a grab: a ticket, attributes, metadata, and ids.
 GRAB_BODY_BYTES_MAX: Final = 16 * 1024
-#: What a request may have in all, beside its head: the largest body, and the frames of its chunks.
+#: Maximum size of a request, without its head: the largest body, and the frames of its chunks.
 MESSAGE_BYTES_MAX: Final = 512 * 1024
 #: The query of a request, and its parameters.
 QUERY_BYTES_MAX: Final = 2 * 1024
@@ -33,7 +33,7 @@ IDLE_SECONDS_MAX: Final = 30
 PIPELINE_MAX: Final = 8
 #: Requests of a connection that are answered from memory, without a task, when they arrive together.
 ANSWERED_AT_ONCE: Final = 64
-#: How long the gateway waits for requests in work when it is stopped.
+#: How long a stopping gateway waits for requests in progress.
 DRAIN_SECONDS_MAX: Final = 12
 #: Connections whose bytes are read in one turn of the event loop; the others wait for the next turn.
 READ_AT_ONCE: Final = 64
@@ -45,13 +45,13 @@ ACCEPTED_AT_ONCE: Final = 16
 BASKET_KEY_LENGTH_MAX: Final = ID_LENGTH_MAX - 1 - len(str(BASKET_GRABS_MAX))
 #: When to try again after the gateway itself had no room, or after what may be over in a moment.
 RETRY_SOON_SECONDS: Final = 1
-#: Commands in work have a bound of their own: at first FIRST, fewer while commands take longer than the
+#: Commands in progress have their own bound: at first FIRST, fewer while commands take longer than the
 #: target, more while they do not, never fewer than MIN.
 COMMAND_SECONDS_TARGET: Final = 0.5
 COMMANDS_MIN: Final = 50
 COMMANDS_FIRST: Final = 400
-#: Questions in work, of the requests in work; of these, those of one end user, and of another caller (an API
-#: key; an address, where nobody is asked who they are); and those that wait for a session of PostgreSQL.
+#: Questions in progress, of the requests in progress; of these, those of one end user, and of another caller
+#: (an API key; an address, without authentication); and those that wait for a session of PostgreSQL.
 QUESTIONS_MAX: Final = 200
 QUESTIONS_USER_MAX: Final = 10
 QUESTIONS_CALLER_MAX: Final = 100
@@ -69,7 +69,7 @@ CHANGE_MS_MAX: Final = 10_000
 WEBHOOK_OFFERS_MAX: Final = 100
 #: How long a question waits until the read model has an event (`after`).
 AFTER_SECONDS_MAX: Final = 5.0
-#: Questions that wait so, of the questions in work; and those of one caller.
+#: Questions that wait so, of the questions in progress; and those of one caller.
 AFTER_WAITERS_MAX: Final = 100
 AFTER_WAITERS_CALLER_MAX: Final = 25
 #: Rows of a page.
@@ -85,15 +85,15 @@ CACHE_BYTES_MAX: Final = 32 * 1024 * 1024
 SHUFFLED_OFFERS_MAX: Final = 500
 SHUFFLED_NAMES_MAX: Final = 10_000
 SHUFFLED_LISTS_MAX: Final = 16
-#: Grabs of a waiting list whose positions are told.
+#: Grabs of a waiting list whose positions are reported.
 WAITING_POSITIONS_MAX: Final = 10_000
-#: How often streams of users are told positions that have changed; the waiting grabs of a user whose
-#: positions are told so; and users whose grabs are looked up at once.
+#: How often changed positions are sent to streams of users; the waiting grabs of a user whose positions are
+#: sent; and users whose grabs are looked up at once.
 POSITIONS_SECONDS: Final = 2.0
 STREAM_WAITS_MAX: Final = 20
 WAITERS_LOOKED_UP_MAX: Final = 200
-#: A list that was read is not read again for so many times as long as that took, and at most for so long; and
-#: the longest pause after PostgreSQL has refused a list, or a user, again and again.
+#: A list that was read is not read again for this many times as long as the read took, at most for this long;
+#: and the longest pause after PostgreSQL has refused a list, or a user, again and again.
 POSITIONS_REST_TIMES: Final = 20
 POSITIONS_REST_SECONDS_MAX: Final = 10.0
 POSITIONS_FAILED_SECONDS_MAX: Final = 60.0
@@ -124,7 +124,7 @@ KEYS_STALE_SECONDS_MAX: Final = 3_600.0
 REVOCATION_SECONDS_MAX: Final = 5.0
 #: A token of an end user, before it is decoded.
 TOKEN_BYTES_MAX: Final = 4 * 1024
-#: How far the clock of the issuer of tokens may be ahead of, or behind, that of the gateway.
+#: The maximum difference between the clocks of the issuer of tokens and of the gateway.
 TOKEN_LEEWAY_SECONDS: Final = 5
 #: Tokens whose signature was verified, which need not be verified again.
 TOKENS_REMEMBERED_MAX: Final = 16_384
@@ -147,8 +147,7 @@ DEMAND_EVENTS_MAX: Final = 50_000
 #: Recoveries, differences and sums in a document about the system.
 SYSTEM_ROWS_MAX: Final = 50
 BOOK_SUMS_MAX: Final = 1_000
-#: Questions in work that connect to servers themselves (`why`, `doctor`), and how long such a question may
-#: take.
+#: Questions in progress that connect to servers themselves (`why`, `doctor`), and how long one may take.
 EXAMINATIONS_MAX: Final = 4
 EXAMINATION_SECONDS_MAX: Final = 40.0
 #: Frames and grabs of the film of an offer.

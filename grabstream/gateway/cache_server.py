@@ -1,8 +1,8 @@
 """The cache Redis (GRAB_CACHE_URL): what gateways share, and may lose at any time.
 
-Whoever uses it asks `is_up` first, does without it if not, and reports errors to `failed`. Then nothing uses
-it until it answers again. A command that the server refuses (its memory is full) is reported to `refused`,
-and the server stays in use: it may still be read.
+Callers ask `is_up` first, do without it if not, and report errors to `failed`. Then nothing uses it until it
+answers again. A command that the server refuses (its memory is full) is reported to `refused`, and the server
+stays in use: it may still be read.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class IsTheCore(Exception):
 
 class CacheServer:
     """A client of the cache Redis, and whether it can be used. `require_other` raises IsTheCore when the
-    server is one that decides; RedisError or OSError when that cannot be found out.
+    server is one that decides; RedisError or OSError when that is unknown.
     """
 
     def __init__(self, client: Any, require_other: Callable[[], Awaitable[None]]) -> None:
@@ -45,7 +45,7 @@ class CacheServer:
         self._refused_at = -math.inf
 
     def failed(self, error: Exception) -> None:
-        """Takes the server out of use, until it answers again; logs the first error of an outage."""
+        """Takes the server out of use, until it answers; logs the first error of an outage."""
         if self.is_up:
             self.is_up = False
             now = time.monotonic()
@@ -86,7 +86,7 @@ class CacheServer:
             log.warning("the cache Redis (GRAB_CACHE_URL) can be used again")
 
     async def keep_checking(self) -> None:
-        """Checks the server again and again while it is not in use, until cancelled."""
+        """Checks the server periodically while it is not in use, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY_SECONDS)
             if not self.is_up and time.monotonic() >= self._check_at:

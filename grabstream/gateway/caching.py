@@ -1,8 +1,8 @@
-"""Keeps answers to questions that a crowd asks, for 2 s: in the memory of the gateway and, where there is
-one, in the cache Redis, for all gateways.
+"""Caches answers to the questions of a crowd for 2 s: in the memory of the gateway and, where there is one,
+in the cache Redis, for all gateways.
 
-While an answer is being made, all who ask the same wait for it: PostgreSQL is asked once, not once for each.
-What could not be made is not kept.
+While an answer is being made, all requests for it wait: PostgreSQL is queried once, not once for each.
+Failures are not kept.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from grabstream.gateway.bounds import CACHE_BYTES_MAX, CACHE_SECONDS
 from grabstream.gateway.shared_answers import LookUpResult, SharedAnswers
 
 _encode = msgspec.json.Encoder().encode
-#: What an entry costs beside its body, in bytes.
+#: Overhead of an entry in addition to its body, in bytes.
 ENTRY_BYTES = 400
 #: How long an answer that another gateway is renewing is used without looking again.
 RENEWED_SECONDS = 0.05
 
 
 class Kept(NamedTuple):
-    """A document with its tag, the time (monotonic, s) at which it was read or before, and the time until
-    which it is fresh. Of the document of another gateway (not `is_own`), the time is known roughly.
+    """A document with its tag, a time (monotonic, s) not after its reading, and the time until which it is
+    fresh. For the document of another gateway (not `is_own`), the first is approximate.
     """
 
     body: bytes
@@ -47,7 +47,7 @@ class _Making(NamedTuple):
 
 
 def _is_read_since(document: Kept | _Making, since: float | None) -> bool:
-    """Whether this gateway has certainly read a document after a time; None: whenever, and whoever."""
+    """Whether this gateway has certainly read a document after a time; None: at any time, by any gateway."""
     return since is None or (document.is_own and document.since >= since)
 
 
@@ -107,7 +107,7 @@ class Cache:
         return await asyncio.shield(making.task)
 
     def _begin(self, key: bytes, make: Callable[[], Awaitable[bytes]], is_own: bool) -> _Making:
-        """Begins to make a document, for all who ask for it from now on."""
+        """Starts to make a document for all later requests."""
         finding = self._make(key, make, LookUpResult()) if is_own else self._find(key, make)
         making = self._making[key] = _Making(time.monotonic(), is_own, asyncio.create_task(finding))
 
@@ -120,8 +120,8 @@ class Cache:
         return making
 
     def derived(self, name: str, asked: Mapping[str, str], source: Kept, make: Callable[[], bytes]) -> Kept:
-        """The document that answers a question by what another document says, which was asked for before: as
-        old as that one, and kept in this gateway alone.
+        """A document that is derived from another one, which was requested before: as old as that one, and
+        kept in this gateway alone.
         """
         key = digest_of(name, asked)
         before = self._kept.get(key)

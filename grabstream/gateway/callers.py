@@ -1,4 +1,4 @@
-"""Who asks, and what they may do: the scopes of services, and the rights of end users.
+"""Callers, and what they may do: the scopes of services, and the rights of end users.
 
 A service has an API key, with scopes. An end user has a token, and may only act as themselves.
 """
@@ -27,7 +27,9 @@ USER_OPERATIONS: Final = frozenset(
 
 
 class Caller(NamedTuple):
-    """Who asks: a service, by the name of its key, with its scopes; or an end user, who is `user`."""
+    """The sender of a request: a service, by the name of its key, with its scopes; or an end user, who is
+    `user`.
+    """
 
     name: str
     scopes: frozenset[str] = frozenset()
@@ -35,7 +37,7 @@ class Caller(NamedTuple):
 
 
 def scopes_of(operation: Operation) -> tuple[str, ...]:
-    """The scopes of which a service needs one for an operation; none: everybody may ask."""
+    """The scopes of which a service needs one for an operation; none: open to every caller."""
     if operation.scope == "none":
         return ()
     return ("grab", operation.scope) if operation.name in _GRAB_OPERATIONS else (operation.scope,)
@@ -47,7 +49,7 @@ _SCOPES: Final = {operation.name: scopes_of(operation) for operation in OPERATIO
 
 def authorize(caller: Caller, operation: Operation, request: Request) -> None:
     """Raises Problem unless a caller may do this. The request is marked with the service, or with the end
-    user, whom the checks of its body compare.
+    user, which the checks of its body compare.
     """
     needed = _SCOPES[operation.name]
     if caller.user is None:

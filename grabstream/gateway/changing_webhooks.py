@@ -1,6 +1,6 @@
-"""Changes of webhooks by operators: pause, resume, send again what failed, give up an event. They are no
-commands: a webhook is no part of the books (`streams/webhooks/`). Each may be repeated. Each needs a body:
-without being allowed to, no page of another origin makes a browser send JSON.
+"""Changes of webhooks by operators: pause, resume, resend failed events, discard an event. They are not
+commands: a webhook is not part of the books (`streams/webhooks/`). Each may be repeated. Each needs a JSON
+body, which no page of another origin can make a browser send without permission.
 """
 
 from collections.abc import Awaitable, Callable

@@ -43,7 +43,7 @@ from grabstream.models.offers import EnvelopeTerms
 from grabstream.models.outcomes import OutcomeUnknown
 from grabstream.models.refusal_words import refusal_of_basket
 
-#: How many parts of an envelope a gate draws and writes per millisecond at least, beside other work.
+#: How many parts of an envelope a gate draws and writes per millisecond at least, next to other work.
 PARTS_A_MILLISECOND: Final = 50
 _HEADERS: Final = ((b"content-type", JSON), NOT_KEPT, *SECURE_HEADERS)
 _APPLIED: Final = (b"preference-applied", b"respond-async")
@@ -51,7 +51,7 @@ _APPLIED: Final = (b"preference-applied", b"respond-async")
 
 class Commands:
     """The handlers of commands: a request and its body in, a reply out. `timeout_ms` is how long a command
-    waits for its answer; an envelope waits longer, by its parts. `tokens` adds payment tokens to holds.
+    waits for its answer; longer for an envelope, by its parts. `tokens` adds payment tokens to holds.
     """
 
     def __init__(self, gate: Gate, timeout_ms: int, tokens: PaymentTokens | None = None) -> None:

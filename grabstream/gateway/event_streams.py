@@ -1,14 +1,14 @@
-"""Streams of events (Server-Sent Events): the events of an offer, and those that name a user, as they come
-into the audit trail.
+"""Streams of events (Server-Sent Events): the events of an offer, and those that name a user, as they arrive
+in the audit trail.
 
 One reader follows the audit trail for all streams of a gateway, while there are any. A stream that resumes
-first reads what it has missed, up to the place at which the reader is; from there on, the reader gives it
-every event. So no event is lost, and none comes twice.
+first reads what it has missed, up to the reader's place; from there, the reader gives it every event. So no
+event is lost, and none comes twice.
 
 A position is `<shard>-<seq>` in the stream of an offer, and the seq of every shard, with dots between, in
 that of a user, whose offers may be in all shards.
 
-The stream of a user who waits has positions on waiting lists, too (`positions.py`).
+The stream of a waiting user also has positions on waiting lists (`positions.py`).
 """
 
 import asyncio
@@ -122,8 +122,8 @@ class Single(NamedTuple):
 
 
 class Watch:
-    """What one stream follows: an offer or a user. `chunks` are messages that it has not sent yet; without
-    room for more it is cut. `position` is the place of the reader when it began to fill them.
+    """What one stream follows: an offer or a user. `chunks` are messages not sent yet; when they are full, it
+    is cut. `position` is the place of the reader at the first of them.
     """
 
     def __init__(self, offer: str | None, user: str | None, wanted: Position | None) -> None:
@@ -157,10 +157,10 @@ class EventStreams:
         self.count = 0
         self._streams_by_user = Counter[str]()
         self.is_ending = False
-        #: Tells users who wait where they stand.
+        #: Sends waiting users their positions.
         self.positions = Positions(books, lambda watch, message: self._add([watch], message))
         self.measures = StreamMeasures()
-        #: What is refused because there is no room, as the gateway counts it.
+        #: Requests refused for lack of room, as the gateway counts them.
         self.shed: dict[str, int] = {}
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class EventStreams:
                     f"after: is not a position of this stream, got {quoted(asked['after'])}", "after"
                 )
         if known is not None:
-            # A browser sends it by itself, and would give up if it were refused.
+            # A browser sends it on its own initiative, and would give up if it were refused.
             wanted = read(known.decode("latin-1"))
             reason = "" if wanted else "it is not a position of this stream"
         if request.scope["method"] == "HEAD":
@@ -224,7 +224,7 @@ class EventStreams:
         return retry_soon("busy", detail)
 
     def ended(self, stream: "Stream") -> None:
-        """Makes room for another stream."""
+        """Frees the slot of a stream."""
         self.leave(stream.watch)
         stream.gone.cancel()
         self.count -= 1
@@ -237,7 +237,7 @@ class EventStreams:
 
     async def join(self, watch: Watch, gone: asyncio.Task[None]) -> None:
         """Returns when the reader gives a watch all events after `watch.position`. Raises Problem when
-        PostgreSQL cannot be asked, Gone when the client goes meanwhile.
+        PostgreSQL cannot be asked, Gone when the client disconnects meanwhile.
         """
         gone.add_done_callback(lambda _: watch.changed.set())
         self._joining.append(watch)
@@ -280,7 +280,7 @@ class EventStreams:
 
     @property
     def position(self) -> Position:
-        """The place of the reader: who has sent all of its chunks is there, too."""
+        """The place of the reader, also of a stream that has sent all of its chunks."""
         return self._position
 
     async def keep_reading(self) -> None:
@@ -346,7 +346,7 @@ class EventStreams:
         for shard, shard_rows in by_shard.items():
             for row in shard_rows:
                 self._give(row, position)
-            # A run may end after the last seq that was asked for.
+            # A run may end after the last requested seq.
             last = shard_rows[-1]["seq"] + shard_rows[-1]["seqs"] - 1 if shard_rows else 0
             position[shard] = max(upto[shard], last)
         self._position = position
@@ -373,7 +373,7 @@ class EventStreams:
             watch.changed.set()
 
     def _give(self, row: Row, position: Position) -> None:
-        """Gives the events of a line to those who watch; moves the position in its shard."""
+        """Gives the events of a line to its watchers; moves the position in its shard."""
         shard = row["shard"]
         offer_watches = self._by_offer.get(row["offer"])
         messages: list[bytes] = []
@@ -458,7 +458,7 @@ class EventStreams:
 
 class Stream:
     """One stream to one client, of a user if `caller` is one. `gone` is done when the client is. The stream
-    ends when its key or token does, as `is_admitted` tells; None: it has none.
+    ends when its key or token does, by `is_admitted`; None: it has none.
     """
 
     def __init__(
@@ -475,8 +475,8 @@ class Stream:
         self._reason = reason
 
     async def send(self, send: Send, abort: Any) -> None:
-        """Sends events until the client is gone, too slow, or no longer admitted, or the time is over. The
-        head is sent.
+        """Sends events until the client is gone, too slow, or no longer admitted, or the time limit is
+        reached. The head has been sent.
         """
         try:
             async with asyncio.timeout(STREAM_SECONDS_MAX) as limit:
@@ -522,7 +522,7 @@ class Stream:
             for start in range(0, len(data), PIECE_BYTES):
                 piece = data[start : start + PIECE_BYTES]
                 await _within_time(send({"type": "http.response.body", "body": piece, "more_body": True}))
-            # Texts of events have no line ends. A position, which is no event, has no line before it.
+            # Texts of events have no line ends. A position is not an event, and has no line before it.
             streams.measures.events += data.count(b"\nevent: ") - data.count(b"\n\nevent: ")
 
         streams = self._streams
@@ -554,7 +554,7 @@ class Stream:
             await write(streams.taken(self.watch))
 
     async def _begin(self, write: Any) -> Position:
-        """Says from where on events come; returns that position."""
+        """Sends the position after which events come, and returns it."""
         streams, watch = self._streams, self.watch
         assert watch.position is not None
         head = f"retry: {random.randint(*RETRY_MS)}\n"

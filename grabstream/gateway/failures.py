@@ -88,7 +88,7 @@ def in_words(rates: Rates) -> str:
 
 
 def too_many(detail: str, seconds: int) -> Problem:
-    """The refusal of who asks too often."""
+    """The refusal of a caller above the rate."""
     return Problem(
         "too_many_requests", f"{detail} Try again after {seconds} s.", None, [retry_after(seconds)]
     )

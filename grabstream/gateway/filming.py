@@ -1,8 +1,8 @@
 """The film of an offer, and the fairness of its parts, computed from the rows of the books.
 
 The film folds the events of an offer up to a time, as a replay does: its numbers at that time are those of
-`grabstream at`. Fairness compares the parts with what the law of an envelope gives: parts that are drawn
-again, from seeds that are always the same.
+`grabstream at`. Fairness compares the parts with what the law of an envelope gives: parts drawn again, from
+fixed seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -117,7 +117,7 @@ def grabs_of(rows: Sequence[Row], grabs_max: int) -> list[Row]:
 
 
 def fairness_of(offer: Mapping[str, Any], rows: Sequence[Row]) -> Row:
-    """How the parts of an offer are distributed, and the mean part by place; of an envelope, also what its
+    """How the parts of an offer are distributed, and the mean part by place; for an envelope, also what its
     law gives. `rows` are places and amounts (minor units or pieces), by place.
     """
     amounts = [row["amount"] for row in rows]

@@ -1,7 +1,7 @@
 """The keys of the issuer of tokens (JWKS, RFC 7517), read from a file or over HTTP, and read again when they
 rotate.
 
-A key determines the algorithm of its tokens. Reading never delays requests with known keys, and all that wait
+A key determines the algorithm of its tokens. Reading never delays requests with known keys, and all waiters
 for an unknown key share one reading.
 """
 
@@ -50,11 +50,11 @@ Read = Callable[[], Awaitable[bytes]]
 
 
 class BadKeySet(Exception):
-    """What was read is not a set with a usable key; the text says why."""
+    """The document read is not a set with a usable key; the text says why."""
 
 
 class NoUsableKey(BadKeySet):
-    """The set was read, and has no usable key: its issuer has withdrawn those that it had."""
+    """The set was read, and has no usable key: its issuer has withdrawn its keys."""
 
 
 class VerifyingKey(NamedTuple):
@@ -99,7 +99,7 @@ class KeySet:
         return found
 
     async def refresh(self) -> None:
-        """Reads the set, or waits for the reading that is under way. What is wrong is logged."""
+        """Reads the set, or waits for the reading in progress. Errors are logged."""
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh())
         await asyncio.shield(self._refreshing)
@@ -144,7 +144,7 @@ class KeySet:
         return keys_of(raw)
 
     async def keep_fresh(self) -> None:
-        """Reads the set again and again, until cancelled: a key that its issuer withdraws ends soon."""
+        """Reads the set periodically, until cancelled: a key withdrawn by its issuer expires soon."""
         while True:
             await asyncio.sleep(RETRY_SECONDS if self.problem else KEY_SET_EVERY_SECONDS)
             try:
@@ -180,13 +180,15 @@ async def _fetch(url: str) -> bytes:
             if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise OSError("the body is compressed")
             return await body_of(answer, KEY_SET_BYTES_MAX)
-    # A host that is no name of DNS is a ValueError.
+    # A host that is not a DNS name raises ValueError.
     except (aiohttp.ClientError, ValueError) as error:
         raise OSError(str(error)) from None
 
 
 def _read_file(path: Path) -> bytes:
-    """The bytes of a file; raises OSError, also for what is no file, which could hang, or is too large."""
+    """The bytes of a file; raises OSError, also for what is not a regular file (it could hang) or too
+    large.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a file")
     with path.open("rb") as file:
@@ -205,7 +207,7 @@ _decode_set = msgspec.json.Decoder(_Set).decode
 
 def keys_of(raw: bytes) -> dict[str, VerifyingKey]:
     """The usable keys of a set, by their ids; raises NoUsableKey when it has none, and BadKeySet when it is
-    no set. Other keys are ignored: an issuer may publish some for other purposes, too.
+    not a set. Other keys are ignored: an issuer may publish some for other purposes, too.
     """
     try:
         documents = _decode_set(raw).keys

@@ -21,7 +21,7 @@ class OperationMeasures:
 
 class StreamMeasures:
     """Streams of events: the events sent on them, and the streams whose clients did not take events in time.
-    `behind`: it reads from PostgreSQL what had no room in memory. `ended`: its client has to connect again.
+    `behind`: it reads from PostgreSQL what had no room in memory. `ended`: its client must reconnect.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class StreamMeasures:
 
 
 class GatewayMeasures:
-    """The requests of a gateway, by operation; and what it refused because it had no room, by what there was
-    too much of. `commands` are those above their own bound (`pressure.py`).
+    """The requests of a gateway, by operation; and those refused for lack of room, by the bound that was
+    reached. `commands` are those above their own bound (`pressure.py`).
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ _REFUSED_RECEIPTS: Final = (
 
 
 def document(version: str, asks_callers: bool = True) -> Node:
-    """The document of a release, as a gateway serves it that asks callers who they are, or that does not."""
+    """The document of a release, of a gateway with or without authentication."""
     schemas = _schemas()
     paths: dict[str, Node] = {}
     for operation in OPERATIONS:
@@ -88,8 +88,8 @@ def document(version: str, asks_callers: bool = True) -> Node:
     }
 
 
-#: How callers say who they are. Without authentication (GRAB_GATEWAY_AUTHENTICATION=none), nobody is asked,
-#: and each operation has an alternative without credentials.
+#: How callers say who they are. Without authentication (GRAB_GATEWAY_AUTHENTICATION=none), callers are not
+#: asked, and each operation has an alternative without credentials.
 _SECURITY: Final[Mapping[str, Node]] = {
     "apiKey": {
         "type": "http",
@@ -365,7 +365,7 @@ def body_name(operation: Operation) -> str:
 
 
 def answer_name(operation: Operation) -> str:
-    """The name of the schema of a good answer."""
+    """The name of the schema of a successful answer."""
     if operation.kind == "command":
         return "BasketAnswer" if operation.name == "take_basket" else "Answer"
     if operation.kind in ("read", "watch"):

@@ -1,4 +1,4 @@
-"""The routes of the gateway, each with what its document and its checks need to know about it."""
+"""The routes of the gateway, each with what its document and its checks need."""
 
 from typing import Final, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ Scope = Literal["grab", "settle", "operate", "read", "none"]
 
 
 class Parameter(NamedTuple):
-    """A parameter of a query: its meaning, and its choices, or what kind of text it is."""
+    """A parameter of a query: its meaning, and its choices or kind of text."""
 
     name: str
     meaning: str

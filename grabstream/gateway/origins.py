@@ -1,7 +1,7 @@
 """Pages of other origins (CORS): which ones may read answers. Without an origin in the settings, none.
 
-No cookie exists, and credentials come in the header Authorization, which a browser never adds by itself. So
-no page can use the rights of its visitor, and answers never allow a browser to send cookies.
+No cookie exists, and credentials come in the header Authorization, which a browser never adds automatically.
+So no page can use the rights of its visitor, and answers never allow a browser to send cookies.
 """
 
 from typing import Any, Final
@@ -23,7 +23,7 @@ class Origins:
         self._allowed = frozenset(origin.encode() for origin in allowed)
 
     def headers(self, scope: Scope, reply: Any) -> tuple[Header, ...]:
-        """The headers that a reply, also one that is a stream, gets in addition."""
+        """The additional headers of a reply, also of a stream."""
         given = [value for name, value in scope["headers"] if name == b"origin"]
         if len(given) != 1 or given[0] not in self._allowed:
             return ((b"vary", b"Origin"),)

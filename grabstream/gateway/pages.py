@@ -1,6 +1,6 @@
-"""The pages for people: their files, read once at start. Nothing of them is made of data: they ask the same
-routes as every other client, and insert what they get as text. Settings that the page of an offer needs are
-attributes of its root.
+"""The pages for people: their files, read once at start. They contain no data: they call the same routes as
+every other client, and insert the answers as text. Settings that the page of an offer needs are attributes of
+its root.
 """
 
 import html
@@ -27,8 +27,8 @@ _is_host = re.compile(r"[A-Za-z0-9.:\[\]-]+").fullmatch
 
 def policy_of(*sources: bytes) -> bytes:
     """The Content-Security-Policy of a page. Scripts, styles and answers come from the gateway alone, answers
-    also from `sources`; nothing inline, no frame, no form that is sent, no text that a script would turn into
-    elements.
+    also from `sources`; nothing inline, no frame, no form that is sent, no text turned into elements by a
+    script.
     """
     return (
         b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src %b; img-src 'self'; "

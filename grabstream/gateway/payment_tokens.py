@@ -17,7 +17,7 @@ from grabstream.models.payments import PaymentToken, encode_claims
 
 class PaymentTokens:
     """Signs payment tokens of the system `audience`; without keys, answers have none. `callback` is the
-    address for receipts. With `encryption`, nobody but the payment side can read them.
+    address for receipts. With `encryption`, only the payment side can read them.
     """
 
     def __init__(

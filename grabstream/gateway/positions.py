@@ -1,16 +1,16 @@
-"""Positions on waiting lists, told to users in their streams of events: where a grab stands, as soon as it is
-known, and then whenever that has changed.
+"""Positions on waiting lists, sent to users in their streams of events: the position of a grab once it is
+known, and then after each change.
 
-A list of a hundred thousand may move with every event. So positions are not told by event: every
-POSITIONS_SECONDS, each list that has moved and that somebody waits in is read once for all, and each stream
-is told where its user stands now, if that is new.
+A list of a hundred thousand may move with every event. So positions are not sent by event: every
+POSITIONS_SECONDS, each list that has moved and has a waiting stream is read once for all streams, and each
+stream gets its user's position if it has changed.
 
 Events come from the audit trail, positions from the read model `balances`, which may lag behind it, or stop,
 in each shard. A list is read when the read model has an event that moved it. A user whose own grabs in a
-shard may have changed is told nothing about lists of this shard before the read model has that, too.
+shard may have changed gets nothing about lists of this shard before the read model has that, too.
 
-What PostgreSQL cannot answer is asked again in later rounds, after everything else, and less often each
-time. A list that takes PostgreSQL long is read less often, too.
+What PostgreSQL cannot answer is retried in later rounds, after everything else, and less often each time. A
+list that takes PostgreSQL long is read less often, too.
 """
 
 import asyncio
@@ -79,19 +79,19 @@ class _Moved(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """How often in a row something could not be read, and when it may be asked for again, by `monotonic`."""
+    """The number of failed reads in a row, and when to retry, by `monotonic`."""
 
     failures: int = 0
     until: float = 0.0
 
     def after_failure(self) -> "_Rest":
-        """Twice as long as after the failure before."""
+        """Doubles the pause after each failure."""
         seconds = min(POSITIONS_SECONDS * 2.0 ** min(self.failures, 16), POSITIONS_FAILED_SECONDS_MAX)
         return _Rest(self.failures + 1, monotonic() + seconds)
 
 
 def _rest_after(seconds: float) -> _Rest:
-    """What took so long is read for a small part of the time only."""
+    """A slow read gets only a small share of the time."""
     return _Rest(0, monotonic() + min(POSITIONS_REST_TIMES * seconds, POSITIONS_REST_SECONDS_MAX))
 
 
@@ -103,7 +103,7 @@ class _Waiter:
         #: By shard: the seq that the read model must have before what the user waits for there is known.
         self.unknown = unknown
         self.places: _Places = {}
-        #: By offer and grab: the position that was told.
+        #: By offer and grab: the last position sent.
         self.sent_positions: dict[tuple[str, str], int] = {}
         #: How many users are looked up at once where this one is among them.
         self.at_once = WAITERS_LOOKED_UP_MAX
@@ -112,7 +112,7 @@ class _Waiter:
 
 
 class Positions:
-    """Tells streams of users their positions: `send` sends a message to a stream."""
+    """Sends streams of users their positions: `send` sends a message to a stream."""
 
     def __init__(self, books: Books, send: Callable[[Any, bytes], None]) -> None:
         self._books = books
@@ -123,7 +123,7 @@ class Positions:
         self._streams: dict[str, set[Hashable]] = {}
         #: By offer.
         self._moved: dict[str, _Moved] = {}
-        #: By offer that somebody waits for, once its list was asked for.
+        #: By offer with a waiting stream, once its list was requested.
         self._rests: dict[str, _Rest] = {}
         #: What could not be read last, and in how many rounds not everything could be.
         self._late = ""
@@ -160,18 +160,18 @@ class Positions:
     # -- telling ---------------------------------------------------------------------------------------------
 
     async def keep_telling(self) -> None:
-        """Tells positions until cancelled."""
+        """Sends positions until cancelled."""
         while True:
             await self._some.wait()
             try:
                 await self.tell()
             except Exception:
-                # What was not told is told in the next round.
+                # What was not sent is sent in the next round.
                 log.exception("positions on waiting lists cannot be sent")
             await asyncio.sleep(POSITIONS_SECONDS)
 
     async def tell(self) -> None:
-        """Tells each stream what has changed, as far as it is known. Nothing is asked if nothing has."""
+        """Sends each stream its known changes. Without changes, it queries nothing."""
         if not self._moved and not any(waiter.unknown for waiter in self._waiters.values()):
             self._count_late(False)
             return
@@ -229,7 +229,7 @@ class Positions:
             rows = await self._books.rows(WAITS, [users, STREAM_WAITS_MAX])
         except FAILURES as problem:
             self._late = f"the waiting grabs of users cannot be read: {problem}"
-            # One of them may be the cause. The others are looked up without it sooner or later.
+            # One of them may be the cause. The others are eventually looked up without it.
             for stream in streams:
                 if (waiter := self._waiters.pop(stream, None)) is not None:
                     waiter.at_once = max(1, len(streams) // 2)
@@ -251,8 +251,8 @@ class Positions:
             self._wait_for(stream, waiter, before | now)
 
     def _wait_for(self, stream: Hashable, waiter: _Waiter, places: _Places) -> None:
-        """Sets what the user of a stream waits for. The lists about which the user may be told something are
-        read in this round.
+        """Sets what the user of a stream waits for. The lists that may concern the user are read in this
+        round.
         """
         before = {offer for offer, _ in waiter.places}
         after = {offer: at.shard for (offer, _), at in places.items()}
@@ -278,7 +278,7 @@ class Positions:
         for offer in sorted(self._moved, key=lambda one: self._rest(one).failures > 0):
             moved = self._moved.get(offer)
             if moved is None or reached.get(moved.shard, 0) < moved.first:
-                continue  # nobody waits for it any more, or it is not known yet
+                continue  # no stream waits for it any more, or it is not known yet
             if monotonic() < self._rest(offer).until:
                 continue
             if not has_time():
@@ -321,7 +321,7 @@ class Positions:
 
 
 def _turn() -> Callable[[], bool]:
-    """Says whether there is time for another query in this round: PostgreSQL is there for others, too."""
+    """Returns whether there is time for another query in this round: PostgreSQL serves others, too."""
     loop = asyncio.get_running_loop()
     until = loop.time() + POSITIONS_SECONDS / 2
     return lambda: loop.time() <= until
@@ -329,12 +329,12 @@ def _turn() -> Callable[[], bool]:
 
 def position_in(places: Sequence[int], place: int) -> int | None:
     """The position of a grab by its number on a waiting list whose numbers are `places`, in order; None if it
-    is not there: it may be too far back, or have joined a moment ago.
+    is not among them: it may be too far back, or have joined a moment ago.
     """
     before = bisect_left(places, place)
     return before + 1 if before < len(places) and places[before] == place else None
 
 
 def _message(offer: str, grab: str, position: int) -> bytes:
-    """A message without an `id`: it is no event, and a client resumes after the event before it."""
+    """A message without an `id`: it is not an event, and a client resumes after the event before it."""
     return b"event: position\ndata: %b\n\n" % _encode({"offer": offer, "grab": grab, "position": position})

@@ -1,4 +1,4 @@
-"""How many commands may be in work, by how long they take.
+"""Bounds the commands in progress by how long they take.
 
 When more commands come than can be served, the time of each grows with their number, until all of them end at
 their time limit. So the bound falls while commands take longer than COMMAND_SECONDS_TARGET, and rises while
@@ -10,13 +10,13 @@ from typing import Final
 
 from grabstream.gateway.bounds import COMMAND_SECONDS_TARGET, COMMANDS_FIRST, COMMANDS_MIN
 
-#: The bound falls to this part of itself, at most once in so many seconds.
+#: The bound falls to this fraction of itself, at most once in this many seconds.
 FALL: Final = 0.8
 FALL_EVERY_SECONDS: Final = 0.1
 
 
 class Pressure:
-    """Commands in work, and their bound, which is between COMMANDS_MIN and `maximum`."""
+    """Commands in progress, and their bound between COMMANDS_MIN and `maximum`."""
 
     def __init__(self, maximum: int) -> None:
         self.in_work = 0
@@ -42,8 +42,8 @@ class Pressure:
             # Few commands are fast whatever the bound is: they must not raise it.
             if self.in_work > self.bound / 2:
                 self.bound = min(self.bound + 1, self._maximum)
-        # One that began before the last fall tells nothing about the bound since then; and few that are slow,
-        # as when Kafka pauses, would be so with any bound.
+        # One that began before the last fall says nothing about the bound since then; and a few slow ones, as
+        # when Kafka pauses, would be slow with any bound.
         elif (
             began > self._fell_at
             and now - self._fell_at > FALL_EVERY_SECONDS

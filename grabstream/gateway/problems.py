@@ -1,7 +1,7 @@
 """Refusals as HTTP: the status of each outcome, and problem details (RFC 9457). Their words are those of
 `models/refusal_words.py`.
 
-Refusals that depend on the state of an offer are 409. Clients and proxies repeat 429 and 503 by themselves,
+Refusals that depend on the state of an offer are 409. Clients and proxies repeat 429 and 503 automatically,
 so only refusals that a repeat can help have these statuses: 503 for `fenced` and `busy`, 429 for a caller who
 asks too often.
 """
@@ -45,7 +45,7 @@ _named = re.compile(r"(?:unknown|required) field `([^`]{1,64})`").search
 
 
 class Reply(NamedTuple):
-    """An answer of the gateway: status, body, and the headers beside content-length."""
+    """An answer of the gateway: status, body, and the headers other than content-length."""
 
     status: int
     body: bytes
@@ -53,7 +53,7 @@ class Reply(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """How a refusal looks: its status and a title."""
+    """A refusal as HTTP: its status and a title."""
 
     status: HTTPStatus
     title: str
@@ -196,12 +196,12 @@ def retry_after_seconds(answer: Answer, now_ms: int) -> int | None:
 
 
 def retry_after(seconds: int) -> Header:
-    """The header that says when to try again."""
+    """The header with the time to retry."""
     return b"retry-after", b"%d" % seconds
 
 
 def retry_soon(name: str, detail: str, field: str | None = None, *headers: Header) -> Problem:
-    """A problem that may be over in a moment."""
+    """A problem that may soon be over."""
     return Problem(name, detail, field, (retry_after(RETRY_SOON_SECONDS), *headers))
 
 
@@ -235,7 +235,7 @@ def _detail(answer: Answer, command: AnyCommand, outcome: Outcome) -> str:
 
 
 def explanation(name: str) -> dict[str, Any] | None:
-    """What a type of problems means; None for an unknown name."""
+    """The meaning of a type of problems; None for an unknown name."""
     if name in Outcome.__members__ and not Outcome[name].positive:
         status, title = REFUSALS[Outcome[name]]
         return {"title": title, "status": int(status), "outcome": name, "code": int(Outcome[name])}

@@ -7,11 +7,11 @@ would add to the headers. No other file uses what uvicorn does not document, and
 version with which this one was tested.
 
 An answer that is complete goes out in one piece (`REPLY`). What the application answers from its memory
-(`answer_now`) goes out without a task, and so does the answer to a request of which it takes head and body
-together (`takes_whole`, `answer_later`).
+(`answer_now`) goes out without a task; so does the answer to a request whose head and body it takes together
+(`takes_whole`, `answer_later`).
 
 A turn of the event loop reads from a bounded number of connections (`Turns`). A command needs several turns,
-one for each answer of Redis or Kafka; so a crowd that is refused must not make a turn long.
+one for each answer of Redis or Kafka; so a refused crowd must not make a turn long.
 """
 
 import asyncio
@@ -170,7 +170,7 @@ def _nothing() -> None:
 
 
 class Turns:
-    """How many connections may still be read in this turn of the event loop, and those that wait."""
+    """The connections that may still be read in this turn of the event loop, and those that wait."""
 
     def __init__(self) -> None:
         self._left = READ_AT_ONCE
@@ -188,11 +188,11 @@ class Turns:
         return True
 
     def wait(self, connection: "BoundedProtocol") -> None:
-        """The connection is read in a later turn, after those that wait already."""
+        """Defers the connection to a later turn, after those that already wait."""
         self._waiting.append(connection)
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A new turn has begun. Those that wait are read first, so that nobody waits for ever."""
+        """A new turn has begun. Those that wait are read first, so that none waits without limit."""
         self._left = READ_AT_ONCE
         self._is_counting = bool(self._waiting)
         if self._is_counting:
@@ -318,8 +318,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._waited = 0.0
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Frees what waited for its turn. A request and its scope name each other, so only the collector
-        would free them, long after many connections of an attack have ended.
+        """Frees what waited for its turn. A request and its scope name each other, so only the garbage
+        collector would free them, long after the connections of an attack have ended.
         """
         super().connection_lost(exc)
         if self._counted is not None:
@@ -426,7 +426,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.expect_100_continue = b"100-continue" in map(bytes.lower, self._values_of(b"expect"))
         if self._waited:
             scope[WAITED] = self._waited
-        # With Expect, the answer may come before the body, and then nobody knows whether the body comes.
+        # With Expect, the answer may precede the body, and then it is unknown whether the body follows.
         keep_alive = version != "1.0" and not self.expect_100_continue and self.parser.should_keep_alive()
         return _Cycle(self, scope, keep_alive)
 
@@ -455,7 +455,7 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             is_sent = cycle.reply(reply)
         except RuntimeError:
-            # uvloop has closed the connection, and tells the protocol a moment later.
+            # uvloop has closed the connection, and notifies the protocol a moment later.
             if not self.transport.is_closing():
                 log.exception("an answer cannot be sent")
                 self.transport.abort()
@@ -485,7 +485,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._idle_since = self.loop.time()
 
     def _why_unsafe(self, version: str, fields: dict[bytes, bytes]) -> str:
-        """Why a request may be read in another way by somebody before this server, in words; '' if not."""
+        """Why a request may be read in another way by a proxy before this server, in words; '' if not."""
         if self.parser.should_upgrade():
             # The parser takes what follows for another protocol, also the body.
             return "The gateway speaks HTTP/1.1 only: send the request without Upgrade (and not as h2c)."
@@ -509,7 +509,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return ""
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client sends nothing more: requests that are complete get their answers."""
+        """The client sends nothing more: complete requests get their answers."""
         last = self.pipeline[0][0] if self.pipeline else self._working
         if self._is_ending or self._receiving is not None or last is None or last.response_complete:
             return None
@@ -527,7 +527,7 @@ class BoundedProtocol(HttpToolsProtocol):
             try:
                 await app(scope, receive, send)
             except RuntimeError:
-                # uvloop has closed the connection, and tells the protocol a moment later.
+                # uvloop has closed the connection, and notifies the protocol a moment later.
                 if not self.transport.is_closing():
                     raise
                 cycle.disconnected = True
@@ -565,13 +565,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end(Problem("malformed_request", words))
 
     def check(self, now: float) -> None:
-        """Ends the connection when its client has been too slow. Called every second."""
+        """Closes the connection when its client is too slow. Called every second."""
         if self._deferred:
             return  # it is the gateway that is slow
         try:
             is_waiting = self.transport.get_write_buffer_size() > 0
         except RuntimeError:
-            return  # uvloop has ended the connection, and tells the protocol in a moment
+            return  # uvloop has closed the connection, and notifies the protocol in a moment
         if not is_waiting:
             self._writing_since = None
         elif self._is_streaming():
@@ -671,7 +671,7 @@ class Server(uvicorn.Server):
 
     @property
     def connections(self) -> Collection[Any]:
-        """The connections that are open; the same object as long as the server runs."""
+        """The open connections; the same object while the server runs."""
         return self.server_state.connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

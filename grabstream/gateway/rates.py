@@ -1,5 +1,5 @@
-"""How many requests a caller may send: counted in the cache Redis, for all gateways together, or in the
-memory of this gateway.
+"""Rates of requests of callers: counted in the cache Redis, for all gateways, or in the memory of this
+gateway.
 
 Both count in the same way: the requests of this window, and of the window before in proportion (a sliding
 window, with two numbers for each caller).
@@ -49,8 +49,8 @@ class Counters:
             self._shared = SlidingWindowCounterRateLimiter(storage)
 
     async def hit(self, rates: Rates, kind: str, name: str) -> int:
-        """Counts a request; returns 0 if it is within all rates, otherwise after how many seconds it may be
-        tried again.
+        """Counts a request; returns 0 if it is within all rates, otherwise the seconds until it may be
+        retried.
         """
         if not rates:
             return 0
@@ -84,8 +84,8 @@ async def _hit_shared(limiter: SlidingWindowCounterRateLimiter, rates: Rates, ki
 
 
 class MemoryCounters:
-    """Counters in memory, of a bounded number of callers: the one who was counted least recently is forgotten
-    first. (Those of the library remember all callers, and look at each of them on every request.)
+    """Counters in memory, of a bounded number of callers: the least recently counted one is dropped first.
+    (Those of the library remember all callers, and look at each of them on every request.)
     """
 
     def __init__(self, callers_max: int = CALLERS_COUNTED_MAX) -> None:
@@ -98,7 +98,7 @@ class MemoryCounters:
 
     def hit(self, rate: RateLimitItem, caller: str, now: float) -> int:
         """Counts a request at a time (s since 1970 UTC) if it is within the rate, and returns 0; otherwise
-        after how many seconds it may be tried again.
+        the seconds until it may be retried.
         """
         seconds = rate.get_expiry()
         window, past = divmod(now, seconds)

@@ -1,8 +1,8 @@
-"""How far shards have come, by Redis: a question that waits for an event (`after`) is refused at once when
-its shard has not decided it.
+"""The last decided events of shards, by Redis: a question that waits for an event (`after`) is refused at
+once when its shard has not decided it.
 
-Redis says it only for a shard that decides. One that has lost events, with its server or the end of its
-memory, has been promised further than it knows: its relay adds what the journal has of them.
+Redis knows it only for a shard that decides. A shard that has lost events has answered beyond what Redis
+knows: its relay restores what the journal has of them.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from grabstream.lua.keys import KeySpace
 from grabstream.lua.server import is_of_server
 from grabstream.runtime.trouble import suppressed_trouble
 
-#: How long Redis is waited for; then the question waits for the read model as if nobody had been asked.
+#: How long to wait for Redis; then the question waits for the read model as if Redis had not been asked.
 ANSWER_SECONDS_MAX: Final = 1.0
 
 
 class Reached:
-    """The last events of shards. All that ask about a shard at a time share one question."""
+    """The last events of shards. Concurrent requests about a shard share one query."""
 
     def __init__(self, redis: Any, keys: KeySpace) -> None:
         self._redis = redis
@@ -25,7 +25,7 @@ class Reached:
         self._asking: dict[int, asyncio.Task[int | None]] = {}
 
     async def last_seq(self, shard: int) -> int | None:
-        """The last event that a shard has decided; None when nobody can say."""
+        """The last event that a shard has decided; None when unknown."""
         task = self._asking.get(shard)
         if task is not None:
             # It may have been read before the event was decided that a caller has got since.
@@ -44,7 +44,7 @@ class Reached:
                     state, ["seq", "server_epoch", "partial", "fault"]
                 )
                 may_know = partial is None and fault is None and (seq or b"").isdigit()
-                # Asked last: the epoch does not come back, so the server had it when it told the seq.
+                # Asked last: the epoch does not come back, so the server had it when it gave the seq.
                 if may_know and await is_of_server(self._redis, state, epoch):
                     return int(seq)
         return None

@@ -2,7 +2,7 @@
 
 A receipt is signed, which is its authority: the route needs no other. It becomes the command `confirm`, under
 an id that follows from the payment, so it may come any number of times and in any order. The answer is 200
-exactly when it is journaled what becomes of the money. The payment side repeats until then. The receipt of a
+exactly when the outcome of the payment is journaled. The payment side repeats until then. The receipt of a
 payment that failed moves no money and ends no hold, since the buyer may try again: it is only acknowledged.
 """
 
@@ -58,8 +58,8 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 class Receipts:
     """The handler of receipts of the system `audience`. Without keys, every receipt is refused. `timeout_ms`
     is how long a receipt waits for its answer. `forged` counts receipts without a valid signature, by
-    address, whether or not callers are asked who they are. A signed one is never refused for them: the
-    payment side may share an address, such as that of a proxy, with whoever forges receipts.
+    address, with or without authentication of callers. A signed one is never refused for them: the payment
+    side may share an address, such as that of a proxy, with one who forges receipts.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Request:
         self._headers: dict[bytes, bytes] = fields_of(scope)
 
     def header(self, name: bytes) -> bytes | None:
-        """The value of a header; None without it. Raises Problem when it is there more than once."""
+        """The value of a header; None without it. Raises Problem when it occurs more than once."""
         value = self._headers.get(name)
         if value is not None and len(self._headers) < len(self.scope["headers"]):
             count = sum(known == name for known, _ in self.scope["headers"])
@@ -101,7 +101,7 @@ class Request:
         return value
 
     def has(self, name: bytes) -> bool:
-        """Whether a header is there, once or more."""
+        """Whether a header occurs, once or more."""
         return name in self._headers
 
 
@@ -133,8 +133,8 @@ def offer_of_grab(raw_path: bytes) -> str | None:
 
 
 def segments_of(raw_path: bytes) -> list[str]:
-    """The decoded parts of a path. Raises Problem when a part is no id: then no route has it, and nothing
-    that a proxy might read in another way is looked at.
+    """The decoded parts of a path. Raises Problem when a part is not an id: no route has such a part, and a
+    proxy might read it in another way.
     """
     parts = raw_path.split(b"/")
     if parts[0] or not 1 < len(parts) <= 16:
@@ -156,7 +156,7 @@ def query_of(request: Request, known: Sequence[str]) -> dict[str, str]:
     if not raw:
         return {}
     if len(raw) <= PARSED_BYTES_MAX:
-        # A crowd asks the same. The caller gets a dict of its own.
+        # A crowd sends the same. The caller gets its own dict.
         return dict(_parsed(raw, tuple(known)))
     return _parameters_of(raw, known)
 
@@ -206,7 +206,7 @@ def promise_of(request: Request) -> Promise:
 
 
 def prefers_async(request: Request) -> bool:
-    """Whether the header Prefer has respond-async. Other preferences are ignored, as RFC 7240 wants it."""
+    """Whether the header Prefer has respond-async. Other preferences are ignored, as RFC 7240 requires."""
     if not request.has(b"prefer"):
         return False
     for name, value in request.scope["headers"]:
@@ -218,7 +218,9 @@ def prefers_async(request: Request) -> bool:
 
 
 async def body_of(request: Request, bytes_max: int) -> bytes:
-    """The body; raises Problem when it is no JSON by its headers, or above the bound, before it is read."""
+    """The body; raises Problem before it is read when its headers do not say JSON, or it is above the
+    bound.
+    """
     check_body_headers(request, bytes_max)
     event = await request.receive()
     pieces = [event.get("body", b"")]
@@ -237,7 +239,7 @@ async def body_of(request: Request, bytes_max: int) -> bytes:
 
 
 class Gone(Exception):
-    """The client has closed the connection before its request was complete: no one reads an answer."""
+    """The client has closed the connection before its request was complete: no answer is needed."""
 
 
 def is_json(kind: bytes) -> bool:
@@ -246,7 +248,7 @@ def is_json(kind: bytes) -> bool:
 
 
 def check_body_headers(request: Request, bytes_max: int) -> None:
-    """Raises Problem when the headers tell that the body is too large, or is no JSON."""
+    """Raises Problem when by its headers the body is too large, or not JSON."""
     length = request.header(b"content-length")
     if length is not None and int(length) > bytes_max:
         raise too_large(bytes_max)
@@ -315,8 +317,8 @@ def _check_in_paths(id_: str, field: str) -> None:
 
 
 def required_key_of(request: Request) -> str:
-    """The id of the command; raises Problem without one: after a lost answer, only the same id can tell
-    whether the command was carried out.
+    """The id of the command; raises Problem without one: after a lost answer, only the same id can show
+    whether the command was executed.
     """
     key = key_of(request)
     if key is None:
@@ -332,7 +334,7 @@ def required_key_of(request: Request) -> str:
 
 
 def command_of(type_: str, given: Mapping[str, str], body: bytes) -> AnyCommand:
-    """The command of a body and of fields that the path and the headers give; raises Problem that names the
+    """The command of a body and of the fields in the path and the headers; raises Problem that names the
     field. The fields that are given must be ids, so they need no escaping.
     """
     head = f'{{"type":"{type_}"' + "".join(f',"{name}":"{value}"' for name, value in given.items())
@@ -383,8 +385,8 @@ def grab_of(request: Request, body: bytes) -> Grab:
 
 
 def settling_of(request: Request, type_: str, body: bytes) -> AnyCommand:
-    """A command about one grab. It always names the user: nobody settles the grab of another user by guessing
-    its id.
+    """A command about one grab. It always names the user, so guessing an id does not settle the grab of
+    another user.
     """
     key = required_key_of(request)
     if request.user is not None:
@@ -413,8 +415,8 @@ def operating_of(request: Request, type_: str, body: bytes) -> AnyCommand:
 
 
 def _operated(request: Request, type_: str, given: Mapping[str, str], body: bytes) -> AnyCommand:
-    """The command of an operator. Where callers say who they are, the operator is the API key, unless the
-    body names one: the event says who did it.
+    """The command of an operator. With authentication, the operator is the API key, unless the body names
+    one: the event records the operator.
     """
     command = command_of(type_, _with_approval(request, type_, given, body), body)
     if request.service is not None and isinstance(command, OfferCommand) and command.operator is None:

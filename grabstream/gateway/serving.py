@@ -16,12 +16,12 @@ from grabstream.gateway.measures import GatewayMeasures
 from grabstream.gateway.protocol import Server, bounded, keep_checking
 from grabstream.runtime.ending import first_to_end, running
 
-#: Open files of the process beside the connections of clients.
+#: Open files of the process other than connections of clients.
 FILES_BESIDE: Final = 512
 
 
 def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
-    """A socket that is bound; raises OSError. Nobody is accepted before `serve`. A port that is shared may be
+    """A bound socket; raises OSError. It accepts no connection before `serve`. A port that is shared may be
     bound by further processes of this user; the kernel gives each connection to one that listens.
     """
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
@@ -56,7 +56,7 @@ async def serve(
     application: ASGIApp, bound: socket.socket, connections_max: int, by_address: ConnectionsByAddress,
     stop: asyncio.Event, ready: Callable[[], None], measures: GatewayMeasures | None = None,
 ) -> None:  # fmt: skip
-    """Serves until `stop`; then accepts nothing more, and returns when the requests in work have their
+    """Serves until `stop`; then accepts nothing more, and returns when the requests in progress have their
     answers, at the latest after DRAIN_SECONDS_MAX.
     """
     config = uvicorn.Config(

@@ -34,7 +34,7 @@ _STALE_MS: Final = round(CACHE_STALE_SECONDS_MAX * 1000)
 #: KEYS: the answer, and who makes it. ARGV: this gateway, its time (ms), the largest value (bytes), the rest
 #: of its life (ms) from which on an answer is not fresh. Returns the answer, the rest of its life (ms), and
 #: whether this gateway is to make a new one, or the error for which that could not be recorded. A value that
-#: is no answer may have any type, and any size.
+#: is not an answer may have any type, and any size.
 _FIND: Final = """
 local value, left, bytes = '', -1, redis.pcall('STRLEN', KEYS[1])
 if type(bytes) == 'number' and bytes > 0 and bytes <= tonumber(ARGV[3]) then
@@ -61,7 +61,7 @@ return problem
 
 class LookUpResult(NamedTuple):
     """What a look-up found: an answer with its age (s), or None. Then this gateway makes one: as `maker`, if
-    others wait for it. With `is_damaged`, it replaces what is there.
+    others wait for it. With `is_damaged`, it replaces the stored value.
     """
 
     body: bytes | None = None
@@ -85,11 +85,11 @@ class SharedAnswers:
 
     @property
     def is_up(self) -> bool:
-        """Whether the server can be asked, and the system is known."""
+        """Whether the server can be asked, and the system's id is known."""
         return self._server.is_up and self._identity is not None
 
     def belong_to(self, system: str) -> None:
-        """Says which system it is, by what no copy of it has too."""
+        """Sets the system, by what no copy of it shares."""
         self._identity = json.dumps([*self._names, system]).encode()
 
     async def find(self, question: bytes) -> LookUpResult:
@@ -134,7 +134,7 @@ class SharedAnswers:
             self._server.refused(ResponseError(problem.decode(errors="replace")))
 
     async def give_up(self, question: bytes, result: LookUpResult) -> None:
-        """Lets another gateway make the answer that this one could not make."""
+        """Lets another gateway make the answer that this one failed to make."""
         await self.store(question, b"", LIFE_MS / 1000, result)
 
     async def _run(self, script: Any, key: str, arguments: list[Any]) -> Any:

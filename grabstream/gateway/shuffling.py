@@ -1,8 +1,8 @@
-"""Offers in a random order of each visitor, which stays the same while their number does not come to need
-more buckets, or fewer: a new offer takes a place in it, and moves no other.
+"""Offers in a random order for each visitor. It is stable until their number needs more or fewer buckets: a
+new offer is inserted, and moves no other.
 
-Offers are in buckets by their names, for all visitors. A visitor gets the buckets in an order of their own,
-and the offers of each bucket too. So a page looks at the offers of a bucket or two, however many there are.
+Offers are in buckets by their names, for all visitors. Each visitor gets their own order of the buckets, and
+of the offers in each bucket. So a page looks at the offers of a bucket or two, however many there are.
 """
 
 from collections.abc import Iterator, Sequence

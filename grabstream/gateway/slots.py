@@ -1,5 +1,5 @@
-"""Room for questions: what is in work is bounded in sum, and for each caller, so that one caller leaves room
-for the others.
+"""Slots for questions: those in progress are bounded in sum and per caller, so one caller leaves room for
+others.
 """
 
 from collections import Counter
@@ -11,8 +11,8 @@ from grabstream.gateway.problems import Problem, retry_soon
 
 
 class Slots:
-    """Counts what is in work, by caller; `things` are its name in the plural. Callers are words that may
-    begin a sentence: `ann`, `The API key shop`.
+    """Counts questions in progress, by caller; `things` are its name in the plural. Callers are words that
+    may begin a sentence: `ann`, `The API key shop`.
     """
 
     def __init__(self, slots_max: int, things: str) -> None:
@@ -23,7 +23,9 @@ class Slots:
 
     @contextmanager
     def taken(self, caller: str, caller_max: int) -> Iterator[None]:
-        """Has a slot; raises Problem (`busy`) when there is none, or when the caller has its part already."""
+        """Has a slot; raises Problem (`busy`) when there is none, or when the caller already has its
+        share.
+        """
         if self._taken >= self._slots_max:
             raise self._busy(f"The gateway has {self._slots_max} {self._things}, its maximum")
         if self._of[caller] >= caller_max:

@@ -41,8 +41,8 @@ class Supervisor:
         self._code = 0
 
     async def run(self) -> int:
-        """Returns the exit code when all processes have ended: 0, or that of a process that did not end well
-        after `stop`, or could not start when this process did.
+        """Returns the exit code when all processes have ended: 0, or that of a process that failed to stop,
+        or could not start when this process did.
         """
         async with asyncio.TaskGroup() as keeping:
             for number in range(1, self._count + 1):
@@ -74,8 +74,8 @@ class Supervisor:
     async def _run_one(self, number: int) -> int:
         """Runs a process until it ends, which `stop` asks it to; returns its exit code.
 
-        It has a session of its own, so that Ctrl-C reaches it through this process only. It bounds the time
-        of its end by itself.
+        It has its own session, so that Ctrl-C reaches it through this process only. It bounds the time of its
+        own stop.
         """
         process = await asyncio.create_subprocess_exec(
             *self._command_of(number), stdin=subprocess.PIPE, start_new_session=True

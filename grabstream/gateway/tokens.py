@@ -1,7 +1,7 @@
-"""Tokens of end users (JWT, RFC 7519): who their user is, if they are valid.
+"""Tokens of end users (JWT, RFC 7519): verifies them, and returns their user.
 
-What a token says about its own signature is not believed: the key with its id determines the algorithm, and
-keys inside of a token, or at an address that it names, are ignored.
+A token's claims about its signature are not trusted: the key with its id determines the algorithm, and keys
+inside of a token, or at an address that it names, are ignored.
 """
 
 import re
@@ -26,7 +26,7 @@ V = TypeVar("V")
 is_token = re.compile(rb"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+").fullmatch
 #: Headers that change how a signature is made; the gateway knows none of them.
 _CRITICAL: Final = ("crit", "b64")
-#: What is wrong with claims of a token whose signature is right.
+#: The error in the claims of a token with a valid signature.
 _WRONG: Final[dict[type[jwt.PyJWTError], str]] = {
     jwt.InvalidAudienceError: "The token is for another audience (aud).",
     jwt.InvalidIssuerError: "The token is of another issuer (iss).",
@@ -34,12 +34,12 @@ _WRONG: Final[dict[type[jwt.PyJWTError], str]] = {
 
 
 class BadToken(Exception):
-    """A token is not valid; the text, for its caller, says why. It tells nothing about keys."""
+    """A token is not valid; the text, for its caller, says why. It reveals nothing about keys."""
 
 
 class UnusableToken(BadToken):
     """A token that its issuer has signed, and that nevertheless is not valid here, or not now; the text names
-    the claim. Nobody forged it, so it is not counted as a failure of its address.
+    the claim. It is not forged, so it is not counted as a failure of its address.
     """
 
 
@@ -54,7 +54,7 @@ class _Verified(NamedTuple):
 
 
 class UserNames(NamedTuple):
-    """Which claim names the user, and the key that makes an id of a name that is none; without it, such a
+    """Which claim names the user, and the key that makes an id of a name that is not one; without it, such a
     name is refused.
     """
 
@@ -128,7 +128,7 @@ class Tokens:
                 leeway=TOKEN_LEEWAY_SECONDS,
                 options={"require": ["exp", "iss", "aud", self._names.claim], "verify_sub": False},
             )
-        # The signature is verified before any claim is looked at.
+        # The signature is verified before any claim is checked.
         except jwt.ExpiredSignatureError:
             raise UnusableToken("The token has expired.") from None
         except jwt.ImmatureSignatureError:

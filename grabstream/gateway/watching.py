@@ -1,7 +1,7 @@
 """Questions of operators over HTTP: the demand of the last moments, shards and read models, the books, and
-what happened to one user.
+the history of one user.
 
-They come from the views in PostgreSQL, except what only the servers know (`Examiners`). What many ask for is
+They come from the views in PostgreSQL, except what only the servers know (`Examiners`). Common answers are
 kept for 2 s (`caching.py`).
 """
 
@@ -52,9 +52,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Examiners(NamedTuple):
-    """What connects to the servers itself. `shards` returns a row for each shard as Redis has it, and why it
-    has none if Redis does not answer. `doctor` returns the result of an examination, `why` the story of a
-    user and an offer, or None for an offer that the read models do not have.
+    """Functions that connect to the servers. `shards` returns a row for each shard as Redis has it, or why
+    there is none if Redis does not answer. `doctor` returns the result of an examination, `why` the story of
+    a user and an offer, or None for an offer that the read models do not have.
     """
 
     shards: Callable[[], Awaitable[tuple[list[Row], str | None]]]
@@ -80,7 +80,7 @@ _NEW_REFUSALS: Final = """
         WHERE shard = s.shard AND second >= %s GROUP BY second, code
     ) AS d JOIN outcomes AS o USING (code) GROUP BY 1, 2
 """
-#: Of each read model and shard: its last event, and the time of that event as far as the audit trail has it.
+#: For each read model and shard: its last event, and its time if the audit trail has it.
 _READ_MODELS: Final = """
     SELECT c.projection, c.shard, c.seq, a.at
     FROM cursors AS c LEFT JOIN LATERAL (
@@ -129,7 +129,7 @@ _WEBHOOKS: Final = f"""
     ) AS d USING (webhook) ORDER BY w.created_at, w.webhook
 """  # noqa: S608
 _WEBHOOK: Final = "SELECT 1 FROM webhooks WHERE webhook = %s"
-#: Of each offer, how many events are not delivered, and the first one, which the others wait for.
+#: For each offer, how many events are not delivered, and the first one, which blocks the others.
 _DELIVERIES: Final = f"""
     SELECT * FROM (
         SELECT DISTINCT ON (state, offer) state, offer, concat(shard, '-', seq) AS event, type, at, attempts,
@@ -148,7 +148,7 @@ class Watching:
         self._cache = cache
         self._examiners = examiners
         self._recent = _Recent(books)
-        #: Questions in work that connect to servers themselves.
+        #: Questions in progress that connect to servers themselves.
         self._examining = 0
 
     async def demand(self, request: Request, body: bytes) -> Reply:
@@ -363,7 +363,7 @@ class _Recent:
         self.now = 0
 
     async def read(self) -> "_Recent":
-        """Reads what is new; returns itself. Raises Problem, and counts nothing then."""
+        """Reads new rows; returns itself. Raises Problem, and counts nothing then."""
         async with self._reading:
             now = int(time.time())
             oldest = now - DEMAND_SECONDS_MAX
@@ -402,7 +402,7 @@ def _number(asked: Mapping[str, str], name: str, maximum: int, default: int) -> 
 
 
 def _add_lag(row: Row, shard: Mapping[str, Any]) -> None:
-    """Adds how far a read model is behind the journal: in events, and in ms between the last event of the
+    """Adds the lag of a read model behind the journal: in events, and in ms between the last event of the
     shard and the last one that the read model has.
     """
     at = row.pop("at", None)
@@ -413,7 +413,7 @@ def _add_lag(row: Row, shard: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON: fields that are absent are left out, sums are integers."""
+    """A value for JSON: absent fields are omitted, sums are integers."""
     if isinstance(value, Mapping):
         return {name: plain(of) for name, of in value.items() if of is not None}
     if isinstance(value, list | tuple):

@@ -50,7 +50,7 @@ export function actions(id) {
       danger: action.danger,
       fields: fields?.element,
       sure: action.danger ? id : "",
-      // While the dialog is open, the offer goes on: what the action will do is told for the newest numbers.
+      // While the dialog is open, the offer changes: the preview uses the newest numbers.
       preview: () => (fields ? fields.inWords(row) : action.will(row)),
       may: () => !fields || Object.keys(fields.changes()).length > 0,
       run: () => {

@@ -12,7 +12,8 @@ export const key = {
   },
 };
 
-/** An answer that is no success: `status`, the problem in words, and after how many ms to ask again (0: unknown). */
+/** An answer other than success: `status`, the problem in words, and after how many ms to ask again (0:
+ * unknown). */
 export class Refused extends Error {
   constructor(status, problem, retryAfterMs = 0) {
     super(problem.detail ?? problem.title ?? `The gateway answered ${status}.`);
@@ -25,7 +26,8 @@ export class Refused extends Error {
 const CLOCK_MS = 2000;
 let clockAheadMs = 0;
 
-/** The time of the gateway, in ms since 1970. It tells its time in seconds, so small differences are left alone. */
+/** The time of the gateway, in ms since 1970. It sends its time in seconds, so small differences are ignored.
+ * */
 export const now = () => Date.now() + clockAheadMs;
 
 function compareClocks(answer) {
@@ -37,7 +39,7 @@ function compareClocks(answer) {
 export class Unreachable extends Error {}
 
 // Wrong keys are counted against the address that sends them. So the first request with a key goes alone, and
-// after a 401 nothing is asked until there is another key.
+// after a 401 none is sent until there is another key.
 const LOCKED = "The gateway requires an API key.";
 let isKnown = false;
 let isLocked = false;

@@ -10,7 +10,7 @@ const PAUSE_MS_MAX = 15000;
 /** Statuses below 500 after which a repeat may help. */
 const PASSING = new Set([408, 425, 429]);
 
-/** The visitor is another one now: nothing is sent, and the command waits for the one who made it. */
+/** The visitor has changed: nothing is sent, and the command waits for its visitor. */
 export class Left extends Error {}
 
 const nameOf = (user, path) => `grabstream.command ${user} ${path}`;

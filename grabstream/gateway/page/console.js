@@ -110,7 +110,7 @@ function askForKey(why) {
 keyButton.addEventListener("click", () => askForKey(""));
 let asked = false;
 document.addEventListener("key-wanted", (event) => {
-  // Once by itself; after that, the button is there.
+  // Once automatically; after that, there is the button.
   if (!asked) askForKey(event.detail);
   asked = true;
 });

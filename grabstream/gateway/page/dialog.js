@@ -7,7 +7,7 @@ import { h, keyed, say, show } from "./dom.js";
  * Opens the dialog. `title` heads it, `button` names the action, `fields` is an element to fill in, `sure` a text
  * to type for what cannot be undone. `preview()` gives what the action will do, in sentences; `may()` whether it
  * can be sent. `run()` sends it; `done()` hears that it was answered, `closed()` that the dialog is gone. Returns
- * a function that tells the preview anew.
+ * a function that renders the preview again.
  */
 export function ask({ title, button, danger = false, fields = null, sure = "", preview, may = () => true, run, done, closed = () => {} }) {
   const list = h("ul", { class: "preview" });

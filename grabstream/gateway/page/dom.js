@@ -26,13 +26,13 @@ export function s(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Sets a text, unless it is there already. */
+/** Sets a text, unless it is already set. */
 export function say(node, text) {
   const wanted = String(text ?? "");
   if (node.textContent !== wanted) node.textContent = wanted;
 }
 
-/** Sets an attribute, unless it is there already. */
+/** Sets an attribute, unless it is already set. */
 export function put(node, name, value) {
   const wanted = String(value);
   if (node.getAttribute(name) !== wanted) node.setAttribute(name, wanted);

@@ -1,4 +1,4 @@
-// The picture of an envelope, which opens and shows an amount. The words for it stand beside it.
+// The picture of an envelope, which opens and shows an amount. Its caption stands next to it.
 
 import { h, put, say } from "./dom.js";
 

@@ -92,7 +92,8 @@ export function offer({ id, signal, report }) {
     numbers.set.total(of.total, row.kind === "envelope" ? counted(row.units, "part") : unit(row.asset));
     numbers.set.given(of.given, share(row.given));
     numbers.set.held(of.held, share(row.held));
-    // Units that came back without their codes, which users have seen: they are in the offer, but nobody can take them.
+    // Units that came back without their codes, which users have seen: they are in the offer, but cannot be
+    // taken.
     const uncoded = row.amount_left - row.units_left;
     numbers.set.left(of.left, row.kind === "envelope" ? counted(row.units_left, "part")
       : uncoded ? `and ${counted(uncoded, "unit")} without code` : share(row.units_left));
@@ -120,7 +121,7 @@ export function offer({ id, signal, report }) {
       card("Terms", terms)));
 }
 
-/** The offer through time: its shares as areas, and who got what until the time of the slider. */
+/** The offer through time: its shares as areas, and the grabs until the time of the slider. */
 function filmOf(id, signal, report) {
   const chart = areas("Taken, held and gone back since the opening", [1, 2, 6]);
   const slider = h("input", { type: "range", min: 0, max: 0, value: 0, step: 1 });

@@ -1,4 +1,4 @@
-// Refusals in words for the person who grabs: what, and until when.
+// Refusals in words for visitors: what, and until when.
 
 import { now } from "./api.js";
 import { amount, count, local, unit } from "./format.js";

@@ -1,4 +1,4 @@
-// Overview: how fast it is grabbed, what the offers have left, and how far the read models are.
+// Overview: the rate of grabs, what the offers have left, and the lag of the read models.
 
 import { get, poll } from "./api.js";
 import { bar, colourOf, legend, stacked } from "./charts.js";

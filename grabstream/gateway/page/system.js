@@ -8,7 +8,7 @@ const SEVERITY = { stuck: "bad", risk: "warn", note: "" };
 
 const MODELS = ["ledger", "balances", "audit"];
 
-/** How far a read model is in a shard, in words. */
+/** The position of a read model in a shard, in words. */
 function model(row) {
   if (row === undefined) return "–";
   const lag = row.behind ? ` · ${count(row.behind)} behind, ${length(row.behind_ms)}` : "";

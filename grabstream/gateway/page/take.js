@@ -11,7 +11,7 @@ import { isRequired, visitor } from "./visitor.js";
 
 const OFFER_MS = 2000;
 const MINE_MS = 2000;
-/** How often a clock is looked at; what it shows changes once a second. */
+/** How often the clock is checked; the shown time changes once a second. */
 const TICK_MS = 250;
 const SOON_MS = 60000;
 
@@ -19,7 +19,7 @@ const id = decodeURIComponent(location.pathname.split("/")[2] ?? "");
 const path = `/v1/offers/${part(id)}`;
 const payAt = document.documentElement.dataset.pay ?? "";
 
-/** The offer as the gateway has it, or null; and what is wrong with it. */
+/** The offer as the gateway has it, or null; and its error. */
 let offer = null;
 let trouble = "";
 /** The visitor's grabs of the offer, by their ids; those that were answered, and are not in the books yet. */
@@ -28,7 +28,7 @@ const fresh = new Map();
 /** What the visitor waits for: "", "asking" (an answer), "again" (the answer was lost). */
 let asking = "";
 let askNow = null;
-/** Grabs are taken again from then on, as far as a refusal has said it. */
+/** When grabs are accepted again, if a refusal has said so. */
 let notBefore = 0;
 let isLoaded = false;
 const never = new AbortController().signal;
@@ -127,7 +127,7 @@ document.addEventListener("visibilitychange", () => {
   isMineRead &&= codes.size === 0;
 });
 const readMine = poll(async (until) => {
-  // Only a hold and a place on the waiting list change by themselves.
+  // Only a hold and a place on the waiting list change without the user.
   if (visitor.user !== null && (!isMineRead || isMineBehind || isPending())) await freshMine("", until);
 }, MINE_MS, never, report);
 
@@ -147,7 +147,7 @@ async function freshMine(after, until) {
   render();
 }
 
-/** Reads both again, as they are after the event of an answer. */
+/** Rereads both, as of the event of an answer. */
 async function readAfter(answer) {
   const position = answer.seq === undefined ? "" : `after=${answer.shard}-${answer.seq}`;
   try {
@@ -469,7 +469,7 @@ function runClock(one) {
   }
 }
 
-/** Does something with a grab; its problem is told beside it. */
+/** Does something with a grab; shows its problem next to it. */
 async function doing(one, run) {
   if (one.isBusy) return;
   one.isBusy = true;
@@ -529,7 +529,7 @@ function release(one) {
 /** The payment provider does not take the payment. */
 class PaymentProblem extends Error {}
 
-/** A payment has one id for each hold, so it is made once however often it is asked for. */
+/** A payment has one id for each hold, so it is made once, however often it is requested. */
 function pay(one) {
   const { grab, payment_token: token } = one.row;
   const { user } = visitor;

@@ -122,7 +122,7 @@ function sentence(what) {
   return text[0].toUpperCase() + text.slice(1);
 }
 
-/** What a moment says beside its name, in words. */
+/** The details of a moment, in words. */
 function* detailsOf(one, found) {
   const of = one.details;
   const asset = of.asset ?? "";

@@ -1,5 +1,5 @@
-// Who looks at the page: a user by a token, or, where nobody is asked, by a name. What the address hands over
-// in its fragment (`#token=…`, `#user=…`, `#ticket=…`) is taken out of it at once; the tab keeps it.
+// The visitor of the page: a user by a token or, without authentication, by a name. What the fragment of the
+// address hands over (`#token=…`, `#user=…`, `#ticket=…`) is removed at once; the tab keeps it.
 
 import { key } from "./api.js";
 
@@ -10,7 +10,7 @@ const ID = /^[A-Za-z0-9._:-]{1,64}$/;
 export const isRequired = document.documentElement.dataset.authentication === "required";
 key.name = "grabstream.token";
 
-/** The user that a token names; null if it is none. Only the gateway can tell whether it is valid. */
+/** The user that a token names; null if it is not a token. Only the gateway can check whether it is valid. */
 export function userOf(token) {
   try {
     const payload = token.split(".")[1].replaceAll("-", "+").replaceAll("_", "/");
@@ -22,7 +22,7 @@ export function userOf(token) {
 }
 
 export const visitor = {
-  /** The user, or null while nobody has said who it is. */
+  /** The user, or null while unknown. */
   get user() {
     return isRequired ? userOf(key.get()) : sessionStorage.getItem(USER);
   },

@@ -1,4 +1,4 @@
-// Webhooks: the subscriptions, what each has not delivered, and the actions that mend it.
+// Webhooks: the subscriptions, what each has not delivered, and the actions that repair it.
 
 import { get, newKey, part, poll, send } from "./api.js";
 import { ask } from "./dialog.js";
@@ -54,7 +54,7 @@ export function webhooks({ id, signal, report }) {
     refresh = ask({
       title: `${action.title}: ${webhook}`,
       button: action.title,
-      // While the dialog is open, events go on: what is told is that of the newest numbers.
+      // While the dialog is open, events continue: the preview uses the newest numbers.
       preview: () => (rows.has(webhook) ? action.will(rows.get(webhook)) : ["The webhook was removed."]),
       may: () => rows.has(webhook),
       run: () => action.send(`/v1/webhooks/${part(webhook)}`),
@@ -121,7 +121,7 @@ export function webhooks({ id, signal, report }) {
       found = await get("/v1/webhooks", until);
     } catch (error) {
       if (error.status !== 403) throw error;
-      // Nothing is said about webhooks that this key may not see, not even that there are none.
+      // Webhooks that this key may not see are not mentioned, not even that there are none.
       show(scope, true);
       show(seen, false);
       return;
