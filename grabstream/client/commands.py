@@ -48,8 +48,8 @@ class Commands(Generic[Result, BasketResult]):
         raise NotImplementedError
 
     def take_basket(self, grabs: Sequence[Grab], id: str | None = None) -> BasketResult:
-        """Sends grabs of offers of one campaign, of which all or none succeed, and returns their answers in
-        the same order. `id` is the id of the basket.
+        """Sends grabs of offers of one campaign; all or none of them succeed. Returns their answers in the
+        same order. `id` is the id of the basket.
         """
         raise NotImplementedError
 
@@ -80,12 +80,12 @@ class Commands(Generic[Result, BasketResult]):
         return self._send(Resume, id, offer, **fields)
 
     def close(self, offer: str, *, id: str | None = None, **fields: Unpack[OperatorFields]) -> Result:
-        """Closes an offer for ever."""
+        """Closes an offer permanently."""
         return self._send(Close, id, offer, **fields)
 
     def grab(self, offer: str, user: str, *, id: str | None = None, **fields: Unpack[GrabFields]) -> Result:
         """Grabs units of an offer for a user. `wait`: the user joins the waiting list when it is sold out.
-        `metadata`: texts that the answer and the event have again.
+        `metadata`: texts that the answer and the event repeat.
         """
         return self._send(Grab, id, offer, user=user, **fields)
 
@@ -108,7 +108,7 @@ class Commands(Generic[Result, BasketResult]):
     def return_(
         self, offer: str, grab: str, user: str, *, id: str | None = None, **fields: Unpack[ReturnFields]
     ) -> Result:
-        """Gives units back that were granted or confirmed (absent: all)."""
+        """Returns granted or confirmed units (absent: all)."""
         return self._send(Return, id, offer, grab=grab, user=user, **fields)
 
     def redeem(
@@ -135,7 +135,7 @@ class Commands(Generic[Result, BasketResult]):
 
 
 def given(id: str | None) -> str:
-    """The id of a caller, or a new one. An empty one is refused later: a new one in its place would make a
+    """The id of a caller, or a new one. An empty one is refused later: replacing it by a new one would make a
     repeat another command.
     """
     return str(uuid4()) if id is None else id

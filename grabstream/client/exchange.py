@@ -1,5 +1,4 @@
-"""Requests to a gateway, and what their replies mean, without input and output: both clients over HTTP share
-it.
+"""Requests to a gateway and the meaning of their replies, without I/O: shared by both clients over HTTP.
 
 A request may be repeated, because a command has the same id each time. Waits between attempts grow, with full
 jitter (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), and are never shorter than
@@ -54,7 +53,7 @@ D = TypeVar("D", bound=Document)
 
 
 def error_in_words(error: BaseException) -> str:
-    """The type and text of an error; the type alone where there is no text, as in a TimeoutError. Texts of
+    """The type and text of an error; only the type where there is no text, as in a TimeoutError. Texts of
     Kafka errors name the type already.
     """
     kind, text = type(error).__name__, str(error).strip()
@@ -69,7 +68,7 @@ def pause_seconds(attempt: int) -> float:
 
 
 class RequestProblem(Exception):
-    """The gateway refused a request, or did not serve it within the time-out; no command was decided.
+    """The gateway refused a request, or did not serve it within the timeout; no command was decided.
 
     `status` is that of HTTP, 0 without a reply. `type` is the last part of the type of the problem details,
     `detail` its words, and `field` the field, header or parameter to correct.
@@ -93,7 +92,7 @@ class Request(NamedTuple):
     key: str | None = None
 
     def headers(self) -> dict[str, str]:
-        """The headers beside those of the client."""
+        """The headers in addition to those of the client."""
         if self.key is None:
             return {}
         return {"Idempotency-Key": self.key, "Content-Type": "application/json"}
@@ -104,7 +103,7 @@ class Exchange(Generic[T]):
 
     `after_reply` and `after_error` take the result of an attempt. They return the seconds to wait before the
     next one, or None when `result` is there. They raise RequestProblem for a request that the gateway refuses
-    for good, and OutcomeUnknown if an attempt before may have been decided.
+    permanently, and OutcomeUnknown if an earlier attempt may have been decided.
     """
 
     result: T
@@ -133,8 +132,8 @@ class Exchange(Generic[T]):
             self._last = problem
             asked = retry_after_seconds(headers.get("retry-after", ""), time.time(), _RETRY_AFTER_SECONDS_MAX)
             return self._pause_seconds(asked)
-        # Somebody else than a gateway replied, with a refusal or as if all were well. Nobody knows what was
-        # decided before that: a proxy may also refuse what comes back.
+        # A reply that no gateway sent, refusal or success, says nothing about the command: a proxy may also
+        # refuse a response on its way back.
         self._is_unknown = self._is_unknown or is_odd
         try:
             if self._refused(problem, members):
@@ -215,7 +214,7 @@ class Deciding(Exchange[ServedAnswer]):
     def _own(self, answer: ServedAnswer) -> ServedAnswer:
         """The answer, if it is to this command; raises ValueError otherwise."""
         command = self._command
-        # Of an end user, the gateway makes the id of a command about a grab.
+        # For an end user, the gateway makes the id of a command about a grab.
         user = command.user if isinstance(command, GrabCommand) else None
         if answer.id != command.id and (user is None or answer.id != id_of_end_user(user, command.id)):
             raise ValueError(f"the answer is to the command {answer.id}, not to {command.id}")

@@ -1,7 +1,7 @@
-"""Streams of events of a gateway, without input and output: both clients over HTTP share it.
+"""Streams of events of a gateway, without I/O: shared by both clients over HTTP.
 
 A stream lasts as long as its reader wants. When its connection ends, the next one resumes after the last
-position that came (`Last-Event-ID`), so no event is lost, and none is handed on twice.
+position received (`Last-Event-ID`), so no event is lost, and none is handed on twice.
 """
 
 import json
@@ -32,20 +32,20 @@ class ServedEvent(NamedTuple):
 
 
 class WaitingPosition(NamedTuple):
-    """Where a grab stands on the waiting list of its offer: 1 is served next."""
+    """The position of a grab on the waiting list of its offer: 1 is served next."""
 
     offer: str
     grab: str
     position: int
 
 
-#: Is told each position that comes in the stream of a user.
+#: Called with each position in the stream of a user.
 Positions = Callable[[WaitingPosition], None]
 
 
 class StreamReset(Exception):
     """A stream cannot resume where it should, so events are missing. `detail` says why. The gateway continues
-    at the position `id`: begin again with `after=id`, and ask for the state.
+    at the position `id`: restart with `after=id`, and read the state.
     """
 
     def __init__(self, detail: str, id: str) -> None:
@@ -74,14 +74,14 @@ class Following(Exchange[None]):
 
     def next_request(self) -> Request:
         """The request of the next connection. Its query has the position of the caller, which may be refused,
-        until the stream has one of its own.
+        until the stream has its own.
         """
         if self._after is None or self._place is not None:
             return self.request
         return self.request._replace(query={"after": self._after})
 
     def headers(self) -> dict[str, str]:
-        """The headers of the next connection, beside those of the client."""
+        """The headers of the next connection, in addition to those of the client."""
         resumed = {} if self._place is None else {"Last-Event-ID": self._place}
         return {"Accept": _EVENT_STREAM, **resumed}
 
@@ -91,7 +91,7 @@ class Following(Exchange[None]):
         return status == 200 and headers.get("content-type", "").startswith(_EVENT_STREAM)
 
     def messages(self, piece: bytes) -> Iterator[ServedEvent | WaitingPosition]:
-        """The events and positions that a piece of a stream completes. Raises StreamReset, and NewerEvent for
+        """The events and positions completed by a piece of a stream. Raises StreamReset, and NewerEvent for
         an event of a release that this one cannot read.
         """
         *messages, self._rest = (self._rest + piece).split(b"\n\n")

@@ -1,6 +1,6 @@
 """`Client` and `AsyncClient`: commands and questions over HTTP, through a gateway (docs/http.md).
 
-Both repeat a request that got no answer, under the same id, until their time-out. A refusal is an answer, not
+Both repeat a request that got no answer, under the same id, until their timeout. A refusal is an answer, not
 an error.
 """
 
@@ -67,7 +67,7 @@ _CONNECT_SHARE: Final = 0.25
 _ERRORS: Final = (aiohttp.ClientError, OSError)
 _NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
-#: Of a stream: each piece, also the heartbeat, comes within this time.
+#: For a stream: each piece, also the heartbeat, arrives within this time.
 _STREAM_TIMEOUT: Final = aiohttp.ClientTimeout(
     total=None, connect=CONNECT_SECONDS_MAX, sock_read=SILENT_SECONDS_MAX
 )
@@ -86,7 +86,7 @@ class AfterAsked(TypedDict, total=False):
 
 
 class PageAsked(AfterAsked, total=False):
-    """`limit` rows of a page; `cursor` is the `next` of the page before."""
+    """`limit` rows of a page; `cursor` is the `next` of the previous page."""
 
     limit: int
     cursor: str
@@ -103,13 +103,13 @@ class OffersAsked(PageAsked, total=False):
 
 
 class UserGrabsAsked(PageAsked, total=False):
-    """Of which offer the grabs of a user are; absent: of all."""
+    """The offer whose grabs of a user are listed; absent: all offers."""
 
     offer: str
 
 
 class TakenAsked(PageAsked, total=False):
-    """In which order the grabs of an offer come."""
+    """The order of the grabs of an offer."""
 
     order: Literal["place", "luckiest"]
 
@@ -134,9 +134,10 @@ class Client(InThread["AsyncClient"], Commands[ServedAnswer, tuple[ServedAnswer,
             answer = client.grab("dinner", "bob")
 
     `key` is sent as bearer token. Each call ends within `timeout_seconds`, with all its attempts: it raises
-    OutcomeUnknown when a command may be decided or not, and RequestProblem when it was not decided, or when a
-    question got no answer. `verify` is an `ssl.SSLContext`, where the gateway has a certificate of your own
-    authority, or False, which trusts any certificate. Proxies that the environment names are not used.
+    OutcomeUnknown when it is unknown whether a command was decided, and RequestProblem when it was not
+    decided, or when a question got no answer. `verify` is an `ssl.SSLContext`, where the gateway has a
+    certificate of your own authority, or False, which trusts any certificate. Proxies that the environment
+    names are not used.
     """
 
     def __init__(
@@ -191,8 +192,8 @@ class Client(InThread["AsyncClient"], Commands[ServedAnswer, tuple[ServedAnswer,
         self, offer: str, after: str | int | Answer | None = None
     ) -> Generator[ServedEvent, None, None]:
         """The events of an offer, as they come, after the position `after`: the `id` of an event, an answer,
-        or 0 for all of them. It resumes by itself, with every event once and in order, until it is closed or
-        the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
+        or 0 for all of them. It resumes automatically, with every event once and in order, until it is closed
+        or the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
         """
         return self._follow(Following(path_of("offers", offer, "events"), after), None)
 
@@ -200,7 +201,7 @@ class Client(InThread["AsyncClient"], Commands[ServedAnswer, tuple[ServedAnswer,
         self, user: str, after: str | None = None, positions: Positions | None = None
     ) -> Generator[ServedEvent, None, None]:
         """The events that name a user, of all offers, as `offer_events` yields them. `positions` is called
-        with where the grabs of the user stand on waiting lists, whenever that has changed.
+        with the positions of the user's grabs on waiting lists, after each change.
         """
         return self._follow(Following(path_of("users", user, "events"), after), positions)
 
@@ -214,7 +215,7 @@ class Client(InThread["AsyncClient"], Commands[ServedAnswer, tuple[ServedAnswer,
                     return
                 yield from _events_of(found, positions)
         finally:
-            # Nobody waits for it: this may be the end of the process, which has stopped the other thread.
+            # Not awaited: this may be the end of the process, which has stopped the other thread.
             self._submit(_closed(messages))
 
     def pages(self, ask: Callable[..., P], *words: str, **asked: Any) -> Iterator[P]:
@@ -235,7 +236,7 @@ async def _closed(messages: AsyncGenerator[Any, None]) -> None:
 
 
 def _events_of(messages: Sequence[Message], positions: Positions | None) -> Iterator[ServedEvent]:
-    """The events among the messages of a stream; positions are told in their order."""
+    """The events among the messages of a stream; positions are reported in their order."""
     for message in messages:
         if not isinstance(message, WaitingPosition):
             yield message
@@ -319,8 +320,8 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         self, offer: str, after: str | int | Answer | None = None
     ) -> AsyncGenerator[ServedEvent, None]:
         """The events of an offer, as they come, after the position `after`: the `id` of an event, an answer,
-        or 0 for all of them. It resumes by itself, with every event once and in order, until it is closed or
-        the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
+        or 0 for all of them. It resumes automatically, with every event once and in order, until it is closed
+        or the client is. Raises RequestProblem for what the gateway refuses, and StreamReset.
         """
         return self._events(Following(path_of("offers", offer, "events"), after), None)
 
@@ -328,7 +329,7 @@ class AsyncClient(Commands[Coroutine[Any, Any, ServedAnswer], Coroutine[Any, Any
         self, user: str, after: str | None = None, positions: Positions | None = None
     ) -> AsyncGenerator[ServedEvent, None]:
         """The events that name a user, of all offers, as `offer_events` yields them. `positions` is called
-        with where the grabs of the user stand on waiting lists, whenever that has changed.
+        with the positions of the user's grabs on waiting lists, after each change.
         """
         return self._events(Following(path_of("users", user, "events"), after), positions)
 

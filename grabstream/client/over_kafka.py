@@ -1,5 +1,5 @@
-"""`KafkaClient` and `SyncKafkaClient`: commands by Kafka, for services that have it. Questions are asked over
-HTTP or in SQL.
+"""`KafkaClient` and `SyncKafkaClient`: commands by Kafka, for services that have it. Queries go over
+HTTP or SQL.
 
 The rules of the results topic, which this follows (docs/commands.md, "Finding your answers"):
 
@@ -9,8 +9,7 @@ The rules of the results topic, which this follows (docs/commands.md, "Finding y
 - A missing answer says nothing about the decision. The same command, sent again with the same id, gets its
   first answer.
 
-When reading ends with an error, it begins again by itself, where it was. Commands are sent only while answers
-are read.
+After an error, reading resumes automatically where it was. Commands are sent only while answers are read.
 """
 
 import asyncio
@@ -68,9 +67,9 @@ class KafkaClient(Commands[Coroutine[Any, Any, Answer], Coroutine[Any, Any, tupl
             answer = await client.grab("dinner", "bob")
 
     `kafka` are the brokers to connect to first; `options` are those of aiokafka's clients, such as
-    `security_protocol`. Each call ends within `timeout_seconds`: it raises OutcomeUnknown when a command may
-    be decided or not, and RequestProblem when it cannot be decided now. So does the `async with` when there
-    is no topic of answers. Coupon codes are not in answers that come by Kafka.
+    `security_protocol`. Each call ends within `timeout_seconds`: it raises OutcomeUnknown when it is unknown
+    whether a command was decided, and RequestProblem when it cannot be decided now. So does the `async with`
+    when there is no topic of answers. Coupon codes are not in answers that come by Kafka.
     """
 
     def __init__(

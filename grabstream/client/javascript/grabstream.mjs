@@ -144,8 +144,8 @@ export class Client {
   }
 
   // The events of an offer as they come: for await (const { id, type, event } of client.offerEvents('dinner')) …
-  // `after` is the `id` of one, or 0. Connects again by itself, and resumes, until the loop ends or `signal` is
-  // aborted. The type `reset` says that it could not resume: ask for the state anew.
+  // `after` is the `id` of one, or 0. Reconnects automatically, and resumes, until the loop ends or `signal`
+  // is aborted. The type `reset` says that it could not resume: read the state again.
   offerEvents(offer, options) {
     return this.#events(path('offers', offer, 'events'), options)
   }
@@ -178,7 +178,7 @@ export class Client {
             if (id === undefined) {
               if (onPosition) {
                 const position = parsedExactly(data)
-                // What the caller throws is no failure of the connection.
+                // What the caller throws is not a failure of the connection.
                 isOfCaller = true
                 onPosition(position)
                 isOfCaller = false
@@ -266,8 +266,8 @@ export class Client {
         last = problemOf(reply.status, method, where, document, text)
         const isOdd = last.type === 'unexpected_reply'
         if (!PASSING.has(reply.status) && reply.status < 500) {
-          // Somebody else than a gateway replied, with a refusal or as if all were well. Nobody knows what was
-          // decided before that: a proxy may also refuse what comes back.
+          // A reply that no gateway sent, refusal or success, says nothing about the command: a proxy may
+          // also refuse a response on its way back.
           isUnknown ||= id !== undefined && (isOdd || isOfOther(id, document))
           const isDecided = isAnswer && !isOdd && !(isUnknown && document.outcome === 'invalid')
           if (isUnknown && !isDecided) throw new OutcomeUnknown(id, last.message)
@@ -345,7 +345,7 @@ function isAnswerTo(id, document) {
 function isOfOther(id, document) {
   const answers = document?.answers
   if (Array.isArray(answers)) return answers.some((one) => String(one?.id).replace(/\.[^.]*$/, '') !== id)
-  // Of an end user, the gateway makes the id of a command about a grab.
+  // For an end user, the gateway makes the id of a command about a grab.
   return document?.id !== undefined && document.id !== id && !/^user:[0-9a-f]{40}$/.test(document.id)
 }
 
