@@ -1,4 +1,4 @@
-"""The cursor of a program that reads past events: how far it is in each shard, as a text that it stores."""
+"""The cursor of a program that reads past events: its position in each shard, as a text that it stores."""
 
 from collections.abc import Mapping
 from typing import Annotated, Final
@@ -15,7 +15,7 @@ _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class _Position(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How far a program is in a shard: it has all events up to `seq`. `line_seq`, `head`, `next_offset`,
+    """The position of a program in a shard: it has all events up to `seq`. `line_seq`, `head`, `next_offset`,
     `term` and `owner` are the reader's cursor after the last whole line up to there.
     """
 
@@ -38,11 +38,12 @@ class _Text(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
 
 class EventCursor:
-    """How far a program has read the history, shard by shard. `encode` returns it as a text of some hundred
+    """The position of a program in the history, shard by shard. `encode` returns it as a text of some hundred
     bytes, which `decode` reads.
 
-    It stands after any event, also within a run of grabs. It belongs to one system, and to any source of its
-    history. It does not know what the program reads: with another `offer` or `user`, start with a new one.
+    It may be after any event, also within a run of grabs. It belongs to one system, and is valid for any
+    source of its history. It does not record what the program reads: with another `offer` or `user`, start
+    with a new one.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class EventCursor:
         return cursor
 
     def encode(self) -> str:
-        """The cursor as a text, to be stored together with what was made of the events."""
+        """The cursor as a text, to be stored together with the results of the events."""
         prefix, shards, journal = self._system
         positions = {
             str(shard): _Position(seq, line.seq, line.head.hex(), line.next_offset, line.term, line.owner)

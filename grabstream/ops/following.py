@@ -20,7 +20,7 @@ from grabstream.streams.topics import Topics
 
 log = logging.getLogger(__name__)
 
-#: How many events are handed on at once, as far as there are more: at least so many, in whole records.
+#: How many events are handed on at once: at least this many if there are, in whole records.
 BATCH_SEQS: Final = 4_000
 
 
@@ -30,12 +30,12 @@ async def follow_into(
 ) -> None:  # fmt: skip
     """Hands all events on to a sink, from the cursor that it has stored, and then new ones, until cancelled.
 
-    The events are read from the journal and verified by the chain of hashes. While a server is away, or the
-    sink raises OSError, it waits, and begins again with what the sink has stored. `step` is called after each
-    batch, and `report` with the count of the events that the batch handed on, and of the records of the
-    journal that are left. Raises BadSettings when the servers belong to another system, SinkDamaged for a
-    cursor that is not one of this system, Corrupt or Gap when the journal contradicts itself or its old
-    records were deleted, and all other errors of the sink.
+    The events are read from the journal and verified by the chain of hashes. While a server is down, or the
+    sink raises OSError, it waits, and resumes from what the sink has stored. `step` is called after each
+    batch, and `report` with the count of the events that the batch handed on, and of the remaining records of
+    the journal. Raises BadSettings when the servers belong to another system, SinkDamaged for a cursor that
+    is not one of this system, Corrupt or Gap when the journal contradicts itself or its old records were
+    deleted, and all other errors of the sink.
     """
     identity = await check_system(settings)
     stored, cursor, loaded_for = None, EventCursor(), None

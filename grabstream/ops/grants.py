@@ -1,7 +1,7 @@
-"""What each role may do on the three servers: the least that its work needs.
+"""The rights of each role on the three servers: the least that its work needs.
 
-Redis cannot narrow what a gate does to the data of its own prefix, because a function runs with the rights of
-its caller: such credentials stay with gates and workers. Passwords are not set here.
+Redis cannot restrict a gate to the data of its prefix, because a function runs with the rights of its caller:
+such credentials stay with gates and workers. Passwords are not set here.
 """
 
 import re
@@ -42,7 +42,7 @@ KAFKA_RIGHTS: Final = {
     "reader": {"events": "READ", "refusals": "READ"},
 }  # fmt: skip
 #: Groups of workers, by what follows the prefix and a dot, and how it is matched: the deciders' and the read
-#: models' (`group_of`), whose name goes on with the numbers of their definitions. No prefix of a system has a
+#: models' (`group_of`), whose name ends with the numbers of their definitions. No prefix of a system has a
 #: colon, so none of them is a group of another system, not even of one whose prefix begins with this one.
 _GROUPS_OF_WORKERS: Final = {
     "decider": "literal", "decider.operations": "literal", "ledger:": "prefixed", "events": "literal",
@@ -81,7 +81,7 @@ class Acl(NamedTuple):
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """Its fields as the protocol of Kafka has them."""
+        """Its fields in the protocol of Kafka."""
         return (
             _RESOURCES[self.resource], self.name, _PATTERNS[self.pattern], self.principal, "*",
             _OPERATIONS[self.operation], _ALLOW,
@@ -131,7 +131,7 @@ async def apply_redis(client: Any, commands: Sequence[Sequence[str]]) -> list[st
 
 def require_group(prefix: str, group: str) -> None:
     """Raises ValueError for a text that cannot be a group of readers. A member of the deciders' group would
-    be given partitions, whose commands nobody would decide.
+    be given partitions, whose commands would not be decided.
     """
     if not _is_group(group):
         raise ValueError("a group has 1 to 249 letters, digits, '.', '_', ':' and '-'")

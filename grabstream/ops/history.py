@@ -83,7 +83,7 @@ async def read_events(
     1970 UTC; it is compared with the times of the events. `Point(seq=…)` is an event, and needs a `shard` or
     an `offer`.
 
-    `cursor` is where reading begins, and is moved before each event is handed on: a program that stores
+    Reading begins at `cursor`, which is moved before each event is handed on: a program that stores
     `cursor.encode()` with its results reads from there with `EventCursor.decode`, without a gap or a repeat.
 
     `source` is the journal in Kafka, or the audit trail in PostgreSQL, or `archive`: the directory or the
@@ -120,7 +120,7 @@ async def read_lines(
     cursor: EventCursor | None = None,
 ) -> AsyncGenerator[JournalLine, None]:
     """The same history as `read_events`, by whole lines, byte for byte as journaled. A line at a bound is
-    read whole. After each line, `cursor` stands after it.
+    read whole. `cursor` is moved after each line.
     """
     asked = _asked(settings, shard, offer, None, first, until, source, archive, cursor)
     async with aclosing(_read(settings, asked, _lines)) as lists:
@@ -220,7 +220,7 @@ def _lines(fact: Fact, selection: Selection) -> list[tuple[JournalLine, int]]:
 async def _read(
     settings: Settings, asked: _Asked, items: "_Items[T]"
 ) -> AsyncGenerator[list[tuple[int, T, int, Cursor]], None]:
-    """The items in lists as they are read: shard, item, and the position after it."""
+    """The items in lists, as read: shard, item, and the position after it."""
     identity = await check_system(settings, journal=asked.source != "audit")
     asked.cursor.require_system(settings.prefix, settings.shards, identity.journal if identity else None)
     # To select by user, a shard is read from its beginning: see Selection.
@@ -276,7 +276,7 @@ def _is_within(event: Any, first: Point | None, until: Point | None) -> bool:
     return until is None or until.event_number(event) <= until.value
 
 
-# -- what was asked ------------------------------------------------------------------------------------------
+# -- the request ->-----------------------------------------------------------------------------------------
 
 
 def _asked(

@@ -1,4 +1,4 @@
-"""Makes a system: its topics, its tables, and the record of what belongs together. All checks come before
+"""Makes a system: its topics, its tables, and the record that they belong together. All checks come before
 anything is created.
 """
 
@@ -73,7 +73,8 @@ async def make_system(
     new_journal: bool = False,
     drop_libraries: bool = False,
 ) -> Made:
-    """Makes what is missing of a system and records what belongs together; a second call does nothing.
+    """Creates the missing parts of a system and records that they belong together; a second call does
+    nothing.
 
     `new_journal` accepts the existing topic as the journal: a copy of the journal that the schema belonged
     to. `drop_libraries` deletes the function libraries of other releases. Raises BadSettings, and Held when
@@ -106,7 +107,7 @@ _SIGNING: Final = ("operator_keys", "payment_keys", "ticket_keys", "journal_keys
 
 
 def keys_that_a_copy_shares(settings: Settings) -> list[str]:
-    """The variables of this process with which a system that was copied must differ from its copy."""
+    """The variables of this process that must differ between a copied system and its copy."""
     values = {name: getattr(settings, name) for name in _SIGNING}
     return [
         variable_of(name)
@@ -116,7 +117,7 @@ def keys_that_a_copy_shares(settings: Settings) -> list[str]:
 
 
 def copy_in_words(names: Sequence[str]) -> str:
-    """What an operator has to do who has made a copy of a system that still runs; '' without such keys."""
+    """What an operator must do after copying a system that still runs; '' without such keys."""
     if not names:
         return ""
     return (
@@ -171,8 +172,8 @@ async def _books(settings: Settings) -> AsyncIterator[AsyncConnection[Any]]:
 
 
 def _to_a_new_schema(settings: Settings) -> str:
-    """How the journal of a schema is given to a new one: nobody but the operator knows that no process needs
-    the old one any more.
+    """How the journal of a schema is given to a new one: only the operator knows that no process needs the
+    old one any more.
     """
     table = sql.Identifier(settings.schema_, "system").as_string()
     return (

@@ -78,7 +78,7 @@ FILES: Final = (
 _NO_NAMES: Final = ("iss", "aud", "exp", "nbf", "iat", "jti")
 _is_hex_key = re.compile(r"(?:[0-9a-fA-F]{2}){32,}").fullmatch
 
-#: Names that `up` and tests read; they are no settings.
+#: Names that `up` and tests read; they are not settings.
 NO_SETTINGS: Final = ("GRAB_SERVICES", "GRAB_TEST_SEED", "GRAB_FUZZ_EXAMPLES")
 #: Variables that container platforms set for a service whose name begins with `grab`, by name and value.
 _PLATFORM_VARIABLES: Final = (
@@ -95,7 +95,7 @@ _in_parameters = re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'?|[^\s&]*)", re
 
 
 class BadSettings(Exception):
-    """A setting is missing or wrong. The text names the variable and the way out."""
+    """A setting is missing or wrong. The text names the variable and the fix."""
 
 
 class ServerFailed(Exception):
@@ -103,7 +103,7 @@ class ServerFailed(Exception):
 
 
 class LoginRefused(ServerFailed):
-    """A server refuses this process for good; the text names the setting and the fix."""
+    """A server refuses this process permanently; the text names the setting and the fix."""
 
 
 def _setting(meaning: str, unit: str = "", **bounds: Any) -> Any:
@@ -171,7 +171,7 @@ def content_of(name: str, path: Path) -> str:
     return text
 
 
-#: Files of which it was said that others can read them: settings are read more than once.
+#: Files already reported as readable by others: settings are read more than once.
 _said_open: Final[set[Path]] = set()
 
 
@@ -881,7 +881,7 @@ class Settings(BaseSettings):
     @classmethod
     def _is_address(cls, value: str | None) -> str | None:
         if value is not None and not _is_http(value):
-            # A text that is no address may hold a password.
+            # A text that is not an address may hold a password.
             raise ValueError(
                 f"must be http://host:port/path or https://…, without a password, of at most "
                 f"{CALLBACK_LENGTH_MAX} characters"
@@ -1008,7 +1008,7 @@ class Settings(BaseSettings):
 
     @property
     def store_login(self) -> "StoreLogin":
-        """How to reach the S3-compatible store of these settings."""
+        """The login to the S3-compatible store of these settings."""
         from grabstream.streams.buckets import StoreLogin
 
         return StoreLogin(
@@ -1017,7 +1017,9 @@ class Settings(BaseSettings):
         )  # fmt: skip
 
     def store(self, address: str | Path) -> "Store":
-        """Where an archive is: a directory, or `s3://bucket/prefix`; raises ValueError for another text."""
+        """The place of an archive: a directory, or `s3://bucket/prefix`; raises ValueError for another
+        text.
+        """
         from grabstream.streams.history.stores import open_store
 
         return open_store(address, self.store_login)
@@ -1048,7 +1050,7 @@ class Settings(BaseSettings):
             use_keys(keys)
 
     def require_seal_keys(self) -> None:
-        """Raises BadSettings with the way out when there are no seal keys."""
+        """Raises BadSettings with the fix when there are no seal keys."""
         if not self.seal_keys.get_secret_value():
             raise BadSettings(
                 "GRAB_SEAL_KEYS is not set, so seeds and codes cannot be encrypted. `grabstream up` writes a "
@@ -1057,8 +1059,8 @@ class Settings(BaseSettings):
             )
 
     def require_opening_keys(self, who: str) -> None:
-        """Raises BadSettings when there are no seal keys, or a key is a sealing part, which `who` cannot do
-        with: it opens what others have sealed.
+        """Raises BadSettings when there are no seal keys, or a key is a sealing part, which is not enough for
+        `who`: it opens what others have sealed.
         """
         self.require_seal_keys()
         from grabstream.lua.gate.sealing import Sealer

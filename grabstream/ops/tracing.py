@@ -1,5 +1,5 @@
-"""Sends traces to a collector over OTLP (docs/tracing.md), by the SDK of OpenTelemetry. It batches spans in a
-thread of its own, and drops them when the collector does not take them: tracing delays no decision.
+"""Sends traces to a collector over OTLP (docs/tracing.md), by the SDK of OpenTelemetry. It batches spans in
+its own thread, and drops them when the collector does not take them: tracing delays no decision.
 """
 
 import logging
@@ -27,7 +27,7 @@ _next_ids: Final[ContextVar[Ids | None]] = ContextVar("next ids", default=None)
 @contextmanager
 def tracing(settings: Settings, process: str) -> Iterator[None]:
     """Traces this process (`worker`, `gateway`) inside the block, if the settings name a collector. After it,
-    what was not sent is sent, for at most CLOSE_SECONDS_MAX.
+    unsent spans are sent, for at most CLOSE_SECONDS_MAX.
     """
     if settings.traces_url is None:
         yield
@@ -100,8 +100,8 @@ class _Exporter:
         started.end(span.ended_ns)
 
     def close(self) -> None:
-        """Sends what is left, for at most CLOSE_SECONDS_MAX: for a collector that hangs, the SDK would wait
-        30 s.
+        """Sends the remaining spans, for at most CLOSE_SECONDS_MAX: for a collector that hangs, the SDK would
+        wait 30 s.
         """
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
@@ -109,7 +109,7 @@ class _Exporter:
 
 
 def _context_of(trace: Any, traceparent: str) -> Any:
-    """The span that caused a span of ours; None without one, or if nobody keeps it."""
+    """The span that caused a span of ours; None without one, or if it is not kept."""
     if not traceparent:
         return None
     _, trace_id, span_id, flags = traceparent.split("-")

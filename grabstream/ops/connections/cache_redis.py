@@ -1,5 +1,5 @@
-"""Opens the cache Redis (GRAB_CACHE_URL), which must be another server than those that decide: a cache may
-evict keys at any time, and what it does must not delay decisions.
+"""Opens the cache Redis (GRAB_CACHE_URL), which must not be a server that decides: a cache may evict keys at
+any time, and its work must not delay decisions.
 
 Servers are compared by what they say about themselves, because one server may have several addresses.
 """
@@ -22,7 +22,7 @@ from grabstream.ops.settings import BadSettings, Settings
 
 @asynccontextmanager
 async def open_cache(settings: Settings) -> AsyncIterator[CacheServer | None]:
-    """The cache Redis; None when the settings have none. It may be away, also at the start. Raises
+    """The cache Redis; None when the settings have none. It may be down, also at the start. Raises
     BadSettings when it is a server that decides.
     """
     if settings.cache_url is None:

@@ -1,4 +1,4 @@
-"""Opens what past events are read from: the journal or the audit trail."""
+"""Opens the source of past events: the journal or the audit trail."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,11 +31,11 @@ async def open_history(
     warn: Callable[[str], None] = _warn,
     archive: Path | str | None = None,
 ) -> AsyncIterator[Source]:
-    """The source of this name, `journal`, `audit`, or `archive`: what is in the directory or at the address
-    `archive`, and the journal after it.
+    """The source of this name, `journal`, `audit`, or `archive`: the directory or address `archive`, then the
+    journal after it.
 
-    A journal that is read from its middle (`seeks`) asks the audit trail whether the blocks there count;
-    without PostgreSQL, or without a trail, it calls `warn` and is read from its beginning. Raises NoTrail
+    A reader that starts in the middle of the journal (`seeks`) asks the audit trail whether the blocks there
+    count; without PostgreSQL, or without a trail, it calls `warn` and starts at the beginning. Raises NoTrail
     when the source is the trail and the schema has none.
     """
     async with AsyncExitStack() as stack:

@@ -1,9 +1,9 @@
 """Which prefix, journal, schema and number of shards are one system; refuses settings that mix two systems.
 
 The identity is recorded twice: in the schema (table `system`), because the schema outlives everything else,
-and in Redis under the prefix, where a gate reads it that connects to Redis only. `init` writes the row in the
-schema; an operator changes it with --new-journal when the journal is lost for good. The key in Redis is lost
-with Redis; the next process that misses it writes it again.
+and in Redis under the prefix, where a gate that connects to Redis only reads it. `init` writes the row in the
+schema; an operator changes it with --new-journal when the journal is permanently lost. The key in Redis is
+lost with Redis; the next process that misses it rewrites it.
 """
 
 from typing import Any, Final
@@ -22,12 +22,12 @@ from grabstream.streams.journal import JournalReader, open_reader
 from grabstream.streams.topic_ids import Topic, find_topic
 from grabstream.streams.topics import Topics
 
-#: The way out when the journal that a schema belongs to is lost for good.
+#: The fix when the journal of a schema is permanently lost.
 NEW_JOURNAL: Final = "grabstream rebuild journal --from audit --new-journal"
 
 
 class OtherSystem(BadSettings):
-    """The settings mix two systems: `what` names both, `mend` the way out."""
+    """The settings mix two systems: `what` names both, `mend` the fix."""
 
     def __init__(self, what: str, mend: str) -> None:
         super().__init__(f"{what}. {mend[0].upper()}{mend[1:]}")
@@ -36,11 +36,13 @@ class OtherSystem(BadSettings):
 
 
 class OtherJournal(OtherSystem):
-    """The topic is not the journal that the schema belongs to: that one was lost, or is on other brokers."""
+    """The topic is not the journal that the schema belongs to: that journal was lost, or is on other
+    brokers.
+    """
 
 
 class IdentityNotRecorded(OtherSystem):
-    """The schema has tables, but no identity, since an `init` did not end; `init` records it."""
+    """The schema has tables, but no identity, since an `init` did not finish; `init` records it."""
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -59,7 +61,7 @@ class _Claim(msgspec.Struct, frozen=True):
 
 async def require_schema(connection: AsyncConnection[Any], settings: Settings) -> Identity | None:
     """Raises OtherSystem when the schema belongs to another prefix or number of shards, IdentityNotRecorded
-    when it does not say to which.
+    when it has no identity.
 
     Returns the identity, or None when the schema holds no system: queries then fail on the missing tables.
     """
@@ -133,7 +135,7 @@ def _in_words(claim: _Claim) -> str:
 
 
 async def claim_prefix(redis: Any, key: str, settings: Settings, identity: Identity) -> None:
-    """Records in Redis which system the prefix belongs to, unless it is recorded; raises OtherSystem when the
+    """Records in Redis which system the prefix belongs to, unless recorded; raises OtherSystem when the
     prefix belongs to another system.
     """
     await redis.set(key, _encoded(settings, identity), nx=True)
@@ -141,7 +143,7 @@ async def claim_prefix(redis: Any, key: str, settings: Settings, identity: Ident
 
 
 async def replace_claim(redis: Any, key: str, settings: Settings, identity: Identity) -> None:
-    """Records in Redis which system the prefix belongs to, and replaces what was recorded."""
+    """Records in Redis which system the prefix belongs to, and replaces an earlier record."""
     await redis.set(key, _encoded(settings, identity))
 
 
@@ -150,8 +152,9 @@ def _encoded(settings: Settings, identity: Identity) -> bytes:
 
 
 async def find_audience(redis: Any, key: str, settings: Settings) -> str:
-    """What receipts for this system name (`models/payments.py`): by the record in Redis, or, where that is
-    lost, by Kafka. Raises BadSettings without a journal, and the errors of a server that cannot be asked.
+    """The audience that receipts for this system name (`models/payments.py`): from the record in Redis or,
+    where that is lost, from Kafka. Raises BadSettings without a journal, and the errors of a server that does
+    not answer.
     """
     value = await redis.get(key)
     cluster = msgspec.json.decode(value, type=_Claim).cluster if value is not None else ""
@@ -183,7 +186,7 @@ async def find_journal(settings: Settings) -> Topic | None:
 
 
 def _more_partitions(settings: Settings, topic: Topic) -> str:
-    """The other way out of a topic that somebody has made before there was a system."""
+    """The other way out of a topic that was created before the system."""
     if topic.partitions > settings.shards:
         return ""
     name = Topics(settings.prefix).journal

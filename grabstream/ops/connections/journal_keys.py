@@ -1,5 +1,5 @@
 """Compares the journal's public keys that a process knows with those that relays of its system sign with. A
-relay that lacks one of them would ignore what that key signed, and decide without it.
+relay that lacks one of them would ignore the records signed by it, and decide without them.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from grabstream.streams.journal_keys import JournalKeys, in_base64, journal_keys
 
 
 class LacksJournalKeys(BadSettings):
-    """A process lacks public keys of the journal; the text names them, and the way out."""
+    """A process lacks public keys of the journal; the text names them, and the fix."""
 
 
 async def record_own(connection: AsyncConnection[Any], settings: Settings) -> Mapping[str, str]:
@@ -33,8 +33,8 @@ async def record_own(connection: AsyncConnection[Any], settings: Settings) -> Ma
 
 
 def compare(keys: JournalKeys, known: Mapping[str, str]) -> None:
-    """Raises LacksJournalKeys when a process that knows keys lacks a recorded one, or has another of its
-    id.
+    """Raises LacksJournalKeys when a process that knows keys lacks a recorded one, or has a different one
+    under its id.
     """
     if why := lacking(keys, known):
         raise LacksJournalKeys(why)

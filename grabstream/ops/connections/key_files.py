@@ -1,8 +1,8 @@
-"""Keys that change while a process runs: the files of settings such as GRAB_PAYMENT_KEYS_FILE are read again,
-so that a key is added, put first and removed without a restart (docs/operating.md).
+"""Keys that change while a process runs: the files of settings such as GRAB_PAYMENT_KEYS_FILE are reread, so
+that a key is added, moved to the front and removed without a restart (docs/operating.md).
 
-Seal keys are not among them: nobody could read what a process encrypts with a key that the system does not
-know, so `init` and the start of each process compare seal keys first.
+Seal keys are not among them: what a process encrypts with a key that the system does not know could not be
+read, so `init` and the start of each process compare seal keys first.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class _Content(NamedTuple):
 
 
 def keys_of(settings: Settings, field: str) -> Any:
-    """The keys of a setting, None or none at all if it is empty; `KeyFiles` replaces them when their file
-    changes. Raises ValueError that names the setting when they cannot be read.
+    """The keys of a setting, None or an empty collection without any; `KeyFiles` replaces them when their
+    file changes. Raises ValueError that names the setting when they cannot be read.
     """
     keys = _READERS[field](_text_of(settings, field))
     if keys is not None:
@@ -57,9 +57,7 @@ def keys_of(settings: Settings, field: str) -> Any:
 
 
 class KeyFiles:
-    """The files of keys that the settings of this process name. The settings themselves are not read
-    again.
-    """
+    """The files of keys that the settings of this process name. The settings themselves are not reread."""
 
     def __init__(self, settings: Settings) -> None:
         self._files = files_of(FIELDS)
@@ -77,7 +75,7 @@ class KeyFiles:
             self.refresh()
 
     def refresh(self) -> None:
-        """Uses the keys of files that have changed. Of a file that cannot be used, the log says why, once."""
+        """Uses the keys of files that have changed. For an unusable file, the reason is logged once."""
         before, self._read = self._read, self._contents()
         for fields in _TOGETHER:
             changed = [field for field in fields if self._read.get(field) != before.get(field)]

@@ -1,7 +1,7 @@
 """Why a server refuses this process: a certificate, a password, or TLS on one side only.
 
-Clients report such an error as a lost connection, and would try again for ever. So whoever fails to connect
-at the start asks here, and ends with one text that names the setting and the fix, and never a secret.
+Clients report such an error as a lost connection, and would retry without end. So a process that fails to
+connect at the start asks here, and ends with one text that names the setting and the fix, and never a secret.
 """
 
 import asyncio
@@ -273,6 +273,6 @@ async def refusal(settings: Settings, error: BaseException) -> str:
 
 
 async def raise_refusal(settings: Settings, error: Any) -> None:
-    """Raises LoginRefused when the server that an error came from refuses this process for good."""
+    """Raises LoginRefused when the server that an error came from refuses this process permanently."""
     if words := await refusal(settings, error):
         raise LoginRefused(words) from None

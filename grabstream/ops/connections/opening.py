@@ -75,8 +75,8 @@ CHECK_AGAIN_SECONDS = 2.0
 
 
 def open_redis(settings: Settings) -> Any:
-    """A client of the core Redis. It never repeats a command by itself, because an argument may describe a
-    state of the server that is outdated by then.
+    """A client of the core Redis. It never repeats a command automatically, because an argument may describe
+    a state of the server that is outdated by then.
 
     `redis-cluster://host:port,host:port` is a Redis Cluster; the client connects to these hosts first.
     """
@@ -139,10 +139,9 @@ async def check_system(
     server does not meet a condition.
 
     Every process does this before anything else. Without `journal`, Kafka is not asked. With `seals`, the
-    seal keys must be those of the system; of a process that `relays`, also the keys of the journal, of which
-    its own is recorded. A Redis or PostgreSQL
-    that cannot be reached is only logged, with `say`: code that needs the server raises its own error.
-    Returns the system, or None while the schema does not name one.
+    seal keys must be those of the system; for a process that `relays`, also the keys of the journal, and its
+    own is recorded. An unreachable Redis or PostgreSQL is only logged, with `say`: code that needs the server
+    raises its own error. Returns the system, or None while the schema does not name one.
     """
     topic = await find_journal(settings) if journal else None
     if topic is not None:
@@ -196,7 +195,7 @@ async def mixed_systems(settings: Settings, seconds: float = 8.0) -> OtherSystem
         except OtherSystem as error:
             return error
         except (KafkaError, OSError, BadSettings):
-            continue  # Kafka is away, or has no such topic yet: ask the other servers without it
+            continue  # Kafka is down, or has no such topic yet: ask the other servers without it
         else:
             break
     return None
@@ -223,14 +222,14 @@ def redis_database(settings: Settings) -> int:
 
 
 async def audience(settings: Settings, redis: Any) -> str:
-    """What receipts for this system name; '' without keys of the payment side, where nobody needs it."""
+    """The audience that receipts for this system name; '' without keys of the payment side."""
     if payment_keys(settings) is None:
         return ""
     return await find_audience(redis, key_space(settings).system, settings)
 
 
 def gate_limits(settings: Settings, audience: str = "") -> GateLimits:
-    """The gate's bounds from the settings; `audience` is what receipts for this system name."""
+    """The gate's bounds from the settings; `audience` is the one that receipts for this system name."""
     return GateLimits(
         batch_commands_max=settings.batch_commands_max,
         queue_commands_max=settings.gate_queue_max,
@@ -298,7 +297,9 @@ def payment_side(settings: Settings, audience: str) -> PaymentSide | None:
 
 
 def worker_settings(settings: Settings, audience: str) -> "WorkerSettings":
-    """The part of the settings that a worker uses; `audience` is what receipts for this system name."""
+    """The part of the settings that a worker uses; `audience` is the one that receipts for this system
+    name.
+    """
     # Imported here: all roles of a worker come with it, and other processes connect too.
     from grabstream.streams.worker import WorkerSettings
 
@@ -353,7 +354,7 @@ def refusal_log(settings: Settings) -> RefusalLog | None:
 
 
 def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
-    """The audit trail as snapshots for recovery. They raise OSError when PostgreSQL is away; a recovery then
+    """The audit trail as snapshots for recovery. They raise OSError when PostgreSQL is down; a recovery then
     reads the journal instead.
 
     `slowly` is for readers that pause between reads: it keeps no transaction open, which would delay rebuilds
@@ -402,7 +403,7 @@ def snapshots(settings: Settings, slowly: bool = False) -> Snapshots:
 
 
 async def report_recovery(settings: Settings, recovered: Recovered) -> None:
-    """Records what a recovery did; raises OSError when PostgreSQL is away."""
+    """Records a recovery; raises OSError when PostgreSQL is down."""
     lost = []
     for event in (one for line in recovered.lost for one in singles(decode_line(line))):
         user, amount = getattr(event, "user", None), getattr(event, "amount", None)
@@ -421,7 +422,7 @@ async def report_recovery(settings: Settings, recovered: Recovered) -> None:
 
 
 async def report_lost(settings: Settings, lost: Sequence[LostDecision]) -> None:
-    """Records answers that a recovery has undone; raises OSError when PostgreSQL is away."""
+    """Records answers that a recovery has undone; raises OSError when PostgreSQL is down."""
     rows = [
         (
             shard,

@@ -1,8 +1,8 @@
-"""What servers must be like: the one list of conditions that `init` checks before it makes anything, every
-process before it does anything, and `doctor` as findings.
+"""Conditions of servers: the one list that `init` checks before it creates anything, every process at its
+start, and `doctor` as findings.
 
-Whether settings name one system is checked apart (`identity.py`), and so is whether a Redis that decides may
-evict keys (`opening.py`).
+Checked elsewhere: that settings name one system (`identity.py`), and that a Redis that decides may not evict
+keys (`opening.py`).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from grabstream.streams.topics import (
 
 log = logging.getLogger(__name__)
 
-#: How long a second session is waited for. A pooler that keeps sessions may have none left.
+#: How long to wait for a second session. A pooler that keeps sessions may have none left.
 SECOND_SESSION_SECONDS_MAX: Final = 5.0
 #: How often two sessions are compared: a pooler may by chance give each of them the same one again.
 COMPARED_TIMES: Final = 3
@@ -39,7 +39,7 @@ COMPARED_TIMES: Final = 3
 
 class Unmet(NamedTuple):
     """A condition that a server does not meet: what it is and what it must be, what that means for users, and
-    the command or change that mends it.
+    the command or change that corrects it.
     """
 
     what: str
@@ -75,8 +75,8 @@ async def keeps_every_character(connection: AsyncConnection[Any], settings: Sett
 
 
 async def keeps_sessions(connection: AsyncConnection[Any], settings: Settings) -> Unmet | None:
-    """A connection must be a session of its own: a pooler in transaction mode gives each transaction any
-    session, whose search path, locks and prepared statements are those of others.
+    """A connection must be its own session: a pooler in transaction mode gives each transaction any session,
+    whose search path, locks and prepared statements are those of others.
     """
     if not await _shares_sessions(connection, settings):
         return None
@@ -94,7 +94,7 @@ async def _shares_sessions(connection: AsyncConnection[Any], settings: Settings)
     """
     first = await _process_of(connection)
     if first == connection.info.backend_pid:
-        return False  # no pooler, which would have named a process of its own
+        return False  # no pooler, which would have named its own process
     try:
         async with (
             asyncio.timeout(SECOND_SESSION_SECONDS_MAX),
@@ -112,14 +112,14 @@ async def _shares_sessions(connection: AsyncConnection[Any], settings: Settings)
 
 
 async def _process_of(connection: AsyncConnection[Any]) -> int:
-    """The process of the server that carries out what the connection sends now."""
+    """The server process that executes what the connection sends now."""
     # Not prepared: another session would know the statement already.
     rows = await connection.execute("SELECT pg_backend_pid()", prepare=False)
     [process] = await rows.fetchone() or [0]
     return int(process)
 
 
-#: The conditions of PostgreSQL. The first one that is not met is told: the others could not be read then.
+#: The conditions of PostgreSQL. Only the first unmet one is reported: the others could not be read then.
 POSTGRES_CONDITIONS: Final[
     tuple[Callable[[AsyncConnection[Any], Settings], Awaitable[Unmet | None]], ...]
 ] = (
@@ -146,8 +146,8 @@ async def require_postgres(connection: AsyncConnection[Any], settings: Settings)
 
 
 def enough_partitions(topics: Mapping[str, TopicState], settings: Settings) -> list[Unmet]:
-    """Every topic but `rejected` must have a partition for each shard. More of them do no harm. The journal
-    is compared apart, since the number of shards is that of its partitions.
+    """Every topic except `rejected` must have a partition for each shard. More of them do no harm. The
+    journal is compared separately, since the number of shards is that of its partitions.
     """
     names = Topics(settings.prefix)
     return [
@@ -196,7 +196,7 @@ async def read_topics(settings: Settings) -> dict[str, TopicState]:
 
 
 async def require_new_topics(settings: Settings) -> None:
-    """Raises ConditionNotMet when topics that exist are not as `init` would make them."""
+    """Raises ConditionNotMet when existing topics differ from those of `init`."""
     topics = await read_topics(settings)
     if unmet := [*enough_partitions(topics, settings), *loses_nothing(topics, settings)]:
         raise ConditionNotMet(unmet)

@@ -38,7 +38,7 @@ SLOTS: Final = 16_384
 LEARN_SECONDS_MAX: Final = 2.0
 #: The shortest time between two such questions to all servers.
 LEARN_EVERY_SECONDS: Final = 0.2
-#: After so many redirections a command fails; its caller has to try again.
+#: After this many redirections a command fails; its caller has to try again.
 REDIRECTIONS_MAX: Final = 8
 #: The pause before a command is sent again whose keys are being moved.
 TRY_AGAIN_SECONDS: Final = 0.05
@@ -193,7 +193,7 @@ class ClusterClient(AsyncCoreCommands):  # type: ignore[misc]
         return self._servers[name]
 
     def server_name(self, key: str) -> str:
-        """The name of the server that has a key as far as is known now; '' for none."""
+        """The name of the server that has a key by present knowledge; '' for none."""
         return (self._slots.owners[slot_of(key)] if self._slots else None) or ""
 
     async def client_of(self, key: str) -> Redis:
@@ -404,7 +404,7 @@ class ClusterCommands(AsyncCoreCommands):  # type: ignore[misc]
 
 class ClusterSubscription:
     """A subscription to channels. It listens to each channel at the server that has the channel's slot; a
-    server that hangs or is away delays only its own channels.
+    server that hangs or is down delays only its own channels.
     """
 
     def __init__(self, client: ClusterClient) -> None:

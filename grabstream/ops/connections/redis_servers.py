@@ -77,7 +77,7 @@ async def servers_of(client: Any) -> list[tuple[str, Any]]:
 async def information(client: Any, section: str, key: str | None = None) -> dict[str, dict[str, Any]]:
     """INFO of each server by its address ('' without a cluster), or only of the server that has `key`.
 
-    Servers of a cluster that do not answer are left out, because a process may start while a replica is away.
+    Servers of a cluster that do not answer are left out, because a process may start while a replica is down.
     Raises ConnectionError when no server answers.
     """
     if not isinstance(client, ClusterClient):

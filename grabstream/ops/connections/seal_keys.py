@@ -1,5 +1,5 @@
 """Compares the seal keys of a process with those that its system has recorded, so that a wrong key is noticed
-at the start, and not when a recovery cannot open what another key has sealed.
+at the start, and not by a recovery that cannot open values of another key.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from grabstream.projections.records.seal_keys import SealKey
 
 
 class WrongSealKeys(BadSettings):
-    """The seal keys are not those of the system: `what` says which, `mend` the way out."""
+    """The seal keys are not those of the system: `what` says which, `mend` the fix."""
 
     def __init__(self, what: str, mend: str) -> None:
         super().__init__(f"GRAB_SEAL_KEYS: {what}. {mend[0].upper()}{mend[1:]}")
@@ -74,7 +74,7 @@ def compare(fingerprints: dict[str, str], known: Sequence[SealKey]) -> None:
 
 
 async def record_seal_keys(connection: AsyncConnection[Any], settings: Settings) -> list[str]:
-    """Records the keys of the settings that are new, and returns their ids; raises WrongSealKeys as above.
+    """Records new keys of the settings, and returns their ids; raises WrongSealKeys as above.
 
     Only settings with all keys that are not retired can add one: so the keys of another system are refused.
     The search path must have the main schema.

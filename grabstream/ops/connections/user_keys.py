@@ -66,12 +66,12 @@ class KeysOfUsers:
         return found
 
     async def existing(self, user: str) -> UserKey | None:
-        """The key of a user as it is now; None if there is none. Raises KeysUnavailable."""
+        """The present key of a user; None if there is none. Raises KeysUnavailable."""
         async with self._lock:
             return (await self._asked([user], makes=False)).get(user)
 
     def _look_up(self, users: Collection[str], found: dict[str, UserKey]) -> set[str]:
-        """Adds what is cached to `found`; returns the users that have to be asked for."""
+        """Adds what is cached to `found`; returns the users that must be queried."""
         now, missing = time.monotonic(), set()
         for user in users:
             if user in found:
@@ -93,7 +93,7 @@ class KeysOfUsers:
 
     async def _asked(self, users: list[str], makes: bool) -> dict[str, UserKey | None]:
         """The keys of users; None for one that cannot be opened. Raises KeysUnavailable, also when PostgreSQL
-        does not answer in time: nobody may wait behind it.
+        does not answer in time: no caller may wait behind it.
         """
         rested = self._connection
         try:
@@ -114,7 +114,7 @@ class KeysOfUsers:
         return {row.user_id: self._opened(row) for row in rows}
 
     def _abandon(self) -> None:
-        """Ends the connection without a farewell, for which a server that hangs would be waited for."""
+        """Closes the connection without a farewell, which would wait for a server that hangs."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.pgconn.finish()

@@ -22,7 +22,7 @@ from grabstream.runtime.trouble import is_trouble
 from grabstream.streams import brokers
 from grabstream.streams.clients import OUTAGES, in_words, started
 
-#: The worker's log of its own state, at level INFO even when other loggers are set higher.
+#: The worker's log of its state, at level INFO even when other loggers are set higher.
 log: Final = logging.getLogger("grabstream.worker")
 
 ASK_EVERY_SECONDS: Final = 2.0
@@ -35,7 +35,7 @@ async def watch_servers(
     settings: Settings, redis: Any, stop: asyncio.Event, has_kafka: bool = True, log: logging.Logger = log
 ) -> None:
     """Pings every server until `stop`, independently of the others, and logs changes. A gateway has no Kafka,
-    and a log of its own.
+    and its own log.
     """
 
     @asynccontextmanager
@@ -51,7 +51,7 @@ async def watch_servers(
             **brokers.at(settings.brokers, timeout_ms_max=int(ANSWER_SECONDS_MAX * 1000))
         )
         async with started(client):
-            # Of no topics: the metadata of all topics cost milliseconds of this process.
+            # For no topics: the metadata of all topics cost milliseconds of this process.
             yield partial(client.describe_topics, [])
 
     @asynccontextmanager
@@ -95,7 +95,7 @@ async def _watch(
             except BaseException as error:
                 if not is_trouble(error):
                     raise
-                # A client of several servers may have pinged only the one that is away: a new client tries
+                # A client of several servers may have pinged only the one that is down: a new client tries
                 # all.
                 ask = None
                 with contextlib.suppress(Exception):

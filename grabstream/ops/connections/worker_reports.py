@@ -1,5 +1,5 @@
-"""What workers say of themselves, in Redis: the roles they play, and where they have trouble. So an operator
-learns of a role that runs and does not get on, on whatever machine its log is.
+"""Reports of workers in Redis: their roles, and their troubles. So an operator learns of a role that runs
+without progress, on whatever machine its log is.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 REPORT_EVERY_SECONDS: Final = 10.0
 #: A report that is older is of a worker that is gone, or hangs.
 REPORT_MS_MAX: Final = 35_000
-#: Reports that are so old are deleted by the next worker that starts.
+#: Reports of this age are deleted by the next worker that starts.
 OLD_MS: Final = 24 * 3600 * 1000
 #: Bounds of a report.
 TROUBLES_MAX: Final = 20
@@ -31,8 +31,8 @@ WORDS_MAX: Final = 500
 
 
 class ReportedTrouble(msgspec.Struct, frozen=True):
-    """Where a worker has trouble, since when (ms since 1970 UTC), how many seconds lie between the first and
-    the last attempt that failed, and the text of the last error.
+    """A trouble of a worker: its place, its start (ms since 1970 UTC), the seconds between the first and the
+    last failed attempt, and the text of the last error.
     """
 
     where: str
@@ -42,9 +42,7 @@ class ReportedTrouble(msgspec.Struct, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """What a worker said of itself at a time (ms since 1970 UTC): its roles, and its troubles, the longest
-    first.
-    """
+    """The report of a worker at a time (ms since 1970 UTC): its roles, and troubles, the longest first."""
 
     at: int
     roles: list[str]
@@ -52,7 +50,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
 
 def report_of(roles: Sequence[str], at_ms: int) -> WorkerReport:
-    """What this process says of itself."""
+    """The report of this process."""
     troubles = [
         ReportedTrouble(
             one.where, at_ms - round(one.began_seconds_ago * 1000), one.seconds, one.words[:WORDS_MAX]
@@ -63,7 +61,7 @@ def report_of(roles: Sequence[str], at_ms: int) -> WorkerReport:
 
 
 async def keep_reporting(redis: Any, key: str, roles: Sequence[str], stop: asyncio.Event) -> None:
-    """Reports this worker until `stop`, and then no longer. What cannot be written is left out."""
+    """Reports this worker until `stop`, then removes the report. Failed writes are skipped."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", os.uname().nodename)
     name = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
     with suppressed_trouble():
@@ -85,7 +83,7 @@ async def keep_reporting(redis: Any, key: str, roles: Sequence[str], stop: async
 
 
 async def read_reports(redis: Any, key: str, at_ms: int) -> dict[str, WorkerReport]:
-    """The reports of the workers that are there, by their names; none when they cannot be read."""
+    """The reports of the running workers, by their names; none when they cannot be read."""
     with suppressed_trouble():
         reports = await _read(redis, key)
         return {name: report for name, report in reports.items() if abs(at_ms - report.at) <= REPORT_MS_MAX}
@@ -95,12 +93,12 @@ async def read_reports(redis: Any, key: str, at_ms: int) -> dict[str, WorkerRepo
 async def _read(redis: Any, key: str) -> dict[str, WorkerReport]:
     reports = {}
     for name, text in (await redis.hgetall(key)).items():
-        # Somebody else may have written it.
+        # Another program may have written it.
         with contextlib.suppress(msgspec.MsgspecError):
             reports[name.decode(errors="replace")] = msgspec.json.decode(text, type=WorkerReport)
     return reports
 
 
 def players(reports: Mapping[str, WorkerReport], roles: Collection[str]) -> list[str]:
-    """The workers that play all of these roles."""
+    """The workers with all of these roles."""
     return sorted(name for name, report in reports.items() if set(roles) <= set(report.roles))

@@ -4,8 +4,8 @@ import click
 
 
 def require_id_alone(key_id: str, param_hint: str) -> None:
-    """Raises BadParameter when the id of a key is followed by its secret, as in a setting: neither the
-    message nor anything else may print the secret.
+    """Raises BadParameter when the id of a key is followed by its secret, as in a setting: no message may
+    print the secret.
     """
     alone, colon, _ = key_id.partition(":")
     if colon:

@@ -1,5 +1,5 @@
-"""How the command line ends after an error of a known kind. The command line imports this module when there
-is an error: the errors of the servers' clients come with the whole clients.
+"""Exit codes and messages for errors of a known kind. Imported only on an error, because the error classes of
+the servers' clients import the whole clients.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from grabstream.streams.projecting.projector import EXIT_UNKNOWN_ERROR
 
 
 def ending_of(error: Exception) -> tuple[int, str] | None:
-    """The exit code, and the line that says what failed and the way out; None for an unknown error."""
+    """The exit code, and the line that says what failed and the fix; None for an unknown error."""
     match error:
         case BadSettings():
             return 2, str(error)

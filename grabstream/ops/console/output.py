@@ -36,7 +36,7 @@ class _Guard(RenderHook):
         self._output = output
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Has all that is printed to a terminal as visible text."""
+        """Makes all output to a terminal visible text."""
         return [_Visible(one) for one in renderables] if self._output.is_seen else renderables
 
 
@@ -58,9 +58,7 @@ class Output(Console):
 
     @property
     def file(self) -> IO[str]:
-        """The stream itself. What the command line and rich put around it would take what is drawn for text
-        of others.
-        """
+        """The stream itself. Wrappers of the command line and rich would treat drawing as foreign text."""
         file = super().file
         while (inside := getattr(file, "rich_proxied_file", None)) is not None:
             file = inside

@@ -77,7 +77,7 @@ class Steps:
         self._progress.stop()
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
-        """Shows a step, and how many of its events are done."""
+        """Shows a step and its progress in events."""
         output, now = self._progress.console, time.monotonic()
         if step != self._step:
             self._step, self._shown = step, now
@@ -128,7 +128,7 @@ class Reading:
         self._progress.stop()
 
     def expect(self, units: int) -> None:
-        """Adds units that are to be read."""
+        """Adds units to be read."""
         self._units += units
         self._progress.update(self._task, total=self._units)
 

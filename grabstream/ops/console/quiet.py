@@ -1,5 +1,5 @@
-"""Keeps the log readable while a server is away: its clients try again several times a second, and say so
-each time. The same line of a library is written a few times a minute; lines of this program always.
+"""Keeps the log readable while a server is down: its clients retry several times a second, and log each
+attempt. The same line of a library is written a few times a minute; lines of this program always.
 """
 
 import logging

@@ -23,7 +23,7 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Ends this process after `seconds` with this exit code, unless it ends before: a server that hangs may
+    """Ends this process after `seconds` with this exit code, unless it ends earlier: a server that hangs may
     block a client's cleanup, a thread, or the end of the event loop. Nothing is lost by that, because this
     process may be killed at any moment.
     """
@@ -40,8 +40,8 @@ def _leave(code: int) -> None:
 
 
 def stop_on_signals(exit_code: int) -> tuple[asyncio.Event, list[int]]:
-    """Returns an event that Ctrl-C and SIGTERM set, and the signals that came so far. After the first one, a
-    process that hangs ends with `exit_code`. Called in the event loop of the process.
+    """Returns an event that Ctrl-C and SIGTERM set, and the signals received. After the first one, a process
+    that hangs ends with `exit_code`. Called in the event loop of the process.
     """
     stop = asyncio.Event()
     signals: list[int] = []

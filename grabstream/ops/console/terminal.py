@@ -1,9 +1,9 @@
-"""Texts on a terminal: characters that would do something there, instead of being seen, are shown escaped.
+"""Texts on a terminal: control characters are shown escaped.
 
 Titles, reasons and messages come from strangers. A file or a pipe gets their exact bytes; a terminal gets
-`visible` text, whoever prints it: standard output and standard error are wrapped once, when the command line
-starts, and rich's consoles (`output.Output`), which write control sequences of their own, make the texts
-visible before they draw them.
+`visible` text from every printer: standard output and standard error are wrapped once, when the command line
+starts, and rich's consoles (`output.Output`), which write their own control sequences, make the texts visible
+before they draw them.
 """
 
 import codecs
@@ -41,7 +41,7 @@ class Terminal:
         self.buffer = _TerminalBytes(stream)
 
     def write(self, text: str) -> int:
-        """Writes the text; returns its length in characters, as it was given."""
+        """Writes the text; returns its original length in characters."""
         self._stream.write(visible(text))
         return len(text)
 
@@ -52,7 +52,7 @@ class Terminal:
 
     @property
     def rich_proxied_file(self) -> TextIO:
-        """What rich writes to instead of this stream: its control sequences must pass."""
+        """The stream that rich writes to instead of this one: its control sequences must pass."""
         return self._stream
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +77,7 @@ class _TerminalBytes(io.RawIOBase):
         return self._stream.fileno()
 
     def write(self, data: Any, /) -> int:
-        """Writes bytes; returns their number. A character that is not complete waits for its rest."""
+        """Writes bytes; returns their number. An incomplete character waits for its rest."""
         written = bytes(data)
         self._stream.write(visible(self._decoder.decode(written)))
         return len(written)
@@ -87,7 +87,7 @@ class _TerminalBytes(io.RawIOBase):
 
 
 def guard_terminals() -> None:
-    """Has this process print visible text to terminals, on standard output and standard error."""
+    """Makes this process print visible text to terminals, on standard output and standard error."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A process without the stream has None.

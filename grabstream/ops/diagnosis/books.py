@@ -45,8 +45,8 @@ LOST_DAYS: Final = 7
 
 
 class LostDecisions(NamedTuple):
-    """How many decisions recoveries of Redis took back in the last LOST_DAYS, of how many users, and when the
-    first was recorded (ms since 1970 UTC).
+    """The number of decisions undone by recoveries of Redis in the last LOST_DAYS, of their users, and the
+    time of the first record (ms since 1970 UTC).
     """
 
     decisions: int
@@ -55,8 +55,8 @@ class LostDecisions(NamedTuple):
 
 
 class BookReadings(NamedTuple):
-    """What the tables say. Where migrations are `missing` or the tables of live versions are `gone`, the
-    other fields are empty.
+    """The contents of the tables. Where migrations are `missing` or the tables of live versions are `gone`,
+    the other fields are empty.
 
     `clock_ahead_ms` is the server's clock minus this machine's. `without_version` are projections that this
     release cannot write.
@@ -198,8 +198,8 @@ async def read_lags(
 
 
 class Jump(NamedTuple):
-    """A cursor that is not where its rows are. `passed` is the last seq in the journal before the cursor's
-    offset, None when the offset is not of this journal; `end` is the journal's end offset.
+    """A cursor that does not match its rows. `passed` is the last seq in the journal before the cursor's
+    offset, None when the offset does not belong to this journal; `end` is the journal's end offset.
     """
 
     projection: str
@@ -210,7 +210,7 @@ class Jump(NamedTuple):
 
 
 async def read_jumps(settings: Settings, books: BookReadings, consumer: AIOKafkaConsumer) -> list[Jump]:
-    """Cursors that are not where their rows are. Such a read model skips the events between its rows and the
+    """Cursors that do not match their rows. Such a read model skips the events between its rows and the
     cursor's offset without an error.
     """
     reader = JournalReader(consumer, Topics(settings.prefix).journal)
@@ -261,7 +261,7 @@ def journal_keys_missing(readings: BookReadings, settings: Settings) -> list[Fin
 
 
 def signatures_not_checked(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """A signed journal that these settings read without knowing whose signatures count."""
+    """A signed journal that these settings read without its public keys."""
     signed = [
         shard
         for shard, cursor in readings.positions.get("audit", {}).items()
@@ -308,8 +308,8 @@ def tables_missing(readings: BookReadings, settings: Settings) -> list[Finding]:
 def journal_lost(
     last_seqs: dict[int, int], acknowledged: dict[int, int], readings: BookReadings, settings: Settings
 ) -> list[Finding]:  # fmt: skip
-    """Events that the read models or Redis have and Kafka no longer has. `last_seqs` is the last seq of the
-    journal by shard, `acknowledged` the last seq that Redis counts as journaled.
+    """Events in the read models or Redis that Kafka no longer has. `last_seqs` is the last seq of the journal
+    by shard, `acknowledged` the last seq that Redis counts as journaled.
     """
     recorded = dict(acknowledged)
     for model_cursors in readings.positions.values():
@@ -434,7 +434,7 @@ def put_aside(readings: BookReadings, settings: Settings) -> list[Finding]:
 
 
 def lost_decisions(readings: BookReadings, settings: Settings) -> list[Finding]:
-    """Decisions that a recovery of Redis took back. Nothing is stuck, but users were promised something."""
+    """Decisions undone by a recovery of Redis. Nothing is stuck, but promises to users were broken."""
     lost = readings.lost
     if not lost.decisions:
         return []
@@ -476,7 +476,7 @@ def _not_signed(found: OpenFinding) -> Finding:
 
 
 def _rebuilt(projection: str) -> str:
-    """What mends a read model. A rebuild stops at rows that differ, which here are what is wrong."""
+    """What repairs a read model. A rebuild stops at rows that differ, which here are the fault."""
     rebuild = f"grabstream rebuild {projection}"
     return f"`{rebuild}` shows the rows that differ, `{rebuild} --accept` then repairs them"
 
@@ -494,8 +494,8 @@ _DIFFERENCES = {
 
 
 def not_verified(readings: BookReadings, settings: Settings, now_ms: int) -> list[Finding]:
-    """No verifier is there, and none has compared anything for SILENT_MS_MAX; or the one that is there has
-    not for UNFINISHED_MS_MAX. After a pass of a large system, a verifier rests longer than SILENT_MS_MAX.
+    """No verifier runs, and none has compared anything for SILENT_MS_MAX; or the running one has not for
+    UNFINISHED_MS_MAX. After a pass of a large system, a verifier rests longer than SILENT_MS_MAX.
     """
     if not readings.positions or not any(cursor.seq for cursor in readings.positions["audit"].values()):
         return []

@@ -40,9 +40,9 @@ event_at = re.compile(rb'"at":(\d+)').search
 
 
 class ShardReadings(NamedTuple):
-    """A shard as Redis has it, and the epoch of the server it is on. `relay` is the worker that holds the
-    lease, `library` what `missing_or_unusable` returns. Times are ms since 1970 UTC; None where the shard has
-    no such event, hold or offer.
+    """A shard in Redis, and the epoch of its server. `relay` is the worker that holds the lease, `library`
+    what `missing_or_unusable` returns. Times are ms since 1970 UTC; None where the shard has no such event,
+    hold or offer.
     """
 
     number: int
@@ -92,7 +92,7 @@ class CoreReadings(NamedTuple):
     shards: list[ShardReadings]
     silent: Sequence[str] = ()
     unknown: Sequence[int] = ()
-    #: What workers say of themselves, by their names.
+    #: The reports of workers, by their names.
     workers: Mapping[str, WorkerReport] = {}
 
     @property
@@ -102,9 +102,7 @@ class CoreReadings(NamedTuple):
 
     @property
     def clock_ahead_ms(self) -> int:
-        """How far ahead of this machine's clock the server's clock is that differs most; negative when it is
-        behind.
-        """
+        """The largest difference of a server's clock to this machine's; negative when it is behind."""
         return max((server.clock_ahead_ms for server in self.servers), key=abs)
 
     def started_at(self, server_epoch: str) -> int:
@@ -218,8 +216,8 @@ def _text(value: Any) -> str:
 
 
 def in_trouble(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """Work of workers that does not get on for LASTING_SECONDS, however often it is tried. What has the same
-    cause in several places is one finding.
+    """Work of workers without success for LASTING_SECONDS of retries. The same cause in several places is one
+    finding.
     """
     alike: dict[tuple[str, str], list[ReportedTrouble]] = {}
     for worker, report in readings.workers.items():
@@ -262,7 +260,7 @@ def _cli(server: ServerReadings, settings: Settings) -> str:
 
 
 def may_lose(readings: CoreReadings, settings: Settings) -> list[Finding]:
-    """Servers that write nothing to their disk, or cannot."""
+    """Servers that do not write to their disk, or cannot."""
     findings = []
     for server in readings.servers:
         if server.config["appendonly"] != "yes" and any(server.replicas.values()):
@@ -375,7 +373,7 @@ def fenced(readings: CoreReadings, settings: Settings) -> list[Finding]:
 
 
 def _why_fenced(readings: CoreReadings, shard: ShardReadings) -> tuple[str, str, int | None] | None:
-    """Why a shard is fenced, the command that mends it, and since when (ms since 1970 UTC); None when it is
+    """Why a shard is fenced, the command that repairs it, and since when (ms since 1970 UTC); None when it is
     not fenced.
     """
     server_epoch, fault = shard.fields["server_epoch"], shard.fields["fault"]

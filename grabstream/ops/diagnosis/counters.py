@@ -83,7 +83,7 @@ _Under = tuple[tuple[Counter, str, int], ...]
 
 
 class Counters:
-    """All counters that the events fed so far have changed. Events are fed in the order of the shard."""
+    """All counters changed by the events fed. Events are fed in the order of the shard."""
 
     def __init__(self) -> None:
         self._rules: dict[str, _Rules] = {}
@@ -163,8 +163,8 @@ class Counters:
         self._first.setdefault((offer, grab), under)
 
     def _uncount(self, offer: str, grab: str, units: int) -> None:
-        """Subtracts units from the counters they were counted under, the newest first. Counters that are in a
-        later window stay as they are.
+        """Subtracts units from the counters they were counted under, the newest first. Counters in a later
+        window do not change.
         """
         counted_units = self._counted_units.get((offer, grab), [])
         while units > 0 and counted_units:

@@ -25,9 +25,9 @@ _took_the_last = '"left":0[,}]'
 
 
 class Evidence(NamedTuple):
-    """What PostgreSQL has. `events` are those of the user, of the offer itself, and of other users that share
-    a counter with the user, by seq. `sold_out_at`: time of a refusal → time of the grab that took the last
-    unit before it, ms since 1970 UTC.
+    """The records in PostgreSQL. `events` are those of the user, of the offer itself, and of other users that
+    share a counter with the user, by seq. `sold_out_at`: time of a refusal → time of the grab that took the
+    last unit before it, ms since 1970 UTC.
     """
 
     user: str
@@ -45,8 +45,8 @@ class Evidence(NamedTuple):
 
 
 async def read_books(connection: AsyncConnection[Any], user: str, offer: str) -> Evidence | None:
-    """What PostgreSQL has; None when the read models have no such offer. The connection's search path must be
-    the system's schema.
+    """The evidence in PostgreSQL; None when the read models have no such offer. The connection's search path
+    must be the system's schema.
     """
     offers = await _rows(connection, "SELECT * FROM offers WHERE offer = %s", offer)
     if not offers:
@@ -194,9 +194,7 @@ async def _sold_out_at(
 
 
 async def read_redis(redis: Any, keys: KeySpace, user: str, offer: str, grabs: list[str]) -> dict[str, Any]:
-    """The state in Redis: whether the shard decides, what is left of the offer, and what the user has of
-    it.
-    """
+    """The state in Redis: whether the shard decides, the rest of the offer, and the user's part of it."""
     shard_keys = keys.shard(keys.shard_of_offer(offer))
     state_key, users_key, _, grabs_key, *_ = shard_keys.offer_keys(offer)
     decides = await is_of_server(redis, shard_keys.state, await redis.hget(shard_keys.state, "server_epoch"))

@@ -52,7 +52,7 @@ Clock = Callable[[], int]
 
 
 class Readings(NamedTuple):
-    """What was read from the servers; None for a server that does not answer."""
+    """The readings of the servers; None for a server that does not answer."""
 
     settings: Settings
     now_ms: int
@@ -339,13 +339,13 @@ def _run_checks(readings: Readings, servers: dict[str, str | None]) -> Examinati
     return Examination(readings.now_ms, servers, findings, passed, not_checked)
 
 
-#: A command that starts a worker only because nobody seems to play these roles.
+#: A command that starts a worker only because no worker seems to have these roles.
 _starts = re.compile(r"grabstream worker --roles ([a-z,]+)").fullmatch
 
 
 def _without_needless_start(finding: Finding, workers: Mapping[str, WorkerReport]) -> Finding:
-    """The finding, whose command names the worker that plays the roles already, and its last error, instead
-    of starting another one.
+    """The finding, whose command names the worker that already has the roles, and its last error, instead of
+    starting another one.
     """
     start = _starts(finding.command)
     playing = players(workers, start[1].split(",")) if start else []

@@ -1,4 +1,4 @@
-"""Findings: what is wrong, in words for the operator who has to mend it."""
+"""Findings: what is wrong, in words for the operator who repairs it."""
 
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
@@ -10,13 +10,13 @@ from grabstream.ops.settings import without_password
 #: operator or a recovery caused it, and nothing is stuck.
 Severity = Literal["stuck", "risk", "note"]
 
-#: The command that mends a journal of which Kafka has lost events.
+#: The command that repairs a journal whose events Kafka has lost.
 RESTORE: Final = f"{NEW_JOURNAL}   # first stop all workers; start them again afterwards"
 
 
 class Finding(NamedTuple):
-    """What is wrong, what it means for users, the command that mends it, and since when it is so (ms since
-    1970 UTC; None when unknown).
+    """What is wrong, what it means for users, the command that repairs it, and since when (ms since 1970 UTC;
+    None when unknown).
     """
 
     severity: Severity

@@ -1,4 +1,4 @@
-"""Checks of webhooks: what is parked, what fails, what comes near a bound, and what nobody sends."""
+"""Checks of webhooks: deliveries that are parked, fail, are near a bound, or have no worker to send them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -23,9 +23,9 @@ _SHOW: Final = "grabstream webhooks deliveries"
 
 class HookReading(NamedTuple):
     """A subscription: deliveries that wait and that are parked, the attempts and the problem of the one that
-    failed most often, and times in ms since 1970 UTC: since when it fails, since when a delivery is due that
-    was never tried, and since when an event of the audit trail is not read (None: it is not so).
-    `places` are those of its queue that are taken.
+    failed most often, and times in ms since 1970 UTC: the start of its failures, of an untried due delivery,
+    and of an unread event of the audit trail (None: not the case). `places` are the taken places of its
+    queue.
     """
 
     webhook: str
@@ -44,7 +44,7 @@ class HookReading(NamedTuple):
 
 
 # An event that a subscription does not want moves its cursor, too: a cursor before the end of the audit trail
-# has not been read on. A subscription that nobody has read for yet has none.
+# has not been read on. A subscription that has not been read for yet has none.
 _READ: Final = """
 SELECT w.webhook, w.state, w.reason,
        coalesce(d.waiting, 0) AS waiting, coalesce(d.parked, 0) AS parked,
@@ -90,8 +90,8 @@ async def read_hooks(connection: AsyncConnection[Any]) -> list[HookReading]:
 
 
 def not_delivered(hooks: Sequence[HookReading], now_ms: int) -> list[Finding]:
-    """Subscriptions that were paused by the system, have parked deliveries, have half of what may be parked
-    or wait, fail, or lag for LATE_MS.
+    """Subscriptions that were paused by the system, have parked deliveries, have half of the allowed parked
+    or waiting deliveries, fail, or lag for LATE_MS.
     """
     return [finding for hook in hooks for finding in _of(hook, now_ms)]
 

@@ -19,8 +19,8 @@ COUNT_SECONDS_MAX: Final = 5
 
 
 class SealKeyReadings(NamedTuple):
-    """The recorded keys, and what each is needed for: None if that was not counted, because there is only one
-    key, or it took too long.
+    """The recorded keys, and the uses of each: None if not counted, because there is only one key, or
+    counting took too long.
     """
 
     known: Sequence[SealKey] = ()

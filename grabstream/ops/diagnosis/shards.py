@@ -1,4 +1,4 @@
-"""What Redis has of every shard: how far it is, who relays it, and why it decides nothing."""
+"""The state of every shard in Redis: its position, its relay, and why it decides nothing."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from grabstream.ops.connections.redis_servers import ANSWER_SECONDS_MAX, ask_eac
 
 
 async def read_shards(redis: Any, keys: KeySpace, shards: int) -> list[dict[str, Any]]:
-    """A row for each shard. Raises an error of Redis when no server answers; of a server that does not answer
-    while others do, the rows say so.
+    """A row for each shard. Raises an error of Redis when no server answers; rows of a server that does not
+    answer while others do say so.
     """
     states = {number: keys.shard(number).state for number in range(shards)}
     rows = await ask_each(redis, states, lambda number: _shard(redis, keys.shard(number)))

@@ -1,5 +1,5 @@
-"""Checks of Kafka: whether the topics exist and have leaders, and whether deciders read the commands. What
-topics must be like is one of the conditions (`ops/connections/preconditions.py`).
+"""Checks of Kafka: whether the topics exist and have leaders, and whether deciders read the commands. The
+settings of topics are among the conditions (`ops/connections/preconditions.py`).
 """
 
 import asyncio
@@ -56,8 +56,8 @@ class Partition(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """A reader that lags in a partition: its next offset, the partition's end, and when the record at its
-    next offset was written (ms since 1970 UTC; None when it could not be read).
+    """The lag of a reader in a partition: its next offset, the partition's end, and the time of the record at
+    its next offset (ms since 1970 UTC; None when it could not be read).
     """
 
     partition: int
@@ -77,9 +77,9 @@ class SetAside(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A topic of commands: how many deciders read it, and where they lag; its `compression.type` when it
-    keeps batches compressed, else None; and the transactions that are open: of each partition, the offset of
-    the first record of the oldest one as `next_offset`, and when that was written.
+    """A topic of commands: the number of its deciders, and their lags; its `compression.type` when it keeps
+    batches compressed, else None; and its open transactions: for each partition, the offset of the first
+    record of the oldest one as `next_offset`, and the time of that record.
     """
 
     deciders: int
@@ -254,7 +254,7 @@ async def _written_at(consumer: AIOKafkaConsumer, partition: TopicPartition, off
 
 def missing(readings: TopicReadings, settings: Settings) -> list[Finding]:
     """Topics that do not exist, a journal with another number of partitions, and topics that have more than
-    they need. That others have fewer is one of the conditions (`ops/connections/preconditions.py`).
+    they need. Fewer partitions are among the conditions (`ops/connections/preconditions.py`).
     """
     topics = Topics(settings.prefix)
     findings = []
@@ -347,7 +347,7 @@ def commands_wait(readings: TopicReadings, settings: Settings, now_ms: int) -> l
 
 
 def operations_on_commands(readings: TopicReadings, settings: Settings) -> list[Finding]:
-    """A topic of commands that takes commands of operators, as before they had a topic of their own."""
+    """A topic of commands that takes commands of operators, as before they had their own topic."""
     if not settings.operations_on_commands:
         return []
     topics = Topics(settings.prefix)

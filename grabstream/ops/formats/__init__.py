@@ -1,1 +1,1 @@
-"""Strict reading of what people write: offer files, times, durations, limits, replay options."""
+"""Strict parsing of user input: offer files, times, durations, limits, replay options."""

@@ -1,4 +1,4 @@
-"""Times and events of the past as people write them, and times as people read them."""
+"""Times and events of the past as people write and read them."""
 
 import re
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from grabstream.models.identifiers import campaign_of, shard_of
 from grabstream.models.offers import TIME_MS_MAX
 from grabstream.streams.history.chunks import Point
 
-#: A number from here on is a time in ms (from 1973); a smaller number is a seq.
+#: A number from this one up is a time in ms (from 1973); a smaller number is a seq.
 TIME_MS_MIN = 100_000_000_000
 _is_shard_and_seq = re.compile(r"(\d{1,4}):(\d{1,18})\Z", re.ASCII).match
-#: What may be a time of the day. With a leading zero it is no shard and seq.
+#: What may be a time of the day. With a leading zero it is not a shard and seq.
 _is_clock = re.compile(r"\d{1,2}:\d\d\Z", re.ASCII).match
 _has_leading_zero = re.compile(r"0\d|\d+:0", re.ASCII).match
 _is_number = re.compile(r"\d{1,18}\Z", re.ASCII).match

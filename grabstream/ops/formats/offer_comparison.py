@@ -1,4 +1,4 @@
-"""What differs between an offer of a file and the offer that the system has: `offers --check`."""
+"""The differences between an offer of a file and that of the system: `offers --check`."""
 
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -18,7 +18,7 @@ _TIMES: Final = tuple(name for name in MOST_OF if MOST_OF[name] == TIME_MS_MAX a
 
 class Difference(NamedTuple):
     """A difference of an offer: it is `missing` in the system, `extra` (not in the file), or a `field`
-    differs: a term, or the `state`. `file` and `system` are the values there; None stands for none.
+    differs: a term, or the `state`. `file` and `system` are the values there, or None.
     """
 
     offer: str
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
         return {name: msgspec.to_builtins(getattr(self, name)) for name in names}
 
     def line(self) -> str:
-        """The difference for people: values as they are written in a file."""
+        """The difference for people: values as in a file."""
         if self.difference == "missing":
             return f"{self.offer}: missing: the system does not have it"
         if self.difference == "extra":
@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
 
 def differences_of(command: Open, state: str, terms: Terms) -> Iterator[Difference]:
-    """Yields the differences of an offer from the one that the system has in a `state` with these terms."""
+    """Yields the differences of an offer from that of the system in a `state` with these terms."""
     if state not in ("open", "paused"):
         yield Difference(command.offer, "differs", "state", "open", state)
     file_terms, system_terms = (

@@ -53,7 +53,7 @@ class BadOfferFile(Exception):
 
 
 class _Entry(NamedTuple):
-    """One entry of a file: the `command` that it describes, and the `reasons` why it is wrong, so far.
+    """One entry of a file: the `command` that it describes, and the `reasons` found why it is wrong.
 
     `whole` is false when the header or the defaults are wrong: a field that the entry seems to lack may only
     be misspelt there.
@@ -88,8 +88,8 @@ def form_of(file: str | PurePath, chosen: Form | None = None) -> Form:
 
 
 def read_offers(text: str, form: Form, plan: WeeklyPlan | None = None) -> list[Open]:
-    """The commands of a file, in its order; raises BadOfferFile with all problems. `plan` says for which week
-    a plan of weeks is read; without it, for the next one.
+    """The commands of a file, in its order; raises BadOfferFile with all problems. `plan` chooses the week of
+    a plan of weeks; without it, the next one.
     """
     text = text.removeprefix("\ufeff")
     plan = plan or WeeklyPlan(None, time.time_ns() // 1_000_000)
@@ -563,12 +563,12 @@ def _unchangeable(name: str) -> str:
     return f"{name}: there is no such field; the nearest is {_nearest(name, _KNOWN_CHANGES)}"
 
 
-# -- terms by themselves -------------------------------------------------------------------------------------
+# -- terms alone ->------------------------------------------------------------------------------------
 
 
 def read_terms(where: str, document: Any) -> tuple[dict[str, Any], list[str]]:
-    """Some terms, by name, as values of their fields, and the reasons why what was written is wrong. Whether
-    they fit together, only an offer can tell.
+    """Some terms, by name, as values of their fields, and the reasons why input is wrong. Whether they fit
+    together depends on the offer.
     """
     terms, reasons = _terms_of(where, document)
     converted = {}

@@ -80,6 +80,6 @@ def _shown_limit(limit: Limit) -> str:
 
 
 def shown_hours(hours: Hours) -> str:
-    """Opening hours as people write them in a file."""
+    """Opening hours as in a file."""
     days = "" if hours.weekdays == WEEKDAYS else f"{','.join(hours.weekdays)} "
     return f"{days}{hours.from_}-{hours.until}"

@@ -83,13 +83,13 @@ class Request(NamedTuple):
     journal: str = ""
 
     def definition(self, settings: Settings) -> Definition:
-        """The request as it is recorded in the schema of a bounded replay."""
+        """The request as recorded in the schema of a bounded replay."""
         until = {stretch.shard: stretch.last for stretch in self.stretches if stretch.last is not None}
         shards = tuple(stretch.shard for stretch in self.stretches)
         return Definition(settings.prefix, self.source, shards, self.wanted, until)
 
     def filters(self, settings: Settings) -> Filters:
-        """The request as it is recorded in a file or a topic."""
+        """The request as recorded in a file or a topic."""
         first = {stretch.shard: stretch.first for stretch in self.stretches if stretch.first is not None}
         return filters_of(settings.prefix, self.journal, self.wanted, first)
 
@@ -99,7 +99,7 @@ def request(
     offers: Sequence[str],
     users: Sequence[str],
 ) -> Request:  # fmt: skip
-    """The request that the options ask for; raises UsageError that names the option and the way out."""
+    """The request that the options ask for; raises UsageError that names the option and the fix."""
     for option, names in (("--offer", offers), ("--user", users)):
         for name in names:
             if not is_id(name):

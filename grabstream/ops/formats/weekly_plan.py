@@ -1,6 +1,6 @@
 """Plans of weeks: files of offers whose ids contain `{week}`, and whose times name a day of the week.
 
-Nothing is guessed: a local time that a change to or from summer time leaves out, or has twice, is refused.
+Nothing is guessed: a local time that is skipped or repeated by a change of summer time is refused.
 """
 
 import re
@@ -29,7 +29,7 @@ LAST_MONDAY: Final = date.fromisocalendar(2099, 51, 1)
 
 
 class WeekTime(NamedTuple):
-    """A local time of a week: `days` after its Monday, at `clock`. `text` is how it was written."""
+    """A local time of a week: `days` after its Monday, at `clock`. `text` is its original form."""
 
     text: str
     days: int
@@ -37,8 +37,8 @@ class WeekTime(NamedTuple):
 
 
 def read_week_time(text: str) -> WeekTime | None:
-    """The time of a week that is written as `fri 10:00`, or, for the week after it, as `next mon 02:00`; None
-    for another text.
+    """The time of a week written as `fri 10:00`, or, for the week after it, as `next mon 02:00`; None for
+    another text.
     """
     form = _is_week_time(text.lower())
     if form is None:
@@ -64,14 +64,14 @@ def monday_of(week: str) -> date:
 
 
 def week_after(at_ms: int, timezone: str) -> str:
-    """The ISO week after the one that a time, in ms since 1970 UTC, has in a zone."""
+    """The ISO week after that of a time (ms since 1970 UTC) in a zone."""
     local = (_EPOCH + timedelta(milliseconds=at_ms)).astimezone(ZoneInfo(timezone)).date()
     return f"{local + timedelta(weeks=1):%G-W%V}"
 
 
 def moment_in(week: str, wanted: WeekTime, timezone: str) -> int:
-    """A time of a week in a zone, in ms since 1970 UTC; raises Invalid when the zone's clocks do not show it,
-    or show it twice.
+    """A time of a week in a zone, in ms since 1970 UTC; raises Invalid when the zone's clocks skip or repeat
+    it.
     """
     local = datetime.combine(monday_of(week) + timedelta(days=wanted.days), wanted.clock)
     zone = ZoneInfo(timezone)
@@ -85,7 +85,7 @@ def moment_in(week: str, wanted: WeekTime, timezone: str) -> int:
 
 
 class WeeklyPlan:
-    """The week for which a file is read, and what the file says for weeks. `chosen` is None for the week
+    """The week for which a file is read, and the file's content for weeks. `chosen` is None for the week
     after the one at `now_ms` (ms since 1970 UTC), in the zone of each offer.
     """
 
@@ -96,22 +96,22 @@ class WeeklyPlan:
         self._chosen = chosen
         self._now_ms = now_ms
         self._weeks_by_zone: dict[str, str] = {}
-        #: Terms that offers have in some weeks only, by week and id as it is written.
+        #: Terms that offers have in some weeks only, by week and id as written.
         self.exceptions: dict[str, dict[str, dict[str, Any]]] = {}
-        #: The ids, as they are written, of offers that are repeated, and one of the others.
+        #: The ids, as written, of repeated offers, and one of the others.
         self._repeated: set[str] = set()
         self._single: str | None = None
 
     @property
     def week(self) -> str | None:
-        """The week of the offers that were read; None without any that is repeated."""
+        """The week of the offers read; None if none is weekly."""
         return next(iter(self._weeks_by_zone.values()), None)
 
     def in_week(
         self, document: dict[str, Any], terms: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        """What is written for an offer, and its terms, for its week, and the reasons why they are wrong. An
-        offer whose id does not contain the placeholder has no week.
+        """The content of an offer and its terms for its week, and the reasons why they are wrong. An offer
+        whose id does not contain the placeholder has no week.
         """
         offer = document.get("offer")
         if not isinstance(offer, str) or PLACEHOLDER not in offer:
@@ -135,7 +135,7 @@ class WeeklyPlan:
         terms = {**terms, **self.exceptions.get(week, {}).get(offer, {})}
         timezone = terms.get("timezone", "UTC")
         try:
-            # The zone of this week, where it has one of its own.
+            # The zone of this week, where it has its own.
             self._week_in(timezone)
         except Invalid as error:
             return document, _without_week_times(terms), [*reasons, str(error)]
@@ -152,7 +152,7 @@ class WeeklyPlan:
         return self._weeks_by_zone.setdefault(timezone, self._chosen or week_after(self._now_ms, timezone))
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the file as a whole, once its offers are read."""
+        """The problems of the file as a whole, after its offers are read."""
         if len(set(self._weeks_by_zone.values())) > 1:
             shown = ", ".join(f"{week} in {zone}" for zone, week in sorted(self._weeks_by_zone.items())[:3])
             yield f"the next week is {shown}; choose one with --week"

@@ -15,7 +15,7 @@ OFFERS_MAX: Final = 1_000
 
 
 class WhatIf(NamedTuple):
-    """What a file asks: the terms of which offers of a campaign change, and where the history ends (ms since
+    """The request of a file: the changed terms of offers of a campaign, and the end of the history (ms since
     1970 UTC; None: at its newest event).
     """
 

@@ -1,5 +1,5 @@
-"""Converts what people write for times, durations, limits and opening hours to the values of commands.
-Nothing is guessed.
+"""Converts times, durations, limits and opening hours, as people write them, to values of commands. Nothing
+is guessed.
 """
 
 import re
@@ -84,7 +84,7 @@ def read_hours(text: str) -> list[dict[str, Any]]:
 
 
 def shown_time(at_ms: int, timezone: str) -> str:
-    """A time, given in ms since 1970 UTC, as people in a zone read it."""
+    """A time, given in ms since 1970 UTC, as shown in a zone."""
     moment = (_EPOCH + timedelta(milliseconds=at_ms)).astimezone(ZoneInfo(timezone))
     exact = "milliseconds" if at_ms % 1000 else "seconds" if at_ms % 60_000 else "minutes"
     return moment.isoformat(" ", exact)

@@ -1,4 +1,4 @@
-"""Whether the servers of a gateway answer, asked when somebody wants to know."""
+"""Whether the servers of a gateway answer, checked on request."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ KEPT_SECONDS: Final = 1.0
 
 
 class Answering:
-    """Whether servers answer, asked when somebody wants to know, at most once a second."""
+    """Whether servers answer, checked on request, at most once a second."""
 
     def __init__(self, asks: dict[str, Callable[[], Awaitable[Any]]]) -> None:
         self._asks = asks
@@ -45,11 +45,11 @@ class Answering:
 
 @asynccontextmanager
 async def open_answering(settings: Settings, books: Books) -> AsyncIterator[Answering]:
-    """Asks Redis on a connection of its own, and PostgreSQL in a session of the questions."""
+    """Asks Redis on a separate connection, and PostgreSQL in a session for questions."""
     client = open_redis(settings)
 
     async def ask_redis() -> None:
-        """Returns when a server that decides answers: while one of a cluster is away, the others decide."""
+        """Returns when a server that decides answers: while one of a cluster is down, the others decide."""
         pings = [server.ping() for _, server in await masters(client)]
         async with running(*pings) as tasks:
             problem: BaseException | None = None

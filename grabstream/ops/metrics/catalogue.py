@@ -1,4 +1,4 @@
-"""Every metric: its name, kind, labels, meaning, and which processes have it. docs/metrics.md is generated
+"""Every metric: its name, kind, labels, meaning, and the processes that have it. docs/metrics.md is generated
 from this list, and a process can expose nothing else.
 
 Labels have few values: names of commands, outcomes, functions, read models, operations, roles and servers,
@@ -14,8 +14,8 @@ _GATEWAY: Final = ("gateway",)
 
 
 class Metric(NamedTuple):
-    """A metric. `scope` says of what it is: of the process alone (`process`), or of the whole system, the
-    same in every worker that has it (`system`).
+    """A metric. `scope`: of the process alone (`process`), or of the whole system, the same in every worker
+    that has it (`system`).
     """
 
     name: str

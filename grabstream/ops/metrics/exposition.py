@@ -1,4 +1,4 @@
-"""The text that Prometheus reads: all parts of a process's metrics, read when they are asked for."""
+"""The text that Prometheus reads: all parts of a process's metrics, read on request."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 #: How long a part may take. Prometheus itself waits 10 s by default.
 PART_SECONDS_MAX: Final = 3.0
-#: Whoever asks again within this time gets the same numbers.
+#: Requests within this time get the same numbers.
 KEPT_SECONDS: Final = 1.0
 
 Labels = tuple[str, ...]
@@ -51,7 +51,7 @@ class Samples:
         self.histograms[name][_labels(BY_NAME[name], labels)] = value
 
     def families(self, process: Process) -> list[Family]:
-        """The metrics of a process, also those that have no values yet."""
+        """The metrics of a process, also those without values."""
         return [self._family(metric) for metric in metrics_of(process)]
 
     def _family(self, metric: Metric) -> Family:
@@ -115,7 +115,7 @@ class Exposition:
         return encode(registry), content_type
 
     async def _families(self) -> list[Family]:
-        """What was read; all who ask at the same time share it."""
+        """The result of a read, shared by concurrent requests."""
         if self._reading is None or (
             self._reading.done() and time.monotonic() > self._read_at + KEPT_SECONDS
         ):

@@ -1,7 +1,7 @@
-"""The listener of a process for those who watch it: `/metrics`, `/health/live` and `/health/ready`.
+"""The monitoring listener of a process: `/metrics`, `/health/live` and `/health/ready`.
 
-It has no authentication: it tells numbers and names of servers, and nothing about users. aiohttp serves it,
-which does nothing while nobody asks; the gateway's own server would wake up ten times a second.
+It has no authentication: it shows numbers and names of servers, and nothing about users. aiohttp serves it,
+which does nothing without requests; the gateway's own server would wake up ten times a second.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from grabstream.ops.metrics.state import Ask
 from grabstream.ops.settings import host_and_port
 from grabstream.runtime.ending import running
 
-#: Connections beyond this are closed at once: somebody keeps them open.
+#: Connections beyond this are closed at once: a client keeps them open.
 CONNECTIONS_MAX: Final = 32
 IDLE_SECONDS_MAX: Final = 75.0
 SHUTDOWN_SECONDS_MAX: Final = 1.0

@@ -1,4 +1,4 @@
-"""The metrics of a worker: what its roles have counted, its shards in Redis, and the books in PostgreSQL."""
+"""The metrics of a worker: the counters of its roles, its shards in Redis, and the books in PostgreSQL."""
 
 import time
 from collections import deque
@@ -31,8 +31,8 @@ REMEMBERED_MAX: Final = 512
 
 
 class Since:
-    """For how long read models have lacked events, as far as somebody asked: when each number of events of a
-    shard was first seen.
+    """For how long read models have lacked events, by its readings: when each number of events of a shard was
+    first seen.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Since:
 
 
 class WorkerMetrics:
-    """Reads the metrics of one worker. `state` tells whether it is ready."""
+    """Reads the metrics of one worker. `state` returns whether it is ready."""
 
     def __init__(
         self, settings: Settings, roles: Iterable[str], redis: Any, measures: WorkerMeasures, state: Ask,
@@ -158,7 +158,7 @@ class WorkerMetrics:
     # -- PostgreSQL ------------------------------------------------------------------------------------------
 
     async def _books(self, samples: Samples) -> None:
-        """How far the read models are, and what is wrong with them."""
+        """The positions of the read models, and their faults."""
         async with checked_books(self._settings) as connection:
             try:
                 rows = await connection.execute("SELECT projection, shard, seq FROM cursors")

@@ -16,7 +16,7 @@ from grabstream.projections.records.set_aside import SetAside
 class AuditTrail:
     """The audit trail of a shard up to its cursor, compared row by row with the events of the journal.
 
-    `rows` must be closed by the caller. `compared` counts events, `sound` is whether none differed.
+    `rows` must be closed by the caller. `compared` counts events, `sound` is whether all were equal.
     """
 
     def __init__(self, connection: AsyncConnection[Any], shard: int, end: int, problems: Problems) -> None:

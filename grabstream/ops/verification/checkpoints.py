@@ -1,7 +1,7 @@
 """Checkpoints: signed heads of all shards, against which a later history can be compared, and Merkle roots,
 against which single grabs are proved.
 
-A head is the hash of the chain after an event, so it stands for all events up to there. A root is that of the
+A head is the hash of the chain after an event, so it represents all events up to there. A root is that of the
 tree whose leaves are the texts of the same events as `grab.events` has them (`models/merkle.py`).
 """
 
@@ -36,8 +36,8 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class ShardHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far a shard was: the seq of its last event, the hash of the chain and the root of the tree there,
-    and the offset of the journal after it.
+    """The position of a shard: the seq of its last event, the hash of the chain and the root of the tree
+    there, and the offset of the journal after it.
     """
 
     shard: _Number
@@ -48,7 +48,7 @@ class ShardHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The heads of all shards of a system, with the time in ms since 1970 UTC, and who signed them."""
+    """The heads of all shards of a system, with the time in ms since 1970 UTC, and their signer."""
 
     type: Literal["grabstream.checkpoint"]
     v: Literal[1]
@@ -138,7 +138,7 @@ async def texts_of(
 
 
 class Given(NamedTuple):
-    """A checkpoint that was read, and what is to be known about its file, in words."""
+    """A checkpoint that was read, and remarks about its file."""
 
     checkpoint: Checkpoint
     notes: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ def read_checkpoint(path: Path | Place, settings: Settings) -> Given:
 
 
 def require_signed(checkpoint: Checkpoint) -> None:
-    """Raises BadCheckpoint unless a known key signed the checkpoint, and nothing was changed since."""
+    """Raises BadCheckpoint unless a known key signed the checkpoint, and it is unchanged."""
     keys = journal_keys()
     if not keys.public:
         raise BadCheckpoint("no keys are known to check its signature with: set GRAB_JOURNAL_PUBLIC_KEYS")
@@ -181,7 +181,7 @@ def require_signed(checkpoint: Checkpoint) -> None:
 
 
 class Against:
-    """Compares a journal that is read with a checkpoint."""
+    """Compares a journal, while it is read, with a checkpoint."""
 
     def __init__(self, given: Given) -> None:
         self._heads = {one.shard: one for one in given.checkpoint.shards}

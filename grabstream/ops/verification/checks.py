@@ -1,4 +1,4 @@
-"""The checks of a verification: what was checked, and what is wrong."""
+"""The checks of a verification: their subjects and results."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
@@ -10,8 +10,8 @@ PROBLEMS_KEPT_MAX: Final = 200
 
 
 class Check(NamedTuple):
-    """A check: how many of what were checked, what is wrong, and notes about what an operator decided or what
-    could not be checked.
+    """A check: the number and kind of things checked, the problems, and notes about decisions of operators
+    and things not checked.
     """
 
     name: str
@@ -22,11 +22,11 @@ class Check(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no problem."""
         return not self.problems
 
 
-#: In place of a `journaled_seq` that is no number.
+#: In place of a `journaled_seq` that is not a number.
 UNREADABLE: Final = -1
 
 

@@ -1,8 +1,8 @@
 """Files of checkpoints and proofs: read within bounds, and written once; on disk, or in a bucket of an
 S3-compatible store, which can lock them (object lock).
 
-A lock protects a version of an object, not its name: whoever may write there can put another version on top,
-or a delete marker. So an object that has more than one version is refused, unless the address names one.
+A lock protects a version of an object, not its name: a writer there can put another version on top, or a
+delete marker. So an object that has more than one version is refused, unless the address names one.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -22,11 +22,11 @@ LOCK_TOLERANCE: Final = timedelta(seconds=1)
 
 
 class BadCheckpoint(Exception):
-    """A checkpoint cannot be made, or is not one that a known relay signed; the text says what is wrong."""
+    """A checkpoint cannot be made, or is not signed by a known relay; the text says what is wrong."""
 
 
 class Evidence(NamedTuple):
-    """The content of a file, and what is to be known about it, in words."""
+    """The content of a file, and remarks about it."""
 
     content: bytes
     notes: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class WrittenFile(NamedTuple):
 
 
 def sealed_json(value: msgspec.Struct) -> str:
-    """A checkpoint or proof as it is written to a file."""
+    """A checkpoint or proof in the form of its file."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
 
 
@@ -48,8 +48,8 @@ def sealed_json(value: msgspec.Struct) -> str:
 
 
 def read_evidence(where: Path | Place, login: StoreLogin, bytes_max: int = FILE_BYTES_MAX) -> Evidence:
-    """A file on disk or in a bucket. Raises BadCheckpoint when it cannot be read, is longer than it may be,
-    or has been overwritten or deleted in a bucket that keeps versions; and StoreError.
+    """A file on disk or in a bucket. Raises BadCheckpoint when it cannot be read, is too long, or has been
+    overwritten or deleted in a bucket that keeps versions; and StoreError.
     """
     if isinstance(where, Place):
         return _read_object(where, Bucket(where.bucket, login), bytes_max)
@@ -57,7 +57,7 @@ def read_evidence(where: Path | Place, login: StoreLogin, bytes_max: int = FILE_
 
 
 def read_bounded(path: Path, bytes_max: int = FILE_BYTES_MAX) -> bytes:
-    """The content of a file; raises BadCheckpoint when it cannot be read, or is longer than it may be."""
+    """The content of a file; raises BadCheckpoint when it cannot be read, or is too long."""
     try:
         with path.open("rb") as file:
             content = file.read(bytes_max + 1)
@@ -118,14 +118,14 @@ def second_of(at: datetime) -> str:
 
 
 def lock_of(days: int, mode: str) -> Lock:
-    """A lock for a number of days from now on."""
+    """A lock for a number of days from now."""
     until = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days, seconds=1)
     return Lock("GOVERNANCE" if mode == "governance" else "COMPLIANCE", until)
 
 
 def require_new(where: Path | Place, login: StoreLogin, locks: bool = False) -> None:
     """Raises BadCheckpoint when a file exists, or has versions, or a bucket cannot lock although it must; and
-    StoreError. So hours of work are not begun for nothing.
+    StoreError. This check comes before hours of work.
     """
     if not isinstance(where, Place):
         if where.exists():

@@ -57,9 +57,7 @@ class PositionChecks:
         return problems
 
     def checkpoint_problem(self, end: Cursor) -> str:
-        """What is wrong with Redis' checkpoint; '' when nothing is. `end` is the cursor at the journal's
-        end.
-        """
+        """The fault of Redis' checkpoint; '' when there is none. `end` is the cursor at the journal's end."""
         if self._redis.journaled_seq == UNREADABLE:
             return f"shard {self._shard}: the journaled seq in Redis is not a number"
         if self._redis.journaled_seq > end.seq:
@@ -76,7 +74,7 @@ class PositionChecks:
         return self._checkpoint_offset() if self._redis.journaled_seq and self._redis.decides else ""
 
     def _checkpoint_offset(self) -> str:
-        """What is wrong with the offset, term and owner of Redis' checkpoint; '' when nothing is."""
+        """The fault in offset, term and owner of Redis' checkpoint; '' when there is none."""
         redis = self._redis
         in_journal = self._in_journal.get(redis.journaled_offset)
         if in_journal is None and 0 < redis.journaled_offset < self._archived_offset:

@@ -89,7 +89,7 @@ async def _seq_of(books: AsyncConnection[Any], shard: int, offer: str, user: str
 
 
 def read_proof(path: Path) -> Proof:
-    """The proof in a file; raises NotProved when it is none."""
+    """The proof in a file; raises NotProved when it is not one."""
     try:
         return msgspec.json.decode(read_bounded(path, PROOF_BYTES_MAX), type=Proof)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

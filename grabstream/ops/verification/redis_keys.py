@@ -41,8 +41,8 @@ ROOM_SHARE_OF_MACHINE: Final = 0.7
 
 
 class _Reached:
-    """Reports how far the comparison is, in events: half of a shard's when its shadow is made, which takes
-    about as long as the comparison with it.
+    """Reports the progress of the comparison, in events: half of a shard's when its shadow is made, which
+    takes about as long as the comparison with it.
     """
 
     def __init__(self, report: Progress, ends: Mapping[int, int]) -> None:
@@ -57,11 +57,11 @@ class _Reached:
         self._at(0)
 
     def made(self, applied: int) -> None:
-        """So many events are in the shadow."""
+        """The number of events in the shadow."""
         self._at(min(applied / max(self._ends.get(self._shard, 0), 1), 1) / 2)
 
     def compared(self, keys: int, of: int) -> None:
-        """So many keys are compared, of all."""
+        """The number of compared keys, of all."""
         self._at((1 + keys / of) / 2)
 
     def end(self) -> None:
@@ -138,7 +138,7 @@ def compares_keys(settings: Settings, redis: Any) -> Callable[[int, float], Awai
             return None
         try:
             async with open_reader(settings.brokers, Topics(settings.prefix).journal) as reader:
-                # Nobody has compared the audit trail with the journal: what differs from a copy that begins
+                # The audit trail has not been compared with the journal: what differs from a copy that begins
                 # with the trail, which is faster, counts if it also differs from one of the journal alone.
                 trails = [snapshots(settings, slowly=True), None]
                 compared = await _compare_shard(

@@ -28,8 +28,8 @@ class IgnoredRecords:
             named.append(f"{offset} ({why or NOT_SIGNED})")
 
     async def read(self, reader: JournalReader, shard: int, to_offset: int) -> None:
-        """Counts those of a shard before an offset, as far as the journal has them still. An unsigned record
-        does not count after the first one that is signed, a wrongly signed one nowhere.
+        """Counts those of a shard before an offset that the journal still has. An unsigned record does not
+        count after the first signed one, a wrongly signed one nowhere.
         """
         has_begun = False
         records = reader.read(shard, await reader.beginning(shard), to_offset)
@@ -42,7 +42,7 @@ class IgnoredRecords:
                         self.add(shard, record.offset, why)
 
     def in_words(self) -> list[str]:
-        """A line for each shard that has some."""
+        """A line for each shard with ignored records."""
         lines = []
         for shard, named in sorted(self._named.items()):
             more = self.counts[shard] - len(named)
@@ -56,7 +56,7 @@ class IgnoredRecords:
 
 class Signatures:
     """What `verify` says about the signatures in the journal. Records that no known relay signed are notes,
-    not problems: they change nothing, and stay in the journal for ever.
+    not problems: they change nothing, and stay in the journal permanently.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Signatures:
             self._ignored.add(record.shard, record.offset, block.fault)
 
     def checks(self) -> list[Check]:
-        """The check; none where nothing is signed and no keys are known."""
+        """The check; none if nothing is signed and no keys are known."""
         name, notes = "signed records are of known relays", []
         if not journal_keys().public:
             if not self._begun:

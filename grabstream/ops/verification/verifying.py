@@ -7,11 +7,11 @@
 4. Compare the read models with these tables, row by row.
 5. Shard by shard, build a copy of Redis' keys from the journal, and compare the two.
 
-Everything is compared with the journal, so a fault is reported where it is, and nowhere else.
+Everything is compared with the journal, so a fault is reported only where it is.
 
-This answers whether every row and key is what the journal makes it now. The verifier of a worker
-(`streams/projecting/verifier.py`) answers whether a number has moved away from its events since, by sums of
-its own, for a share of the time; it compares rows and keys with the same code as step 4 and 5.
+This answers whether every row and key now follows from the journal. The verifier of a worker
+(`streams/projecting/verifier.py`) answers whether a number has since diverged from its events, by its own
+sums, for a share of the time; it compares rows and keys with the same code as step 4 and 5.
 """
 
 import asyncio

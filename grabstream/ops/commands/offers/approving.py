@@ -134,7 +134,7 @@ def expiry(expires: str) -> int:
 
 
 def signing_key(raw: bytes) -> bytes | Ed25519PrivateKey:
-    """The key of a key file; raises ValueError that says what is wrong, without quoting the file."""
+    """The key of a key file; raises ValueError that names the error, without quoting the file."""
     if raw.lstrip().startswith(b"-----BEGIN"):
         try:
             key = load_pem_private_key(raw, None)

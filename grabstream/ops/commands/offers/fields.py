@@ -35,7 +35,7 @@ def _option(field: msgspec.structs.FieldInfo) -> Callable[[F], F]:
         return click.option(f"--{field.name}", is_flag=True, help=words)
     if field.required:
         return click.option(f"--{field.name}", type=kind, required=True, help=words)
-    # A default that is no text and not absent is worth showing.
+    # A default that is neither a string nor absent is worth showing.
     is_shown = kind is int and field.default is not None
     return click.option(
         f"--{field.name}", type=kind, default=field.default, show_default=is_shown, help=words
@@ -43,7 +43,7 @@ def _option(field: msgspec.structs.FieldInfo) -> Callable[[F], F]:
 
 
 def kind_of(annotation: Any) -> type:
-    """int, str, bool or dict: what a field is, if it is there."""
+    """int, str, bool or dict: the type of a field, if present."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kind_of(arguments[0])

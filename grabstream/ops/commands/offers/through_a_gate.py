@@ -52,7 +52,7 @@ from grabstream.projections.database.zones import unknown_zones
 OPENED_AT_ONCE_MAX: Final = 500
 #: Offers that a dry run shows.
 OFFERS_SHOWN_MAX: Final = 20
-#: How many envelope parts a gate draws and writes per millisecond at least, beside other work.
+#: How many envelope parts a gate draws and writes per millisecond at least, next to other work.
 PARTS_A_MILLISECOND: Final = 50
 
 #: Prints text from outside: ids may look like rich's markup (`[x]`) or emoji (`:fire:`).
@@ -137,7 +137,7 @@ def ready_settings() -> Settings:
 
 
 def carry_out(command: AnyCommand, as_json: bool) -> None:
-    """Decides one command, prints the answer and ends the process: with 0 when carried out, 1 when refused, 3
+    """Decides one command, prints the answer and ends the process: with 0 when executed, 1 when refused, 3
     when the outcome is unknown.
     """
     settings = ready_settings()
@@ -159,7 +159,7 @@ def carry_out(command: AnyCommand, as_json: bool) -> None:
 
 
 def exit_code(answers: Sequence[Answer]) -> int:
-    """0 when all were carried out, else 1."""
+    """0 when all were executed, else 1."""
     return 0 if all(answer.positive for answer in answers) else 1
 
 

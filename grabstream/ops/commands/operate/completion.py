@@ -1,4 +1,4 @@
-"""`completion`: the script with which a shell completes verbs and options."""
+"""`completion`: the script by which a shell completes verbs and options."""
 
 import click
 from click.shell_completion import get_completion_class

@@ -1,4 +1,4 @@
-"""`doctor` shows what is stuck, since when, and the command that mends it; `dismiss` explains a finding of
+"""`doctor` shows what is stuck, since when, and the command that repairs it; `dismiss` explains a finding of
 the verifier.
 """
 

@@ -1,6 +1,4 @@
-"""What the gateway shows of the servers: the functions behind `status`, `doctor` and `why`, as its questions
-of operators need them.
-"""
+"""The functions behind `status`, `doctor` and `why`, for the gateway's questions of operators."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,7 +23,7 @@ Row = dict[str, Any]
 
 @asynccontextmanager
 async def open_examiners(settings: Settings) -> AsyncIterator[Examiners]:
-    """The examiners of a system. Opens also while its servers are away."""
+    """The examiners of a system. Opens also while its servers are down."""
     redis = open_redis(settings)
     keys = key_space(settings)
 

@@ -1,4 +1,4 @@
-"""`forget`: makes the personal data of a user unreadable, everywhere and for good."""
+"""`forget`: makes the personal data of a user unreadable, everywhere and permanently."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,8 @@ from grabstream.ops.formats.named_users import user_named
 from grabstream.ops.settings import Settings, load_settings
 from grabstream.projections.records import user_keys
 
-#: How long a gate may still seal with a key that it has read, in seconds; nobody can open what it seals then.
+#: How long a gate may still seal with a key that it has read, in seconds; what it seals then cannot be
+#: opened.
 EFFECT_SECONDS = 60
 
 
@@ -60,7 +61,7 @@ def forget(user: str, by_name: str, dry_run: bool, as_json: bool) -> None:
 
 async def _forget(settings: Settings, user: str, by_name: str, dry_run: bool) -> dict[str, Any]:
     await check_system(settings, seals=True)
-    # Keyed: who has neither a seal key nor a sealing part cannot tell from it whether a user was forgotten.
+    # Keyed: without a seal key or a sealing part, it does not reveal whether a user was forgotten.
     digests = sealer(settings).digests.names(f"forgotten/{user}")
     async with checked_books(settings) as connection:
         await require_seal_keys(connection, settings)

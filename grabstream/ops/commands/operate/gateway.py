@@ -132,8 +132,8 @@ async def _supervise(
     settings: Settings, host: str, bound: socket.socket, processes: int
 ) -> tuple[int, Sequence[int]]:
     """Runs the processes until a signal; returns the exit code, and the signals."""
-    # Nobody else had the port, so nobody is served by accident. From here on, this process holds it, so that
-    # port 0 is one port; a socket that does not listen gets no connections.
+    # The port was free, so no client of another server arrives here. From here on, this process holds it, so
+    # that port 0 is one port; a socket that does not listen gets no connections.
     port = bound.getsockname()[1]
     bound.close()
     stop, signals = stop_on_signals(EXIT_HANGS)
@@ -143,7 +143,7 @@ async def _supervise(
             "count them together",
             processes,
         )
-    # The same words; of an option that is there twice, the last one holds.
+    # The same words; of an option that occurs twice, the last one holds.
     command = [sys.executable, "-m", "grabstream.ops.cli", *sys.argv[1:], "--port", str(port)]
     with bind(host, port, is_shared=True):
         supervisor = Supervisor(processes, lambda number: [*command, "--process", str(number)], stop, log)
@@ -219,13 +219,13 @@ def _require_whole(settings: Settings) -> None:
 
 @asynccontextmanager
 async def _open_admission(settings: Settings, counters: Counters) -> AsyncIterator[Admission | None]:
-    """Checks of callers, which read keys again while they are open; None when nobody is checked."""
+    """Checks of callers, which read keys again while they are open; None without authentication."""
     if settings.gateway_authentication == "none":
         yield None
         return
     async with AsyncExitStack() as stack:
         await _require_tables(settings)
-        # A session of its own: a crowd of questions must not delay a revocation.
+        # A separate session: a crowd of questions must not delay a revocation.
         books = await stack.enter_async_context(
             open_books(
                 settings.postgres,
@@ -263,7 +263,7 @@ async def _open_admission(settings: Settings, counters: Counters) -> AsyncIterat
 
 @asynccontextmanager
 async def _open_checked_cache(settings: Settings) -> AsyncIterator[CacheServer | None]:
-    """The cache Redis, which is checked again while it is away; None when the settings have none."""
+    """The cache Redis, which is checked again while it is down; None when the settings have none."""
     async with open_cache(settings) as cache:
         if cache is None:
             yield None
@@ -275,7 +275,7 @@ async def _open_checked_cache(settings: Settings) -> AsyncIterator[CacheServer |
 async def _check_books(
     settings: Settings, shared: SharedAnswers | None, connection: AsyncConnection[Any]
 ) -> None:
-    """Raises what `require_schema` raises, and ConditionNotMet; tells which system it is to what gateways
+    """Raises what `require_schema` raises, and ConditionNotMet; passes the system's identity to what gateways
     share. A server that was restored from a copy has all that is in tables, but has not been started at the
     same time.
     """
@@ -308,7 +308,7 @@ def _rates(text: str) -> Rates:
 
 
 class _Opened(NamedTuple):
-    """The application, and what is measured or runs beside it."""
+    """The application, and what is measured or runs with it."""
 
     application: Application
     bounds: Bounds
@@ -323,7 +323,7 @@ class _Opened(NamedTuple):
 async def _open_application(
     settings: Settings, host: str, gate: Gate, cache_server: CacheServer | None, connections_max: int
 ) -> AsyncIterator[_Opened]:
-    """Opens all that the application needs besides its gate and the cache Redis."""
+    """Opens what the application needs other than its gate and the cache Redis."""
     key_files, release = KeyFiles(settings), metadata.version("grabstream")
     proxies = _proxies(settings)
     shared = None
@@ -355,7 +355,7 @@ async def _open_application(
             Questions(books, cache, tokens, existing, Reached(redis, key_space(settings))),
             Receipts(gate, settings.gate_timeout_ms, keys, forged, audience),
             EventStreams(books, settings.shards),
-            # What operators are told stays in this process.
+            # Answers for operators stay in this process.
             Watching(books, Cache(), examiners),
             ChangesOfWebhooks(books),
             functools.partial(document, release, admission is not None),

@@ -1,4 +1,4 @@
-"""`grants`: what each role may do on the three servers."""
+"""`grants`: the rights of each role on the three servers."""
 
 import asyncio
 from typing import Final

@@ -1,4 +1,4 @@
-"""`reseal`: for a rotation of the seal keys: seals again what the tables hold, and retires old keys."""
+"""`reseal`: for a rotation of the seal keys: reseals the secrets in the tables, and retires old keys."""
 
 import asyncio
 import sys

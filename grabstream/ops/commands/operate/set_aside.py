@@ -1,4 +1,4 @@
-"""`set-aside` and `retry`: let a projection that has stopped at a shard continue, without or with the record
+"""`set-aside` and `retry`: make a projection that has stopped at a shard continue, without or with the record
 that stopped it.
 """
 

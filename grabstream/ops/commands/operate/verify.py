@@ -23,7 +23,7 @@ from grabstream.streams.history.stores import Store
 
 
 def print_checks(checks: list[Check]) -> None:
-    """Prints one line for each check, and below it what is wrong."""
+    """Prints one line for each check, and its errors below it."""
     for check in checks:
         mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
         number, _, things = counted(check.checked, check.of_what).partition(" ")

@@ -1,4 +1,4 @@
-"""`webhooks`: subscriptions of URLs to events, and what was not delivered to them."""
+"""`webhooks`: subscriptions of URLs to events, and their undelivered events."""
 
 import asyncio
 import secrets

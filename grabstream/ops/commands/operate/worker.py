@@ -1,4 +1,4 @@
-"""`worker`: plays roles until a signal stops it."""
+"""`worker`: runs roles until a signal stops it."""
 
 import asyncio
 import contextlib
@@ -93,7 +93,7 @@ from grabstream.streams.worker import (
 
 log = logging.getLogger(__name__)
 
-#: The servers that a role needs, beside those of `decide`, `relay` and `sweep`.
+#: The servers that a role needs in addition to those of `decide`, `relay` and `sweep`.
 _SERVERS_OF: Final = {
     "decide": ("kafka", "redis"),
     "project": ("kafka", "postgresql"), "publish": ("kafka", "postgresql"),
@@ -137,7 +137,7 @@ def worker(roles: str) -> None:
 
 
 async def _run(settings: Settings, chosen: Sequence[str]) -> list[int]:
-    """Plays the roles; returns the signals that stopped them."""
+    """Runs the roles; returns the signals that stopped them."""
     stop, signals = stop_on_signals(EXIT_UNKNOWN_ERROR)
     relayed: list[int] = []
     parts = {"relay" if role == "sweep" else role for role in chosen}
@@ -217,7 +217,7 @@ def _roles_of_books(settings: Settings, redis: Any, measures: WorkerMeasures) ->
 def _services(
     settings: Settings, chosen: Sequence[str], redis: Any, known: "Known", key_files: KeyFiles
 ) -> dict[str, Role]:
-    """What every worker does beside its roles."""
+    """What every worker does in addition to its roles."""
     reporting = functools.partial(keep_reporting, redis, key_space(settings).workers, chosen)
     watching = Service(functools.partial(watch_servers, settings, redis))
     return {
@@ -251,9 +251,7 @@ def _say_relayed(change: Change) -> None:
 
 
 class Known:
-    """Whether the settings are known to name one system. A server that was away at the start is asked
-    later.
-    """
+    """Whether the settings are known to name one system. A server down at the start is asked later."""
 
     def __init__(self, settings: Settings, ready: Callable[[str], None], relays: bool) -> None:
         self._settings = settings
@@ -284,7 +282,7 @@ class Known:
         return RoleOfSchema(name, role, self._is_known, self._ready)
 
     async def keep(self, redis: Any, stop: asyncio.Event) -> None:
-        """Claims the prefix again whenever Redis has lost the claim, until `stop`; raises BadSettings when
+        """Renews the claim of the prefix whenever Redis has lost it, until `stop`; raises BadSettings when
         the prefix belongs to another system.
         """
         while not stop.is_set():
@@ -313,7 +311,7 @@ class RoleOfSchema(NamedTuple):
     ready: Callable[[str], None]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Plays the role, after the wait."""
+        """Runs the role, after the wait."""
         async with running(self.is_known.wait(), stop.wait()) as waiting:
             await first_to_end(waiting)
         if not stop.is_set():
@@ -356,7 +354,7 @@ async def _reached(settings: Settings, known: Known, decides: bool, stop: asynci
 
 async def _require_journal_key(settings: Settings) -> None:
     """Raises BadSettings when relays of this worker could not take shards over: they would hold the leases of
-    shards that nobody relays then.
+    shards that no worker relays.
     """
     if journal_keys().signer is not None:
         return
@@ -391,7 +389,7 @@ async def _refuse_replay(settings: Settings) -> None:
 
 
 def worker_state(chosen: Sequence[str], missing: Collection[str], is_stopping: bool) -> State:
-    """Whether a worker is ready: the parts that have not started, and the servers that its roles need."""
+    """Readiness of a worker: the parts that have not started, and the servers that its roles need."""
     needed = {server for role in chosen for server in _SERVERS_OF.get(role, _SERVERS_OF["decide"])}
     away = {server.partition(" ")[0].lower() for server in OUTAGES.away}
     return State(tuple(sorted(missing)), {name: name not in away for name in sorted(needed)}, is_stopping)

@@ -44,7 +44,7 @@ _OFFERS = "SELECT * FROM offers ORDER BY opened_at, offer LIMIT %s"
 
 
 class NothingThen(Exception):
-    """Nothing to show existed at that time; the text says when the first event was."""
+    """Nothing existed at that time; the text names the time of the first event."""
 
 
 @click.command()
@@ -209,7 +209,7 @@ def _print(shown: dict[str, Any], limit: int) -> None:
 
 def _offer_row(offer: dict[str, Any]) -> tuple[object, ...]:
     columns = (offer[name] for name in ("offer", "kind", "state"))
-    # Of an envelope, these count money.
+    # For an envelope, these are amounts of money.
     if offer["kind"] == "envelope":
         names = ("total", "given", "held", "amount_left")
         amounts: list[object] = [shown_amount(offer[name], offer["asset"]) for name in names]

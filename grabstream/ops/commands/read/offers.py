@@ -44,7 +44,7 @@ _SHOWN: Final = ("offer", "kind", "state", "units", "taken", "held", "left", "wa
 
 
 class NoSuchOffer(Exception):
-    """The offer after which a page is to begin is not in the read models."""
+    """The offer before the requested page is not in the read models."""
 
 
 class _Duration(click.ParamType):
@@ -195,7 +195,7 @@ async def _read(settings: Settings, wanted: dict[str, Any], chosen: set[str]) ->
 
 
 def _plain(row: dict[str, Any], now: int) -> dict[str, Any]:
-    """A row for programs: `upcoming` as a state, and null for an offer that does not close by itself."""
+    """A row for programs: `upcoming` as a state, and null for an offer without a closing time."""
     state = "upcoming" if row["state"] == "open" and row["opens_at"] > now else row["state"]
     closes_at = None if row["closes_at"] == TIME_MS_MAX else row["closes_at"]
     return row | {"state": state, "closes_at": closes_at}

@@ -1,6 +1,4 @@
-"""`result`: what became of the offers of a week, from the views `results_by_week` and
-`refusals_by_reason`.
-"""
+"""`result`: results of the offers of a week, from the views `results_by_week` and `refusals_by_reason`."""
 
 import asyncio
 import csv
@@ -49,7 +47,7 @@ _STOPS: Final = "SELECT projection, shard FROM stopped_shards WHERE projection <
 
 
 class NoResult(Exception):
-    """No offer opens in the week; the text names weeks that have some."""
+    """No offer opens in the week; the text names weeks with offers."""
 
 
 @click.command()
@@ -200,8 +198,8 @@ def _print_csv(found: dict[str, Any]) -> None:
 
 
 def _csv_cell(value: Any) -> Any:
-    """A value of a CSV file. Spreadsheets compute a text that begins like a formula, and whoever opens offers
-    chooses texts: an apostrophe makes such a text a text.
+    """A value of a CSV file. Spreadsheets compute a text that begins like a formula, and texts of offers are
+    chosen by their sellers: an apostrophe prevents it.
     """
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
 

@@ -49,7 +49,7 @@ _TIMES: Final = ("sold_out_at", "closed_at")
 
 
 class NoResult(Exception):
-    """There is no result; the text says why, and the way out."""
+    """There is no result; the text gives the reason and the fix."""
 
 
 class _FirstReading:
@@ -70,7 +70,7 @@ class _FirstReading:
 
     @property
     def lacks_seeds(self) -> bool:
-        """Whether an envelope was opened whose seed is not found yet."""
+        """Whether the seed of an opened envelope has not been found yet."""
         return any(kind == "envelope" and offer not in self.seeds for offer, kind in self.kinds.items())
 
 
@@ -177,7 +177,7 @@ def _lines_in(output: Path | None) -> Iterator[IO[str] | None]:
     if output is None:
         yield None
         return
-    # A name of its own: another run may have the same output.
+    # A unique name: another run may have the same output.
     part = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
     try:
         with part.open("x") as lines:

@@ -62,7 +62,7 @@ def why(user: str, offer: str, as_json: bool) -> None:
 
 
 class Unbooked(NamedTuple):
-    """An event of the user with transfers that the ledger lacks. `because` says why, and the way out."""
+    """An event of the user with transfers that the ledger lacks. `because` gives the reason and the fix."""
 
     seq: int
     type: str
@@ -72,8 +72,8 @@ class Unbooked(NamedTuple):
 async def gather(
     settings: Settings, user: str, offer: str
 ) -> tuple[Evidence | None, list[Unbooked], dict[str, Any]]:
-    """The evidence in the books (None when they do not have the offer), the events that the ledger lacks, and
-    the present state in Redis.
+    """The evidence in the books (None when they lack the offer), the events that the ledger lacks, and the
+    present state in Redis.
     """
     async with checked_books(settings) as connection:
         evidence = await read_books(connection, user, offer)
@@ -326,7 +326,7 @@ def _redis_in_words(redis: dict[str, Any], asset: str) -> str:
 
 
 def _relative(ms: int) -> str:
-    """A time relative to the opening: in seconds, or in days from one day on."""
+    """A time relative to the opening: in seconds, or in days from one day."""
     return f"{ms / 1000:+,.3f} s" if abs(ms) < 86_400_000 else f"{ms / 86_400_000:+,.2f} d"
 
 

@@ -63,7 +63,7 @@ def follow(projection: str, rebuild: bool, as_json: bool) -> None:
 
 
 def _catching_up(what: str) -> Callable[[int, int], None]:
-    """Shows how far a sink is, until it has caught up."""
+    """Shows the progress of a sink until it has caught up."""
     line, done, is_behind = ProgressLine(), 0, False
 
     def report(events: int, records_left: int) -> None:

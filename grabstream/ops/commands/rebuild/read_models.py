@@ -1,4 +1,4 @@
-"""`rebuild`: rebuilds read models beside the live versions, compares them row by row, and switches in one
+"""`rebuild`: rebuilds read models next to the live versions, compares them row by row, and switches in one
 transaction. Also rebuilds the journal and Redis.
 """
 
@@ -350,8 +350,8 @@ def _show(line: ProgressLine, what: str, progress: RebuildProgress) -> None:
 
 
 def few_collections() -> None:
-    """Makes garbage collection rarer: it would search thousands of short-lived events for cycles, which is a
-    tenth of the work.
+    """Makes garbage collection rarer: searching thousands of short-lived events for cycles is a tenth of the
+    work.
     """
     gc.set_threshold(50_000, 20, 50)
 

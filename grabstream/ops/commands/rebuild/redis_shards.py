@@ -1,4 +1,4 @@
-"""`rebuild redis`: rebuilds shards from the journal on request. Workers do the same by themselves whenever
+"""`rebuild redis`: rebuilds shards from the journal on request. Workers do the same automatically whenever
 Redis has lost data.
 """
 
@@ -41,7 +41,7 @@ OTHER_REBUILD = (
 
 
 class ShardResult(NamedTuple):
-    """What was done with a shard: events applied and seconds, if it was rebuilt."""
+    """The result for a shard: events applied and seconds, if it was rebuilt."""
 
     shard: int
     done: str

@@ -1,4 +1,4 @@
-"""`replay`: reads past events again, into lines, a topic or a schema, for other programs."""
+"""`replay`: replays past events into lines, a topic or a schema, for other programs."""
 
 import fcntl
 import gc
@@ -77,8 +77,8 @@ class Into(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """How a destination is written: with `append`, also if it has records; with `resumes`, only what it
-    lacks; at most `rate` events a second.
+    """How a destination is written: with `append`, also if it has records; with `resumes`, only missing
+    events; at most `rate` events a second.
     """
 
     into: Into
@@ -252,7 +252,7 @@ async def _run(
 
 
 async def _journal_of(settings: Settings, asks_kafka: bool) -> str:
-    """Checks the system, and returns Kafka's id of its journal; '' where no server that is asked knows it."""
+    """Checks the system, and returns Kafka's id of its journal; '' where no asked server knows it."""
     identity = await check_system(settings, journal=asks_kafka)
     if identity is not None:
         return identity.journal
@@ -261,7 +261,7 @@ async def _journal_of(settings: Settings, asks_kafka: bool) -> str:
 
 
 def _after(stretch: Stretch, written: int) -> Stretch:
-    """The stretch without what is written already, if its beginning is no time. The sink leaves out the
+    """The stretch without what is already written, if its beginning is not a time. The sink leaves out the
     rest.
     """
     if not written or (stretch.first is not None and stretch.first.seq is None):
@@ -271,7 +271,7 @@ def _after(stretch: Stretch, written: int) -> Stretch:
 
 async def _require_offers(settings: Settings, not_met: set[str], planned: Sequence[Planned]) -> None:
     """Raises NoSuchOffer for offers that do not exist. If not all events were read, the books are asked;
-    without PostgreSQL the check is then left out.
+    without PostgreSQL the check is skipped.
     """
     is_whole = not any(part.stretch.first or part.stretch.last or part.start.cursor.seq for part in planned)
     if not_met and not is_whole:
@@ -322,8 +322,8 @@ def _check_file(settings: Settings, asked: Request, file: Path, resumes: bool) -
 
 def _recorded_for(settings: Settings, asked: Request, file: Path, written: Collection[int]) -> Filters | None:
     """The filters with which the lines of a file were written, if they are recorded; raises ReplayRefused
-    when they are not those that are asked for now. `written` are the shards that have lines. A record beside
-    a file without lines is of a file that was removed, but what is not a record is refused there, too.
+    when they differ from those requested now. `written` are the shards that have lines. A record next to a
+    file without lines belongs to a removed file, but what is not a record is refused there, too.
     """
     try:
         recorded = read_filters(file)

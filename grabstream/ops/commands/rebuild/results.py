@@ -1,4 +1,4 @@
-"""What a verb of `rebuild` has done with a read model: in JSON, and in words with a table of differences."""
+"""The results of the verbs of `rebuild`: in JSON, and in words with a table of differences."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from grabstream.projections.versions import Version
 
 
 class RebuildResult(msgspec.Struct, kw_only=True):
-    """What was done with a read model: the version that was live before, and the one that was built or shown.
+    """The result for a read model: the version that was live before, and the one that was built or shown.
 
-    `set_aside` describes records that may explain rows that only the new version has.
+    `set_aside` describes records that may explain rows only in the new version.
     """
 
     projection: str

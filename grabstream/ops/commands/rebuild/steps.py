@@ -22,8 +22,8 @@ STATES: Final = {"previous": "previous", "unfinished": "building"}
 
 
 class EventSource(NamedTuple):
-    """What is read: `journal`, `audit`, or `archive` and where it is; and whether records that operators have
-    set aside are skipped.
+    """The source: `journal`, `audit`, or `archive` and its place; and whether records set aside by operators
+    are skipped.
     """
 
     name: str
@@ -32,8 +32,8 @@ class EventSource(NamedTuple):
 
 
 class SwitchOptions(NamedTuple):
-    """How a new version is shown: although rows differ, with the old version kept, and after a wait of at
-    most so many seconds for readers.
+    """How a new version is shown: although rows differ, with the old version kept, and the maximum seconds to
+    wait for readers.
     """
 
     accept: bool
@@ -42,7 +42,7 @@ class SwitchOptions(NamedTuple):
 
 
 class ModelRebuild(NamedTuple):
-    """The rebuild of one read model: what the verbs do with it."""
+    """The rebuild of one read model, by verb."""
 
     settings: Settings
     projection: str
