@@ -1,1 +1,1 @@
-"""Read models: tables computed from blocks of the journal. Each stores its cursor beside its rows."""
+"""Read models: tables computed from blocks of the journal. Each stores its cursor next to its rows."""

@@ -1,4 +1,4 @@
-"""What events change of the accounts, in columns by kind and asset."""
+"""The changes of accounts by events, in columns by kind and asset."""
 
 from collections import defaultdict
 from collections.abc import Iterable

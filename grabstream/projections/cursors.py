@@ -71,7 +71,7 @@ def facts_of(
 
 
 def follow(shard: int, seq: int, events: Iterable[AnyEvent | AnyRun]) -> bool:
-    """Whether events are of a shard, and follow each other from the one after `seq` on, by their texts."""
+    """Whether events belong to a shard and are consecutive from the one after `seq`, by their texts."""
     for event in events:
         if event.seq != seq + 1 or event.shard != shard:
             return False
@@ -80,8 +80,8 @@ def follow(shard: int, seq: int, events: Iterable[AnyEvent | AnyRun]) -> bool:
 
 
 def single_facts(facts: Sequence[Fact]) -> Sequence[Fact]:
-    """The same facts, with one for each grab of a run: its event by itself, as `grab.events` has it, in a
-    line of its own, and the hash after the run.
+    """The same facts, with one for each grab of a run: its event alone, as `grab.events` has it, in its own
+    line, and the hash after the run.
     """
     if not any(isinstance(fact.event, AnyRun) for fact in facts):
         return facts
@@ -190,7 +190,7 @@ async def write(
     frozen: bool = False,
 ) -> None:
     """Moves cursors and applies the facts between them, in the caller's transaction; raises like `advance`,
-    which is first: so no two processes apply the same facts.
+    which runs first, so that no two processes apply the same facts.
     """
     await advance(connection, projection, moves, frozen)
     if facts:

@@ -47,7 +47,7 @@ async def load(connection: AsyncConnection[Any], facts: Sequence[Fact]) -> None:
     rows: list[str] = []
     runs: list[str] = []
     for _, _, event, transfers in facts:
-        # Those of grabs that have waited are rows by themselves, which an index by user has.
+        # Those of grabs that have waited are single rows, which an index by user covers.
         if isinstance(transfers, RunTransfers) and not (isinstance(event, HeldRun) and event.waited):
             # No field needs escaping: names have no backslash, so the literals of arrays have none.
             runs.append(

@@ -45,7 +45,7 @@ _SHARED: Final = (
 
 
 class NoReadModel(Exception):
-    """There is no version that this code may write; the text says what to do."""
+    """There is no version that this code may write; the text gives the fix."""
 
 
 class ViewsInUse(Exception):
@@ -87,7 +87,7 @@ async def versions(
 
 
 async def lost(connection: AsyncConnection[Any], candidates: Sequence[Version]) -> list[Version]:
-    """Those of the versions that lack some or all of their tables, because they were dropped by hand."""
+    """The versions that lack some or all of their tables, because they were dropped by hand."""
     query = (
         "SELECT nspname, array_agg(relname::text) FROM pg_namespace JOIN pg_class ON relnamespace = "
         "pg_namespace.oid AND relkind = 'r' "
@@ -112,7 +112,7 @@ def _tables_of(version: Version) -> set[str]:
 
 
 def lost_message(version: Version) -> str:
-    """The message about a version whose tables are lost, with the command that makes them again."""
+    """The message about a version whose tables are lost, with the command that recreates them."""
     return (
         f"the tables of {version.projection}, in schema {version.schema}, are gone: run "
         f"`{command_that_makes(version)}`"
@@ -120,7 +120,7 @@ def lost_message(version: Version) -> str:
 
 
 def command_that_makes(version: Version) -> str:
-    """The command that makes the lost tables of a version again."""
+    """The command that recreates the lost tables of a version."""
     return (
         f"grabstream rebuild {version.projection}" if version.projection in PROJECTIONS else "grabstream init"
     )
@@ -241,7 +241,7 @@ async def _unused_number(connection: AsyncConnection[Any], schema: str, projecti
 
 
 def may_be_version(schema: str, name: str) -> bool:
-    """Whether a schema has a name that versions of read models of the system have or may get."""
+    """Whether the name of a schema is one that versions of the system's read models may have."""
     return (
         re.fullmatch(rf"{re.escape(schema)}_({'|'.join((*PROJECTIONS, 'events'))})_[0-9]+", name) is not None
     )
@@ -269,14 +269,14 @@ async def create_flat(connection: AsyncConnection[Any], schema: str, shards: int
 
 
 async def create_missing(connection: AsyncConnection[Any], schema: str, shards: int) -> bool:
-    """Creates and shows an empty version of each projection that has none, in the caller's transaction, who
-    then calls `renew_views` and, if this returns True, `show_cursors`.
+    """Creates and shows an empty version of each projection that has none, in the caller's transaction; the
+    caller then calls `renew_views` and, if this returns True, `show_cursors`.
     """
     # The cursors of `events` are in its topic; its tables have only the shards at which it stopped. So they
-    # can be made again, where other read models need a rebuild.
+    # can be recreated, where other read models need a rebuild.
     gone = await lost(connection, await versions(connection, schema, "events"))
     if gone:
-        # Views that still read what is left would be dropped with it, and with them their grants.
+        # Views that still read the rest would be dropped with it, and with them their grants.
         await show_cursors(connection, schema)
     for version in gone:
         await _forget(connection, schema, version)
@@ -291,7 +291,7 @@ async def create_missing(connection: AsyncConnection[Any], schema: str, shards: 
 
 
 async def _forget(connection: AsyncConnection[Any], schema: str, version: Version) -> None:
-    """Drops what is left of a version, and its row."""
+    """Drops the rest of a version, and its row."""
     await connection.execute(
         sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(version.schema))
     )
@@ -419,7 +419,7 @@ async def renew_views(connection: AsyncConnection[Any], schema: str) -> None:
 
 
 async def mend_cursors(connection: AsyncConnection[Any], schema: str) -> None:
-    """Creates the views of cursors again if one was dropped with the tables of a version."""
+    """Recreates the views of cursors if one was dropped with the tables of a version."""
     for view, *_ in _SHARED:
         result = await connection.execute(
             "SELECT to_regclass(%s) IS NULL", (sql.Identifier(schema, view).as_string(connection),)
@@ -592,7 +592,7 @@ async def renew_empty(connection: AsyncConnection[Any], schema: str, shards: int
     """Gives read models without events the definitions of this code, in the caller's transaction; returns the
     projections that changed.
 
-    A read model is left as it is if its views change and other views depend on them. `grabstream rebuild`
+    A read model stays unchanged if its views change and other views depend on them. `grabstream rebuild`
     names those views.
     """
     renewed = []

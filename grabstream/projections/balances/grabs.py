@@ -1,4 +1,4 @@
-"""Grabs in the projection `balances`: what of each grab is held, granted, returned and used."""
+"""Grabs in the projection `balances`: the held, granted, returned and used units of each grab."""
 
 import json
 from collections.abc import Iterable, Iterator

@@ -1,5 +1,5 @@
-"""Offers and payments in the projection `balances`: what of an offer is given, held and left, and the result
-of each payment.
+"""Offers and payments in the projection `balances`: the given, held and left units of each offer, and the
+result of each payment.
 """
 
 import logging
@@ -240,7 +240,7 @@ async def _insert(connection: AsyncConnection[Any], opened: Sequence[OfferOpened
                     _hour_shift(event.offsets), event.seq,
                 )
             )  # fmt: skip
-    # Who opens an offer by HTTP or by a topic is not told otherwise.
+    # Openers of offers by HTTP or by a topic do not learn it otherwise.
     for zone in await unknown_zones(connection, by_zone.keys() - {"UTC"}):
         log.warning(
             "PostgreSQL does not know the time zone %s (offers: %d, the first: %s): the views use UTC for "

@@ -52,7 +52,7 @@ async def compare(
     offer: str | None = None,
 ) -> list[TableDifference]:
     """Compares the tables, or all tables of both versions; with `offer`, only its rows. The result has every
-    table, with or without differences, and views in place of the tables that they stand for.
+    table, with or without differences, and views in place of their tables.
     """
     declared = definition.declared_since(old.definition)
     columns_old, columns_new = (
@@ -184,8 +184,8 @@ async def _compare_table(connection: AsyncConnection[Any], table: _Table) -> Tab
 
 
 async def _counted(connection: AsyncConnection[Any], table: _Table) -> tuple[TableDifference, int]:
-    """The numbers of rows that differ, and how many more rows whose key is there twice the old version has
-    than the new one.
+    """The numbers of rows that differ, and how many more rows with a duplicate key the old version has than
+    the new one.
     """
     conditions = [table.is_missing, table.is_extra, table.is_changed]
     conditions += [table.in_both(_differs(column)) for column in (*table.compared, *table.declared)]

@@ -1,5 +1,5 @@
-"""Checks of the audit trail, row by row (the chain, the columns beside the text, and the rows of the ledger),
-and the expected state of offers and accounts that follows from it.
+"""Checks of the audit trail, row by row (the chain, the columns next to the text, and the rows of the
+ledger), and the expected state of offers and accounts that follows from it.
 
 This module does not read a database: callers pass rows, and get the verified events and the first problem. A
 problem ends the walk, because later rows can be verified only after it is repaired.
@@ -225,8 +225,8 @@ def numbers_in_words(numbers: tuple[int, int, int, int]) -> str:
 
 
 class OfferState(NamedTuple):
-    """The state of an offer after its event `offer_seq`: what is left (in its asset, and in units) and held,
-    and the number of its grabs.
+    """The state of an offer after its event `offer_seq`: the rest (in its asset, and in units), the held
+    units, and the number of its grabs.
     """
 
     offer: str

@@ -10,8 +10,8 @@ from grabstream.models.runs import AnyLine
 
 
 class Row(NamedTuple):
-    """A row of the audit trail: the text of a line, the hash of the chain after it, and what the other
-    columns repeat of the text.
+    """A row of the audit trail: the text of a line, the hash of the chain after it, and the copies of its
+    fields in the other columns.
     """
 
     seq: int
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """The text as it is hashed."""
+        """The hashed text."""
         return self.body.encode()
 
 

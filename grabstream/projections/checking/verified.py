@@ -1,5 +1,5 @@
-"""The progress of the verifier in SQL: how far each shard is verified, the expected state of every account
-and offer there, and the findings.
+"""The progress of the verifier in SQL: the verified position of each shard, the expected state of every
+account and offer there, and the findings.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from grabstream.projections.checking.proof import LedgerRow, OfferState
 from grabstream.projections.database.arrays import integer_array, text_array
 from grabstream.projections.ledger import in_lines
 
-#: After this time without a pass, and without a verifier that has the lock, nobody verifies.
+#: After this time without a pass, and without a verifier that has the lock, no verifier runs.
 SILENT_MS_MAX: Final = 300_000
 #: After this time without a pass, the verifier that has the lock does not get on. A pass of a large system,
 #: and the rest after it (REST_SECONDS_MAX of streams/projecting/verifier.py), take less.
@@ -27,8 +27,8 @@ def lock_of(schema: str) -> str:
 
 
 class VerifiedTo(NamedTuple):
-    """How far a shard is verified (`seq`), and how far the current repeated round is (`again_seq`), each with
-    the hash of the chain there.
+    """The verified position of a shard (`seq`), and that of the current repeated round (`again_seq`), each
+    with the hash of the chain there.
     """
 
     shard: int
@@ -103,7 +103,7 @@ async def begin(connection: AsyncConnection[Any], shards: int) -> None:
 
 
 async def reset_progress(connection: AsyncConnection[Any]) -> None:
-    """Starts verification from the beginning, because the read models have other events now than those
+    """Starts verification from the beginning, because the events of the read models are no longer those
     verified.
     """
     await connection.execute("DELETE FROM verified_accounts")
@@ -114,7 +114,7 @@ async def reset_progress(connection: AsyncConnection[Any]) -> None:
 
 
 async def set_gaps(connection: AsyncConnection[Any], shard: int, ids: Sequence[int]) -> None:
-    """Stores the ids of the records set aside with which the shard is verified from now on."""
+    """Stores the ids of the records set aside with which the shard is then verified."""
     await connection.execute("UPDATE verified SET gaps = %s WHERE shard = %s", (list(ids), shard))
 
 
@@ -344,8 +344,8 @@ async def clear(
     connection: AsyncConnection[Any], kind: str, shard: int, compared: Sequence[str] | None,
     wrong: Sequence[str]
 ) -> None:  # fmt: skip
-    """Clears findings of a kind about subjects that were compared (None: everything was), and are right now:
-    only the subjects `wrong` differ.
+    """Clears findings of a kind about subjects that were compared (None: all were), except the subjects
+    `wrong`, which differ.
     """
     await connection.execute(
         "UPDATE findings SET cleared_at = now() WHERE cleared_at IS NULL AND kind = %s AND shard = %s "

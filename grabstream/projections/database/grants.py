@@ -1,4 +1,4 @@
-"""Grants: those on a view, read before it is dropped, and given again after it is created; and those of a
+"""Grants: those on a view, read before it is dropped, and restored after it is created; and those of a
 version of a read model, for the version that takes its place.
 """
 

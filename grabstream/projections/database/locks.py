@@ -24,7 +24,7 @@ _IS_LOCK: Final = (
 
 
 class Held(Exception):
-    """Another session does this work now, or holds a lock that it needs; the text names the session."""
+    """Another session does this work, or holds a lock that it needs; the text names the session."""
 
 
 async def hold(connection: AsyncConnection[Any], name: str, work: str) -> None:

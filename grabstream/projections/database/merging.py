@@ -20,9 +20,9 @@ _PLANS: Final = (
 async def plan_by_keys(connection: AsyncConnection[Any], local: bool = False) -> None:
     """Makes the statements of a session (with `local`, of its transaction) find rows by their keys.
 
-    The planner would rather read all of a table while it is empty, when most plans are made, and they are
-    kept while it grows; and for the lengths of certain arrays. Plans without a scan look expensive to it
-    where a table has no index, which must not make it compile them.
+    The planner prefers to scan a table while it is empty, when most plans are made, and these are kept while
+    it grows; and for certain lengths of arrays. Plans without a scan look expensive to it where a table has
+    no index, which must not trigger their compilation.
     """
     await connection.execute(_PLANS, (local,))
 

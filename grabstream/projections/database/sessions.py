@@ -1,7 +1,7 @@
 """Sessions of PostgreSQL. Only this module opens and names them.
 
 `application_name` is `grabstream <schema>: <work>`. Every role may read it, so other systems of the database
-can tell that a session is not theirs (`streams/rebuilding/switching.py`), and a process that waits for a lock
+can see that a session is not theirs (`streams/rebuilding/switching.py`), and a process that waits for a lock
 can name its holder (`locks.py`). The schema is that of the system. For a user projection it is the schema of
 the projection, because its code may read anything.
 """
@@ -20,7 +20,7 @@ _NAME_BYTES_MAX: Final = 63
 #: The bytes of a name that identify the system; the rest is for the work.
 _SYSTEM_BYTES_MAX: Final = 40
 _DIGEST_DIGITS: Final = 8
-#: libpq's parameters of a session, where the DSN does not have them. A server that vanishes without a word is
+#: libpq's parameters of a session, where the DSN does not have them. A server that vanishes silently is
 #: noticed within a minute: the operating system would wait a quarter of an hour for a reply, and two hours on
 #: a connection that waits for one.
 DEFAULTS: Final = {
@@ -32,8 +32,8 @@ DEFAULTS: Final = {
 }
 RECONNECT_SECONDS_MAX: Final = 2.0
 #: Time limits that a role or a database may have for people: they would end a rebuild, a snapshot that is
-#: read for hours, and sessions that rest. Our sessions have none but those of the DSN's `options`, and those
-#: that they set themselves. The value is the first version of PostgreSQL that knows the limit.
+#: read for hours, and idle sessions. Our sessions have only those of the DSN's `options`, and those that they
+#: set themselves. The value is the first version of PostgreSQL that knows the limit.
 _LIMITS: Final = {
     "statement_timeout": 0,
     "idle_session_timeout": 0,
@@ -106,8 +106,8 @@ def open_pool(
         max_size=sessions_max,
         max_waiting=waiting_max,
         timeout=wait_seconds,
-        # The pool pauses longer after each attempt that fails, and begins anew after this time: so a session
-        # is there soon after a long outage, too.
+        # The pool pauses longer after each attempt that fails, and starts over after this time: so there is a
+        # session soon after a long outage, too.
         reconnect_timeout=RECONNECT_SECONDS_MAX,
         configure=configure,
         name=work,
@@ -118,14 +118,14 @@ def open_pool(
 def _defaults(postgres: str) -> dict[str, Any]:
     """DEFAULTS without what the DSN says."""
     said: dict[str, Any] = {}
-    # A DSN that cannot be read is the error of whoever connects with it.
+    # A DSN that cannot be read is an error for the code that connects with it.
     with suppress(ProgrammingError):
         said = conninfo_to_dict(postgres)
     return {name: value for name, value in DEFAULTS.items() if name not in said}
 
 
 def session_name(schema: str, work: str = "") -> str:
-    """The name of a session. It is different for two systems, and for two works of one system."""
+    """The name of a session. It differs between systems, and between the works of a system."""
     name = system_name(schema)
     return f"{name}: {_fitting(work, _NAME_BYTES_MAX - len(name) - 2)}" if work else name
 

@@ -69,8 +69,8 @@ async def is_system(connection: AsyncConnection[Any], schema: str) -> bool:
 async def schemas_of(connection: AsyncConnection[Any], schema: str) -> list[str]:
     """The main schema of a system, and then the existing schemas that `read_models` names.
 
-    If the main schema is gone, the schemas that are left of the system: their names are reserved for it, and
-    they have cursors of a read model.
+    If the main schema is gone, the remaining schemas of the system: their names are reserved for it, and they
+    have cursors of a read model.
     """
     if await _is_there(connection, schema, "read_models"):
         query = sql.SQL(

@@ -1,5 +1,5 @@
 """Time zones that PostgreSQL does not know: it may have an older list of them than Python. The views then
-reckon in UTC (`known_zone` in `definitions/balances.sql`).
+use UTC (`known_zone` in `definitions/balances.sql`).
 """
 
 from collections.abc import Iterable

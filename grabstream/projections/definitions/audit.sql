@@ -37,7 +37,7 @@ CREATE INDEX audit_1_life ON audit_1 (shard, offer) WHERE type IN ('offer.opened
 CREATE OR REPLACE VIEW audit AS
     SELECT shard, seq, offer, type, at, body, hash, seqs, to_timestamp(at::float8 / 1000) AS at_time FROM audit_1;
 
--- Every event by itself, as on `grab.events`: the grabs of a run one by one, in the form of version 1.
+-- Every event separately, as on `grab.events`: the grabs of a run one by one, in the form of version 1.
 CREATE OR REPLACE VIEW events AS
     SELECT shard, seq, offer, type, at, body, to_timestamp(at::float8 / 1000) AS at_time FROM audit_1
     WHERE type NOT IN ('grab.granted', 'grab.held')

@@ -147,9 +147,9 @@ ALTER TABLE grabs_1
     ADD CHECK (uncounted >= 0),
     ADD CHECK (held + back + redeemed <= quantity);
 CREATE INDEX grabs_1_user ON grabs_1 (user_id);
--- Pages of who got what, of the luckiest, and of a waiting list, in their order. The luckiest of pieces are
--- those who got more than one, so offers of which everybody gets one are not in that index. The columns
--- hardly ever change, so that holds and payments need no new entries.
+-- Pages of who got what, of the luckiest, and of a waiting list, in their order. The luckiest of pieces got
+-- more than one, so offers that give each user one are not in that index. The columns hardly ever change, so
+-- that holds and payments need no new entries.
 CREATE INDEX grabs_1_place ON grabs_1 (offer, place) WHERE state <> 'waiting';
 CREATE INDEX grabs_1_luckiest ON grabs_1 (offer, (-amount), place)
     WHERE state <> 'waiting' AND (strpos(asset, ':') = 0 OR amount > 1);
@@ -170,7 +170,7 @@ ALTER TABLE payments_1
 
 -- `grabstream init` replaces these views in place when their text changes (projections/versions.py). So
 -- columns are only added at the end; any other change needs another number of the definition. Each `…_time`
--- is the integer column beside it, as timestamptz.
+-- is the integer column next to it, as timestamptz.
 
 -- A time zone, or UTC where this PostgreSQL does not know it: it may have an older list of zones than the
 -- program that opened the offer, and one such offer must not break the views for all others.
@@ -329,8 +329,8 @@ CREATE OR REPLACE VIEW limits AS
     FROM counted WHERE value IS NOT NULL
     GROUP BY offer, by, per, scope, value, max, resets_at;
 
--- The amounts of parts by their place, over all envelopes of the same terms, beside the mean that the law
--- gives every place: total ÷ parts.
+-- The amounts of parts by their place, over all envelopes of the same terms, next to the mean by the law for
+-- every place: total ÷ parts.
 CREATE OR REPLACE VIEW fairness AS
     SELECT o.asset, coalesce(o.terms->>'law', 'double_mean') AS law, o.total, o.units AS parts,
            coalesce((o.terms->>'min')::bigint, 1) AS min, (o.terms->>'max')::bigint AS max, g.place,

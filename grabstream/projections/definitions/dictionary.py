@@ -1,4 +1,4 @@
-"""The data dictionary: what each view of the schema of a system has in a row, and what each column means.
+"""The data dictionary: the rows of each view of a system's schema, and the meaning of each column.
 
 It is the one source of the comments in the database (`projections/reports.py`) and of docs/data.md
 (`scripts/data_dictionary.py`).
@@ -13,9 +13,7 @@ _SECONDS: Final = {"second": "s since 1970 UTC"}
 
 
 class Column(NamedTuple):
-    """A column: its type in PostgreSQL, what it means, and the meaning of each of its values, if they are
-    few.
-    """
+    """A column: its type in PostgreSQL, its meaning, and the meaning of each value, if they are few."""
 
     type: str
     text: str
@@ -29,9 +27,7 @@ class Column(NamedTuple):
 
 
 class View(NamedTuple):
-    """A view: the read model that it belongs to, what a row is, the columns that name a row, and all columns
-    in order.
-    """
+    """A view: its read model, the meaning of a row, the columns that name a row, and all columns in order."""
 
     source: str
     text: str
@@ -86,7 +82,7 @@ _PROJECTIONS: Final = {
 }
 _EVENTS: Final = "Type of the event, such as grab.held (docs/events.md, schemas/events)."
 
-#: What a column means in every view that has no other text for it. Without a type: bigint.
+#: The meaning of a column in every view without another text for it. Without a type: bigint.
 _COMMON: Final[Mapping[str, str | tuple[str, str] | Column]] = {
     "offer": ("text", "Id of the offer."),
     "campaign": ("text", "Id of the campaign: the offer's id up to its first colon."),
@@ -126,8 +122,8 @@ _COMMON: Final[Mapping[str, str | tuple[str, str] | Column]] = {
 
 
 def _columns(names: str, **texts: str | tuple[str, str] | Column) -> dict[str, Column]:
-    """The columns in order. A text of its own goes before the common one; a name that ends with `_time` is
-    the integer time beside it.
+    """The columns in order. A specific text takes precedence over the common one; a name that ends with
+    `_time` is the integer time next to it.
     """
     columns: dict[str, Column] = {}
     for name in names.split():

@@ -85,8 +85,8 @@ ALTER TABLE accounts_1
 -- Replaced in place by `grabstream init`: columns are only added at the end (see balances.sql).
 
 CREATE OR REPLACE VIEW accounts AS SELECT account, asset, posted FROM accounts_1;
--- `line_seq` is the seq of the line of the journal, and has an index: who looks for a seq also says
--- `line_seq BETWEEN seq - 999 AND seq`.
+-- `line_seq` is the seq of the line of the journal, and has an index: a search for a seq also needs `line_seq
+-- BETWEEN seq - 999 AND seq`.
 CREATE OR REPLACE VIEW transfers AS
     SELECT shard, seq, leg, offer, asset, debit, credit, amount, at, seq AS line_seq,
            to_timestamp(at::float8 / 1000) AS at_time

@@ -3,7 +3,7 @@
 -- text changes; views of other programs stay as long as columns are only added at the end.
 --
 -- Every number of an offer is found by its keys (the indexes `grabs_1_pkey`, `audit_1_offer`,
--- `payments_1_pkey`), so a report of one week or offer costs what they have, however much there is beside.
+-- `payments_1_pkey`), so a report of one week or offer costs what they have, however much else there is.
 
 --- part reports
 

@@ -1,5 +1,5 @@
 -- The schema of a system: what is not computed from the journal. Read models are not here: each version of
--- one has a schema of its own, with the tables of its definition (projections/definitions/).
+-- one has its own schema, with the tables of its definition (projections/definitions/).
 --
 -- An integer time is in ms since 1970 UTC (`second`: in s), by the clock of a shard; a timestamptz is by the
 -- clock of PostgreSQL.
@@ -14,9 +14,9 @@ DO $$ BEGIN
     END IF;
 END $$;
 
--- Which system this schema belongs to: the prefix of its topics and keys, the id that Kafka gave to the topic
--- of the journal (another topic of that name has another one), and the number of shards. `grabstream init`
--- writes the row; every process compares it with its settings.
+-- The system of this schema: the prefix of its topics and keys, the id that Kafka gave to the topic of the
+-- journal (another topic of that name has another one), and the number of shards. `grabstream init` writes
+-- the row; every process compares it with its settings.
 CREATE TABLE system (
     one boolean PRIMARY KEY DEFAULT true CHECK (one),
     prefix text NOT NULL,
@@ -43,7 +43,7 @@ CREATE TABLE read_models (
     -- building: not shown yet; live; previous: was live, and is kept for an immediate return; discarded:
     -- about to be dropped.
     state text NOT NULL CHECK (state IN ('building', 'live', 'previous', 'discarded')),
-    -- What it is built from, and how far the build is. agreed: it was compared, and may be shown.
+    -- The source of the build, and its progress. agreed: it was compared, and may be shown.
     source text NOT NULL DEFAULT 'journal' CHECK (source IN ('journal', 'audit')),
     phase text NOT NULL DEFAULT 'loading' CHECK (phase IN ('loading', 'following', 'agreed')),
     made_at timestamptz NOT NULL DEFAULT now(),
@@ -159,7 +159,7 @@ CREATE TABLE set_aside_records (
     head bytea NOT NULL,
     term bigint NOT NULL,
     owner text NOT NULL,
-    -- The record as it is in the journal; headers as [[name, value in hex], …].
+    -- The record as in the journal; headers as [[name, value in hex], …].
     headers jsonb NOT NULL,
     value bytea NOT NULL,
     value_sha256 bytea NOT NULL,
@@ -184,9 +184,9 @@ CREATE VIEW set_aside AS
 
 -- The verifier
 
--- How far it is. Up to `seq`, with the hash `head`, the audit trail is chained, and the ledger was compared
--- with it line by line. `again_seq` and `again_head`: how far the next round over the verified part is. None
--- of them says what has changed since.
+-- Its position. Up to `seq`, with the hash `head`, the audit trail is chained, and the ledger was compared
+-- with it line by line. `again_seq` and `again_head`: the position of the next round over the verified part.
+-- None of them shows later changes.
 CREATE TABLE verified (
     shard integer PRIMARY KEY,
     seq bigint NOT NULL DEFAULT 0,
@@ -263,7 +263,7 @@ CREATE TABLE webhooks (
     previous_until timestamptz
 );
 
--- How far each has read the journal.
+-- The position of each in the journal.
 CREATE TABLE webhook_cursors (
     webhook text NOT NULL REFERENCES webhooks ON DELETE CASCADE,
     shard integer NOT NULL,
@@ -328,7 +328,7 @@ CREATE TABLE seal_keys (
 
 -- The public keys with which relays have signed records of a journal, so that a relay that lacks one of them
 -- notices before it takes a shard: records that this key signed would not count for it. A relay writes the
--- row of its own key before it signs.
+-- row of its key before it signs.
 CREATE TABLE journal_keys (
     -- The id that Kafka gave to the topic of the journal, as in `system`.
     journal text NOT NULL,
@@ -355,7 +355,7 @@ CREATE TABLE forgotten (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at timestamptz NOT NULL DEFAULT now(),
     by_name text NOT NULL,
-    -- A keyed digest of the user id: only who has the id and a seal key, or its sealing part, can compute it.
+    -- A keyed digest of the user id: computing it needs the id and a seal key, or its sealing part.
     user_digest text NOT NULL,
     -- Not the name of the key: events have that name and the id of the user.
     had_key boolean NOT NULL,

@@ -79,7 +79,7 @@ async def create(
 async def rotate(
     connection: AsyncConnection[Any], name: str, sha256: bytes, grace_ms: int, expires_at: datetime | None
 ) -> ApiKey:
-    """Gives a key a new secret; the one until now is valid for `grace_ms` more, and one from before it ends
+    """Gives a key a new secret; the previous one is valid for `grace_ms` more, and an earlier one is revoked
     at once. With `expires_at`, the key expires then. Raises ApiKeyRefused for a key that is not valid.
     """
     async with connection.transaction():
@@ -95,8 +95,8 @@ async def rotate(
 
 
 async def revoke(connection: AsyncConnection[Any], name: str) -> ApiKey:
-    """Ends a key for ever, with all of its secrets; a key that is revoked stays as it is. Raises
-    ApiKeyRefused for a name that no key has.
+    """Revokes a key permanently, with all of its secrets; a revoked key stays as it is. Raises ApiKeyRefused
+    for a name that no key has.
     """
     revoked = await _rows(
         connection,

@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 from grabstream.projections.database.migrate import use_schema
 
 #: Old counts that are deleted when new ones are written: more than are written at once, so that they get
-#: fewer, and few enough that nobody waits for it.
+#: fewer, and few enough that the write stays short.
 DELETED_AT_ONCE_MAX: Final = 5_000
 #: By their places in the table: a join by the key could read all of it.
 DELETE_OLD: Final = (
@@ -29,8 +29,8 @@ async def record(
 ) -> None:
     """Writes rows (second, outcome code, offer, refusals). Writing the same rows again changes nothing.
 
-    With `days`, counts of the shard that are so much older than the newest of the rows are deleted, the
-    oldest first, a few with each call. That is the clock of the shard, not that of a worker, which may be
+    With `days`, counts of the shard that are older than the newest by more than this of the rows are deleted,
+    the oldest first, a few with each call. That is the clock of the shard, not that of a worker, which may be
     wrong.
     """
     async with connection.transaction():

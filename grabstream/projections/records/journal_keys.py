@@ -25,5 +25,5 @@ async def record(connection: AsyncConnection[Any], journal: str, keys: Mapping[s
 
 
 async def take_over(connection: AsyncConnection[Any], journal: str, earlier: str) -> None:
-    """Records for a journal, a copy of an earlier one, the keys of that one."""
+    """Records for a copied journal the keys of the original."""
     await record(connection, journal, await find_all(connection, earlier))

@@ -1,5 +1,5 @@
-"""A bounded sample of single refusals. Refusals are not events: no rebuild makes them again, and the oldest
-are deleted.
+"""A bounded sample of single refusals. Refusals are not events: no rebuild restores them, and the oldest are
+deleted.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Seal keys: their fingerprints, which of them are retired, and where texts are that a key has sealed."""
+"""Seal keys: their fingerprints, which of them are retired, and the places of texts that a key has sealed."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -9,7 +9,7 @@ from psycopg.rows import class_row
 
 
 class SealKey(NamedTuple):
-    """A seal key of the system. `retired_at` is set once processes need not have the key."""
+    """A seal key of the system. `retired_at` is set once processes no longer need the key."""
 
     key_id: str
     fingerprint: str
@@ -18,7 +18,7 @@ class SealKey(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """What a key has sealed and is still needed: seeds of open envelopes, coupon codes of offers that have
+    """Texts sealed by a key that are still needed: seeds of open envelopes, coupon codes of offers that have
     not retired (counted in offers), secrets of webhooks, and keys of users.
     """
 
@@ -56,15 +56,14 @@ async def record(connection: AsyncConnection[Any], fingerprints: Mapping[str, st
 
 
 async def retire(connection: AsyncConnection[Any], key_id: str) -> None:
-    """Records that processes need not have a key any more."""
+    """Records that processes no longer need a key."""
     await connection.execute(
         "UPDATE seal_keys SET retired_at = coalesce(retired_at, now()) WHERE key_id = %s", (key_id,)
     )
 
 
 # The id of the key is the text before the first colon or `~` of a sealed text. The events of an offer are
-# found by their index. Codes stand at the end of an event of up to 200 kB, and only their beginning is
-# needed.
+# found by their index. Codes are at the end of an event of up to 200 kB, and only their beginning is needed.
 _USES: Final = r"""
     WITH present AS (
         SELECT shard, offer, max(body) FILTER (WHERE type = 'offer.opened') AS opened
@@ -95,8 +94,8 @@ _USES: Final = r"""
 
 
 async def uses(connection: AsyncConnection[Any]) -> dict[str, Uses]:
-    """What each key is needed for, by its id, as far as the audit trail and the webhooks know. It reads the
-    events of all present offers with codes.
+    """The uses of each key, by its id, from the audit trail and the webhooks. It reads the events of all
+    present offers with codes.
     """
     rows = await connection.execute(_USES.encode())
     return {key_id: Uses(*counts) for key_id, *counts in await rows.fetchall()}

@@ -1,5 +1,5 @@
 """Records that operators set aside: journal records that a projection could not apply, with their bytes, and
-the amounts that the read model lacks for it.
+the amounts that the read model therefore lacks.
 
 This concerns the version of the read model whose cursor was moved. Another version may have been built with
 these events, and then lacks nothing; after a switch back, they are missing again.
@@ -21,7 +21,7 @@ SUMS_SHOWN_MAX: Final = 4
 
 
 class SetAside(NamedTuple):
-    """A record that was set aside: `event_count` events from `first_seq` on, and the cursor after it.
+    """A record that was set aside: `event_count` events from `first_seq`, and the cursor after it.
 
     `offers` are the offers of its events, and `missing` the amounts that accounts lack (account, asset,
     amount). If some events cannot be read, `readable` is false, and both cover the other events only.
@@ -150,8 +150,8 @@ async def set_aside(
 
 
 async def carry_over(connection: AsyncConnection[Any], records: Sequence[SetAside]) -> None:
-    """Records, in the caller's transaction, that the version which the connection uses lacks these records
-    too, for the same reasons.
+    """Records, in the caller's transaction, that the version used by the connection lacks these records too,
+    for the same reasons.
     """
     columns = (
         "shard, journal_offset, first_seq, count, head, term, owner, headers, value, value_sha256, offers, "

@@ -1,4 +1,4 @@
-"""Keys of users, sealed, under which events have sealed their metadata; and who was forgotten."""
+"""Keys of users, sealed, under which events have sealed their metadata; and the users forgotten."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ class SealedUserKey(NamedTuple):
 
 
 class Forgetting(NamedTuple):
-    """What `forget` deletes, or has deleted: the name of the user's key (None: there was none), and the
-    number of kept refusals.
+    """The deletions of `forget`: the name of the user's key (None: there was none), and the number of kept
+    refusals.
     """
 
     key_name: str | None
@@ -35,7 +35,7 @@ async def find(connection: AsyncConnection[Any], users: Collection[str]) -> list
 
 async def add(connection: AsyncConnection[Any], keys: Sequence[SealedUserKey]) -> None:
     """Adds keys of users that have none; a user who has one keeps it."""
-    # In the order of the users: two gates that add the same ones do not wait for each other in a circle.
+    # In the order of the users: two gates that add the same ones do not deadlock.
     columns = [list(column) for column in zip(*sorted(keys), strict=True)]
     await connection.execute(
         "INSERT INTO user_keys (user_id, key_name, sealed_key) "
@@ -47,7 +47,7 @@ async def add(connection: AsyncConnection[Any], keys: Sequence[SealedUserKey]) -
 async def sealed_by_others(
     connection: AsyncConnection[Any], key_id: str, after: str, most: int
 ) -> list[SealedUserKey]:
-    """The keys that another seal key has sealed, or this one in another form, by user, after one."""
+    """The keys sealed by another seal key, or by this one in another form, by user, after one user."""
     async with connection.cursor(row_factory=class_row(SealedUserKey)) as cursor:
         await cursor.execute(
             "SELECT user_id, key_name, sealed_key FROM user_keys "
@@ -58,7 +58,7 @@ async def sealed_by_others(
 
 
 async def reseal(connection: AsyncConnection[Any], old: SealedUserKey, sealed_key: str) -> bool:
-    """Replaces the sealed text of a key; False if the key has changed or was deleted meanwhile."""
+    """Replaces the sealed text of a key; False if the key was changed or deleted meanwhile."""
     done = await connection.execute(
         "UPDATE user_keys SET sealed_key = %s WHERE user_id = %s AND sealed_key = %s",
         (sealed_key, old.user_id, old.sealed_key),

@@ -1,7 +1,7 @@
-"""Webhooks in PostgreSQL: subscriptions, how far each has read the journal, and what is not delivered yet.
+"""Webhooks in PostgreSQL: subscriptions, their positions in the journal, and undelivered events.
 
-These tables are no read model. A subscription's cursor is moved in the transaction that adds the deliveries
-of the events before it.
+These tables are not a read model. A subscription's cursor is moved in the transaction that adds the
+deliveries of the events before it.
 """
 
 import re
@@ -15,16 +15,16 @@ from psycopg.rows import class_row
 from grabstream.models.journal import Cursor
 from grabstream.projections.cursors import CursorMoved
 
-#: Places for deliveries of one subscription that wait: it reads no further until fewer are taken.
+#: Places for waiting deliveries of one subscription: it stops reading until fewer are taken.
 WAITING_MAX: Final = 10_000
-#: The places that one offer takes at most, however many of its deliveries wait: others have the rest.
+#: The maximum of places for one offer, however many of its deliveries wait: others have the rest.
 OFFER_PLACES_MAX: Final = 100
 #: All deliveries of one subscription that wait, also those without a place.
 WAITING_EVENTS_MAX: Final = 100_000
 #: Those that are parked: the subscription is then paused.
 PARKED_MAX: Final = 100_000
 WEBHOOKS_MAX: Final = 100
-#: Statuses that say that a receiver takes nothing now: Request Timeout, Too Many Requests.
+#: Statuses of a receiver that accepts nothing now: Request Timeout, Too Many Requests.
 TAKES_NOTHING: Final = (408, 429)
 #: An event of a shard, as SHARD-SEQ.
 EVENT_PATTERN: Final = "^[0-9]{1,4}-[0-9]{1,15}$"
@@ -33,8 +33,8 @@ _is_event: Final = re.compile(EVENT_PATTERN.strip("^$")).fullmatch
 
 class Webhook(NamedTuple):
     """A subscription. `types` and `offers` are empty where all are wanted; `from_ms` (ms since 1970 UTC) is
-    the time from which on. `reason` says why the system has paused it. After a rotation of the secret, the
-    one before signs too, until `previous_until`.
+    the time of the first. `reason` says why the system has paused it. After a rotation of the secret, the
+    previous one signs too, until `previous_until`.
     """
 
     webhook: str
@@ -91,7 +91,7 @@ class NewEvent(NamedTuple):
 
 
 class TooMany(Exception):
-    """There are as many subscriptions as there may be."""
+    """The maximum number of subscriptions is reached."""
 
 
 _WEBHOOK: Final = ", ".join(Webhook._fields)
@@ -110,7 +110,7 @@ async def add(
     sealed_secret: str,
     from_ms: int | None,
 ) -> Webhook:
-    """Adds a subscription to events from a time on (None: from now on); raises TooMany."""
+    """Adds a subscription to events from a time (None: from now); raises TooMany."""
     async with connection.transaction():
         await connection.execute("LOCK TABLE webhooks IN SHARE ROW EXCLUSIVE MODE")
         [count] = await (await connection.execute("SELECT count(*) FROM webhooks")).fetchone() or [0]
@@ -130,8 +130,8 @@ async def add(
 async def reseal(
     connection: AsyncConnection[Any], webhook: Webhook, sealed: str, previous: str | None
 ) -> bool:
-    """Replaces the sealed secrets of a subscription, and returns whether it did: not if they are others by
-    now, or if it was removed.
+    """Replaces the sealed secrets of a subscription, and returns whether it did: not if they have changed, or
+    it was removed.
     """
     updated = await connection.execute(
         "UPDATE webhooks SET sealed_secret = %s, previous_sealed_secret = %s WHERE webhook = %s "
@@ -162,8 +162,8 @@ async def has_any(connection: AsyncConnection[Any]) -> bool:
 async def set_state(
     connection: AsyncConnection[Any], webhook: str, state: str, reason: str | None = None
 ) -> bool:
-    """Pauses a subscription, with the reason if it is the system that does so, or resumes it; returns whether
-    there is one. One that is resumed is sent at once what has failed.
+    """Pauses a subscription, with a reason if the system does so, or resumes it; returns whether there is
+    one. Failed events of a resumed one are sent at once.
     """
     async with connection.transaction():
         done = await connection.execute(
@@ -177,8 +177,8 @@ async def set_state(
 async def rotate(
     connection: AsyncConnection[Any], webhook: str, sealed_secret: str, grace_ms: int
 ) -> Webhook | None:
-    """Gives a subscription a new secret; the one until now signs beside it for a time, one from before it no
-    longer. Returns None when there is no such subscription.
+    """Gives a subscription a new secret; the previous one also signs for a time, an earlier one no longer.
+    Returns None when there is no such subscription.
     """
     async with connection.cursor(row_factory=class_row(Webhook)) as cursor:
         await cursor.execute(
@@ -192,7 +192,7 @@ async def rotate(
 
 
 async def remove(connection: AsyncConnection[Any], webhook: str) -> bool:
-    """Removes a subscription, with what it was not delivered; returns whether there was one."""
+    """Removes a subscription, with its undelivered events; returns whether there was one."""
     return (await connection.execute("DELETE FROM webhooks WHERE webhook = %s", (webhook,))).rowcount == 1
 
 
@@ -217,7 +217,7 @@ async def move(
     after: Cursor,
     wanted: Mapping[str, Sequence[NewEvent]],
 ) -> None:
-    """Moves the cursors of subscriptions, which all stand at `before` (None: they have none), and adds the
+    """Moves the cursors of subscriptions, which are all at `before` (None: they have none), and adds the
     deliveries that each wants. Those of an offer that is parked are parked, too.
 
     Raises CursorMoved when a cursor is not there any more; a subscription that was removed is left out.
@@ -225,7 +225,7 @@ async def move(
     names = sorted(wanted)
     async with connection.transaction():
         rows = await connection.execute(
-            # So nobody parks an offer, or sends it again, meanwhile (`_lock`).
+            # So no other process parks an offer, or sends it again, meanwhile (`_lock`).
             "SELECT webhook FROM webhooks WHERE webhook = ANY(%s) ORDER BY webhook FOR SHARE",
             (names,),
         )
@@ -268,13 +268,13 @@ async def move(
 
 
 class Queue(NamedTuple):
-    """The deliveries of a subscription that wait: the places that they take, and how many they are."""
+    """The deliveries of a subscription that wait: the places that they take, and their number."""
 
     places: int
     events: int
 
     def plus(self, events: int) -> "Queue":
-        """The queue with more events, of which each may take a place."""
+        """The queue with more events, each of which may take a place."""
         return Queue(self.places + events, self.events + events)
 
     @property
@@ -330,9 +330,9 @@ async def due(
     connection: AsyncConnection[Any], webhook: str, busy: Collection[str], most: int,
     tried: Collection[str] | None = None,
 ) -> list[Delivery]:  # fmt: skip
-    """Deliveries that may be sent now: the first of each offer, except offers that are `busy`; at most so
-    many, the longest due first. With `tried`, also those that failed since the receiver was away, before they
-    are due, except of these offers.
+    """Deliveries that may be sent now: the first of each offer, except offers that are `busy`; at most
+    `most`, the longest due first. With `tried`, also those that failed since the receiver was down, before
+    they are due, except of these offers.
     """
     async with connection.cursor(row_factory=class_row(Delivery)) as cursor:
         await cursor.execute(
@@ -353,7 +353,9 @@ async def due(
 
 
 async def sent_again_at(connection: AsyncConnection[Any], webhook: str) -> datetime | None:
-    """When an operator last asked to send what had failed and was not tried since; None if there is none."""
+    """The time of an operator's last request to resend failed events not retried since; None if there is
+    none.
+    """
     rows = await connection.execute(
         f"{_FIRST} SELECT max(due_at) FROM first WHERE attempts = 0 AND problem IS NOT NULL".encode(),  # noqa: S608
         {"webhook": webhook},
@@ -399,7 +401,7 @@ async def failed(
     attempts_max: int,
 ) -> bool:
     """Records a failed attempt. The event is sent again after a time, `after_seconds` at the earliest; after
-    so many attempts, it is parked, with all later ones of its offer. Returns whether it is.
+    the maximum of attempts, it is parked, with all later ones of its offer. Returns whether it is.
 
     An attempt before the event was due does not count, so an outage with many of them parks nothing sooner.
     Neither does one from before an operator sent the event again.
@@ -433,7 +435,7 @@ async def failed(
 async def undelivered(
     connection: AsyncConnection[Any], webhook: str | None, state: str | None, most: int
 ) -> list[Delivery]:
-    """What is not delivered, of a subscription or of all, in the order of their offers."""
+    """The undelivered events of a subscription or of all, in the order of their offers."""
     async with connection.cursor(row_factory=class_row(Delivery)) as cursor:
         await cursor.execute(
             f"SELECT {_DELIVERY} FROM webhook_deliveries "  # noqa: S608
@@ -446,8 +448,8 @@ async def undelivered(
 
 
 async def resend(connection: AsyncConnection[Any], webhook: str, offer: str | None) -> int:
-    """Sends again at once what is parked, and what waits after a failed attempt, of an offer or of all
-    offers, in the order of events; returns how many.
+    """Resends at once parked events and those that failed, of an offer or of all offers, in the order of
+    events; returns their number.
     """
     async with connection.transaction():
         await _lock(connection, webhook)
@@ -458,7 +460,7 @@ async def _send_again(
     connection: AsyncConnection[Any], webhook: str, offer: str | None, states: list[str]
 ) -> int:
     """Makes due what is parked or has failed, with all attempts before it. An event that waits and has not
-    failed is due. The problem stays: by it, `sent_again_at` tells these events from new ones.
+    failed is due. The problem stays: by it, `sent_again_at` distinguishes these events from new ones.
     """
     done = await connection.execute(
         "UPDATE webhook_deliveries SET state = 'waiting', attempts = 0, due_at = now() WHERE webhook = "
@@ -478,7 +480,7 @@ def event_of(text: str) -> tuple[int, int] | None:
 
 
 async def discard(connection: AsyncConnection[Any], webhook: str, shard: int, seq: int) -> bool:
-    """Gives a delivery up; returns whether there was one."""
+    """Discards a delivery; returns whether there was one."""
     done = await connection.execute(
         "DELETE FROM webhook_deliveries WHERE webhook = %s AND shard = %s AND seq = %s", (webhook, shard, seq)
     )
