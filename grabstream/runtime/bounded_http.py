@@ -4,7 +4,7 @@ keys, the payment side.
 The client of aiohttp bounds the size of single lines and the number of headers, but accepts interim responses
 (`100 Continue`), chunk extensions and chunks without end, and queues interim responses faster than they are
 read. So here everything that a server sends for one request is counted before it is parsed: interim
-responses, head, framing, body, trailers. At the bound the connection ends. What came before the bound is
+responses, head, framing, body, trailers. At the bound the connection is closed. Bytes before the bound are
 parsed: 64 KiB of the costliest form take some ms.
 """
 
@@ -17,12 +17,12 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.helpers import set_exception
 
-#: What an answer may have besides its body: interim responses, head, framing of chunks, trailers.
+#: What an answer may have in addition to its body: interim responses, head, framing of chunks, trailers.
 HEAD_BYTES_MAX: Final = 64 * 1024
 
 
 class AnswerTooLong(aiohttp.ClientError):
-    """A server sent more for one request than is read."""
+    """A server sent more for one request than the bound."""
 
 
 async def body_of(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
@@ -89,7 +89,7 @@ def bounded_session(
     socket_factory: Callable[[tuple[Any, ...]], socket.socket] | None = None,
 ) -> aiohttp.ClientSession:
     """A session whose requests end after `seconds_max`, and with AnswerTooLong when more than
-    `answer_bytes_max` bytes come for one of them, including all that is not its body.
+    `answer_bytes_max` bytes arrive for one of them, not only in its body.
 
     It keeps no cookies, has no bound of connections, and does not unpack a compressed body, whose size would
     be unknown: it asks for none. `socket_factory` makes the socket for an address (aiohttp).

@@ -1,6 +1,4 @@
-"""Pauses of several tasks that end together. A process that wakes up once for ten tasks takes a fraction of
-what ten wake-ups take.
-"""
+"""Pauses of several tasks that end together. One wake-up for ten tasks costs a fraction of ten."""
 
 import asyncio
 from typing import Final

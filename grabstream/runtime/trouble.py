@@ -1,10 +1,9 @@
 """Trouble: the errors that the loss of a server can cause, from any library. The caller retries after
 trouble; any other error is a bug of this program, and ends the process.
 
-This is the only file that decides which errors are trouble. Libraries raise most of them as exceptions of
-their own. Others are exceptions of Python, because a client uses a connection that is closed: uvloop's
-RuntimeError about a closed handler, an AttributeError of a stream that is None, a cancellation that no task
-requested.
+This is the only file that decides which errors are trouble. Libraries raise most of them as their own
+exceptions. Others are exceptions of Python, because a client uses a closed connection: uvloop's RuntimeError
+about a closed handler, an AttributeError of a stream that is None, a cancellation that no task requested.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ def is_trouble(error: BaseException) -> bool:
 
 @contextmanager
 def suppressed_trouble() -> Iterator[None]:
-    """Ignores trouble inside the block: the work is left undone, and the caller does it again later."""
+    """Ignores trouble inside the block: the caller retries the work later."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
 """How this system's Kafka clients log in to the brokers: the one place that makes their security options.
 
-Functions pass the brokers on as text, `host:port,…`. `Brokers` is such a text that also knows the login, so
-every client that is made from it logs in the same way; a plain text means brokers without any.
+Functions pass the brokers on as text, `host:port,…`. `Brokers` is such a text with the login, so every client
+made from it logs in the same way; a plain text means brokers without a login.
 """
 
 import ssl
@@ -13,10 +13,10 @@ from aiokafka.abc import AbstractTokenProvider
 
 from grabstream.streams import kafka_internals
 
-#: Whoever makes a client of Kafka asks this module for its options, so this holds for every client.
+#: Every Kafka client gets its options from this module, so this holds for all of them.
 kafka_internals.install()
 
-#: A token is replaced so long before it ends, so that none ends on its way.
+#: A token is replaced this long before it expires, so that none expires in transit.
 TOKEN_MARGIN_SECONDS: Final = 30.0
 TOKEN_SECONDS_MAX: Final = 10.0
 TOKEN_BYTES_MAX: Final = 65_536
@@ -26,13 +26,13 @@ COME_AGAIN: Final = (408, 425, 429)
 
 class NoToken(OSError):
     """The issuer gave no token; the text has no secret. As an OSError it counts as trouble with a server: it
-    is asked again.
+    is retried.
     """
 
 
 class TokenRefused(NoToken):
-    """The issuer refuses these settings (an answer from 400 to 499, but for those that ask to come again), or
-    answers what is no token.
+    """The issuer refuses these settings (an answer from 400 to 499, except those that ask for a retry), or
+    its answer is not a token.
     """
 
 
@@ -57,8 +57,8 @@ class Login(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Times in ms, by Kafka's names: how long a request may take (None: what each client has by default), the
-    pause before one that failed is made again, and how long a connection without requests is kept.
+    """Times in ms, by Kafka's names: how long a request may take (None: each client's default), the pause
+    before a retry, and how long a connection without requests is kept.
     """
 
     request_timeout_ms: int | None = None
@@ -79,7 +79,7 @@ class Brokers(str):
     tokens: "Tokens | None"
 
     def __reduce__(self) -> tuple[type["Brokers"], tuple[str, Login, Times]]:
-        """For another process, which makes a source of tokens of its own."""
+        """For another process, which makes its own source of tokens."""
         return Brokers, (str(self), self.login, self.times)
 
     def __new__(cls, addresses: str, login: Login, times: Times = DEFAULT_TIMES) -> "Brokers":
@@ -101,18 +101,18 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         self._ends_at = 0.0
 
     async def token(self) -> str:
-        """A token that has not ended; raises NoToken, and TokenRefused where asking again does not help."""
+        """A token that has not expired; raises NoToken, and TokenRefused where a retry does not help."""
         if time.monotonic() >= self._ends_at:
             self._token, seconds = await self._issued()
             self._ends_at = time.monotonic() + max(0.0, seconds - TOKEN_MARGIN_SECONDS)
         return self._token
 
     def forget(self) -> None:
-        """The next login asks for another token: a broker has refused this one."""
+        """Drops a token that a broker has refused: the next login requests another one."""
         self._ends_at = 0.0
 
     async def _issued(self) -> tuple[str, float]:
-        # Imported when a token is asked for: it takes longer than all other imports of this module together.
+        # Imported when a token is requested: it takes longer than all other imports of this module together.
         import aiohttp
 
         from grabstream.runtime.bounded_http import HEAD_BYTES_MAX, AnswerTooLong, body_of, bounded_session
@@ -194,8 +194,8 @@ def login_options(brokers: str) -> dict[str, Any]:
 def at(brokers: str, timeout_ms: int | None = None, timeout_ms_max: int | None = None) -> dict[str, Any]:
     """aiokafka's options of a client of these brokers; raises OSError as `tls_context`.
 
-    A request may take as long as the brokers' times say; without that, `timeout_ms`, or what aiokafka has by
-    default. `timeout_ms_max` bounds it for a client that asks whether the brokers answer.
+    A request may take the brokers' time; without that, `timeout_ms`, or aiokafka's default. `timeout_ms_max`
+    bounds it for a client that asks whether the brokers answer.
     """
     options = {"bootstrap_servers": str(brokers), **login_options(brokers)}
     if isinstance(brokers, Brokers):

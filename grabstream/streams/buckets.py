@@ -55,11 +55,11 @@ _RIGHTS: Final = {
 
 
 class BadAddress(ValueError):
-    """An address is not one of an object store; the text shows the form."""
+    """An address is not that of an object store; the text shows the form."""
 
 
 class StoreError(Exception):
-    """An object store did not do what it was asked; the text names the address and the way out."""
+    """An object store refused or failed a request; the text names the address and the fix."""
 
 
 class StoreAway(StoreError):
@@ -67,7 +67,7 @@ class StoreAway(StoreError):
 
 
 class StoreRefused(StoreError):
-    """The store refuses: a bucket does not exist, a right is lacking, or it cannot do what is asked."""
+    """The store refuses: a bucket does not exist, a right is lacking, or it does not support the request."""
 
 
 class ObjectChanged(Exception):
@@ -108,8 +108,8 @@ class Place(NamedTuple):
 
 
 class Lock(NamedTuple):
-    """A retention: until then (with a zone) nobody can delete or change the version of an object. With
-    GOVERNANCE, who has a special right can.
+    """A retention: until then (with a zone) no one can delete or change the version of an object. With
+    GOVERNANCE, a holder of a special right can.
     """
 
     mode: Literal["COMPLIANCE", "GOVERNANCE"]
@@ -117,7 +117,7 @@ class Lock(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A version of an object, as a GET or a PUT names it; the version is '' where the bucket has none."""
+    """A version of an object, as named by a GET or a PUT; the version is '' where the bucket has none."""
 
     etag: str
     version: str
@@ -236,7 +236,7 @@ class Bucket(NamedTuple):
 
     def versions(self, key: str) -> list[Version]:
         """All versions and delete markers of an object, the first one first."""
-        # Stores list the newest first, and may tell seconds only: those of one second keep that order.
+        # Stores list the newest first, and may give only seconds: those of one second keep that order.
         newest_first = sorted(self._versions(key), key=lambda one: one.at, reverse=True)
         return newest_first[::-1]
 
@@ -255,7 +255,7 @@ class Bucket(NamedTuple):
                 words["VersionIdMarker"] = answer["NextVersionIdMarker"]
 
     def may_lock(self) -> bool:
-        """Whether the bucket can lock objects; True if that cannot be asked: a PUT then tells."""
+        """Whether the bucket can lock objects; True if unknown: a PUT then shows it."""
         try:
             answer = self._ask("get_object_lock_configuration")
         except _NoLocks:

@@ -1,7 +1,7 @@
 """Opening and closing Kafka clients, and logging trouble with servers.
 
-A client whose broker is gone may take for ever to close, may raise the cancellation of one of its own tasks
-as if it were ours, or may swallow ours. None of this may end or block the caller that closes it.
+A client whose broker is gone may never finish closing, may raise the cancellation of one of its own tasks as
+if it were ours, or may swallow ours. None of this may end or block the caller that closes it.
 """
 
 import asyncio
@@ -30,26 +30,25 @@ UNEXPLAINED_SECONDS: Final = 10.0
 #: comes back more often than a few times, it is logged again only after this time.
 STEADY_SECONDS: Final = 30.0
 RETURNS_LOGGED_MAX: Final = 3
-#: Trouble that is there for so long, or comes back all the time, does not pass by itself: it is a wrong
-#: setting, a missing right, or a server that stays away. It is logged as that, again after
-#: LASTING_LOGGED_SECONDS.
+#: Trouble that lasts this long, or keeps coming back, does not pass without action: it is a wrong setting, a
+#: missing right, or a server that stays away. It is logged as that, again after LASTING_LOGGED_SECONDS.
 LASTING_SECONDS: Final = 60.0
 LASTING_LOGGED_SECONDS: Final = 600.0
-#: Trouble of which nothing was said for so long is over: no attempt pauses longer.
+#: Trouble not reported for this long is over: no attempt pauses longer.
 FORGOTTEN_SECONDS: Final = 150.0
 
 Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
 
 
 class DoesNotStop(Exception):
-    """A client of Kafka has not stopped. It would keep its place in its group, and partitions that nobody
-    reads then, until the process ends: so the process must end. The text states which client.
+    """A client of Kafka has not stopped. It would keep its place in its group, and partitions that are then
+    not read, until the process ends: so the process must end. The text states which client.
     """
 
 
 @asynccontextmanager
 async def started(client: Client) -> AsyncIterator[Client]:
-    """Starts a client, and closes it at the end, also when starting fails or is cancelled; raises the errors
+    """Starts a client, and closes it at the end, also if the start fails or is cancelled; raises the errors
     of starting.
     """
     try:
@@ -78,7 +77,7 @@ async def close(closing: Coroutine[Any, Any, Any]) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """The type and text of an error; the type alone where there is no text, as in a TimeoutError of asyncio.
+    """The type and text of an error; only the type where there is no text, as in a TimeoutError of asyncio.
     The texts of Kafka errors begin with the type already.
     """
     kind, text = type(error).__name__, str(error).strip()
@@ -89,7 +88,7 @@ def in_words(error: BaseException) -> str:
 
 class Outages:
     """The servers that do not answer, as logged by this process. Each role meets an outage in each of its
-    shards; what the outage explains is not logged again by each of them.
+    shards; trouble explained by the outage is not logged by each of them.
     """
 
     def __init__(self) -> None:
@@ -108,7 +107,7 @@ class Outages:
 
     @property
     def away(self) -> frozenset[str]:
-        """The servers that do not answer now, as they were reported."""
+        """The servers that do not answer now, as reported."""
         return frozenset(self._away)
 
     def explains(self, since: float) -> bool:
@@ -127,8 +126,8 @@ OUTAGES: Final = Outages()
 
 
 class PresentTrouble(NamedTuple):
-    """Where this process has trouble; how many seconds lie between the first and the last attempt that
-    failed, and between the first one and now; and the text of the last error.
+    """A trouble of this process: its place, the seconds between the first and the last failed attempt, those
+    since the first, and the text of the last error.
     """
 
     where: str
@@ -144,11 +143,11 @@ class Troubles:
         self._all: WeakSet[Trouble] = WeakSet()
 
     def add(self, trouble: "Trouble") -> None:
-        """Adds what may become trouble; it leaves when nothing else refers to it."""
+        """Adds a possible trouble; it is dropped when nothing else refers to it."""
         self._all.add(trouble)
 
     def present(self) -> list[PresentTrouble]:
-        """What is not over, the longest first."""
+        """Present trouble, the longest first."""
         found = [trouble for one in self._all if (trouble := one.present()) is not None]
         return sorted(found, key=lambda one: (-one.seconds, one.where))
 
@@ -182,7 +181,7 @@ class Trouble:
         return bool(self._words)
 
     def present(self) -> PresentTrouble | None:
-        """The trouble there is; None when it is over. A success ends it when nothing fails for STEADY_SECONDS
+        """The present trouble; None when it is over. A success ends it when nothing fails for STEADY_SECONDS
         afterwards.
         """
         now = time.monotonic()
@@ -192,7 +191,7 @@ class Trouble:
         return PresentTrouble(self._where, self._noted_at - self._since, now - self._since, self._last_words)
 
     def note(self, words: str) -> None:
-        """Records a failed attempt that somebody else logs."""
+        """Records a failed attempt that the caller logs."""
         now = time.monotonic()
         if not self._words and now - self._over_at < STEADY_SECONDS:
             self._returns += 1
@@ -207,7 +206,7 @@ class Trouble:
         """Records a failed attempt; it will be repeated."""
         self.note(words)
         now = self._noted_at
-        # What has come back may be an outage this time; what comes back all the time is none.
+        # Recurring trouble may be an outage this time; constantly recurring trouble is not.
         since = self._since if self._returns > RETURNS_LOGGED_MAX else self._row_since
         if OUTAGES.may_explain(since):
             if words != self._logged:

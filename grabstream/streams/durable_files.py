@@ -1,4 +1,6 @@
-"""Files that are replaced as a whole: after a loss of power, too, the old content is there, or the new."""
+"""Files that are replaced as a whole: also after a loss of power, either the old content or the new one
+exists.
+"""
 
 import os
 from collections.abc import Callable

@@ -36,7 +36,7 @@ class JournalReader:
     def __init__(self, consumer: AIOKafkaConsumer, topic: str) -> None:
         self._consumer = consumer
         self._topic = topic
-        #: By shard: up to which offset no relay has signed a record, and whether one has there.
+        #: By shard: the offset up to which no relay has signed a record, and whether one has there.
         self._unsigned_to: dict[int, tuple[int, bool]] = {}
 
     def block(self, record: Record) -> Block:
@@ -73,8 +73,8 @@ class JournalReader:
         """The highest seq among the newest blocks; 0 if the partition has markers only. Includes blocks that
         do not count.
 
-        `owner` is the last owner that is known: if it signs, and keys are known, only what relays signed is
-        looked at, as far as there is any.
+        `owner` is the last owner that is known: if it signs, and keys are known, only records that relays
+        signed count, if there are any.
         """
         beginning, start = await self.beginning(shard), await self.end(shard)
         must_be_signed = is_signed_owner(owner) and bool(journal_keys().public)
@@ -94,8 +94,8 @@ class JournalReader:
         """The last seq that the cursor's owner wrote before the cursor; 0 if that is its marker only. All
         these blocks count.
 
-        None if there is no record of that owner: because owner ids are random, the cursor is of another
-        journal, or beyond the end.
+        None if there is no record of that owner: because owner ids are random, the cursor belongs to another
+        journal, or is beyond the end.
         """
         beginning, start = await self.beginning(shard), cursor.next_offset
         if start > await self.end(shard):
@@ -141,8 +141,8 @@ class JournalReader:
         cursor's term and owner are in force at its offset.
 
         Looks for the event's block among the records directly before the offset, not in the whole journal. A
-        cursor that `is_published` was found in a topic: where keys are known, a relay must have signed the
-        block as well, or no relay anything before the offset.
+        cursor that `is_published` was found in a topic: if keys are known, a relay must have signed the block
+        as well, or nothing before the offset may be signed.
         """
         if not journal_keys().public:
             return await self._confirms(shard, cursor, False, False)
@@ -216,8 +216,8 @@ class JournalReader:
         """The records with from_offset ≤ offset < to_offset, in lists as they arrive; raises if they no
         longer exist, or TimeoutError if nothing arrives for SILENT_SECONDS_MAX.
 
-        Offsets may be without a record: those of a transaction's end, and of records that were compacted. So
-        the read ends when the consumer has passed the last offset, not with the last record.
+        Offsets may lack a record: those of a transaction's end, and of compacted records. So the read ends
+        when the consumer has passed the last offset, not with the last record.
         """
         partition = TopicPartition(self._topic, shard)
         if from_offset >= to_offset:
@@ -236,8 +236,8 @@ class JournalReader:
                 ]
                 before, position = position, await self._consumer.position(partition)
                 if position >= to_offset:
-                    # The consumer would go on to fetch what comes next, a hundred times a second, for as long
-                    # as the caller takes with the last records.
+                    # The consumer would continue to fetch, a hundred times a second, while the caller handles
+                    # the last records.
                     self._consumer.pause(partition)
                 if records:
                     yield records

@@ -1,8 +1,8 @@
-"""The keys of the journal: with them relays sign their records, and readers tell whose records count
-(docs/protocol.md).
+"""The keys of the journal: relays sign their records with them, and readers use them to see whose records
+count (docs/protocol.md).
 
-The keys are those of the process, not an argument of each reader: a reader that a later change adds, and
-that forgets to ask for them, would count forged records.
+The keys are those of the process, not an argument of each reader: a reader added later that forgot to ask for
+them would count forged records.
 """
 
 from base64 import b64decode, b64encode
@@ -135,8 +135,8 @@ def in_base64(key: Ed25519PublicKey) -> str:
 
 
 def lacking(keys: JournalKeys, recorded: Mapping[str, str]) -> str:
-    """Which of the keys that relays are recorded to sign with a process does not know, and the way out; '' if
-    it knows all, or no keys at all: then it counts what is signed as what is not.
+    """The recorded keys of relays that a process does not know, and the fix; '' if it knows all, or no keys
+    at all: then it treats signed records as unsigned ones.
     """
     if not keys.public:
         return ""

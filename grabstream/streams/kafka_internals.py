@@ -3,23 +3,23 @@ admin client, and the protocol of Kafka. No other file has any, and pyproject.to
 this one was tested.
 
 **Batches that another client may have made: no byte of them stops a reader.** A broker stores what a client
-sends, and checks little of it: names of headers need not be UTF-8, a record may claim any offset, and its
-attributes may be anything. aiokafka raises at some of this, in every reader of the topic for ever, and
-believes the rest: a reader that took such an offset for its position would skip all that follows. So every
-consumer of this process reads batches by `Records`, which `install` puts in the place of aiokafka's class:
+sends almost unchecked: names of headers need not be UTF-8, a record may claim any offset, and its attributes
+may be anything. aiokafka raises at some of this, in every reader of the topic permanently, and trusts the
+rest: a reader that took such an offset for its position would skip all that follows. So every consumer of
+this process reads batches by `Records`, which `install` substitutes for aiokafka's class:
 
-- A header's name that is not UTF-8 is escaped (`\\xff`), so it is none of the names that mean something.
+- A header's name that is not UTF-8 is escaped (`\\xff`), so it matches no known name.
 - Offsets are those that the broker gave the batch, one after another, if the records claim others.
 - A batch that cannot be read is one record with the bytes of the batch, without key and headers: it is not a
-  command, and no relay has signed it. Where it stands in the batch, nothing else is read.
+  command, and no relay has signed it. Nothing else is read of the batch.
 
 A wrong checksum is still an error: brokers refuse such batches, so a disk or the network has changed it.
 
 **Login with a token (SASL OAUTHBEARER): a broker that refuses it says so to this client.** A broker answers a
-token that it refuses with its reason (RFC 7628, 3.2.2), without an error: that follows when the client has
+refused token with its reason (RFC 7628, 3.2.2), without an error: that follows when the client has
 acknowledged the reason. aiokafka takes the reason for a success. Its next request then finds a closed
-connection, so the client would try again for ever and nobody would learn why. So every client of this process
-logs in by `TokenAuthenticator`.
+connection, so the client would retry without end and not report why. So every client of this process logs in
+by `TokenAuthenticator`.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ _LENGTH: Final = Struct(">i")
 _LENGTH_AT: Final = 8
 _VERSION_AT: Final = 16
 _LOG_OVERHEAD: Final = 12
-#: What a client sends after the reason (RFC 7628, 3.2.3).
+#: The message of a client after the reason (RFC 7628, 3.2.3).
 ACKNOWLEDGED: Final = b"\x01"
-#: How often brokers that name no controller are asked again.
+#: How often brokers that name no controller are polled.
 CONTROLLER_POLL_SECONDS: Final = 0.2
 
 
@@ -162,8 +162,8 @@ def install() -> None:
 
 async def until_controller_is_known(client: AIOKafkaAdminClient) -> None:
     """Asks until the brokers name their controller; raises KafkaConnectionError if they do not within the
-    time of a request. A broker that has stood still for seconds names none until it has found it again, and
-    requests of aiokafka then end with an AttributeError.
+    time of a request. A broker that was paused for seconds names none until it has found it again, and
+    requests of aiokafka then fail with an AttributeError.
     """
     connection = client._client
     deadline = time.monotonic() + connection._request_timeout_ms / 1000
@@ -192,7 +192,7 @@ async def connect(host: str, port: int, **options: Any) -> Any:
 
 
 async def wants_login(connection: Any) -> bool:
-    """Whether a broker asks for SASL on this connection, on which nobody has logged in. One that does not
+    """Whether a broker asks for SASL on this connection, on which no user has logged in. One that does not
     refuses the question.
     """
     answer = await connection.send(SaslHandShakeRequest("PLAIN"))

@@ -1,4 +1,4 @@
-"""What a worker counts while it works (`lua/measures.py`): one object for all roles of the process."""
+"""The counters of a worker (`lua/measures.py`): one object for all roles of the process."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -7,8 +7,8 @@ from grabstream.lua.measures import WORK_SECONDS_BOUNDS, GateMeasures, Histogram
 
 
 class RelayMeasures:
-    """What the relays of a worker have done. A cycle is one block: appended to the journal, and trimmed from
-    the outbox.
+    """Counters of a worker's relays. A cycle is one block: appended to the journal, and trimmed from the
+    outbox.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class RelayMeasures:
 
 
 class ProjectionMeasures:
-    """What one projection of a worker has written: events, and the seconds of its transactions."""
+    """Counters of one projection of a worker: written events, and the seconds of its transactions."""
 
     def __init__(self) -> None:
         self.events = 0
@@ -35,18 +35,18 @@ class ProjectionMeasures:
 
 
 class WorkerMeasures:
-    """What the roles of a worker have done."""
+    """Counters of the roles of a worker."""
 
     def __init__(self) -> None:
         self.gate = GateMeasures()
         self.relay = RelayMeasures()
         self.projections: dict[str, ProjectionMeasures] = defaultdict(ProjectionMeasures)
-        #: What sweepers have handled, by function: holds (`expire`), offers (`sweep`, `forget`).
+        #: Work handled by sweepers, by function: holds (`expire`), offers (`sweep`, `forget`).
         self.swept: dict[str, int] = defaultdict(int)
         #: Recoveries of shards by kind, and the decisions that they found lost.
         self.recoveries = {"behind": 0, "other": 0}
         self.lost_decisions = 0
-        #: Restarts of roles that failed or ended by themselves, by role.
+        #: Restarts of roles that failed or ended unasked, by role.
         self.restarts: dict[str, int] = defaultdict(int)
         #: Elements of the topics of commands that were set aside in the topic of rejected bytes.
         self.rejected = 0

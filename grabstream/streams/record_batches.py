@@ -59,7 +59,7 @@ def read_records(batch: bytes) -> list[Record]:
 
 
 class _Bytes:
-    """Reads bytes from a position on; raises Unreadable at their end."""
+    """Reads bytes from a position; raises Unreadable at their end."""
 
     def __init__(self, data: bytes, at: int) -> None:
         self._data, self.at = data, at

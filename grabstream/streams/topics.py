@@ -1,6 +1,6 @@
 """Topics: the only module that names them, and the functions that create them.
 
-Partition = shard, so every topic but `rejected` has as many partitions as there are shards.
+Partition = shard, so every topic except `rejected` has one partition per shard.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from grabstream.streams.clients import started
 TOPIC_SECONDS_MAX: Final = 120.0
 _POLL_SECONDS: Final = 0.05
 DAY_MS: Final = 24 * 3600 * 1000
-#: How long each topic keeps its records; -1 is for ever.
+#: How long each topic keeps its records; -1 is without limit.
 RETENTION_MS: Final = {
     "commands": 7 * DAY_MS,
     "operations": 7 * DAY_MS,
@@ -66,7 +66,7 @@ class Topics(NamedTuple):
         return f"{self.prefix}.operations"
 
     def of(self, command: AnyCommand) -> str:
-        """The topic that takes a command: who may write to one may not need to write to the other."""
+        """The topic of a command: separate topics allow separate rights to write."""
         return self.operations if isinstance(command, OfferCommand) else self.commands
 
     @property
@@ -91,13 +91,13 @@ class Topics(NamedTuple):
 
     @property
     def refusals(self) -> str:
-        """A sample of refusals, where the settings want it."""
+        """A sample of refusals, if the settings enable it."""
         return f"{self.prefix}.refusals"
 
 
 def retention_ms(topics: Topics, refusals: bool = True) -> dict[str, int]:
-    """How long each topic keeps its records, in milliseconds; -1 is for ever. Without `refusals`, only the
-    topics that every system has.
+    """How long each topic keeps its records, in milliseconds; -1 is without limit. Without `refusals`, only
+    the topics that every system has.
     """
     wanted = (name for name in RETENTION_MS if refusals or name != "refusals")
     return {getattr(topics, name): RETENTION_MS[name] for name in wanted}
@@ -129,7 +129,7 @@ async def create_topics(
 
 
 class TopicState(NamedTuple):
-    """An existing topic: its number of partitions, and its settings, also those that are the brokers'; none
+    """An existing topic: its number of partitions, and its settings, including those of the brokers; empty
     where the client may not read them.
     """
 
@@ -144,7 +144,7 @@ def settings_needed(topics: Topics, name: str, settings: Mapping[str, str]) -> d
         "max.message.bytes": RECORD_BYTES_MAX,
     }  # fmt: skip
     if name in (topics.events, topics.refusals) and settings.get("message.timestamp.type") == "CreateTime":
-        # The time of their records is that of what happened (`record_time_ms`), however long ago.
+        # The time of their records is that of the event (`record_time_ms`), however long ago.
         least["message.timestamp.after.max.ms"] = AHEAD_MS_MAX
         least["message.timestamp.before.max.ms"] = UNBOUNDED
     needed = {
@@ -176,9 +176,7 @@ async def describe(client: AIOKafkaAdminClient, names: Sequence[str]) -> list[di
 async def states_of(
     client: AIOKafkaAdminClient, described: Sequence[Mapping[str, Any]]
 ) -> dict[str, TopicState]:
-    """The states of the topics that exist, among those that the client has described; raises aiokafka's
-    errors.
-    """
+    """The states of the existing topics among those described by the client; raises aiokafka's errors."""
     found = {topic["topic"]: len(topic["partitions"]) for topic in described if topic["partitions"]}
     settings: dict[str, dict[str, str]] = {name: {} for name in found}
     if found:
@@ -248,8 +246,8 @@ def delete_command(bootstrap: str, name: str) -> str:
 
 
 def record_time_ms(at_ms: int) -> int:
-    """The time of the record of something that was decided at `at_ms`: the same, or now where that is far
-    ahead. A shard whose clock was ahead goes on at that time, which never goes back.
+    """The record time of a decision at `at_ms`: the same, or the present time if that is far ahead. A shard
+    whose clock was ahead continues at that time, which never goes back.
     """
     now_ms = time.time_ns() // 1_000_000
     return at_ms if at_ms <= now_ms + AHEAD_MS_MAX else now_ms

@@ -2,16 +2,15 @@
 
 - `decide` answers commands of the two topics.
 - `relay` copies outboxes to the journal.
-- `sweep` ends holds and offers that are due, and copies counts of refusals to SQL. It runs where the shard is
-  relayed.
+- `sweep` ends due holds and offers, and copies counts of refusals to SQL. It runs where the shard is relayed.
 - `project` builds the read models in PostgreSQL.
 - `publish` writes single events to `grab.events`.
 - `verify` compares the read models and Redis with the audit trail.
 - `webhooks` sends events to the URLs that subscribed to them.
 
-If one of the first three fails, all end: a process that plays half of its roles looks alive but is not. The
-others only concern the books: they are restarted, and deciding continues. If one of them leaves a client of
-Kafka that does not stop, all end, too: only the end of the process ends the client's membership of its group.
+If one of the first three fails, all end: a process with half of its roles looks alive but is not. The others
+only concern the books: they are restarted, and deciding continues. If one of them leaves a client of Kafka
+that does not stop, all end, too: only the end of the process ends the client's group membership.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ RESTART_SECONDS_MIN: Final = 1.0
 RESTART_SECONDS_MAX: Final = 60.0
 
 ROLES: Final = ("decide", "relay", "sweep", "project", "publish", "verify", "webhooks")
-#: A worker has the leases of its share of the shards; if it did not relay them, nobody would.
+#: A worker has the leases of its share of the shards; if it did not relay them, no worker would.
 SWEEPS_WITHOUT_RELAY: Final = (
     "role sweep: needs the role relay in the same worker, since a shard is swept where it is relayed"
 )
@@ -72,14 +71,14 @@ class WorkerSettings(NamedTuple):
 
 
 class Role(Protocol):
-    """What a worker plays until `stop`. It may be played again after it has ended."""
+    """A role that a worker runs until `stop`. It may run again after it has ended."""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Plays the role until `stop`; raises the error that ends it before."""
+        """Runs the role until `stop`; raises an error that ends it earlier."""
 
 
 class Service(NamedTuple):
-    """A function of a stop event, run beside the roles as they are."""
+    """A function of a stop event, run alongside the roles."""
 
     work: Callable[[asyncio.Event], Awaitable[None]]
 
@@ -89,7 +88,7 @@ class Service(NamedTuple):
 
 
 class WorkerParts(NamedTuple):
-    """What the roles that decide share. `ready` is called with the name of a role once it has started, also
+    """Shared parts of the deciding roles. `ready` is called with the name of a role once it has started, also
     when it starts again; `measures` counts what the roles do.
     """
 
@@ -164,8 +163,8 @@ class DecideRole:
 
 
 class RelayOptions(NamedTuple):
-    """How shards are recovered, and who is told. `relays` is called with the shards that this worker relays
-    and sweeps once it has started, before it is ready; `relays_change` when these are others.
+    """How shards are recovered, and who is notified. `relays` is called with the shards that this worker
+    relays and sweeps once it has started, before it is ready; `relays_change` when they change.
     """
 
     step: Step = lambda name: None
@@ -176,7 +175,7 @@ class RelayOptions(NamedTuple):
 
 
 class Sweeping(NamedTuple):
-    """How the shards that are relayed are swept. `payment_side` is asked about holds that end soon."""
+    """How relayed shards are swept. `payment_side` is asked about holds that end soon."""
 
     record_demand: RecordDemand | None = None
     payment_side: PaymentSide | None = None
@@ -186,7 +185,7 @@ QueriesOf = Callable[[ShardKeys], HoldQueries]
 
 
 class RelayRole:
-    """Relays the shards of which this worker has the leases. With `sweeping`, also sweeps them."""
+    """Relays the shards whose leases this worker has. With `sweeping`, also sweeps them."""
 
     def __init__(self, parts: WorkerParts, options: RelayOptions, sweeping: Sweeping | None) -> None:
         self._parts = parts
@@ -253,7 +252,7 @@ class RestartingRole:
         self._restarts.setdefault(name, 0)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Plays the role again and again until `stop`."""
+        """Runs the role repeatedly until `stop`."""
         pause_seconds, trouble = RESTART_SECONDS_MIN, Trouble(log, f"role {self._name}")
         while not stop.is_set():
             began = time.monotonic()
@@ -289,11 +288,10 @@ class RestartingRole:
 
 
 async def run_worker(roles: Mapping[str, Role], stop: asyncio.Event) -> list[str]:
-    """Plays the roles until `stop` is set or one of them ends. Then stops the others, and raises the error of
+    """Runs the roles until `stop` is set or one of them ends. Then stops the others, and raises the error of
     a role that failed.
 
-    From then on it takes at most STOP_SECONDS and END_SECONDS_MAX. Returns the names of roles that do not
-    end.
+    The stop takes at most STOP_SECONDS and END_SECONDS_MAX. Returns the names of roles that do not end.
     """
     tasks = {asyncio.create_task(role.run(stop), name=f"role {name}"): name for name, role in roles.items()}
     try:

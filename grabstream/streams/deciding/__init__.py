@@ -1,1 +1,3 @@
-"""The decider, which decides the commands of the topic, and the sweeper, which does what is due at a time."""
+"""The decider, which decides the commands of the topic, and the sweeper, which handles what is due by
+time.
+"""

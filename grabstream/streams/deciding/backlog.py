@@ -3,8 +3,8 @@ committing and by shard for deciding.
 
 A command may be in any partition, so partitions and shards do not match. Each shard takes its commands in the
 order in which they were read, and no shard waits for another. The commands of a shard that decides nothing
-stay here, up to a bound; then the partitions that have more of them are not read until the shard decides
-again. Offsets are committed up to the first record with an open part.
+stay here, up to a bound; then partitions with more of them are not read until the shard decides again.
+Offsets are committed up to the first record with an open part.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from grabstream.streams.deciding.understanding import RecordPosition
 #: no longer read. One poll, and one fetch per partition, may be added.
 HELD_COMMANDS_MAX: Final = 20_000
 HELD_BYTES_MAX: Final = 16 * 1024 * 1024
-#: Records of a partition from its first open record on: another process would have to decide them again.
+#: Maximum records of a partition from its first open record: another process would have to decide them again.
 OPEN_RECORDS_MAX: Final = 50_000
 #: A paused partition is read again when less than this share of the bound is in use.
 READ_AGAIN_SHARE: Final = 0.5
@@ -30,7 +30,7 @@ READ_AGAIN_SHARE: Final = 0.5
 class OpenRecords:
     """Consecutive records of a partition, with their offsets, keys and, in a process that traces, their
     `traceparents`. Kafka has not acknowledged the answers to `open` parts of them yet: to commands, and to
-    what was refused at once.
+    elements refused at once.
     """
 
     __slots__ = ("keys", "offsets", "open", "partition", "traceparents")
@@ -55,9 +55,9 @@ class OpenRecords:
 
 
 class HeldCommands:
-    """Commands of one shard that wait for their answers: the records that have them; of each, the number of
-    its record among these and its index in that record; and how many bytes of records each counts for.
-    `has_basket`: some are of baskets. All of a basket are of one record.
+    """Commands of one shard that wait for their answers: their records; for each, the number of its record
+    among these, its index in that record, and the bytes of records that it counts for. `has_basket`: some are
+    in baskets. A basket is within one record.
     """
 
     __slots__ = ("command_bytes", "commands", "has_basket", "indexes", "records", "rows")
@@ -108,8 +108,8 @@ class HeldCommands:
 
 
 class OpenPartition:
-    """The records of a partition from the first open one on, `records` of them. `gone` is set when the
-    partition was revoked; `full_for` are the shards for which no more records may be read.
+    """The records of a partition from the first open one, `records` of them. `gone` is set when the partition
+    was revoked; `full_for` are the shards for which no more records may be read.
     """
 
     def __init__(self, source: TopicPartition) -> None:
@@ -117,10 +117,10 @@ class OpenPartition:
         self.gone = False
         self.full_for: set[int] = set()
         self._open: deque[OpenRecords] = deque()
-        #: Of all of them.
+        #: The number of all of them.
         self.records = 0
         #: The offset after the last record that was read; None before the first one. Kafka's own records,
-        #: which mark the ends of transactions, may stand before it.
+        #: which mark the ends of transactions, may precede it.
         self.read_to: int | None = None
         self._next_offset: int | None = None
         self._committed: int | None = None

@@ -69,17 +69,18 @@ FETCH_WAIT_MS: Final = 1_000
 #: Bytes that one poll may return, of all partitions and of one. A broker sends a larger record alone.
 POLL_BYTES_MAX: Final = 8 * 1024 * 1024
 PARTITION_BYTES_MAX: Final = 1024 * 1024
-#: Of one shard: commands in one call of the gate, and calls that are being decided or journaled.
+#: For one shard: commands in one call of the gate, and calls that are being decided or journaled.
 CALL_COMMANDS_MAX: Final = 512
 CALLS_IN_FLIGHT_MAX: Final = 8
 COMMIT_EVERY_SECONDS: Final = 0.1
-#: How often it is looked whether partitions have gone on without a record, past the end of a transaction.
+#: How often to check whether the positions of partitions have moved without a record, past the end of a
+#: transaction.
 POSITION_EVERY_SECONDS: Final = 5.0
 #: How long a revoked partition, or a decider that stops, waits for commands that are still being decided …
 DRAIN_SECONDS_MAX: Final = 5.0
 #: … if any of them is decided within this time: shards that decide nothing are not waited for.
 STANDS_STILL_SECONDS: Final = 1.0
-#: Offers of which it is remembered which shard decides them.
+#: Offers whose deciding shard is remembered.
 SHARDS_KNOWN_MAX: Final = 100_000
 RETRY_SECONDS: Final = 0.2
 RETRY_SECONDS_MAX: Final = 5.0
@@ -112,8 +113,8 @@ class Decider:
         self.measures = measures or WorkerMeasures()
         self.gate = gate
         self.shards = shards
-        # One order for all sessions: commands in flight from an earlier session are carried out before
-        # commands that are delivered again.
+        # One order for all sessions: commands in flight from an earlier session are executed before commands
+        # that are delivered again.
         self.order = CallOrder()
         self.decided = 0
         self._bootstrap = bootstrap
@@ -144,7 +145,7 @@ class Decider:
             group_id=decider_group(self._topics, self.topic),
             auto_offset_reset="earliest",
             enable_auto_commit=False,
-            # What its sender has taken back is no command.
+            # A record rolled back by its sender is not a command.
             isolation_level="read_committed",
             fetch_max_bytes=POLL_BYTES_MAX,
             max_partition_fetch_bytes=PARTITION_BYTES_MAX,
@@ -172,8 +173,8 @@ class Decider:
 
 
 def decider_group(topics: Topics, topic: str) -> str:
-    """The consumer group of the deciders of a topic. Operations have one of their own, so that deciders of
-    the release before, which do not read them, get none of their partitions.
+    """The consumer group of the deciders of a topic. Operations have their own, so that deciders of the
+    release before, which do not read them, get none of their partitions.
     """
     group = f"{topics.prefix}.decider"
     return group if topic == topics.commands else f"{group}.operations"
@@ -403,7 +404,7 @@ class _Session(ConsumerRebalanceListener):  # type: ignore[misc]
         if self._consumer.highwater(source) is None:
             return None
         position: int = await self._consumer.position(source)
-        # While one poll goes on, the position moves over what is no record only.
+        # During one poll, the position moves only over offsets without a record.
         return position if self._polling is polling else None
 
     # -- the group -------------------------------------------------------------------------------------------
@@ -588,7 +589,7 @@ class _Answers:
 
     async def send(self, answers: dict[int, list[Answer]], rejected: Sequence[Rejected]) -> None:
         """Sends answers, each to the partition of its command, and rejected bytes; returns when Kafka has
-        acknowledged them. Somebody may have given the commands more partitions than the answers have.
+        acknowledged them. The topic of commands may have been given more partitions than that of answers.
         """
         self._measures.rejected += len(rejected)
         sent = [

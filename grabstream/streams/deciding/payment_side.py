@@ -1,5 +1,5 @@
 """The HTTP client with which a worker asks the payment side about holds. Questions and answers are signed;
-the time to wait is bounded, and a payment side that does not answer is left alone for some time.
+the time to wait is bounded, and a payment side that does not answer gets a pause.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from grabstream.streams.deciding.payments import HoldQueries, PaymentSide, hold_
 
 log = logging.getLogger(__name__)
 
-#: After so many questions without an answer, one after the other, nothing is asked for some time; then one
-#: question is a probe.
+#: After this many questions in a row without an answer, none is asked for some time; then one question is a
+#: probe.
 FAILURES_MAX: Final = 3
 OPEN_SECONDS: Final = 10.0
 #: The body of an answer: the signed text, as JSON.
@@ -43,12 +43,12 @@ BODY_BYTES_MAX: Final = ANSWER_LENGTH_MAX + 1_024
 
 
 class NoAnswer(Exception):
-    """The payment side gave no answer that counts."""
+    """The payment side gave no valid answer."""
 
 
 class Breaker:
-    """Stops questions to a payment side that does not answer: so it is left alone for some time, and what is
-    asked for next does not wait behind questions in vain.
+    """Stops questions to a payment side that does not answer: it gets a pause, and later ones do not wait
+    behind failing ones.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class Breaker:
         self._closed_from = 0.0
 
     def lets_through(self) -> bool:
-        """Whether to ask now. While it is open, one question in OPEN_SECONDS is let through, as a probe."""
+        """Whether to ask now. While the breaker is open, one question in OPEN_SECONDS passes, as a probe."""
         if self._failures < FAILURES_MAX:
             return True
         if self._clock() < self._closed_from:
@@ -85,8 +85,8 @@ class Questions:
         self.breaker = Breaker()
 
     async def ask(self, holds: Sequence[AskedHold]) -> list[PaymentState]:
-        """What the payment side knows of some holds, at most QUERY_HOLDS_MAX; nothing when it gives no answer
-        that counts. Takes the time limit at most.
+        """What the payment side knows of some holds, at most QUERY_HOLDS_MAX; nothing without a valid answer.
+        Takes the time limit at most.
         """
         if not self.breaker.lets_through():
             return []
@@ -115,7 +115,7 @@ class Questions:
                 body = await body_of(response, BODY_BYTES_MAX)
         except TimeoutError:
             raise NoAnswer(f"no answer within {self._side.timeout_seconds:g} s") from None
-        # A host that is no name of DNS is a ValueError.
+        # A host that is not a DNS name raises ValueError.
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise NoAnswer(in_words(error)) from None
         try:
@@ -151,8 +151,8 @@ def open_session(side: PaymentSide) -> aiohttp.ClientSession:
 async def open_queries(
     side: PaymentSide, redis: Any, keys: KeySpace, sealer: Sealer, limits: GateLimits
 ) -> AsyncIterator[Callable[[ShardKeys], HoldQueries]]:
-    """What asks about the holds of a shard, for each shard of a process."""
-    # Nobody waits for these decisions: as those of the sweeper, they count when they are decided.
+    """The queries about holds of each shard of a process."""
+    # No caller waits for these decisions: like those of the sweeper, they count when they are decided.
     gate = Gate(redis, keys, sealer, limits)
     session = open_session(side)
     questions = Questions(side, session)

@@ -1,11 +1,10 @@
 """Asks the payment side, shortly before holds end, which of them were paid.
 
-A paid hold is confirmed, by the same command that follows from a receipt, and one that nobody will pay is
-released at once. All others end as they would without the question, also those that are not paid yet: their
-buyers have until then. Holds for which nothing is due are not asked for: the payment side never heard of
-them. Nor are holds that are too short, of which a buyer may not have begun to pay yet. Asking is a task of
-its own beside the one that ends holds, which never waits for it: with a payment side that hangs, holds end at
-their time.
+A paid hold is confirmed, by the same command that follows from a receipt, and one that will not be paid is
+released at once. All others end as without the question, also unpaid ones: their buyers have until then.
+There are no questions about holds for which nothing is due, which the payment side does not know, nor about
+short ones, whose buyer may not have started to pay. Asking is a separate task from the one that ends holds,
+which never waits for it: with a payment side that hangs, holds end at their time.
 
 A hold is asked for once, by the worker that sweeps its shard. Two workers that do so at the same time ask
 twice and send the same commands, of which the second gets the first answer.
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 #: Questions of a shard that wait for their answers at the same time.
 QUERIES_AT_ONCE_MAX: Final = 8
 
-#: How often commands are sent whose outcome is unknown; a repeat with the same ids is safe.
+#: How often commands with an unknown outcome are sent; a repeat with the same ids is safe.
 ATTEMPTS_MAX: Final = 3
 
 #: What the payment side knows of some holds, at most QUERY_HOLDS_MAX; nothing if it gives no answer in time.
@@ -48,8 +47,8 @@ Holds = dict[tuple[str, str], AskedHold]
 
 
 class PaymentSide(NamedTuple):
-    """Where to ask, the keys that sign questions and verify answers, how long to wait for an answer, and the
-    system that asks.
+    """The address of the payment side, the keys that sign questions and verify answers, the time limit of an
+    answer, and the asking system.
     """
 
     url: str
@@ -64,7 +63,7 @@ def lead_ms(side: PaymentSide) -> int:
 
 
 def hold_ms_min(side: PaymentSide) -> int:
-    """How long holds of an offer last at least, if they are asked for: buyers have half of it before."""
+    """Minimum length of the holds of an offer that are asked for: buyers have half of it before."""
     return 2 * lead_ms(side)
 
 
@@ -79,8 +78,8 @@ _decode_rules = msgspec.msgpack.Decoder(_Rules).decode
 
 
 class HoldQueries:
-    """Asks about the holds of one shard that end soon, in the order of their ends, once for each end; of
-    offers that have a price, and whose holds last `hold_ms_min` at least.
+    """Asks about the holds of one shard that end soon, in the order of their ends, once for each end; for
+    offers with a price whose holds last at least `hold_ms_min`.
     """
 
     def __init__(
@@ -92,25 +91,25 @@ class HoldQueries:
         self._ask = ask
         self._lead_ms = lead_ms
         self._hold_ms_min = hold_ms_min
-        #: The latest end that was asked for, and the holds (`<offer>/<grab>`) with this end that were.
+        #: The latest end asked for, and the holds (`<offer>/<grab>`) with this end asked for.
         self._asked_until = 0
         self._asked_then: set[str] = set()
 
     async def next_ms(self, now: int) -> int | None:
-        """From when on there is something to ask (ms since 1970 UTC), None if no hold is left."""
+        """When to ask next (ms since 1970 UTC), None if no hold is left."""
         found = await self._after(now, "+inf", 1)
         return found[0][1] - self._lead_ms if found else None
 
     async def ask_all(self) -> int:
-        """Asks about all holds that end soon and were not looked at; returns their number."""
+        """Asks about all holds that end soon and were not examined; returns their number."""
         total = 0
         while asked := await self.ask_some():
             total += asked
         return total
 
     async def ask_some(self) -> int:
-        """Asks about holds that end soon, a bounded number, and sends the commands that follow; returns how
-        many holds were looked at.
+        """Asks about holds that end soon, a bounded number, and sends the commands that follow; returns the
+        number of holds examined.
         """
         looked_at = 0
         questions: list[Holds] = []

@@ -1,5 +1,5 @@
-"""Writes kept refusals to their topic, for programs that watch demand. A topic that cannot be written to is a
-matter of the refusal log (`lua/gate/refusals.py`), which keeps or drops them; deciding never waits.
+"""Writes kept refusals to their topic, for programs that watch demand. A topic that cannot be written to is
+handled by the refusal log (`lua/gate/refusals.py`), which keeps or drops them; deciding never waits.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class RefusalTopic:
             sent = [await self._send(producer, refusal) for refusal in refusals]
             await asyncio.gather(*sent)
         except BaseException as error:
-            # A new client next time: the records of this one that wait would be sent twice.
+            # A new client next time: waiting records of this one would be sent twice.
             await self.close()
             if not is_trouble(error):
                 raise

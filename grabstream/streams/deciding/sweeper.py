@@ -1,6 +1,6 @@
 """The sweeper: ends expired holds, closes and retires offers, deletes the records of retired offers, and
-copies the counts of refusals to SQL. Each shard has one, beside its relay. It also has the payment side asked
-about holds that end soon (`payments.py`).
+copies the counts of refusals to SQL. Each shard has one, next to its relay. It also has the payment side
+asked about holds that end soon (`payments.py`).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from grabstream.streams.deciding.payments import HoldQueries
 log = logging.getLogger(__name__)
 
 SWEEP_EVERY_SECONDS: Final = 0.25
-#: How often an idle shard is polled: while its relay waits for new events, which it tells of at once; and
+#: How often an idle shard is polled: while its relay waits for new events, which it reports at once; and
 #: otherwise.
 WATCHED_POLL_SECONDS_MAX: Final = 5.0
 POLL_SECONDS_MAX: Final = 1.0
@@ -37,8 +37,8 @@ HOLDS_AT_ONCE_MAX: Final = 256
 CLEAN_FIELDS_A_STEP: Final = 500
 CLEAN_PAUSE_SECONDS: Final = 0.01
 DEMAND_FIELDS_MAX: Final = 2_000
-#: How long a hold or offer that causes an error of its script is left out, so that the others of its shard
-#: are still handled.
+#: How long a hold or offer that causes an error of its script is skipped, so that the others of its shard are
+#: still handled.
 LEFT_OUT_SECONDS: Final = 60.0
 
 #: Writes (second, outcome code, offer, refusals) of a shard to SQL. The numbers are absolute, so it may write
@@ -47,7 +47,7 @@ RecordDemand = Callable[[int, Sequence[tuple[int, int, str, int]]], Awaitable[No
 
 
 class Due(NamedTuple):
-    """What a sweeper has to do, and from when on (milliseconds since 1970 UTC; None for never)."""
+    """What a sweeper has to do, and when (milliseconds since 1970 UTC; None for never)."""
 
     now_ms: int
     holds_ms: int | None
@@ -68,11 +68,11 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class Sweeper:
-    """Does what is due at a time in one shard. Without `record_demand`, counts of refusals stay in Redis.
+    """Handles what is due in one shard. Without `record_demand`, counts of refusals stay in Redis.
 
-    Whoever reads new events of the shard sets `decided`: they may be due sooner than what is known. While
-    `is_watched` returns True, somebody waits for new events; when nobody does any more, `decided` is set too.
-    `queries` asks the payment side about holds that end soon; without it, nobody is asked. `swept` counts
+    The reader of new events of the shard sets `decided`: they may be due earlier than known work. While
+    `is_watched` returns True, a reader waits for new events; when none does any more, `decided` is set too.
+    `queries` asks the payment side about holds that end soon; without it, it is not asked. `swept` counts
     what is handled, by script.
     """
 
@@ -139,7 +139,7 @@ class Sweeper:
         demand: asyncio.Event,
         queries: asyncio.Event,
     ) -> None:
-        """Reads what is due in one call, and wakes the tasks that do it. An idle shard costs a call every
+        """Reads what is due in one call, and wakes the tasks that handle it. An idle shard costs a call every
         WATCHED_POLL_SECONDS_MAX, and one a second while its relay waits for something else than new events.
         """
         trouble = Trouble(log, f"sweeping shard {self._keys.shard}: reading what is due")
@@ -172,7 +172,7 @@ class Sweeper:
                     await self._decided.wait()
 
     async def read_due(self) -> Due:
-        """What there is to do, and from when on."""
+        """What there is to do, and when."""
         keys = [self._keys.holds, self._keys.due, self._keys.past, self._keys.cleaning, self._keys.demand]
         now_ms, *first, records, demand = await run_script(self._redis, "due", keys, [])
         holds_ms, offers_ms, retired_ms = (int(float(score)) if score else None for score in first)
@@ -235,8 +235,8 @@ class Sweeper:
         return steps
 
     async def forget_payments(self, at_ms: int | None = None) -> int:
-        """Deletes the records of offers that retired so long ago that their payments no longer count, a
-        bounded number; returns the number of offers.
+        """Deletes the records of offers that retired too long ago for their payments to count, a bounded
+        number; returns the number of offers.
         """
         offers = await self._due(self._keys.past, at_ms, OFFERS_AT_ONCE_MAX, PAYMENTS_KEPT_MS)
         return await self._for_each("forget", self._keys.past, offers, at_ms)
@@ -342,6 +342,6 @@ class Sweeper:
 
 
 def demand_row(field: bytes, count: bytes) -> tuple[int, int, str, int]:
-    """What a field of the hash of demand counts: the second, the code of the outcome, the offer, how many."""
+    """A field of the hash of demand: the second, the code of the outcome, the offer, the count."""
     second, code, offer = field.decode().split(":", 2)
     return int(second), int(code), offer, int(count)

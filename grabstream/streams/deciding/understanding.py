@@ -1,4 +1,4 @@
-"""Decodes records of a topic of commands into commands, and keeps the bytes that are not a command.
+"""Decodes records of a topic of commands into commands, and keeps bytes that are not a command.
 
 Any record costs bounded time, memory and records of `rejected`. Invalid bytes are kept: of each invalid
 element of an array, of the whole record if the record is invalid, and in numbered pieces if they are too many
@@ -79,8 +79,8 @@ class Understood(NamedTuple):
 
 
 class Authority:
-    """Which commands a topic may carry: who may write to `commands` must not be able to open an offer or to
-    adjust the books. With `operations_on_commands`, as before version 0.2, `commands` takes them all.
+    """Which commands a topic may carry: writers of `commands` must not be able to open an offer or to adjust
+    the books. With `operations_on_commands`, as before version 0.2, `commands` takes them all.
     """
 
     def __init__(self, topics: Topics, operations_on_commands: bool = False) -> None:
@@ -112,7 +112,7 @@ class Pace:
         self._until = time.monotonic() + SLICE_SECONDS
 
     async def step(self) -> None:
-        """Returns at once, or, when SLICE_SECONDS are over, after other tasks have run."""
+        """Returns at once, or, after SLICE_SECONDS, when other tasks have run."""
         if time.monotonic() >= self._until:
             await asyncio.sleep(0)
             self._until = time.monotonic() + SLICE_SECONDS

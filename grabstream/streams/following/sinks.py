@@ -1,7 +1,7 @@
-"""Sinks of `follow`: where a user's program stores what it makes of events, with the cursor after them.
+"""Sinks of `follow`: a user's program stores its results of events there, with the cursor after them.
 
-A sink is an object with two methods (`EventSink`). Rows in PostgreSQL have a way of their own,
-`user_projection.py`; `FileSink` writes lines to a file. docs/projection.md has a complete example.
+A sink is an object with two methods (`EventSink`). Rows in PostgreSQL are written by `user_projection.py`;
+`FileSink` writes lines to a file. docs/projection.md has a complete example.
 """
 
 import asyncio
@@ -22,16 +22,17 @@ CURSOR_FILE_BYTES_MAX: Final = 2_097_152
 
 
 class SinkDamaged(Exception):
-    """What a sink has stored contradicts itself, or is not a sink's. The text states the way out, too."""
+    """The stored data of a sink contradict themselves, or are not those of a sink. The text states the fix,
+    too.
+    """
 
 
 @runtime_checkable
 class EventSink(Protocol):
-    """Takes all events of a system, each exactly once, if it stores what it makes of them together with the
-    cursor.
+    """Takes all events of a system, each exactly once, if it stores its results together with the cursor.
 
-    `follow` calls `load`, and then `apply` again and again. After an OSError, or another error of the
-    connection to a server, it waits, and begins with `load` again. Any other error ends it.
+    `follow` calls `load`, and then `apply` repeatedly. After an OSError, or another connection error, it
+    waits, and starts over with `load`. Any other error ends it.
     """
 
     async def load(self) -> str | None:
@@ -39,11 +40,11 @@ class EventSink(Protocol):
         ...
 
     async def apply(self, facts: Sequence[Fact], before: str | None, after: str) -> None:
-        """Stores what these events lead to, and the cursor `after` (a text of some hundred bytes), both or
+        """Stores the results of these events, and the cursor `after` (a text of some hundred bytes), both or
         neither. `facts` are events of one shard, in order.
 
-        `before` is the cursor that must be stored until now. If another one is, another process was faster:
-        raise CursorMoved, and store nothing.
+        `before` is the cursor that must be stored at present. Otherwise, another process was faster: raise
+        CursorMoved, and store nothing.
         """
         ...
 
@@ -62,7 +63,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
 
 class FileSink:
     """Appends a line for each event to a file, without gaps or repeats, also after `kill -9` and a loss of
-    power. The cursor is in a file beside it, with `.cursor` after its name.
+    power. The cursor is in a file next to it, with `.cursor` after its name.
 
     `line` makes the line of an event, without a newline (None: none), by default its text as on
     `grab.events`. While one process writes a file, others wait, and one of them continues when it ends.

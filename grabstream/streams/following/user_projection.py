@@ -2,7 +2,7 @@
 rebuilds do not touch.
 
 `follow` applies new events to it, each exactly once: rows and cursor move in one transaction. `rebuild`
-builds it again from the first event, beside the one in use, and replaces that in one transaction.
+builds it again from the first event, next to the one in use, and replaces that in one transaction.
 docs/projection.md is a complete example.
 """
 
@@ -48,7 +48,7 @@ _REPLACED: Final = "_replaced"
 #: How long a rebuild waits for sessions with an older snapshot, and how long for one lock.
 PATIENCE_SECONDS: Final = 60.0
 LOCK_MS: Final = 2_000
-#: A rebuilt version that lags by at most so many records is switched to; `follow` reads the rest.
+#: A rebuilt version is switched to when it lags by at most this many records; `follow` reads the rest.
 LEFT_RECORDS_MAX: Final = 100
 
 
@@ -56,9 +56,9 @@ class Projection(NamedTuple):
     """`apply(connection, facts)` writes rows in the caller's transaction; `tables` is the SQL that creates
     the tables.
 
-    Unqualified names, in both, are those of `schema`, which belongs to the projection alone. After a change
-    of `apply` or `tables`, raise the `version` and rebuild: processes that still run the old version then
-    end, and never write into the new one.
+    Unqualified names in both are those of `schema`, which belongs to the projection alone. After a change of
+    `apply` or `tables`, raise the `version` and rebuild: processes that still run the old version then stop,
+    and never write into the new one.
     """
 
     name: str
@@ -87,7 +87,7 @@ class System(NamedTuple):
 
 class CannotRun(Exception):
     """The projection cannot run: its schema contains something else, its tables cannot be created, or its
-    `apply` misbehaves. The text states the way out.
+    `apply` misbehaves. The text states the fix.
     """
 
 
@@ -277,8 +277,8 @@ async def rebuild(
 
     `report` is called with the records read and events applied, `expect` with the number of records to read.
     Readers, and processes that follow the same version, are not affected. It waits up to `patience_seconds`
-    for sessions with an older snapshot. A rebuild that was stopped starts at the first event again. Raises
-    CannotRun, and Corrupt or Gap if the journal contradicts itself.
+    for sessions with an older snapshot. A stopped rebuild starts over at the first event. Raises CannotRun,
+    and Corrupt or Gap if the journal contradicts itself.
     """
     building, replaced = (
         projection._replace(schema=projection.schema + end) for end in (_BUILDING, _REPLACED)

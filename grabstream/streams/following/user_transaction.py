@@ -47,8 +47,8 @@ _STATE: Final = (
 
 
 class Misbehaves(Exception):
-    """`apply` did something that could commit rows without their cursor; the text states what. Everything was
-    rolled back.
+    """`apply` did something that could commit rows without their cursor; the text states what. Everything has
+    been rolled back.
     """
 
 

@@ -1,4 +1,4 @@
-"""The archive: the lines of the journal as Parquet files, and a manifest that says which files count.
+"""The archive: the lines of the journal as Parquet files, and a manifest that lists the valid files.
 
     manifest.json
     day=2026-11-25/shard=3/000000000000001-000000000040960.parquet
@@ -7,7 +7,7 @@ A file has consecutive lines of a shard and of one UTC day, as text byte for byt
 bucket, its name also has the id of the export that wrote it (`stores.py`). The manifest has, for each file,
 its seqs, its SHA-256, and the hash of the chain before and after its lines; and for each shard the cursor
 after its last line, from which the journal continues. It is replaced atomically after its files are complete,
-so a file that it does not name does not count.
+so a file that it does not name is ignored.
 
 A reader checks the digest of a file before it parses it, and the chain of its lines before it hands them on.
 """
@@ -39,7 +39,7 @@ _name_of = re.compile(
 
 
 class BadArchive(Corrupt):
-    """An archive is damaged, incomplete, or of another system; the text names the file and the way out."""
+    """An archive is damaged, incomplete, or from another system; the text names the file and the fix."""
 
 
 class ArchivedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -130,18 +130,18 @@ class Archive:
         return [file for file in self._files.get(shard, ()) if file.last_seq > after_seq]
 
     def read(self, file: ArchivedFile) -> list[bytes]:
-        """The lines of a file; raises BadArchive if they are not those of the manifest."""
+        """The lines of a file; raises BadArchive if they differ from the manifest."""
         return self.lines_of(file, self.content_of(file))
 
     def content_of(self, file: ArchivedFile) -> bytes:
-        """The bytes of a file as they are; raises BadArchive if they cannot be read."""
+        """The raw bytes of a file; raises BadArchive if they cannot be read."""
         try:
             return self.store.read(file.path, FILE_BYTES_MAX)
         except CannotRead as error:
             raise self._bad(file, f"cannot be read: {error}") from None
 
     def lines_of(self, file: ArchivedFile, content: bytes) -> list[bytes]:
-        """The lines in the bytes of a file; raises BadArchive if they are not those of the manifest."""
+        """The lines in the bytes of a file; raises BadArchive if they differ from the manifest."""
         # Imported here, because it takes a tenth of a second and only archives need it.
         import pyarrow
         from pyarrow import parquet
@@ -268,7 +268,7 @@ def _check_present(store: Store, file: ArchivedFile, size: int | None) -> None:
 
 
 class Unlisted(NamedTuple):
-    """A file that the manifest does not name; `writer` tells whether an export into a bucket left it."""
+    """A file that the manifest does not name; `writer`: whether an export into a bucket left it."""
 
     name: str
     shard: int

@@ -29,8 +29,8 @@ CHUNK_LINES: Final = 500
 class ArchiveSource:
     """An archive, and the journal after it.
 
-    A cursor within the archive has the offset from which reading began: only its seq and its hash count
-    there. The cursor after the archive's last line is the one that was exported.
+    A cursor within the archive has the offset where reading began: only its seq and hash are valid there. The
+    cursor after the archive's last line is the one that was exported.
     """
 
     name = "archive"

@@ -18,8 +18,8 @@ class Point(NamedTuple):
     """The first or last event of a stretch of history, by its seq, or by a time in ms since 1970 UTC.
 
     Exactly one of the two is set. The events at the point belong to the stretch. Lines are not divided: if
-    the point is within a run of grabs, all of the run belongs to the stretch, and who makes single events
-    leaves out those beyond the point.
+    the point is within a run of grabs, all of the run belongs to the stretch, and code that makes single
+    events drops those beyond the point.
     """
 
     seq: int | None = None

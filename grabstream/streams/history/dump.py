@@ -1,7 +1,7 @@
 """The records of the journal as JSON lines, for readers in other languages (docs/journal.md).
 
 A line has the fields that `kcat -J` writes: `topic`, `partition`, `offset`, `headers` (name, value, name, …)
-and `payload`. Bytes that are not UTF-8, which only a stranger writes, are `{"base64": …}`.
+and `payload`. Bytes that are not UTF-8, which this program never writes, are `{"base64": …}`.
 """
 
 from base64 import b64encode

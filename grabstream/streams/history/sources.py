@@ -3,10 +3,10 @@
 Both return the events of a shard that count, in order, with the chain verified, between any two points or
 cursors. Rebuilds, replays and `read_events` read through them.
 
-Read from its beginning, the journal proves itself by its chain. A reader that starts in the middle cannot
-tell whether a block there counts: a relay that was paused may have written it. So what is read from the
-middle is compared with the audit trail's hashes before it is handed on. If the two differ, or there is no
-trail, the journal is read from its beginning.
+When read from its beginning, the journal is proved by its chain. A reader that starts in the middle cannot
+tell whether a block there counts: a relay that was paused may have written it. So events read from the middle
+are compared with the audit trail's hashes before they are handed on. If the two differ, or there is no trail,
+the journal is read from its beginning.
 
 A time is searched by the events' own times, which never go back within a shard. Kafka's timestamps are those
 of the append, and are not used.
@@ -33,7 +33,7 @@ from grabstream.streams.history.chunks import Point
 from grabstream.streams.journal import JournalReader, Record, open_reader
 from grabstream.streams.projecting.follower import Chunk, Decoded, FactsOf, next_chunk
 
-#: The search for a point ends within so many records: reading them is as quick as one more step.
+#: The search for a point ends within this many records: reading them is as quick as one more step.
 NEAR_RECORDS: Final = 32
 AUDIT_SEQS: Final = 2_000
 #: How long the broker may return nothing while there are more records.
@@ -41,10 +41,10 @@ PATIENCE_SECONDS: Final = 60.0
 
 
 class Start(NamedTuple):
-    """Where reading begins and ends; `end` is an offset of the journal, or a seq of the audit trail.
+    """The start and end of a read; `end` is an offset of the journal, or a seq of the audit trail.
 
-    From `proved` on the journal proves itself; before it, the audit trail has to vouch. None: it proves
-    itself from `cursor` on.
+    From `proved`, the journal proves itself; before it, the audit trail must vouch. None: it proves itself
+    from `cursor`.
     """
 
     cursor: Cursor
@@ -53,7 +53,7 @@ class Start(NamedTuple):
 
 
 class Source(Protocol):
-    """Where events are read from."""
+    """A source of events."""
 
     #: `journal` or `audit`.
     name: str
@@ -153,7 +153,7 @@ class JournalSource:
         return max(start.end - start.cursor.next_offset, 0)
 
     async def start(self, shard: int, first: Point | None) -> Start:
-        """The beginning, or a block near `first` for which the audit trail can vouch."""
+        """The beginning, or a block near `first` that the audit trail can prove."""
         end = await self.end(shard)
         if first is None or self._books is None:
             return Start(Cursor(), end)
@@ -188,7 +188,7 @@ class JournalSource:
     async def _next_block(
         self, shard: int, from_offset: int, to_offset: int, is_signed: bool
     ) -> tuple[int, Block] | None:
-        """The first block from an offset on; where the journal is signed, the first one of a relay."""
+        """The first block from an offset; where the journal is signed, the first one of a relay."""
         async with aclosing(self._reader.read(shard, from_offset, to_offset)) as lists:
             async for records in lists:
                 for record in records:
@@ -323,7 +323,7 @@ class AuditSource:
     """The audit trail in PostgreSQL: the same lines, readable without Kafka. `books` reads the views of the
     system.
 
-    Its cursors have no offsets of their own, so reading cannot resume from them in the journal.
+    Its cursors have no offsets, so reading cannot resume from them in the journal.
     """
 
     name = "audit"

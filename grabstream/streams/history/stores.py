@@ -1,13 +1,13 @@
-"""Where an archive is: a local folder, or a prefix in a bucket of an S3-compatible store.
+"""The store of an archive: a local folder, or a prefix in a bucket of an S3-compatible store.
 
-A file is whole or absent in both. What differs is how one export at a time is ensured, and what a killed one
-leaves:
+A file is whole or absent in both. They differ in how one export at a time is ensured, and in the remains of a
+killed one:
 
 - In a folder, an export holds a lock of the operating system. A file is written under another name, made
   durable, and renamed.
 - A bucket has no locks and no renames, but a PUT is atomic, and may require that the object is still the one
-  that was read. So an export first replaces the manifest by one with a random id of its own (`writer`), and
-  replaces it only while it is its own. Another export that is still at work can then commit nothing. Its
+  that was read. So an export first replaces the manifest by one with its own random id (`writer`), and
+  replaces it only while that id is there. Another export that is still at work can then commit nothing. Its
   files have its id in their names, so they are never taken for those of the later export.
 """
 
@@ -64,7 +64,7 @@ class Writing(Protocol):
         ...
 
     def other(self) -> str:
-        """The name of something that is there, but for the files of a first export; '' if there is none."""
+        """The name of anything present other than the files of a first export; '' if there is none."""
         ...
 
     def put(self, name: str, content: bytes, ready: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class Writing(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives the right back."""
+        """Returns the right."""
         ...
 
 
@@ -222,7 +222,7 @@ class BucketStore(NamedTuple):
 
     def has_manifest(self) -> bool:
         """Whether there is a manifest."""
-        # The first key that begins so, if it is there.
+        # The first key with this start, if present.
         return self.bucket.has_any(self.key(MANIFEST)) == self.key(MANIFEST)
 
     def write(self) -> "Writing":
@@ -287,8 +287,8 @@ def open_store(address: str | Path, login: StoreLogin) -> Store:
 
 
 async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """The result of blocking work, while the event loop goes on. Who is cancelled waits for the end of the
-    work, so nothing of it comes later.
+    """The result of blocking work, while the event loop continues. A cancelled caller waits for the end of
+    the work, so nothing of it comes later.
     """
     task = create_task(to_thread(work, *arguments))
     try:

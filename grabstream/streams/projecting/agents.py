@@ -2,7 +2,7 @@
 
 An agent passes each record to its projector and raises nothing, because Faust acknowledges a record whose
 agent failed. Faust's committed offsets are hints: the position of a read model is its cursor. So Faust
-decides which process reads which partition, and after every assignment the projectors catch up by themselves.
+decides which process reads which partition, and after every assignment the projectors catch up on their own.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 PROJECTIONS: Final = ("ledger", "balances", "audit", "events")
 #: How long an app may take to stop while its process continues; a worker that ends waits less (`worker.py`).
-#: After a minute, Faust takes a service that has not stopped for one that has, so this must be less.
+#: After a minute, Faust treats a service that has not stopped as stopped, so this must be less.
 STOP_SECONDS: Final = 30.0
 STEADY_SECONDS: Final = 30.0
 ENDS_IN_A_ROW_MAX: Final = 60
 PAUSE_SECONDS_MAX: Final = 5.0
-#: How often Faust looks whether there are offsets to commit, and after 2.5 times this whether partitions
-#: move, which it only logs. After a crash, records of this time are read again and ignored.
+#: How often Faust checks for offsets to commit and, after 2.5 times this, for partitions that do not move,
+#: which it only logs. After a crash, records of this time are read again and ignored.
 COMMIT_SECONDS: Final = 5.0
 #: How long Faust's client waits for a request: longer than the 60 s that it allows a rebalance.
 REQUEST_SECONDS: Final = 90.0
@@ -116,7 +116,7 @@ def build_app(
         broker_heartbeat_interval=2.0,
         broker_commit_interval=COMMIT_SECONDS,
         # An agent may wait for a projector that waits for PostgreSQL. Neither a rebalance nor our end may
-        # wait for that, and need not, because our cursors say what is written.
+        # wait for that, and need not, because our cursors record what is written.
         stream_wait_empty=False,
         datadir=tempfile.gettempdir(),
     )
@@ -243,7 +243,7 @@ async def _run(app: faust.App) -> None:
 
 
 async def _stop(app: faust.App) -> None:
-    """Stops the app and its projectors. Raises DoesNotStop if Faust, which may wait for a broker for ever,
+    """Stops the app and its projectors. Raises DoesNotStop if Faust, which may wait for a broker without end,
     has not stopped after STOP_SECONDS, or fails; none of the app's other errors.
     """
     for task in app.projector_tasks:

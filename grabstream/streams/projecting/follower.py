@@ -1,8 +1,8 @@
-"""Following a journal: records are verified by a cursor, and what their events lead to is written in the
+"""Following a journal: records are verified by a cursor, and the results of their events are written in the
 transaction that moves the cursor.
 
-`Follower` does that for whoever drives it: projectors with records of Faust, replays and rebuilds with what a
-source has read.
+`Follower` does that for its driver: projectors with records of Faust, replays and rebuilds with what a source
+has read.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from grabstream.streams.journal_keys import NOT_SIGNED, journal_keys
 
 log = logging.getLogger(__name__)
 
-#: How often a journal is polled, and after which pause it is opened again.
+#: How often a journal is polled, and the pause before it is reopened.
 POLL_SECONDS: Final = 0.2
 RETRY_SECONDS: Final = 1.0
 #: The number of events after which a group is written.
@@ -113,7 +113,9 @@ class Chunk(NamedTuple):
 
 
 def next_chunk(cursor: Cursor, record: Record, decoded: Decoded, facts_of: FactsOf = facts_of) -> Chunk:
-    """What a record adds after a cursor; raises Corrupt or Gap if it contradicts the cursor or itself."""
+    """The events that a record adds after a cursor; raises Corrupt or Gap if it contradicts the cursor or
+    itself.
+    """
     block = decoded.block
     after, accepted = cursor.feed(record.offset, block)
     # The accepted events are always the end of the block.
@@ -149,7 +151,7 @@ class Group:
 
 class Follower:
     """Gathers chunks, and hands groups of them on to `save`, which writes them and their cursors, all or
-    nothing. `position` has the cursor of a shard of which no chunk waits.
+    nothing. `position` has the cursor of a shard without waiting chunks.
 
     An error of `save` loses the group: its chunks are read again from the cursors that are stored.
     """
@@ -164,7 +166,7 @@ class Follower:
         self._group = Group()
 
     def cursor(self, shard: int) -> Cursor:
-        """The cursor after what was taken of a shard."""
+        """The cursor after the chunks taken of a shard."""
         chunks = self._group.chunks.get(shard)
         return chunks[-1].after if chunks else self._position(shard)
 
@@ -175,7 +177,7 @@ class Follower:
             await self.flush()
 
     async def flush(self) -> None:
-        """Saves what was taken."""
+        """Saves the chunks taken."""
         group, self._group = self._group, Group()
         if group.chunks:
             await self._save(group)
@@ -192,9 +194,9 @@ async def poll_journal(
     trouble: Trouble,
     is_wanted: Callable[[], Awaitable[bool]] = _always,
 ) -> NoReturn:
-    """Calls `look` with a reader again and again, until cancelled. After trouble with a server, and when
-    another process has moved a cursor, it waits, and continues with another reader. While `is_wanted` returns
-    False, nobody is connected to Kafka.
+    """Calls `look` with a reader repeatedly, until cancelled. After trouble with a server, and when another
+    process has moved a cursor, it waits, and continues with another reader. While `is_wanted` returns False,
+    there is no connection to Kafka.
     """
     while True:
         try:

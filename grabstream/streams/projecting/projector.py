@@ -1,10 +1,10 @@
 """A projector: writes journal records into one read model, in groups, with cursor and rows in one
 transaction.
 
-The records that it is handed are hints, because Faust may skip or repeat some; the cursor in PostgreSQL
-decides. A record below the cursor is dropped. A record above it makes the projector read the journal from the
-cursor by itself. A shard whose journal contradicts itself, or whose events the database refuses, stops alone;
-the stop is recorded, and the other shards continue.
+Its records are hints, because Faust may skip or repeat some; the cursor in PostgreSQL decides. A record below
+the cursor is dropped. A record above it makes the projector itself read the journal from the cursor. A shard
+whose journal contradicts itself, or whose events the database refuses, stops alone; the stop is recorded, and
+the other shards continue.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ EXIT_UNKNOWN_ERROR: Final = 70
 #: The projection that reports records which no known relay signed: one of them is enough.
 REPORTS_IGNORED: Final = "audit"
 NOT_SIGNED_SUBJECT: Final = "records that no known relay signed"
-#: PostgreSQL rolls back a transaction that is idle for so long.
+#: PostgreSQL rolls back a transaction that is idle for this long.
 HANGS_MS_MAX: Final = 5_000
 
 

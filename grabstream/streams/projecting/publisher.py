@@ -3,7 +3,7 @@
 Its cursor is stored in a header of the last record of every group. After a crash it resumes from the newest
 cursor in the topic, so some records may repeat, with the same id and bytes; none is missing.
 
-Each shard is written by itself. A shard whose records the brokers refuse, or do not acknowledge, is held: it
+Each shard is written separately. A shard whose records the brokers refuse, or do not acknowledge, is held: it
 is retried with growing pauses, while the others continue.
 """
 
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 CURSOR_HEADER: Final = "cursor"
 LOOK_BACK_RECORDS: Final = 2_000
-#: The number of records at the end of the topic that tell, where nobody else writes, who has written last.
+#: The number of records at the end of the topic that show, without other writers, who has written last.
 LAST_RECORDS: Final = 16
-#: The number of cursors of a shard that are compared with the journal, from the newest on.
+#: The number of cursors of a shard that are compared with the journal, newest first.
 COMPARED_CURSORS_MAX: Final = 32
 #: How long the other shards of a group wait for one that is not acknowledged. Then it is held.
 ACKNOWLEDGED_SECONDS_MAX: Final = 2.0
@@ -132,7 +132,7 @@ class Publisher(Projector):
             for shard, chunks in group.chunks.items()
             if (facts := Group(chunks).facts)
         }
-        # Who failed the last time is not waited for.
+        # Shards that failed the last time are not awaited.
         awaited = [task for shard, task in sending.items() if not self._is_in_trouble(shard)]
         try:
             if awaited:
@@ -198,7 +198,7 @@ class Publisher(Projector):
                 failed = error
 
     async def _try_again(self, shard: int) -> Cursor:
-        """Gives a shard a producer of its own; returns where it continues. Raises the client's errors."""
+        """Gives a shard its own producer; returns where it continues. Raises the client's errors."""
         if (before := self._own_producers.pop(shard, None)) is not None:
             await close(before.stop())
         newest = (await self._newest_cursors([shard]))[shard]
@@ -239,7 +239,7 @@ class Publisher(Projector):
 
 class _ShardTrouble:
     """Why the records of a shard are not written, and the pauses between attempts. It is kept when it is
-    over: what comes back again and again is trouble that lasts.
+    over: recurring trouble counts as lasting.
     """
 
     def __init__(self, shard: int) -> None:
@@ -258,7 +258,7 @@ class _ShardTrouble:
         return self._trouble.is_present
 
     def over(self) -> None:
-        """Reports that the shard is written again."""
+        """Reports that writes of the shard succeed again."""
         self._trouble.over()
         self._seconds = RETRY_SECONDS
 
@@ -282,7 +282,7 @@ def _is_written(sending: "asyncio.Task[None]") -> bool:
 
 
 class PublishedOffsets:
-    """How far the journal is published, for the watchdog. Reads what the publisher reads when it starts, but
+    """The published part of the journal, for the watchdog. Reads what the publisher reads when it starts, but
     only for shards in which nothing is published, and once until something is. Records of other programs do
     not count: a program that writes all the time must not hide that the publisher does not.
     """
@@ -300,7 +300,7 @@ class PublishedOffsets:
     async def load(self, connection: AsyncConnection[Any], journal_ends: Mapping[int, int]) -> dict[int, int]:
         """For each shard the offset of the first journal record with an event that is not published; the
         journal's end if there is none, if something was published since the last call, or if the records
-        that could tell were deleted from the topic.
+        that could show it were deleted from the topic.
         """
         offsets, resting = dict(journal_ends), []
         events_ends = await self._events.ends(journal_ends)
@@ -326,7 +326,7 @@ class PublishedOffsets:
         return offsets
 
     async def _has_published(self, shard: int, start: int, end: int) -> bool:
-        """Whether a record between two ends of the topic is the publisher's, or the topic was made anew."""
+        """Whether a record between two ends of the topic is the publisher's, or the topic was recreated."""
         if end < start:
             return True
         start = max(start, await self._events.beginning(shard)) if start < end else end
@@ -347,7 +347,7 @@ class PublishedOffsets:
 
 def _after_last_event(chunks: Sequence[Chunk]) -> Cursor:
     """The cursor directly after the record with the last event of chunks. Thousands of markers may follow it,
-    and then nobody would find the event of a cursor behind them (`JournalReader.confirms`).
+    and then the event of a cursor after them would not be found (`JournalReader.confirms`).
     """
     with_events = (chunk.after for chunk in reversed(chunks) if chunk.facts)
     return next(with_events, chunks[-1].after)
@@ -376,7 +376,7 @@ def event_batches(
     producer: AIOKafkaProducer, facts: Sequence[Fact], source: bytes, after: Cursor | None = None,
     first_headers: Sequence[Header] = (), each_headers: Sequence[Header] = (),
 ) -> list[Any]:  # fmt: skip
-    """The events in as few batches as the size of a request allows, each grab of a run by itself. The last
+    """The events in as few batches as the size of a request allows, each grab of a run separately. The last
     event carries the cursor `after`, if given; the first one has the headers `first_headers`, too, and each
     one those `each_headers`.
 
@@ -486,7 +486,7 @@ async def newest_cursor(
 
     `source` is the `ce_source` of the events. With `journal`, cursors that it does not confirm are skipped,
     because another program may write to the topic; if it confirms none of them, the newest one is returned,
-    and the journal's records show that it is of another history. Without `journal`, none is compared.
+    and the journal's records show that it belongs to another history. Without `journal`, none is compared.
     """
     cursor = await _find_cursor(events, shard, source, journal)
     if cursor is None and (beginning := await events.beginning(shard)):

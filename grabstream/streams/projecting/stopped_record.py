@@ -15,7 +15,7 @@ from grabstream.streams.journal import JournalReader, Record
 
 
 class CannotSetAside(Exception):
-    """There is no record to set aside; the text states why, and what to do."""
+    """There is no record to set aside; the text states the reason and the fix."""
 
 
 class StoppedRecord(NamedTuple):

@@ -1,10 +1,10 @@
-"""The verifier: follows the read models, compares all of them with the audit trail, and records how far they
-are verified.
+"""The verifier: follows the read models, compares all of them with the audit trail, and records the verified
+positions.
 
 A pass covers every shard, and then a page of accounts and offers:
 
 1. The walk: chain the rows of the audit trail, compare each with the ledger's rows, and fold the events into
-   what accounts and offers must be.
+   the expected accounts and offers.
 2. Where the walk has caught up, the next round: the same rows again, because verified rows may be changed
 later.
 3. Compare accounts and users' balances with the fold.
@@ -12,15 +12,15 @@ later.
 5. From time to time, compute the rows of grabs and payments of a few unchanged offers again from their
 events, and compare them.
 
-In parallel, at the same pace, each key of Redis is compared with what the journal makes it, shard by shard.
+In parallel, at the same pace, each key of Redis is compared with its value by the journal, shard by shard.
 Between passes the verifier pauses, so that it uses only its share of the time. Per system one verifier works;
 the others wait for its lock.
 
-It answers whether a stored number has moved away from its events, by sums of its own (`checking/proof.py`)
-that it keeps in SQL and continues from a cursor. `grabstream verify` answers whether every row and key is
-what the journal makes it now, by the functions that make them, in one snapshot. Both compare rows of grabs
-and payments with `checking/rebuilt.py`, whose comparison a rebuild makes before its switch, and keys of Redis
-with `ops/verification/redis_keys.py`.
+It answers whether a stored number has diverged from its events, by its own sums (`checking/proof.py`) that it
+keeps in SQL and continues from a cursor. `grabstream verify` answers whether every row and key now follows
+from the journal, by the functions that make them, in one snapshot. Both compare rows of grabs and payments
+with `checking/rebuilt.py`, whose comparison a rebuild makes before its switch, and keys of Redis with
+`ops/verification/redis_keys.py`.
 """
 
 import asyncio
@@ -56,12 +56,12 @@ from grabstream.streams.clients import Trouble, in_words
 
 log = logging.getLogger(__name__)
 
-#: Hashing and decoding so many events takes some ms, in an event loop that other tasks may share.
+#: Hashing and decoding this many events takes some ms, in an event loop that other tasks may share.
 EVENTS_A_STEP: Final = 250
 #: Steps of a lagging shard before the next shard has its turn.
 STEPS_A_PASS: Final = 16
 ROWS_A_PAGE: Final = 500
-#: Accounts are compared only while the ledger is at most so many events ahead of the walk, because its rows
+#: Accounts are compared only while the ledger is at most this many events ahead of the walk, because its rows
 #: after the walk are added up each time.
 AHEAD_EVENTS_MAX: Final = 2_000
 OBSERVATIONS_MAX: Final = 10_000
@@ -74,7 +74,7 @@ REST_SECONDS_MIN: Final = 0.25
 #: The time that a pass counts for at least when it has compared everything there is: 5 s of rest with the
 #: default settings.
 COMPLETE_SECONDS_MIN: Final = 0.125
-#: The longest rest after a pass. Whoever waits for the verifier may wait so long, and a pass that took long
+#: The longest rest after a pass. A waiter for the verifier may wait this long, and a pass that took long
 #: because the machine stood still is not followed by hours of rest.
 REST_SECONDS_MAX: Final = 1_800.0
 RETRY_SECONDS: Final = 2.0
@@ -102,8 +102,8 @@ CompareKeys = Callable[[int, float], Awaitable[list[str] | None]]
 
 
 class Seen(NamedTuple):
-    """What one snapshot of PostgreSQL says: how far each shard is verified, the cursors of the read models,
-    and the records that they lack.
+    """The contents of one snapshot of PostgreSQL: the verified position of each shard, the cursors of the
+    read models, and the records that they lack.
     """
 
     at: dict[int, VerifiedTo]
@@ -167,7 +167,7 @@ class Verifier:
                 if await _pause(stop, RETRY_SECONDS):
                     return
             await verified.begin(connection, self._keys.shards)
-            # Whoever had the lock before may have recorded findings.
+            # The previous holder of the lock may have recorded findings.
             self._keys_agree.clear()
             await connection.set_isolation_level(IsolationLevel.REPEATABLE_READ)
             work = [self._walk_on(connection, stop, trouble)]
@@ -190,7 +190,7 @@ class Verifier:
     # -- every key of Redis ----------------------------------------------------------------------------------
 
     async def _compare_all_keys(self, compare: CompareKeys, stop: asyncio.Event) -> None:
-        """Compares the keys of all shards, again and again."""
+        """Compares the keys of all shards repeatedly."""
         trouble, shard = Trouble(log, "verifier, keys of Redis"), 0
         while not await _pause(stop, REST_SECONDS_MIN / self._share):
             try:
@@ -586,8 +586,8 @@ class Verifier:
         return answer
 
     async def _judge_met(self, connection: AsyncConnection[Any]) -> None:
-        """Compares what Redis had at events that the walk has reached since, unless the shard has another
-        history now.
+        """Compares observations of Redis at events that the walk has since reached, unless the shard now has
+        another history.
         """
         met, self._met = self._met, []
         for state, observed in met:
@@ -658,7 +658,7 @@ def _seq(positions: dict[int, Cursor], shard: int) -> int:
 
 
 async def _pause(stop: asyncio.Event, seconds: float) -> bool:
-    """Waits so long, or until `stop`; returns whether it was stopped."""
+    """Waits `seconds`, or until `stop`; returns whether it was stopped."""
     try:
         async with asyncio.timeout(seconds):
             await stop.wait()

@@ -1,7 +1,7 @@
 """The watchdog of the read models: detects lag without progress.
 
 After some restarts of a broker, Faust stops without an error: its assignor may meet a broker that does not
-know the topic yet, assign nothing, and wait for ever. Restarting Faust costs the group a rebalance, so the
+know the topic yet, assign nothing, and wait without end. Restarting Faust costs the group a rebalance, so the
 watchdog ignores lag that Faust does not cause: a projector that waits for PostgreSQL, partitions that were
 assigned just now, and, for a time, those that the group has yet to assign.
 """
@@ -41,7 +41,7 @@ POLL_SECONDS: Final = 2.0
 CURSORS_SECONDS: Final = 10.0
 STALLED_SECONDS: Final = 15.0
 #: Longer than the group waits for a member that has ended, and then needs to assign its partitions, also on a
-#: busy machine: until then, a restart would only begin that again.
+#: busy machine: until then, a restart would only repeat that.
 UNASSIGNED_SECONDS: Final = 45.0
 #: A projector that has tried to write one group for this long waits for PostgreSQL …
 WAITS_SECONDS: Final = 2.0
@@ -60,8 +60,8 @@ class Assignment(NamedTuple):
     shards: frozenset[int] | None = None
 
     def is_elsewhere(self, shard: int) -> bool:
-        """Whether a shard is, or may soon be, another process's. A process that got no shard at all may be
-        one whose assignor met a broker that did not know the topic yet.
+        """Whether a shard is, or may soon be, another process's. If a process got no shard at all, its
+        assignor may have met a broker that did not know the topic yet.
         """
         return self.shards is None or (bool(self.shards) and shard not in self.shards)
 
@@ -79,7 +79,7 @@ async def until_stalled(
     process's, or is being moved, for UNASSIGNED_SECONDS, although the journal has more for it; returns which
     one, in words. Raises nothing: after any error it tries again.
     """
-    # Publishers are watched apart: other programs may write to their topic, and delete its records, and
+    # Publishers are watched separately: other programs may write to their topic, and delete its records, and
     # trouble with that must not hide another projector that is stalled.
     publishers = [projector for projector in projectors if isinstance(projector, Publisher)]
     others = [projector for projector in projectors if not isinstance(projector, Publisher)]
@@ -169,7 +169,7 @@ async def _find_stalled(
             continue  # its projector waits, and logs that
         offsets, stopped = positions[name]
         if isinstance(projector, Publisher):
-            # A shard that has stopped is not read again and again.
+            # A stopped shard is not read repeatedly.
             offsets = await published.load(
                 connection, {shard: end for shard, end in ends.items() if shard not in stopped}
             )

@@ -1,1 +1,1 @@
-"""Read models rebuilt beside the live ones, and the journal restored from the audit trail."""
+"""Read models rebuilt next to the live ones, and the journal restored from the audit trail."""

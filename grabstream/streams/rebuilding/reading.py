@@ -1,6 +1,5 @@
-"""What a rebuild reads: the events between two known cursors of a shard, from the journal or, when that is
-gone, from the audit trail. A rebuild skips what operators had set aside for the live version, or reads it
-again.
+"""The source of a rebuild: the events between two known cursors of a shard, from the journal or, when that is
+gone, from the audit trail. Records set aside by operators for the live version are skipped, or read again.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ POLL_SECONDS: Final = 0.05
 
 
 class RebuildRefused(Exception):
-    """A rebuild cannot or should not be done; the text states why, and the way out."""
+    """A rebuild cannot or should not be done; the text states the reason and the fix."""
 
 
 class Unreadable(RebuildRefused):
@@ -49,7 +48,9 @@ class Servers(NamedTuple):
 
 
 class RebuildSource:
-    """A source, and a function that loads what was set aside for the live version, if that is skipped."""
+    """A source, and a function that loads the records set aside for the live version, if these are
+    skipped.
+    """
 
     def __init__(
         self, source: Source, load_set_aside: Callable[[], Awaitable[list[SetAside]]] | None
@@ -66,7 +67,7 @@ class RebuildSource:
 
     @property
     def archive(self) -> Store | None:
-        """Where the archive is that is read before the journal, if any."""
+        """The place of the archive that is read before the journal, if any."""
         return self._source.archive.store if isinstance(self._source, ArchiveSource) else None
 
     @property
@@ -160,7 +161,7 @@ class RebuildSource:
         self, shard: int, cursor: Cursor, target: Cursor, skipped: Sequence[SetAside]
     ) -> AsyncGenerator[Chunk, None]:
         """The trail has no offsets: where it reaches the target's seq and hash, the target's are taken over.
-        The offset of a cursor before that only says how far this build is.
+        The offset of a cursor before that is only the progress of this build.
         """
         deadline = time.monotonic() + AUDIT_LAG_SECONDS
         while True:

@@ -1,4 +1,4 @@
-"""Rebuilding a read model: a new version beside the live one, loaded at bulk speed, compared, and shown in
+"""Rebuilding a read model: a new version next to the live one, loaded at bulk speed, compared, and shown in
 one transaction.
 
 1. Load into tables without indexes up to the position of the live version; then add sums, constraints and
@@ -9,7 +9,7 @@ both in one snapshot.
 4. Follow to the journal's end; lock the live cursors again, wait until no reader has an older snapshot, and
 replace the views.
 
-Cursors and rows are always committed together, so a build that was stopped or killed resumes where it was.
+Cursors and rows are always committed together, so a stopped or killed build resumes where it was.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ Every step may be repeated after an interruption.
 
 Events that a read model or Redis has, but not the audit trail, are given up only if that is accepted. Then
 the shard in Redis is fenced, and its relay rebuilds it from the journal. A version of a read model that had
-such events is dropped; a live one starts again, empty.
+such events is dropped; a live one starts over, empty.
 """
 
 import secrets
@@ -112,8 +112,8 @@ class ShardPlan(NamedTuple):
 class Restore:
     """The restore of one system's journal: `plan` only checks, `run` writes.
 
-    `redis` must not decode replies. With `republish`, `grab.events` was lost too, and is filled again from
-    the beginning. With `accept_loss`, events that the audit trail lacks are given up.
+    `redis` must not decode replies. With `republish`, `grab.events` was lost too, and is rebuilt from the
+    beginning. With `accept_loss`, events that the audit trail lacks are given up.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Restore:
     # -- planning --------------------------------------------------------------------------------------------
 
     async def plan(self) -> list[ShardPlan]:
-        """What will be restored. Raises RebuildRefused, which names what has more events than the audit
+        """The plan of the restore. Raises RebuildRefused, which names what has more events than the audit
         trail, or another history.
         """
         async with (
@@ -481,7 +481,7 @@ async def _with_restored(reader: JournalReader, plan: ShardPlan, delete: str) ->
     """The plan with the cursor and anchors of an interrupted attempt; raises RebuildRefused if the partition
     contains events that no restore wrote.
 
-    Markers of relays that took over in vain are allowed. Their terms count, so the term of the restore is
+    Markers of relays whose takeover failed are allowed. Their terms count, so the term of the restore is
     above them. `delete` is the command that deletes the topic.
     """
     if beginning := await reader.beginning(plan.shard):

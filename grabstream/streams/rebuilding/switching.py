@@ -51,7 +51,7 @@ class Switch(NamedTuple):
     wait: Callable[[str], None]
 
     async def run(self, patience_seconds: float) -> None:
-        """Tries until it is done; raises RebuildRefused if readers or writers hold locks for longer."""
+        """Tries until it succeeds; raises RebuildRefused if readers or writers hold locks for longer."""
         deadline = time.monotonic() + patience_seconds
         while (reason := await self._try()) is not None:
             if time.monotonic() > deadline:
@@ -64,7 +64,7 @@ class Switch(NamedTuple):
         await versions.sweep(self.control, self.schema, self.chosen.projection)
 
     async def _try(self) -> str | None:
-        """Returns why it cannot be done now; None if it is done."""
+        """Returns why it cannot succeed now; None if it has."""
         try:
             await self.near()
             async with self.control.transaction():
@@ -92,8 +92,8 @@ class Switch(NamedTuple):
 async def older_snapshots_gone(
     connection: AsyncConnection[Any], schema: str, seconds: float = SNAPSHOTS_SECONDS
 ) -> None:
-    """Returns when no session that may read `schema` has a snapshot from before this call; after so many
-    seconds, raises Busy, which names the sessions.
+    """Returns when no session that may read `schema` has a snapshot from before this call; after `seconds`,
+    raises Busy, which names the sessions.
 
     In such a snapshot, a table that was filled since would be older, or empty, whatever view it is read
     through. Any role may call this.

@@ -1,12 +1,12 @@
-"""Which shards a worker relays, in as few lines of a log as an operator wants: many shards that it takes over
-at its start, or passes on when another worker comes, are one change.
+"""Logs the shards that a worker relays in few lines: many shards taken over at its start, or passed on when
+another worker comes, are one change.
 """
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-#: A change is announced when nothing has changed for so long, in lengths of a lease: leases are passed on one
-#: after the other …
+#: A change is announced when nothing has changed for this long, in lengths of a lease: leases are passed on
+#: one after the other …
 QUIET_LEASES: Final = 1
 #: … and after this time at the latest.
 UNSAID_LEASES_MAX: Final = 5
@@ -23,7 +23,7 @@ class Change(NamedTuple):
 
 
 class Announcing:
-    """Collects changes. A shard that is taken over and given up between two of them is in none."""
+    """Collects changes. A shard taken over and given up between two of them is in neither."""
 
     def __init__(self, lease_seconds: float) -> None:
         self._quiet_seconds = QUIET_LEASES * lease_seconds
@@ -38,7 +38,7 @@ class Announcing:
     def look(self, held: Mapping[int, int], now: float, at_once: bool = False) -> Change | None:
         """The change to announce, if it is time to, or `at_once`. `held` are the shards whose leases the
         worker has, with the term of the last takeover, 0 before the first one. A shard remains the worker's
-        while its server is away.
+        while its server is down.
         """
         terms = {shard: term or self._seen.get(shard, 0) for shard, term in held.items()}
         terms = {shard: term for shard, term in terms.items() if term}

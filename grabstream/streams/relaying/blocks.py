@@ -1,14 +1,14 @@
 """Records of the journal: whole entries of the outbox in blocks of bounded count and size.
 
-What was decided together stands in one record: all events of one command, of one basket, and of one hold that
-has ended. Redis may lose what Kafka has not acknowledged, and the journal is then the truth: a part of a
-decision would be a state that nobody decided (half of a basket, or units for which somebody waits).
+Events decided together are in one record: all events of one command, of one basket, and of one hold that has
+ended. Redis may lose what Kafka has not acknowledged, and the journal is then the truth: a part of a decision
+would be a state that was never decided (half of a basket, or free units while a user waits).
 
 The scripts know what they decide together, and write it into one entry (`append_events` in
-lua/includes/decide.lua). Events do not tell it: two baskets may have one name and one time. So a block ends
+lua/includes/decide.lua). Events do not show it: two baskets may have one name and one time. So a block ends
 only where an entry ends. Scripts of early programs divided decisions between entries. Such entries are not
-joined here: an outbox has them only for the moments of the upgrade, their own relay divided them as well, and
-nothing in their events says for certain which belong together.
+joined here: an outbox has them only during the upgrade, their own relay divided them as well, and their
+events do not show for certain which belong together.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,7 +49,7 @@ def _size(lines: Sequence[OutboxLine]) -> int:
 
 def _fitting_a_record(entry: Sequence[OutboxLine]) -> Iterator[Sequence[OutboxLine]]:
     """The entry; single lines of one that is longer than any script writes it, since a record that is too
-    large for Kafka would stop its shard for ever.
+    large for Kafka would stop its shard permanently.
     """
     if _size(entry) <= ENTRY_BYTES_MAX:
         yield entry

@@ -1,19 +1,19 @@
 """Leases of shards: a worker runs relay and sweeper of the shards whose leases it holds.
 
-Each lease is requested and renewed by a call of its own, with a timeout well below its length, so a server
-that hangs costs only the leases of its own shards. The calls of all shards begin at the same tick, and those
-of a server follow each other on one connection. The same call reports to the other workers that this one is
+Each lease is requested and renewed by a separate call, with a timeout well below its length, so a server that
+hangs costs only the leases of its own shards. The calls of all shards begin at the same tick, and those of a
+server follow each other on one connection. The same call reports to the other workers that this one is
 present.
 
 Leases are spread evenly (`shares.py`). A worker takes every free lease, so that no shard waits. A worker with
 more than its share passes leases on, one after the other:
 
 1. It makes another worker the holder of the lease, and continues to relay the shard.
-2. The other worker finds at its next renewal that it has the lease, and takes the shard over as always. That
+2. The other worker learns at its next renewal that it has the lease, and takes the shard over as usual. That
    ends the tenure of the first relay, which does not take the shard over again. Callers wait only for this
    takeover.
-3. If it does not come, the first worker takes the lease back. A worker that leaves then tries the next one,
-   or returns the lease, so that no shard waits until the lease of a worker that is gone ends.
+3. If it does not, the first worker takes the lease back. A leaving worker then tries the next one, or returns
+   the lease, so that no shard waits until the lease of a stopped worker expires.
 
 A lease only decides which worker tries. Two relays of a shard at once do no harm, because the journal fences
 them; they only waste work.
@@ -53,16 +53,16 @@ WORKER_PREFIX: Final = "worker@"
 TAKEOVER_LEASES_MAX: Final = 2
 #: … and is given none for this time.
 UNFIT_SECONDS: Final = 60.0
-#: How long a worker that is stopped waits until others have taken its shards over, and how often it looks
-#: whether they still want to. With the ends of relays, and RETURN_SECONDS_MAX, this is less than STOP_SECONDS
-#: of streams/worker.py.
+#: How long a worker that is stopped waits until others have taken its shards over, and how often it checks
+#: that they still want to. With the ends of relays, and RETURN_SECONDS_MAX, this is less than STOP_SECONDS of
+#: streams/worker.py.
 LEAVE_SECONDS_MAX: Final = 4.0
 LEAVE_POLL_SECONDS: Final = 0.1
-#: It tries another one when the taker has not renewed the lease after so many times the time between two
-#: renewals, and this time.
+#: It tries another one when the taker has not renewed the lease within this many renewal intervals plus this
+#: time.
 ABSENT_RENEWALS: Final = 1.5
 ABSENT_SECONDS: Final = 0.25
-#: The lag of the event loop is measured so often (with the default settings, when leases are renewed), and
+#: The lag of the event loop is measured this often (with the default settings, when leases are renewed), and
 #: averaged over about LAG_SECONDS. A single pause counts as LAG_MS_MAX at most, so that it does not look like
 #: overload.
 LAG_EVERY_SECONDS: Final = 0.75
@@ -120,7 +120,7 @@ async def pass_lease(
 
 
 def _worker_name() -> str:
-    """A name of this worker that no other has. Hosts may have any names, also such that are no text."""
+    """A name of this worker that no other has. Hosts may have any names, also names that are not text."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", os.uname().nodename)
     return f"{WORKER_PREFIX}{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
@@ -149,7 +149,7 @@ class _Held:
 
 class Leases:
     """The leases of one worker. `tasks_of(shard, duty)` returns the coroutines to run while the shard's lease
-    is held; they run until cancelled, or until a relay returns as its duty says.
+    is held; they run until cancelled, or until a relay returns by its duty.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ class Leases:
         return self._lease_ms / 1000 / RENEWALS_PER_LEASE
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Takes free leases, renews those held and passes on what is more than its share, until `stop`; then
-        passes all on, or returns them. Raises what a task of a shard raised.
+        """Takes free leases, renews those held and passes on leases above its share, until `stop`; then
+        passes all on, or returns them. Raises the error of a task of a shard.
         """
         holding = [asyncio.create_task(self._hold(shard, stop)) for shard in range(self._keys.shards)]
         holding.append(asyncio.create_task(self._measure(stop)))
@@ -252,7 +252,7 @@ class Leases:
         except BaseException as error:
             if not is_trouble(error):
                 raise
-            # Relays of shards we hold notice by themselves whether their server answers.
+            # Relays of shards we hold notice themselves whether their server answers.
             self._troubles[shard].say(in_words(error))
             return
         self._troubles[shard].over()
@@ -271,7 +271,7 @@ class Leases:
             # The taker returned the lease or let it expire, and another one has taken it.
             held.pass_to(lease.holder, self._now())
         elif held is not None:
-            # Somebody at a keyboard has taken it on purpose, as `rebuild redis` does.
+            # An operator has taken it on purpose, as `rebuild redis` does.
             level = logging.INFO if by_hand(lease.holder) else logging.WARNING
             log.log(level, "shard %d: %s holds the lease now", shard, lease.holder)
             await self._drop(shard)
@@ -343,7 +343,7 @@ class Leases:
     async def _pass_on(self, shard: int) -> None:
         """Passes the shard to a worker that has less than its share, if there is one."""
         held = self._running.get(shard)
-        # A shard that is being recovered is not relayed: another worker would begin again.
+        # A shard that is being recovered is not relayed: another worker would restart it.
         if held is None or held.taker is not None or not held.duty.is_relaying:
             return
         now, (seen_at, lease) = self._now(), self._seen[shard]
@@ -365,11 +365,11 @@ class Leases:
         except BaseException as error:
             if not is_trouble(error):
                 raise
-            # The next renewal tells who has the lease.
+            # The next renewal shows who has the lease.
             self._troubles[shard].say(in_words(error))
             return
         if passed:
-            # It counts as the other's from now on, also when the relay has ended before the next renewal.
+            # It now counts as the other's, also when the relay has ended before the next renewal.
             self._seen[shard] = seen_at, lease._replace(holder=fit[0])
             log.info("shard %d: passed to %s", shard, fit[0])
         else:
@@ -388,8 +388,8 @@ class Leases:
         await self._take_back(shard, held)
 
     async def _take_back(self, shard: int, held: _Held) -> None:
-        """Takes the lease back from a taker, which is given none for some time. The next renewal tells
-        whether this worker has it.
+        """Takes the lease back from a taker, which gets none for some time. The next renewal shows whether
+        this worker has it.
         """
         assert held.taker is not None
         now = self._now()
@@ -409,7 +409,7 @@ class Leases:
     # -- leaving ---------------------------------------------------------------------------------------------
 
     async def _leave(self, shard: int) -> None:
-        """Passes the shard on, and returns when it has been taken over, or there is nobody to pass it to."""
+        """Passes the shard on, and returns when it has been taken over, or no worker can take it."""
         while True:
             # No longer present: of several workers that are stopped together, none should pass shards to
             # another.
@@ -452,8 +452,8 @@ class Leases:
     # -- what the others have --------------------------------------------------------------------------------
 
     def _recent(self, now: float) -> dict[int, Lease]:
-        """The leases of the shards whose servers answer, the latest answer last. Others count as nobody's:
-        what somebody held there may have changed.
+        """The leases of the shards whose servers answer, the latest answer last. Others count as free: their
+        holders may have changed.
         """
         oldest = now - self._lease_ms / 1000
         latest_last = sorted(self._seen.items(), key=lambda item: item[1][0])
@@ -472,7 +472,7 @@ class Leases:
         shards_max = {name: about.shards_max for name, about in workers.items()}
         shards_max[self.worker] = self._overload.shards_max
         if self._is_leaving:
-            # Its shards are divided among those that come for them.
+            # Its shards are divided among the workers that take them.
             unfit = [name for name in workers if self._unfit_until.get(name, now) > now]
             shards_max |= dict.fromkeys((self.worker, *unfit), 0)
         bounds = {name: bound for name, bound in shards_max.items() if bound is not None}

@@ -69,8 +69,8 @@ class Raised(NamedTuple):
 
 
 class Outbox(NamedTuple):
-    """The shard's seq, and a bounded number of lines after the requested seq, by the entries that have them;
-    reading ends before a hole. Of an entry that the requested seq divides, the first lines are missing.
+    """The shard's seq, and a bounded number of lines after the requested seq, by their entries; reading ends
+    before a hole. An entry divided by the requested seq lacks its first lines.
 
     `incomplete`: the shard's state does not follow from its events, because it is being rebuilt, or a script
     was interrupted while it wrote.
@@ -102,8 +102,8 @@ class OwnedShard:
 
     async def raise_term(self, floor: int, signs: bool = False) -> Raised:
         """The first step of a takeover: a term above `floor`; raises NewerProgram and DamagedState. The
-        server has the library then, unless the shard says why functions cannot be used. The id of an owner
-        that `signs` says so.
+        server then has the library, unless the shard records why functions cannot be used. The id of an owner
+        that `signs` shows it.
         """
         owner = secrets.token_hex(8) + (SIGNED_OWNER if signs else "")
         try:
@@ -153,9 +153,9 @@ class OwnedShard:
         await self.run("fence", [self.keys.state], ownership, reason)
 
     async def read(self, ownership: Ownership, command: str, key: str | None, *arguments: object) -> Any:
-        """The reply of a reading command from the server of the takeover; raises SteppedDown. The client's
-        other connections may lead to another server, after a failover: what was read there would be taken for
-        the state of this one.
+        """The reply of a reading command from the server of the takeover; raises SteppedDown. After a
+        failover, the client's other connections may lead to another server, whose state would be taken for
+        that of this one.
         """
         keys = [self.keys.state] if key is None else [self.keys.state, key]
         return await self.run("read", keys, ownership, command, len(arguments), *arguments)
@@ -185,9 +185,9 @@ class OwnedShard:
         return await self._outbox(ownership, after_seq, reply)
 
     async def trim(self, ownership: Ownership, cursor: Cursor) -> None:
-        """Removes what is journaled up to the cursor from the outbox, and announces it; the cursor becomes
-        the checkpoint, with the term and owner in force there. (A taker that read on with others would ignore
-        the records that follow.)
+        """Removes the events journaled up to the cursor from the outbox, and announces them; the cursor
+        becomes the checkpoint, with the term and owner in force there. (With others, a taker would ignore the
+        records that follow.)
         """
         await self._trim(ownership, cursor, 0)
 

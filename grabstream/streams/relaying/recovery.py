@@ -1,7 +1,7 @@
 """Recovery: computes a shard's state in Redis from the journal (docs/design.md), by applying the missing
 events or all of them.
 
-Not all of them have to be read, because the audit trail in PostgreSQL is a snapshot with a seq and a hash.
+It need not read all of them, because the audit trail in PostgreSQL is a snapshot with a seq and a hash.
 Retired offers need nothing, so a recovery reads the events of the campaigns that still exist, and the journal
 after the trail's cursor. A shard that is being rebuilt is marked `partial` until it is complete; a recovery
 that finds the mark starts again.
@@ -48,8 +48,8 @@ BYTE_COST: Final = 0.025
 #: The cost in µs of each grab of an envelope in columns, whose bytes are few.
 PART_COST: Final = 5
 WIPE_KEYS_A_STEP: Final = 500
-#: A key with the parts of an envelope counts as so many other keys: Redis frees a string of megabytes in one
-#: step.
+#: A key with the parts of an envelope counts as this many other keys: Redis frees a string of megabytes in
+#: one step.
 WIPE_PARTS_WEIGHT: Final = 10
 RETIRED_A_STEP: Final = 1_000
 SCAN_COUNT: Final = 1_000
@@ -77,7 +77,7 @@ class Snapshot(NamedTuple):
     """A fold of the journal up to a cursor: the time there (ms), the ids of retired offers, and the events of
     campaigns that still exist.
 
-    `past` and `payments` are what is still kept of retired offers whose events are not among these.
+    `past` and `payments` are the remains of retired offers whose events are not among these.
     """
 
     cursor: Cursor
@@ -95,7 +95,9 @@ RecordedKeys = Callable[[], Awaitable[Mapping[str, str]]]
 
 
 class Recovered(NamedTuple):
-    """What a recovery did. `lost` are the lines of events that Redis had decided and the journal lacks."""
+    """The result of a recovery. `lost` are the lines of events that Redis had decided and the journal
+    lacks.
+    """
 
     shard: int
     term: int
@@ -114,8 +116,8 @@ class Impossible(Exception):
 
 
 class Snapshots(NamedTuple):
-    """The functions that read snapshots, and `keys`, which records the key that this process signs with, and
-    returns the public keys of all relays by id.
+    """The functions that read snapshots, and `keys`, which records this process's signing key, and returns
+    the public keys of all relays by id.
     """
 
     open: OpenSnapshot
@@ -125,7 +127,7 @@ class Snapshots(NamedTuple):
 
 class Recovery:
     """Recovers one shard for its owner. `report` is called with the result, `progress` with the number of
-    events applied so far.
+    events applied.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class Recovery:
             return snapshot.cursor
 
     async def follow(self, ownership: Ownership, seq: int, journal: AcceptedEvents) -> int:
-        """Applies the events after a seq; returns the seq of the last."""
+        """Applies the events after a seq; returns the last seq."""
         waiting: list[bytes] = []
         cursor: Cursor | None = None
         read = seq

@@ -45,16 +45,16 @@ from grabstream.streams.relaying.takeover import Takeover
 
 log = logging.getLogger(__name__)
 
-#: How often the owner of an idle shard asks whether it still owns it; less than the time-out of a connection.
+#: How often the owner of an idle shard asks whether it still owns it; less than the timeout of a connection.
 #: New events, newer owners, and a server that closes its connections, are noticed at once.
 IDLE_WAIT_MS: Final = 4_000
 #: How long Kafka holds a fetch at the end of a partition: of a takeover, whose next request on the same
 #: connection waits for that, and of a tail, which has its connection for itself (less than the client's
-#: time-out of requests, 40 s). A record ends the wait.
+#: request timeout, 40 s). A record ends the wait.
 TAKEOVER_FETCH_MS: Final = 500
 TAIL_FETCH_MS: Final = 30_000
 #: How long a tail waits between two fetches that return records. Without it, Kafka would send each block of a
-#: busy shard back at once, by itself.
+#: busy shard back at once, alone.
 TAIL_PAUSE_SECONDS: Final = 0.1
 RETRY_SECONDS: Final = 0.2
 #: A server that answers again is noticed within this time.
@@ -70,7 +70,7 @@ OpenConsumer = Callable[[int], AbstractAsyncContextManager[AIOKafkaConsumer]]
 
 
 class Duty:
-    """What the holder of a shard's lease and the shard's relay tell each other."""
+    """What the holder of a shard's lease and the shard's relay share."""
 
     def __init__(self) -> None:
         #: Set by the relay while it owns the shard and relays it.
@@ -121,14 +121,14 @@ class ShardRelay:
         self._trouble = Trouble(log, f"shard {keys.shard}")
         self._pause_seconds = RETRY_SECONDS
         self.state = "waiting"
-        #: The key of this tenure. A takeover has recorded it, so a tenure signs with no other one.
+        #: The key of this tenure. A takeover has recorded it, so a tenure signs only with it.
         self._signer: Signer | None = None
         #: Whether the takeover could not read which keys relays sign with.
         self._keys_unread = False
 
     async def run(self) -> None:
-        """Takes the shard over and relays it, again after every error, until cancelled; or until it no longer
-        owns the shard and another worker is to have it.
+        """Takes the shard over and relays it, again after every error, until cancelled; or until it has lost
+        the shard to another worker that is to have it.
         """
         while not self._duty.is_leaving:
             try:
@@ -156,7 +156,7 @@ class ShardRelay:
 
     async def rebuild(self, reason: str) -> None:
         """Takes the shard over and rebuilds its state in Redis from the journal, whatever that state is;
-        raises the errors after which `run` tries again.
+        raises the errors after which `run` retries.
         """
         async with self._producer() as producer, self._consumer(TAKEOVER_FETCH_MS) as consumer:
             takeover = self._takeover(producer, consumer)
@@ -416,7 +416,7 @@ class _Tail:
         self._term = term
         self._next_offset = next_offset
         self._moved = asyncio.Condition()
-        #: Set while somebody waits for records.
+        #: Set while a reader waits for records.
         self._is_awaited = asyncio.Event()
 
     async def watch(self) -> None:
@@ -445,8 +445,8 @@ class _Tail:
                 consumer.resume(self._partition)
 
     def _raised_by(self, headers: Headers) -> int:
-        """The term of a marker; 0 for any other record, and for one that readers ignore, so that nobody can
-        make the owner step down who cannot take its shard.
+        """The term of a marker; 0 for any other record, and for one that readers ignore, so that only a
+        process that can take its shard makes the owner step down.
         """
         given = named(headers)
         if given.get("count") != b"0":

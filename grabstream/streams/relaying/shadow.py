@@ -1,10 +1,10 @@
-"""The shadow of a shard: the shard rebuilt from its events alone, beside the live one, and compared with it
+"""The shadow of a shard: the shard rebuilt from its events alone, next to the live one, and compared with it
 key by key.
 
 The keys of the shadow have a prefix that no system can have. The scripts that recover a shard make them, and
-they are deleted afterwards. The live shard changes meanwhile. So what seems to differ is read again, in one
-transaction with the live shard's seq; the shadow follows the journal to exactly that seq; and only what
-differs then, repeatedly, is a difference.
+they are deleted afterwards. The live shard changes meanwhile. So apparent differences are read again, in one
+transaction with the live shard's seq; the shadow follows the journal to exactly that seq; and only what then
+still differs, repeatedly, is a difference.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ DOUBTS_AT_ONCE: Final = 200
 #: The pauses, in seconds, before a difference is read again: some steps, such as those of a retirement, are
 #: not events.
 LOOKS: Final = (0.0, 0.1, 0.4, 1.0, 2.0)
-#: The comparison ends after so many differences.
+#: The comparison ends after this many differences.
 DIFFERENCES_MAX: Final = 500
 LEASE_MS: Final = 60_000
 #: The sweeper postpones a closed offer that still has holds by a minute (lua/sweeping/sweep.lua); one second
@@ -87,7 +87,7 @@ class Compared(NamedTuple):
 
 
 class Pace:
-    """Limits a task to a share of the time, by pauses; calls `beat` about once a second."""
+    """Limits a task to a share of the time by pauses; calls `beat` about once a second."""
 
     def __init__(self, share: float = 0.5, beat: Callable[[], Awaitable[None]] | None = None) -> None:
         self._rest = 1 / share - 1
@@ -104,7 +104,7 @@ class Pace:
         self._began = time.monotonic()
 
     async def wait(self, seconds: float) -> None:
-        """Waits in the middle of a step. This is not work: the pause after the step is not longer for it."""
+        """Waits in the middle of a step. It does not count as work for the pause after the step."""
         began = time.monotonic()
         await asyncio.sleep(seconds)
         self._began += time.monotonic() - began
@@ -232,7 +232,7 @@ class ShadowShard:
     async def _names(self, keys: ShardKeys) -> list[str]:
         start = f"{keys.tag}:"
         names = [
-            # Anybody may write a key of any bytes: it is compared, and named, too.
+            # A key may have any bytes: it is compared, and named, too.
             key.decode(errors="surrogateescape").removeprefix(start)
             async for key in self._redis.scan_iter(match=f"{literal(start)}*", count=1_000)
         ]
@@ -259,8 +259,7 @@ class ShadowShard:
         )
         for name in names:
             if _is_cleaned(name) and b"none" in (kinds[name], kinds_live[name]):
-                # All that the key contains may count as forgotten: the missing key is compared as an empty
-                # one.
+                # All contents of the key may count as forgotten: the missing key is compared as an empty one.
                 kinds[name] = kinds_live[name] = max(
                     kinds[name], kinds_live[name], key=lambda kind: kind != b"none"
                 )
@@ -422,7 +421,7 @@ class ShadowShard:
             offer = offer_of_answer(value, campaign) if what == "answers" else offer_of_payment(value)
             is_retired = await self._redis.sismember(self._live.retired, offer)
             if what == "answers" or not is_retired:
-                # There may be as many as a retired offer had, so nothing else is asked about them.
+                # There may be as many as a retired offer had, so nothing else is compared.
                 return bool(is_retired)
             scores = [await self._redis.zscore(keys.past, offer) for keys in (self._live, self._shadow)]
             now = await time_ms_of(self._redis, self._live.state)
@@ -633,7 +632,7 @@ async def open_shadow(
 ) -> AsyncIterator[ShadowShard]:  # fmt: skip
     """The shadow of a shard, empty at first, deleted at the end. `room(key)` returns why the server with that
     key has no room for it, or ''. `made` is called with the number of events applied, `compared` with the
-    number of keys compared, and of all keys.
+    numbers of compared keys and of all keys.
 
     Raises NoRoom, also when another process compares the same shard under the same prefix.
     """

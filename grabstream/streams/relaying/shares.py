@@ -1,8 +1,8 @@
-"""How shards are shared: what workers say about themselves, how many shards each should have, and who gives
-one to whom.
+"""Shares of shards: the reports of workers, how many shards each should have, and which worker passes one to
+which.
 
-Every worker computes this from what it reads in Redis. Two workers that read different things may disagree;
-then a shard may be passed on once more than necessary, which does no harm.
+Every worker computes this from Redis. Workers that read different states may disagree; then a shard may be
+passed on once more than necessary, which does no harm.
 """
 
 import re
@@ -27,8 +27,8 @@ _is_number = re.compile(r"[0-9]{1,9}").fullmatch
 
 
 class Worker(NamedTuple):
-    """What a worker says about itself: the lag of its event loop, and the number of shards that it wants at
-    most; None if it wants its share.
+    """The report of a worker: the lag of its event loop, and the maximum of shards that it wants; None if it
+    wants its share.
     """
 
     lag_ms: int
@@ -40,7 +40,7 @@ class Worker(NamedTuple):
 
     @classmethod
     def decode(cls, text: str) -> "Worker":
-        """Reads the form in Redis. A later release may add words; what cannot be read says nothing."""
+        """Reads the form in Redis. A later release may add words; what cannot be read is ignored."""
         numbers = [int(word) if _is_number(word) else None for word in text.split(" ")[:2]]
         lag_ms, shards_max = (*numbers, None, None)[:2]
         return cls(lag_ms or 0, shards_max)
@@ -48,7 +48,7 @@ class Worker(NamedTuple):
 
 def shares(shards: int, held: Mapping[str, int], shards_max: Mapping[str, int]) -> dict[str, int]:
     """How many shards each worker should have: as even as the workers' own bounds allow. If the shards cannot
-    be divided evenly, those that hold most have one more, so that fewest shards move.
+    be divided evenly, the workers that hold most have one more, so that the fewest shards move.
 
     The sum is smaller than `shards` if the bounds of all workers are.
     """
@@ -77,8 +77,8 @@ def takers(
     """The workers that should get a shard of the giver, best first; none if the giver has no more than its
     share, or all others have theirs.
 
-    `holders` has one item for each shard that is held. Several givers that read the same choose different
-    workers, as long as there are enough.
+    `holders` has one item for each held shard. Several givers with the same readings choose different
+    workers, while there are enough.
     """
     held = Counter(dict.fromkeys(workers, 0))
     held.update(holders)
@@ -94,10 +94,10 @@ def takers(
 
 
 class Overload:
-    """Decides how many shards a worker wants at most, from the lag of its event loop and of the others'.
+    """Decides the maximum of shards that a worker wants, from the lag of its event loop and of the others'.
 
-    A worker that is overloaded for some time wants one shard less than it has. It wants one more again after
-    a much longer time with hardly any lag, until it has its share.
+    A worker overloaded for some time wants one shard less than it has. After a much longer time almost
+    without lag it wants one more, until it has its share.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Overload:
     def update(
         self, now: float, lag_ms: float, lags_of_others_ms: Collection[float], held: int, share: int
     ) -> None:
-        """Takes a measurement into account; `now` is in seconds, `share` what an even spread would give."""
+        """Adds a measurement; `now` is in seconds, `share` is that of an even spread."""
         is_overloaded = lag_ms >= OVERLOADED_LAG_MS and any(
             other <= lag_ms * OTHER_LAG_SHARE for other in lags_of_others_ms
         )

@@ -2,13 +2,13 @@
 
 1. raise the term
 2. append a marker
-3. read the partition up to the marker: what counts there is the truth
+3. read the partition up to the marker: the records that count there are the truth
 4. make Redis equal to the truth, or ahead of it
 
 Step 4 has four outcomes. Equal or ahead: continue. Lagging: apply the missing events. Another history, or a
-hole: rebuild, and list what Redis had decided beyond the journal. A journal that has lost acknowledged
-events: stay fenced, and state the way out. The order of these steps is the protocol; change it only together
-with tests/protocol/model.py.
+hole: rebuild, and list the decisions of Redis beyond the journal. A journal that has lost acknowledged
+events: stay fenced, and state the fix. The order of these steps is the protocol; change it only together with
+tests/protocol/model.py.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ SNAPSHOT_WORTH_RECORDS: Final = 2_000
 RAISES_MAX: Final = 3
 #: Part of the fault of a shard whose journal has to be restored.
 JOURNAL_LOST: Final = "it has lost events"
-#: The fault of a relay without a key: readers would ignore what it writes.
-#: How long a takeover waits for the keys that relays sign with.
+#: The fault of a relay without a key: readers would ignore its records. How long a takeover waits for the
+#: keys that relays sign with.
 KEYS_SECONDS_MAX: Final = 10.0
 NO_KEY: Final = (
     "the shard's records are signed, and this worker has no key to sign with: set GRAB_JOURNAL_KEYS, or run "
@@ -54,7 +54,7 @@ Drain = Callable[[Ownership, Cursor], Awaitable[Cursor]]
 
 class Truth(NamedTuple):
     """The journal up to the marker of this takeover: where reading began, the cursor at its end, and the hash
-    at every seq that Redis may have, from its checkpoint on.
+    at every seq that Redis may have, from its checkpoint.
     """
 
     base: Cursor
@@ -84,7 +84,7 @@ class Takeover:
         self._drain = drain
         self._recovery = recovery
         self._signs = journal_keys().signer is not None
-        #: Whether it could not be read which keys relays sign with.
+        #: Whether the keys that relays sign with could not be read.
         self.keys_unread = False
         #: Whether an owner signs in what was read.
         self._met_signatures = False

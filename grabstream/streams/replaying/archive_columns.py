@@ -1,4 +1,5 @@
-"""The columns of an archive's files (`archive_sink.py`): what an analyst asks for, beside the text of a line.
+"""The columns of an archive's files (`archive_sink.py`): what an analyst asks for, next to the text of a
+line.
 
 Arrow reads the fields from the texts, in C++ and beside the thread that reads on: no line is decoded, and no
 Python object is made for a value. It knows neither upcasters nor versions to come. So it reads only lines of

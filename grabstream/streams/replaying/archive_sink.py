@@ -4,8 +4,8 @@
    not name it yet, so it does not count.
 2. The manifest that names it, with the cursor after its last line, replaces the old one.
 
-A process may end after any step. The next export continues from the cursor in the manifest, and removes the
-file that the manifest does not name.
+A process may end after any step. The next export continues from the cursor in the manifest, and removes files
+not in the manifest.
 """
 
 from asyncio import wrap_future
@@ -48,8 +48,8 @@ from grabstream.streams.history.stores import (
 from grabstream.streams.replaying.archive_columns import Part
 from grabstream.streams.replaying.archive_encoder import Encoder
 
-#: A file ends with the record of the journal that reaches so many bytes of text, and part of a file (a row
-#: group) with the one that reaches so many.
+#: A file ends with the record of the journal that reaches this many bytes of text, and part of a file (a row
+#: group) with the one that reaches this many.
 FILE_TEXT_BYTES: Final = 32 << 20
 PART_TEXT_BYTES: Final = 4 << 20
 #: Parts and files that wait to be encoded and stored: what the reader may be ahead.
@@ -57,8 +57,8 @@ QUEUE_MAX: Final = 3
 
 
 class Export(NamedTuple):
-    """An archive into which this process may write. `left_over` are files of an export that was killed, by
-    shard and first seq.
+    """An archive into which this process may write. `left_over` are files of a killed export, by shard and
+    first seq.
     """
 
     archive: Archive
@@ -70,7 +70,7 @@ class Export(NamedTuple):
 async def exporting(store: Store, system: ArchiveSystem) -> AsyncIterator[Export]:
     """The archive in a store, made if it does not exist; no other process exports into it meanwhile.
 
-    Raises ArchiveInUse, BadArchive if there is other content, or a damaged archive, or one of another system,
+    Raises ArchiveInUse, BadArchive for other content, a damaged archive, or one of another system,
     CannotWrite, and StoreError.
     """
     export = await in_thread(_begin, store, system)
@@ -88,7 +88,7 @@ def _begin(store: Store, system: ArchiveSystem) -> Export:
         check_files(archive, sizes)
         left_over: dict[tuple[int, int], list[str]] = {}
         for left in unlisted(manifest, sizes):
-            # An export that was killed leaves one file, which follows the last one.
+            # A killed export leaves one file, which follows the last one.
             if left.first_seq != archive.end(left.shard).seq + 1:
                 raise BadArchive(
                     f"archive, {store.where(left.name)}: {MANIFEST} does not name this file, and ends at seq "

@@ -1,5 +1,5 @@
-"""What a replay was asked to write, recorded with what it writes: its destination is continued with the same
-options only, or it would lack events that nobody misses.
+"""The options of a replay, recorded with its output: its destination is continued with the same options only,
+or it would lack events unnoticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ FILTERS_BYTES_MAX: Final = 262_144
 
 
 class Filters(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What decides which events a replay writes: the system, by its prefix and Kafka's id of its journal
-    (empty: not known), and the options. `offers` and `users` are texts (empty: all); `first` is where it
-    begins in a shard (absent: at the first event). Where it ends may change.
+    """The options that select the events of a replay: the system, by its prefix and Kafka's id of its journal
+    (empty: not known), and the options. `offers` and `users` are texts (empty: all); `first` is its start in
+    a shard (absent: at the first event). Its end may change.
     """
 
     prefix: str
@@ -62,9 +62,8 @@ def decode_filters(text: bytes) -> Filters:
 
 
 def difference(recorded: Filters, asked: Filters, shards: Sequence[int]) -> str | None:
-    """How the filters with which something was written differ from those that are asked for now, in words;
-    None if they do not. Where a shard begins counts for these `shards`; a journal counts where both are
-    known.
+    """The difference between the filters of earlier output and those requested now, in words; None if they do
+    not. Starts are compared for these `shards`; journals where both are known.
     """
     pairs = [
         ("GRAB_PREFIX", recorded.prefix, asked.prefix),

@@ -1,4 +1,4 @@
-"""Replay: reads a stretch of history into a sink. It writes nothing that the system reads."""
+"""Replay: reads a stretch of history into a sink. It writes no data of the system."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -15,7 +15,7 @@ ReportReplay = Callable[[int, int], None]
 
 
 class Stretch(NamedTuple):
-    """What to read of a shard, both ends included."""
+    """The part of a shard to read, both ends included."""
 
     shard: int
     first: Point | None = None
@@ -23,7 +23,7 @@ class Stretch(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A stretch, where its reading begins, and the number of source units from there to the end."""
+    """A stretch, the start of its reading, and the number of source units from there to the end."""
 
     stretch: Stretch
     start: Start
@@ -46,8 +46,8 @@ async def plan(
     whole: bool,
     positions: Mapping[int, Cursor] = {},
 ) -> list[Planned]:
-    """Where to begin in each shard: at its cursor in `positions`, if any; else at the beginning, if `whole`;
-    else near its first point.
+    """The start in each shard: at its cursor in `positions`, if any; else at the beginning, if `whole`; else
+    near its first point.
     """
     planned = []
     for stretch in stretches:
@@ -86,7 +86,7 @@ async def replay(
                         fact for fact in facts if stretch.first.end_number(fact.event) >= stretch.first.value
                     ]
                 if stretch.last is not None and selection.singles:
-                    # The last line may be a run that goes on after the last point. The cursor is after it.
+                    # The last line may be a run that continues after the last point. The cursor is after it.
                     facts = [fact for fact in facts if stretch.last.fact_number(fact) <= stretch.last.value]
                 events = await sink.write(chunk, facts)
                 done[stretch.shard] = Done(stretch.shard, chunk.after, done[stretch.shard].events + events)

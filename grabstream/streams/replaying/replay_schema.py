@@ -1,8 +1,8 @@
 """Read models of a replay: a complete set of tables and views in a separate schema, which no worker writes.
 
 Rows, and the cursors of all projections, move in one transaction, so a stopped replay resumes where it was.
-The table `replay` records what the schema was made from. Views that cannot be exact for the request are
-renamed to `<name>_partial`.
+The table `replay` records the source of the schema. Views that cannot be exact for the request are renamed to
+`<name>_partial`.
 """
 
 import logging
@@ -71,7 +71,7 @@ _BALANCES_OF_USERS: Final = "CREATE VIEW balances AS SELECT * FROM balances_part
 
 
 class Definition(NamedTuple):
-    """What a replay is made from; only `until` may be later in a later call."""
+    """The source of a replay; only `until` may be later in a later call."""
 
     prefix: str
     source: str
@@ -94,7 +94,7 @@ class Definition(NamedTuple):
 
 
 def partial_views(definition: Definition, shards: int) -> list[str]:
-    """Names of the views that cannot be exact; `shards` is how many the system has.
+    """Names of the views that cannot be exact; `shards` is their number in the system.
 
     Limits are counted for the present time, and across a campaign; accounts and balances, across shards.
     (There is no demand, because refusals are not events.)
@@ -111,7 +111,7 @@ def partial_views(definition: Definition, shards: int) -> list[str]:
 
 
 def what_users_get(definition: Definition, shards: int) -> str | None:
-    """What a selection by users makes of views that keep their name; None without one."""
+    """The effect of a selection by users on views that keep their name; None without one."""
     if not definition.wanted.users:
         return None
     balances = (
@@ -152,7 +152,7 @@ class SchemaSink:
         self.positions.update((shard, after) for shard, (_, after) in moves.items())
 
     async def grabs(self, users: Sequence[str]) -> list[tuple[str, str]]:
-        """The grabs of these users that the schema has already."""
+        """The grabs of these users that the schema already has."""
         rows = await self._connection.execute(
             "SELECT offer, grab FROM grabs WHERE user_id = ANY(%s)", (list(users),)
         )
@@ -242,7 +242,7 @@ def _less(new: list[int | None], old: list[int | None]) -> bool:
 async def read_definition(
     connection: AsyncConnection[Any], schema: str
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """What the replay in a schema was made from, and where it ends; None if the schema contains none."""
+    """The source and end of the replay in a schema; None if the schema contains none."""
     if not (
         await (
             await connection.execute("SELECT to_regclass(%s) IS NOT NULL", (f"{schema}.replay",))

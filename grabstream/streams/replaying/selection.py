@@ -44,7 +44,7 @@ class Selection:
         self._offer_events = offer_events
         self.singles = singles
         self._grabs = set(grabs)
-        #: The wanted offers that had an event so far.
+        #: The wanted offers that have had an event.
         self.offers_met: set[str] = set()
 
     def of(self, facts: Sequence[Fact]) -> Sequence[Fact]:

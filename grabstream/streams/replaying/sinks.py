@@ -33,7 +33,7 @@ LAST_RECORDS: Final = 10
 
 
 class ReplayRefused(Exception):
-    """The destination cannot take these events; the text states why, and the way out."""
+    """The destination cannot take these events; the text states the reason and the fix."""
 
 
 def events_in(facts: Sequence[Fact]) -> int:
@@ -130,7 +130,7 @@ class TopicSink:
 
 
 class PacedSink:
-    """Hands events on to another sink, on average at most `rate` a second. Memory does not grow: who writes
+    """Hands events on to another sink, on average at most `rate` a second. Memory does not grow: the writer
     waits.
     """
 
@@ -141,7 +141,7 @@ class PacedSink:
         self._events = 0
 
     async def write(self, chunk: Chunk, facts: Sequence[Fact]) -> int:
-        """Hands the events on, and waits until it is time for the next ones; returns how many the destination
+        """Hands the events on, and waits until the next ones are due; returns how many the destination
         lacked.
         """
         if not self._begun:
@@ -152,7 +152,7 @@ class PacedSink:
         self._events += events
         ahead = self._begun + self._events / self._rate - time.monotonic()
         if ahead > 0:
-            # What was handed on is stored before the wait, so that a reader is not kept waiting, too.
+            # Events handed on are stored before the wait, so that a reader is not kept waiting, too.
             await self._sink.flush()
             await asyncio.sleep(ahead)
         return events
@@ -194,8 +194,8 @@ def written_lines(file: Path, mend: bool = False) -> dict[int, int]:
 
 
 class WrittenTopic(NamedTuple):
-    """What a topic of events has: the last seq of each shard, without shards that have none, and the filters
-    that are recorded with the first record of each of them (None: not recorded), and with some of the last.
+    """The contents of a topic of events: the last seq of each shard, without empty shards, and the filters
+    recorded with the first record of each of them (None: not recorded), and with some of the last.
     """
 
     seqs: dict[int, int]

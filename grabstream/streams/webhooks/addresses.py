@@ -1,7 +1,7 @@
 """Which URLs and addresses webhooks may be sent to.
 
-A URL is checked when it is added, and the address when it is connected to: the socket is made for an address
-that was checked, so a name that resolves to another address later reaches nothing else.
+A URL is checked when it is added, and the address when it is connected to: the socket is made for a checked
+address, so a name that later resolves to another address reaches nothing else.
 """
 
 import ipaddress
@@ -11,8 +11,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 URL_LENGTH_MAX: Final = 2_048
-#: Networks that are global by their registration, or that `ipaddress` takes for global, and that are refused
-#: nevertheless.
+#: Networks that are global by their registration, or that `ipaddress` takes for global, but are refused.
 _REFUSED: Final = tuple(
     map(
         ipaddress.ip_network,
@@ -34,11 +33,11 @@ _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class BadUrl(ValueError):
-    """A URL that no webhook is sent to; the text says why."""
+    """A URL not allowed for webhooks; the text says why."""
 
 
 class RefusedAddress(OSError):
-    """An address that no webhook is sent to."""
+    """An address not allowed for webhooks."""
 
 
 def check_url(url: str, http: bool, private: bool) -> None:
@@ -62,7 +61,7 @@ def check_url(url: str, http: bool, private: bool) -> None:
         raise BadUrl("must not have a fragment")
     if parts.scheme != "https" and not http:
         raise BadUrl("must be https://…; GRAB_WEBHOOK_HTTP=true allows http://")
-    # What looks like an address is connected to as it is, so it must be one in its usual form.
+    # A host that looks like an address is connected to unchanged, so it must be one in its usual form.
     if ":" in host or host.replace(".", "").isdigit():
         try:
             address = ipaddress.ip_address(host)
@@ -87,7 +86,7 @@ def is_public(address: _IPAddress) -> bool:
 
 
 def why_refused(address: str) -> str:
-    """Why nothing is sent to an address."""
+    """Why webhooks are not sent to an address."""
     return f"{address} is not a public address; GRAB_WEBHOOK_PRIVATE_ADDRESSES=true allows it"
 
 

@@ -1,4 +1,4 @@
-"""What a webhook is sent, by Standard Webhooks (https://www.standardwebhooks.com): a JSON object with `type`,
+"""Messages to webhooks, by Standard Webhooks (https://www.standardwebhooks.com): a JSON object with `type`,
 `timestamp` and `data`, and headers with its id and signature.
 """
 
@@ -12,7 +12,7 @@ from standardwebhooks.webhooks import Webhook as Signer
 
 from grabstream.models.calendar import utc_text
 
-#: What the secret of a subscription begins with.
+#: The prefix of a subscription's secret.
 SECRET_PREFIX: Final = "whsec_"  # noqa: S105 - not a secret, but how one is recognized
 SECRET_BYTES: Final = 32
 #: The purpose for which a secret is sealed, in place of that of an offer's seed.
@@ -25,7 +25,7 @@ def new_secret() -> str:
 
 
 def body_of(type_: str, at_ms: int, text: str) -> str:
-    """The body: `data` is the text of the event, as it is on `grab.events`."""
+    """The body: `data` is the text of the event, as on `grab.events`."""
     return f'{{"type":"{type_}","timestamp":"{utc_text(at_ms)}","data":{text}}}'
 
 

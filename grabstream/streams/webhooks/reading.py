@@ -1,8 +1,8 @@
-"""Reads the journal for subscriptions, and adds what each wants to its deliveries, with its cursor in the
-same transaction.
+"""Reads the journal for subscriptions, and adds their events to their deliveries, with the cursor in the same
+transaction.
 
-Subscriptions whose cursors are equal read together. One that has too much to deliver reads no further until
-it has less; the others continue.
+Subscriptions whose cursors are equal read together. One with too much to deliver stops reading until it has
+less; the others continue.
 """
 
 import asyncio
@@ -31,18 +31,20 @@ log = logging.getLogger(__name__)
 
 #: Events that one group of subscriptions reads before the next group has its turn.
 SLICE_EVENTS: Final = 5_000
-#: How often the backlogs are counted anew, and how long a shard rests whose journal contradicts itself.
+#: How often the backlogs are counted again, and how long a shard rests whose journal contradicts itself.
 COUNT_SECONDS: Final = 2.0
 REST_SECONDS: Final = 60.0
 #: New subscriptions that look for their beginning at a time.
 BEGINNING_MAX: Final = 2
-#: The publisher, whose records set aside webhooks lack too: they are sent what `grab.events` has.
+#: The publisher, whose records set aside webhooks lack too: they get the events of `grab.events`.
 PUBLISHED: Final = "events"
 _EMPTY: Final = Queue(0, 0)
 
 
 class Reader:
-    """Reads for all active subscriptions until cancelled. `added` is set when there is something to send."""
+    """Reads for all active subscriptions until cancelled. `added` is set when there are deliveries to
+    send.
+    """
 
     def __init__(
         self, pool: AsyncConnectionPool[Any], kafka: str, journal: str, shards: int, added: asyncio.Event
@@ -65,7 +67,7 @@ class Reader:
         self._trouble = Trouble(log, "webhooks: reading the journal")
 
     async def run(self) -> None:
-        """Reads until cancelled; waits while Kafka or PostgreSQL is away."""
+        """Reads until cancelled; waits while Kafka or PostgreSQL is down."""
         try:
             await poll_journal(self._kafka, self._journal, self._read_all, self._trouble, self._is_wanted)
         finally:
@@ -164,7 +166,7 @@ class Reader:
                 await read()
             except (Corrupt, Gap) as error:
                 contradiction = error
-            # What was read before a contradiction is sent.
+            # Events read before a contradiction are sent.
             await follower.flush()
         except CursorMoved as moved:
             log.info("%s; reading it again", moved)
@@ -199,7 +201,7 @@ class Reader:
     # -- beginning -------------------------------------------------------------------------------------------
 
     def _begin(self, webhook: Webhook) -> None:
-        """Looks for the beginning of a new subscription, beside the reading for the others."""
+        """Looks for the beginning of a new subscription, while reading for the others continues."""
         if len(self._beginning) >= BEGINNING_MAX:
             return
 
@@ -244,9 +246,9 @@ class Reader:
     async def _begin_shard(
         self, source: JournalSource, shard: int, webhook: Webhook, aside: Sequence[Any]
     ) -> None:
-        """Reads a shard from the time on from which it is wanted, up to its end, or until there is too much
-        to deliver. What is read from the middle counts only once the audit trail vouches for it, so there is
-        no cursor before the first such record.
+        """Reads a shard from the requested time to its end, or until there is too much to deliver. What is
+        read from the middle counts only once the audit trail vouches for it, so there is no cursor before the
+        first such record.
         """
         start = await source.start(shard, Point(at=webhook.from_ms))
         stored: Cursor | None = None

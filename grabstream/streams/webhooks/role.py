@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 #: How often a worker looks for the first subscription. Without any, it does nothing else.
 IDLE_SECONDS: Final = 2.0
-#: How often a worker that does not deliver asks whether it may, and one that does, whether it still may.
+#: How often a worker that does not deliver checks whether it may, and one that delivers, whether it still
+#: may.
 POLL_SECONDS: Final = 1.0
-#: A session that does not answer for so long is lost.
+#: A session that does not answer for this long is lost.
 LOST_SECONDS: Final = 5.0
 SESSIONS_MAX: Final = 8
 WAIT_SECONDS: Final = 30.0

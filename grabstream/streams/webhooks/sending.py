@@ -1,9 +1,9 @@
-"""Sends what waits to be delivered: the events of an offer one after the other, many offers at a time.
+"""Sends waiting deliveries: the events of an offer one after the other, many offers at a time.
 
-A subscription has requests of its own, so one that does not answer delays no other. After some failures in a
-row, only one request at a time tries whether it answers again, after ever longer pauses. Such a request does
-not wait until an event is due, and when one succeeds, what failed meanwhile is sent: an event's own pause may
-be hours long, and says nothing about a receiver that is back.
+A subscription has its own requests, so one that does not answer delays no other. After some failures in a
+row, only one request at a time probes it, after ever longer pauses. A probe does not wait until an event is
+due, and when one succeeds, the events that failed are sent: an event's own pause may be hours long, and says
+nothing about a receiver that has recovered.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 #: Requests of one subscription at a time, each for another offer.
 PARALLEL_MAX: Final = 16
-#: After so many failures in a row, a subscription gets one request at a time.
+#: After this many failures in a row, a subscription gets one request at a time.
 FAILURES_MAX: Final = 3
 #: The pause before the next request then: doubled from the first to the longest. After a success, what failed
 #: is sent early at most once in the longest.
@@ -48,8 +48,8 @@ AGAIN_SECONDS_MIN: Final = 2.0
 AGAIN_SECONDS_MAX: Final = 6 * 3600.0
 #: The longest pause that a receiver may ask for (Retry-After).
 RETRY_AFTER_SECONDS_MAX: Final = 24 * 3600.0
-#: The part of an answer that is read, with its head, so that the connection can be used again. What it says
-#: is not used.
+#: Bytes of an answer that are read, with its head, so that the connection can be reused. Its contents are
+#: ignored.
 ANSWER_BYTES_MAX: Final = 64 * 1024
 PROBLEM_BYTES_MAX: Final = 300
 POLL_SECONDS: Final = 0.5
@@ -70,8 +70,8 @@ class Limits(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How an attempt ended: delivered or not, the status of the answer, what was wrong, and after how many
-    seconds the receiver wants the next attempt.
+    """The result of an attempt: delivered or not, the status of the answer, the problem, and the seconds
+    after which the receiver wants the next attempt.
     """
 
     delivered: bool
@@ -81,28 +81,28 @@ class Outcome(NamedTuple):
 
     @property
     def is_away(self) -> bool:
-        """Whether the receiver did not answer, or takes nothing now."""
+        """Whether the receiver did not answer, or accepts nothing now."""
         return not self.delivered and (
             self.status is None or self.status >= 500 or self.status in records.TAKES_NOTHING
         )
 
 
 def again_seconds(attempts: int, draw: Callable[[], float] = random.random) -> float:
-    """The pause after so many failed attempts (from 1 on), in s."""
+    """The pause after a number of failed attempts (from 1), in s."""
     longest = min(AGAIN_SECONDS_MIN * float(2 ** min(attempts - 1, 32)), AGAIN_SECONDS_MAX)
     return longest * (1 - draw() / 2)
 
 
 class Receiver:
-    """What is known of a subscription's receiver, and the requests to it, by offer.
+    """The state of a subscription's receiver, and the requests to it, by offer.
 
-    An event is sent before it is due, *early*, to try whether a receiver that failed answers again, and once
-    when it does, or when this process does not know it yet. An event that fails although the receiver is back
+    An event is sent before it is due, *early*, to probe a receiver that failed, and once when it answers
+    again, or when this process does not know it yet. An event that fails although the receiver has recovered
     waits for its own time.
     """
 
     def __init__(self, webhook: Webhook) -> None:
-        #: As it was last read: its secret may be another one by the next delivery.
+        #: As last read: its secret may have changed by the next delivery.
         self.webhook = webhook
         self.failures = 0
         self.not_before = 0.0
@@ -111,19 +111,19 @@ class Receiver:
         self.tried: set[str] = set()
         #: Until then the receiver asked to be left alone (Retry-After): nothing is sent early.
         self._left_alone_until = 0.0
-        #: From when on what failed is sent early; None: that is done.
+        #: When failed events are sent early; None: not any more.
         self._catch_up_at: float | None = 0.0
         self._caught_up_at = -math.inf
         self._sent_again_at: datetime | None = None
 
     def room(self, now: float) -> int:
-        """How many requests more may be sent now."""
+        """How many more requests may be sent now."""
         if self._probes(now):
             return 1
         return 0 if self.failures >= FAILURES_MAX else PARALLEL_MAX - len(self.tasks)
 
     def is_early(self, now: float) -> bool:
-        """Whether events may be sent now that are not due."""
+        """Whether events may be sent before they are due."""
         catches_up = self._catch_up_at is not None and now >= self._catch_up_at
         return now >= self._left_alone_until and (self._probes(now) or catches_up)
 
@@ -131,8 +131,8 @@ class Receiver:
         return self.failures > 0 and not self.tasks and now >= self.not_before
 
     def all_tried(self, now: float) -> None:
-        """Notes that no other event can be sent early now: those that failed have their turn again while the
-        receiver fails; otherwise, that was all.
+        """Notes that no other event can be sent early now: while the receiver fails, the failed ones are
+        tried again; otherwise, none is left.
         """
         self.tried.clear()
         if not self._probes(now):
@@ -154,14 +154,16 @@ class Receiver:
             self.not_before = now + min(PROBE_SECONDS_MIN * 2 ** min(over, 16), PROBE_SECONDS_MAX)
 
     def _catch_up(self, now: float) -> None:
-        # An event that fails by itself would otherwise be sent early after each success of another one.
+        # An event that alone fails would otherwise be sent early after each success of another one.
         if self._catch_up_at is None or self._catch_up_at <= now:
             self._catch_up_at = max(now, self._caught_up_at + PROBE_SECONDS_MAX)
             self._caught_up_at = self._catch_up_at
         self.tried.clear()
 
     def note_operator(self, sent_again_at: datetime | None, now: float) -> None:
-        """Notes when an operator last asked to send what failed. It is then sent as to a new receiver."""
+        """Notes an operator's last request to resend failed events. They are then sent as to a new
+        receiver.
+        """
         known = self._sent_again_at
         if sent_again_at is None or (known is not None and sent_again_at <= known):
             return
@@ -188,7 +190,7 @@ class Sender:
         self._trouble = Trouble(log, "webhooks")
 
     async def run(self) -> None:
-        """Sends until cancelled; waits while PostgreSQL is away."""
+        """Sends until cancelled; waits while PostgreSQL is down."""
         session = bounded_session(
             ANSWER_BYTES_MAX,
             self._limits.timeout_seconds,
@@ -248,7 +250,7 @@ class Sender:
                 self._sent["delivered" if outcome.delivered else "failed"] += 1
                 delivery = await self._record(receiver.webhook, delivery, outcome)
         except BaseException as error:
-            # If it was sent, that is not recorded: it is sent again, under the same id.
+            # If it was sent, this is not recorded: the event is sent again, under the same id.
             if is_trouble(error):
                 self._trouble.say(in_words(error))
             elif isinstance(error, Exception):
@@ -305,8 +307,8 @@ class Sender:
 
 
 def secrets_now(webhook: Webhook, now: datetime) -> list[str]:
-    """The sealed secrets that sign: that of the subscription and, for a time after a rotation, the one
-    before.
+    """The sealed secrets that sign: that of the subscription and, for a time after a rotation, the previous
+    one.
     """
     before = webhook.previous_sealed_secret
     if before is None or webhook.previous_until is None or webhook.previous_until <= now:
