@@ -42,7 +42,7 @@ class Tree(NamedTuple):
 
 
 def tree(folder: Path) -> Tree:
-    """Imports a source tree beside those imported before."""
+    """Imports a source tree next to those imported before."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "grabstream"]:
         del sys.modules[name]
     sys.path.insert(0, str(folder))

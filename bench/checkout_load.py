@@ -26,8 +26,8 @@ Steps = Generator[bytes, tuple[int, bytes], None]
 
 
 class Plan(NamedTuple):
-    """What is bought: `total` tickets, over so many connections, each of which has one checkout at a time.
-    `stem` begins the ids; `secret` is what the payment side signs with, in hex.
+    """What is bought: `total` tickets, over that many connections, each with one checkout at a time. `stem`
+    begins the ids; `secret` is what the payment side signs with, in hex.
     """
 
     side: str

@@ -2,7 +2,7 @@
 the PostgreSQL of the settings.
 
 TigerFans is started as its Makefile does it for a load test with PostgreSQL alone (`start` below), from the
-folder that `--tigerfans` names, with the Python of its `venv`. It is no part of this repository.
+folder that `--tigerfans` names, with the Python of its `venv`. It is not part of this repository.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ def start(folder: Path, postgres: str, secret: str) -> Iterator[Server]:
 
 @contextmanager
 def new_database(postgres: str) -> Iterator[str]:
-    """Creates a database beside that of a DSN, and yields its URL; dropped afterwards."""
+    """Creates a database on the server of a DSN, and yields its URL; dropped afterwards."""
     name = f"tigerfans_{secrets.token_hex(4)}"
     known = conninfo_to_dict(postgres)
     password = f":{known['password']}" if known.get("password") else ""
@@ -93,7 +93,7 @@ def new_database(postgres: str) -> Iterator[str]:
 
 
 def buy(server: Server, side: str, total: int, secret: str) -> dict[str, Any]:
-    """Buys so many tickets; raises when a checkout does not end as it must."""
+    """Buys `total` tickets; raises when a checkout does not end as it must."""
     plan = Plan(side, total, CONNECTIONS, secrets.token_hex(6), secret)
     before = cpu_seconds(server.pid)
     found = said([sys.executable, "-m", "bench.checkout_load", str(server.port)], plan._asdict(), 300)
@@ -144,7 +144,7 @@ def _system_pids(settings: Settings, server: Server, workers: list[Any]) -> list
 
 
 def _spent(pids: list[int]) -> dict[int, float]:
-    """Processor time of processes so far, in seconds."""
+    """Processor time used by processes, in seconds."""
     return {pid: cpu_seconds(pid) for pid in pids if Path(f"/proc/{pid}").exists()}
 
 

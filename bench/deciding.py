@@ -195,7 +195,7 @@ class Side:
         self.seconds += len(wanted) / rate
 
     def profile(self, count: int) -> dict[str, float]:
-        """Of so many decisions: decisions a second, and µs of a processor for each."""
+        """For `count` decisions: decisions per second, and processor µs for each."""
         return {
             "decisions/s": round(count / self.seconds),
             "µs of Redis": round(self.server_seconds / count * 1e6, 2),

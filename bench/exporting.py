@@ -17,7 +17,7 @@ from grabstream.ops.initialization import make_system
 from grabstream.ops.settings import child_environment, load_settings
 from grabstream.workshop.rehearsal.stage import take_down
 
-#: Runs a command, and says on standard error how long the main thread computed, from its start on.
+#: Runs a command, and says on standard error the processor time of the main thread since its start.
 TIMED: Final = """
 import sys, time
 from grabstream.ops.cli import grabstream

@@ -63,7 +63,7 @@ def started_redis(command: Sequence[str], folder: Path) -> Iterator[tuple[int, i
 
 
 async def instructions(size: int, count: int, plain: bool) -> int:
-    """The instructions of a whole measurement: its start, an offer, and so many calls of `size` grabs."""
+    """The instructions of a whole measurement: its start, an offer, and `count` calls of `size` grabs."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with counted_redis(log) as port:

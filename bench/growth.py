@@ -1,7 +1,7 @@
 """Rows `parts`, `held` and `offers`: does the cost of a decision grow with the parts of its envelope, the
-holds of its offer, or the offers of its campaign? Both sizes have a Redis of their own, and take turns, with
-the same number of calls of the same size. The rows compare processor time of the thread of Redis, which also
-depends on how much of the data is in the caches of the processor.
+holds of its offer, or the offers of its campaign? Each size has its own Redis; they take turns, with the same
+number of calls of the same size. The rows compare processor time of the thread of Redis, which also depends
+on how much of the data is in the caches of the processor.
 
 `python -m bench.growth` compares instructions, which do not; needs valgrind, and a quarter of an hour.
 """
@@ -154,7 +154,7 @@ class Shard:
         return spent
 
     async def sweep(self, offer: str) -> tuple[float, int]:
-        """What it costs to do what is due in the shard of an offer, and how much that was."""
+        """The cost of handling what is due in the shard of an offer, and the amount."""
         self.meter.begin()
         ended = await self.sweep_shard(KeySpace("bench", 8).shard_of_offer(offer))
         spent = self.meter.end()
@@ -162,7 +162,7 @@ class Shard:
         return spent, ended
 
     async def sweep_shard(self, number: int) -> int:
-        """Does what is due in a shard; returns how much that was."""
+        """Handles what is due in a shard; returns the amount."""
         keys = KeySpace("bench", 8)
         return await Sweeper(self.client, keys.shard(number), keys.shards, 10**9).sweep(self.now)
 
@@ -314,7 +314,7 @@ async def held(
 
 
 async def _fill(shard: Shard, offer: str, count: int, standing: list[int]) -> None:
-    """Makes about so many holds, whose deadlines are a second apart for each half of STEP; adds the times at
+    """Makes about `count` holds, whose deadlines are a second apart for each half of STEP; adds the times at
     which they were made.
     """
     for _ in range(0, count, STEP // 2):
@@ -344,8 +344,8 @@ async def offers(
     runs: int, many: int, measured: Measured = processor_time, steps: int | None = None
 ) -> dict[str, Any]:
     """Row `offers`: grabs, holds, payments and releases in a campaign with `many` open offers and as many
-    that have retired, against a campaign with only the two offers of the measurement, beside as many offers
-    of other campaigns, so that Redis has the same data; alone in a call, and in calls of a hundred.
+    that have retired, against a campaign with only the two offers of the measurement, plus as many offers of
+    other campaigns, so that Redis has the same data; alone in a call, and in calls of a hundred.
     """
     steps = steps or max(many // 500, 5)
     sizes = {"alone": 1, "in a hundred": CALL}
@@ -388,8 +388,8 @@ def _campaign_stock(offer: str, total: int, retire_after_ms: int) -> Open:
 
 
 async def _open_others(shard: Shard, campaign: str, many: int) -> None:
-    """Opens so many offers, of each of which a unit is held, beside as many that retired; each has a campaign
-    of its own, unless one is given.
+    """Opens `many` offers with one held unit each, and as many that have retired; each in its own campaign,
+    unless one is given.
     """
     gone = [f"{campaign}gone{number}" for number in range(many)]
     await shard.send([_campaign_stock(offer, 1, 1) for offer in gone], 16)

@@ -1,6 +1,6 @@
 """`python -m bench.http_load PORT`, a plan as JSON on standard input: sends requests over HTTP, and prints
-what came back as one line of JSON. A process of its own, on raw connections, so that it costs less than what
-it measures; it counts its own processor time, too.
+what came back as one line of JSON. A separate process, on raw connections, so that it costs less than what it
+measures; it counts its own processor time, too.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import uvloop
 
 TICK_SECONDS: Final = 0.001
 DRAIN_SECONDS: Final = 30.0
-#: Of so many requests, this many are lists.
+#: Of this many requests, `lists` are lists.
 MIX: Final = 5
 
 

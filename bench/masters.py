@@ -28,7 +28,7 @@ MASTERS = (1, 2, 3)
 
 @asynccontextmanager
 async def masters(count: int) -> AsyncIterator[tuple[Gate, list[int]]]:
-    """Yields a gate, and the ports of so many masters without replicas, over which its shards are spread
+    """Yields a gate, and the ports of `count` masters without replicas, over which its shards are spread
     evenly.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -1,5 +1,5 @@
 """Grants recorded with the library `eventsourcing` in PostgreSQL, and projected to a table of balances with
-its `ProjectionRunner`. Runs in an environment of its own, where that library is installed.
+its `ProjectionRunner`. Runs in its own environment, where that library is installed.
 
 `python peer_events.py append|project` reads {"count": …, "offers": …} from standard input, and writes JSON:
 null after `append`, {"seconds", "cpu_seconds", "server_seconds"} after `project`. The settings of the library
@@ -37,7 +37,7 @@ class Offers(Application):
 
 
 class Balances(PostgresTrackingRecorder):
-    """A balance for each user, and how far the events are in it, in one transaction for each event."""
+    """The balance of each user, and the position of the events applied, in one transaction per event."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -8,7 +8,7 @@ registry into a temporary folder, and is used as its own documentation proposes.
   which stay in the outbox. Both on one private Redis, in turn. BullMQ delays, repeats and schedules jobs; it
   has no stock, limits or books.
 - `eventsourcing`: a table of balances from stored events by `ProjectionRunner`; ours is the whole ledger from
-  the journal. The library commits each event by itself with its tracking, models any domain, and needs
+  the journal. The library commits each event separately, with its tracking, models any domain, and needs
   PostgreSQL alone. A first projection and a rebuild are the same work there.
 """
 

@@ -1,5 +1,5 @@
 """Coupons and stock: grabs under three limits, hold and confirm, and the expiry of many holds; and decisions
-beside ten million grabs (row 8).
+with ten million grabs stored (row 8).
 """
 
 import time
@@ -122,7 +122,7 @@ async def expiry(runs: int, count: int) -> dict[str, Any]:
 
 
 async def beside_many(runs: int, many: int, part: int = 100_000) -> dict[str, Any]:
-    """Row 8: microseconds of Redis per grab beside `many` stored grabs, against beside a thousand."""
+    """Row 8: microseconds of Redis per grab with `many` stored grabs, against a thousand."""
     ours, theirs = [], []
     with private_redis() as port:
         plain = redis.Redis(port=port)

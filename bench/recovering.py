@@ -1,5 +1,5 @@
 """How long Redis is unavailable: events per second of a rebuild, the time of a takeover, and the time of a
-recovery beside ten million past grabs.
+recovery with ten million past grabs.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ async def _fold(client: Any, number: int, accepted: Sequence[Accepted]) -> None:
 
 
 async def beside_the_past(runs: int, past: int) -> dict[str, Any]:
-    """Row `past`: seconds from an emptied Redis to the next decision in every shard, with so many grabs of
+    """Row `past`: seconds from an emptied Redis to the next decision in every shard, with `past` grabs of
     retired offers in journal and audit trail, against the seconds allowed.
     """
     ours = []

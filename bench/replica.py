@@ -29,8 +29,8 @@ FOLLOWS_SECONDS_MAX = 60
 
 @contextmanager
 def replica_of(port: int) -> Iterator[int]:
-    """Runs a replica of a private Redis, which from then on refuses to write when the replica does not
-    follow; yields the port of the replica.
+    """Runs a replica of a private Redis, which then refuses writes when the replica does not follow; yields
+    the port of the replica.
     """
     with tempfile.TemporaryDirectory() as folder:
         server = Redis(Path(folder), free_ports(1)[0])

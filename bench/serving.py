@@ -1,5 +1,5 @@
 """Rows over HTTP: the gateway against the same server with another application. Gateway, workers, Redis,
-Kafka, PostgreSQL and the client share the cores of this machine, so processor time is printed beside the
+Kafka, PostgreSQL and the client share the cores of this machine, so processor time is printed next to the
 rates.
 """
 
@@ -50,7 +50,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def gateway(settings: Settings, processes: int = 1, **others: str) -> Iterator[Server]:
-    """Runs a gateway of a system in so many processes; `others` are further settings of it."""
+    """Runs a gateway of a system in `processes` processes; `others` are further settings of it."""
     environment = child_environment(
         prefix=settings.prefix, schema=settings.schema_, redis_url=settings.redis_url, kafka=settings.kafka,
         postgres=settings.postgres, seal_keys=settings.seal_keys.get_secret_value(),
@@ -125,8 +125,8 @@ def bare_uvicorn() -> Iterator[Server]:
 def load(
     server: Server, lists: int, seconds: float, rate: float = 0.0, connections: int = CONNECTIONS
 ) -> dict[str, Any]:
-    """Sends `lists` lists of five requests, and grabs, for so many seconds. Raises when an answer is not the
-    wanted one.
+    """Sends `lists` lists of five requests, and grabs, for `seconds`. Raises when an answer is not the
+    expected one.
     """
     plan = {
         "lists": lists, "offers": [offer_name(number) for number in range(OFFERS)], "visitors": VISITORS,

@@ -1,5 +1,5 @@
 """What a measurement runs on: a private Redis, and a new system with workers on the Kafka and PostgreSQL of
-the settings, or on a set of servers of its own.
+the settings, or on its own set of servers.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ def private_redis() -> Iterator[int]:
 
 
 def server_seconds(client: "redis.Redis") -> float:
-    """Processor time of the thread of Redis that runs scripts so far, in seconds. It does not count the time
-    in which other processes kept the thread from running.
+    """Processor time used by the Redis thread that runs scripts, in seconds. It does not count the time in
+    which other processes kept the thread from running.
     """
     used = client.info("cpu")
     return float(used["used_cpu_user_main_thread"]) + float(used["used_cpu_sys_main_thread"])
@@ -74,7 +74,7 @@ async def gate_of(
     prefix: str = "bench",
     clock: Callable[[], int] | None = None,
 ) -> Gate:
-    """As `taken_over_gate`, with a client that is there already; empties its server."""
+    """As `taken_over_gate`, with an existing client; empties its server."""
     await client.flushall()
     keys = KeySpace(prefix, 8)
     await take_over(client, keys)
@@ -91,7 +91,7 @@ async def take_over(client: Any, keys: KeySpace) -> None:
 
 
 def envelope(offer: str, parts: int) -> Open:
-    """An envelope of so many parts with the law `equal`, which opens fast."""
+    """An envelope of `parts` parts with the law `equal`, which opens fast."""
     terms = EnvelopeTerms(
         issuer="bench",
         funding="bench",

@@ -30,7 +30,7 @@ SCHEMA = "bench_classic"
 
 
 async def until_booked(settings: Settings, events_min: int) -> Progress:
-    """Returns when at least so many events are decided and every read model has all of them."""
+    """Returns when at least `events_min` events are decided and every read model has all of them."""
     client = open_redis(settings)
     try:
         async with await open_books(settings) as books:

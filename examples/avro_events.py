@@ -138,7 +138,8 @@ class AvroTopic:
     async def _create_topic(self) -> None:
         """Creates the topic if it does not exist, with one copy: a cluster needs more."""
         async with started(AIOKafkaAdminClient(bootstrap_servers=self._settings.kafka)) as client:
-            # Kept for ever, as `grab.events` is: records have the times of their events, which may be old.
+            # Kept without limit, as `grab.events` is: records have the times of their events, which may be
+            # old.
             topic = NewTopic(
                 self._topic,
                 num_partitions=self._settings.shards,

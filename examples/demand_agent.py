@@ -44,7 +44,7 @@ grabs = app.Table("grabs", default=int).tumbling(MINUTE_SECONDS, expires=KEPT_SE
 async def create_topics():
     """Creates the topic of counts and the changelogs of the tables: in all of them, a record replaces the
     ones before it with its key. Returns when the brokers know them. Faust creates changelogs too, but its
-    agents may begin before it knows their partitions: then each record fails, and is skipped for ever.
+    agents may begin before it knows their partitions: then each record fails and is skipped permanently.
     """
     names = [demand.get_topic_name()] + [
         table.changelog_topic.get_topic_name() for table in (last_seq, grabs.table)
@@ -63,7 +63,8 @@ async def count(stream):
         try:
             await count_one(json.loads(record.value))
         except Exception:
-            # Faust would acknowledge the record and go on. Ended here, it is read again at the next start.
+            # Faust would acknowledge the record and continue. Since the process ends here, the record is read
+            # again at the next start.
             logging.exception("record %d of partition %d", record.message.offset, record.message.partition)
             os._exit(1)
 

@@ -21,9 +21,9 @@ CREATE OR REPLACE VIEW payments AS
 SELECT shard, seq, offer, grabs[1] AS grab, users[1] AS user_id, payment, paid, currency, "at", at_time, day
 FROM lines WHERE type = 'grab.confirmed' AND paid > 0;
 
--- How far each shard goes, the hash of the chain there, and the number of places where lines do not follow
+-- The last seq of each shard, the hash of the chain there, and the number of places where lines do not follow
 -- each other, and of lines that are not what was journaled: both 0, or the archive is damaged. Each hash is
--- computed from the hash before and the line. A missing end shows only beside the view `cursors` of the
+-- computed from the hash before and the line. A missing end shows only next to the view `cursors` of the
 -- database.
 CREATE OR REPLACE VIEW chain AS
 SELECT shard, max(seq + seqs - 1) AS last_seq, arg_max(hash, seq) AS head,

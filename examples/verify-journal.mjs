@@ -6,9 +6,10 @@
 //     node verify-journal.mjs --vectors FOLDER
 //
 // Without FILE, or with -, it reads standard input. --keys takes what GRAB_JOURNAL_PUBLIC_KEYS has: then only
-// what a known relay signed counts, from the first signed marker of a shard on. Without keys, records count
-// as if there were no signatures. Memory does not grow with the dump. Exit code 0: every shard is whole; 1: a
-// shard has a gap or contradicts itself; 2: wrong usage, or this is not a dump. Node.js 20, no dependency.
+// what a known relay signed counts, from the first signed marker of a shard onwards. Without keys, records
+// count as if there were no signatures. Memory does not grow with the dump. Exit code 0: every shard is
+// whole; 1: a shard has a gap or contradicts itself; 2: wrong usage, or this is not a dump. Node.js 20, no
+// dependency.
 
 import { createHash, createPublicKey, verify } from "node:crypto";
 import { createReadStream, readdirSync, readFileSync } from "node:fs";
@@ -16,7 +17,7 @@ import { join } from "node:path";
 import { parseArgs } from "node:util";
 
 const GENESIS = Buffer.alloc(32);
-/** A line may have so many chunks of a stream, of 64 KiB at most each: a record is at most some MiB. */
+/** Maximum chunks of a stream in a line, of at most 64 KiB each: a record is at most some MiB. */
 const CHUNKS_MAX = 4_096;
 const SIGNED_OWNER = "-signed";
 const SIGNED_HEADERS = ["term", "owner", "first_seq", "count", "seqs", "prev", "head"];

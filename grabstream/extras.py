@@ -1,6 +1,6 @@
 """Extras: optional dependencies, and the error when one of them is missing.
 
-Without an extra, what a service needs is installed; the extra `server` installs everything else. Where
+Without extras, only what a service needs is installed; the extra `server` installs everything else. Where
 grabstream is installed, `pip install 'grabstream[server]'` adds it: docs/clients.md, "Install".
 """
 

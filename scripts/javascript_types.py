@@ -1,6 +1,6 @@
 """The types of the JavaScript client that follow from the models: outcomes, answers, terms, documents, and
-the fields of commands and questions. They stand between two lines of `client/javascript/grabstream.d.mts`;
-what stands after them is written by hand.
+the fields of commands and questions. They are between two lines of `client/javascript/grabstream.d.mts`; the
+rest after them is written by hand.
 """
 
 import re
@@ -24,8 +24,7 @@ WIDTH: Final = 110
 #: where they are not those of the documents.
 _QUESTIONS: Final = ("offers", "offer", "offer_grabs", "user_balances", "user_grabs", "user_transfers")
 _NAMES: Final = {"OfferSummary": "Offer"}
-#: Types of fields that their schemas do not tell. A number would round a sum of any number of amounts from
-#: 2^53 on.
+#: Types of fields that their schemas do not give. A number would round large sums of amounts, from 2^53.
 _TYPES: Final = {
     ("Balance", "available"): "number | bigint",
     ("Balance", "held"): "number | bigint",
@@ -72,7 +71,7 @@ def _without(schema: Schema, names: frozenset[str]) -> Schema:
 
 
 def _questions() -> list[str]:
-    """What questions may ask beside a page and an event to wait for."""
+    """What questions may ask in addition to a page and an event to wait for."""
     found = []
     for operation in OPERATIONS:
         own = [one for one in operation.parameters if one.name not in ("limit", "cursor", AFTER.name)]

@@ -22,7 +22,7 @@ WHOLE: Final = (
     "gateway.bounds", "models.bounds", "models.commands", "models.identifiers", "models.money",
     "models.offers", "models.payments",
 )  # fmt: skip
-#: What a unit stands for: counts, bytes, and milliseconds.
+#: The meaning of a unit: counts, bytes, and milliseconds.
 UNITS: Final = {
     "": 1, "bytes": 1, "KiB": 1024, "MiB": 1024**2,
     "ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000, "days": 24 * 3_600_000,
@@ -64,7 +64,7 @@ def setting_rows() -> Iterator[str]:
 
 
 def problems(page: str) -> Iterator[str]:
-    """What is wrong with the page, in a sentence each."""
+    """The errors of the page, a sentence each."""
     named = set()
     for number, unit, name in _named.findall(page):
         named.add(name)

@@ -109,7 +109,7 @@ for name in CLUSTER_SERVERS:
         ):
             problems.append(f"{name} is not a voter, or not in GRAB_KAFKA")
 cluster_address(environment["GRAB_REDIS_URL"])
-# The secured servers: each gets the files that the service certificates makes, and no other; nobody is
+# The secured servers: each gets the files that the service certificates makes, and no other; no client is
 # trusted without a password; what reaches them has settings that fit together.
 with tempfile.TemporaryDirectory() as folder:
     made = set(write(Path(folder), Places()))

@@ -1,5 +1,5 @@
-"""Checks deploy/kubernetes without a cluster: the schemas of the oldest and the newest Kubernetes that is
-meant, and that the manifests name settings, ports and files that exist and take no privilege.
+"""Checks deploy/kubernetes without a cluster: the schemas of the oldest and the newest supported Kubernetes,
+and that the manifests name settings, ports and files that exist and take no privilege.
 """
 
 import re
@@ -41,7 +41,7 @@ def schema_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def settings_problems(data: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the settings of the ConfigMap."""
+    """The errors in the settings of the ConfigMap."""
     for name, value in data.items():
         field = name.removeprefix("GRAB_").lower()
         if field.endswith("_file"):
@@ -55,7 +55,7 @@ def settings_problems(data: Mapping[str, str]) -> Iterator[str]:
 
 
 def pod_problems(pod: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a pod: privileges, files it cannot read, ports that it does not serve."""
+    """The errors of a pod: privileges, files it cannot read, ports that it does not serve."""
     security = pod["securityContext"]
     if [(str(security["runAsUser"]), str(security["runAsGroup"]))] != USER or not security["runAsNonRoot"]:
         yield "it does not run as the user of the Dockerfile"

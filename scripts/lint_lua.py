@@ -1,6 +1,6 @@
 """Checks the Lua scripts: runs the loader's checks, then luacheck and the compiler of Lua 5.1 on the text of
-each script, and of the function library, as they are sent to Redis. The compiler knows how many variables a
-chunk may have, and how many outer ones a function may use.
+each script, and of the function library, as sent to Redis. The compiler knows how many variables a chunk may
+have, and how many outer ones a function may use.
 """
 
 import subprocess

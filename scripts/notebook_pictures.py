@@ -1,6 +1,6 @@
-"""Makes the pictures of docs/notebook.md: a made-up sale in a system of its own, on which the notebook runs.
-Run it with `scripts/with-servers.sh .venv/bin/python -m scripts.notebook_pictures`. The same code makes the
-same pictures.
+"""Makes the pictures of docs/notebook.md: a made-up sale in its own system, on which the notebook runs. Run
+it with `scripts/with-servers.sh .venv/bin/python -m scripts.notebook_pictures`. The same code makes the same
+pictures.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ OPENS_MS: Final = int(datetime(2026, 11, 11, 2, tzinfo=UTC).timestamp() * 1_000)
 ENDS_MS: Final = OPENS_MS + 180 * MINUTE_MS
 HOLD_MS: Final = 15 * MINUTE_MS
 BLOCK_LINES: Final = 200
-#: How many users want the offer, and on average so many minutes after the opening.
+#: How many users want the offer, and the average minutes after the opening.
 CROWD: Final = {
     "phone": (2_600, 3),
     "earbuds": (1_500, 6),
@@ -184,7 +184,7 @@ async def run(settings: Settings) -> None:
     await make_system(settings)
     try:
         await store(settings, sale)
-        # The folder of a script is no place for modules: `limits` is a library, too.
+        # The folder of a script is not a place for modules: `limits` is a library, too.
         charts = Path(__file__).with_name("notebook_charts.py")
         command = [sys.executable, "-P", str(charts), str(FOLDER)]
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Takes the pictures of the pages in docs/images/: a crowd grabs in a system of its own, which is removed
+"""Takes the pictures of the pages in docs/images/: a crowd grabs in its own system, which is removed
 afterwards. `make pictures` takes all of them, `make pictures ARGS="webhooks hold"` those that it names.
 """
 
@@ -32,7 +32,7 @@ CROWD_SECONDS: Final = 50
 #: Commands in one call of the gate, and calls a second at most.
 TOGETHER: Final = 60
 CALLS_A_SECOND: Final = 5
-#: A user has one part of an envelope, so each picture has a user of its own.
+#: A user has one part of an envelope, so each picture has its own user.
 USERS: Final = {"light": "mei", "dark": "jun"}
 DESKTOP: Final = {"width": 1240, "height": 860}
 PHONE: Final = {"width": 390, "height": 800}

@@ -1,7 +1,7 @@
 """`eval "$(python -m scripts.ports)"`: settings with free ports for the local servers, if others have theirs.
 
 Prints nothing if the usual ports are free, or if a setting already chooses where a server is. Demo and tests
-also pass beside a server of somebody else, or a project of the same kind in another folder.
+also pass next to another user's server, or a project of the same kind in another folder.
 """
 
 import socket

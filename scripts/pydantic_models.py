@@ -61,7 +61,7 @@ def from_wire(struct: Any) -> Any:
 
 def source() -> str:
     """The text of the module."""
-    # A class stands after those that it uses.
+    # A class comes after those that it uses.
     classes: dict[type, str] = {}
     unions = {}
     for union, (name, tag) in UNIONS.items():
@@ -154,7 +154,7 @@ def _class_text(struct: Any) -> str:
 
 
 def _is_abstract(struct: Any) -> bool:
-    """Whether other structs extend it: it has no wire form of its own."""
+    """Whether other structs extend it: it has no own wire form."""
     return bool(struct.__subclasses__())
 
 

@@ -106,7 +106,7 @@ def stale_files(folder: Path, wanted: dict[str, str]) -> dict[str, str]:
 
 
 def write(folder: Path, wanted: dict[str, str]) -> dict[str, str]:
-    """Writes stale files and deletes files without a model; returns what was done, by path."""
+    """Writes stale files and deletes files without a model; returns the actions, by path."""
     done = {}
     for name in stale_files(folder, wanted):
         path = folder / name

@@ -1,5 +1,5 @@
-"""A projection of your own: every unit that a user gets for good is worth ten points; a return takes them
-back.
+"""A projection of your own: every unit that a user gets permanently is worth ten points; a return subtracts
+them.
 
     grabstream follow points:PROJECTION            # from the first event on, then live, until Ctrl-C
     grabstream follow points:PROJECTION --rebuild  # after a change of the rule: raise `version` first

@@ -1,5 +1,5 @@
 """`rehearse`: a made-up crowd grabs through topic, gate and gateway, shown live, with a verdict; or a crowd
-in a shape comes over HTTP; or a story of several days is told with a faster clock.
+in a shape comes over HTTP; or a story of several days is played with a faster clock.
 """
 
 import asyncio
@@ -309,8 +309,8 @@ async def _play(
     rehearsal: Rehearsal,
     quiet: bool,
 ) -> dict[str, Any]:
-    # For the bars only: every part is an event, and every envelope is opened and closed. Who comes after a
-    # deadline gets no part.
+    # For the bars only: every part is an event, and every envelope is opened and closed. A user who comes
+    # after a deadline gets no part.
     display = Display(sum(one.parts_wanted for one in chosen) + 2 * len(chosen))
     async with await open_books(settings) as connection:
         with display if not quiet else contextlib.nullcontext():
@@ -368,7 +368,7 @@ async def _watch(
     """
     patience = Patience()
     while True:
-        # Before anything else is looked at: what it decided in the end is then seen below.
+        # Before anything else is checked: its last decisions are then seen below.
         gone = playing.done()
         stage.check()
         progress = await read_progress(redis, key_space(settings), connection)

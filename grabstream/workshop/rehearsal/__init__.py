@@ -1,3 +1,1 @@
-"""Rehearsals: a crowd of made-up users on a system of its own, shown live and checked at the end by a
-verdict.
-"""
+"""Rehearsals: a crowd of made-up users on its own system, shown live and checked at the end by a verdict."""

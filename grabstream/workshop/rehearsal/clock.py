@@ -16,7 +16,7 @@ MONDAY_MS: Final = int(datetime(2026, 11, 23, tzinfo=ZoneInfo(TIMEZONE)).timesta
 
 
 def moment(day: int, clock: str) -> int:
-    """The time (ms) at which the local clock shows `clock` (HH:MM or HH:MM:SS) so many days after Monday."""
+    """The time (ms) at which the local clock shows `clock` (HH:MM or HH:MM:SS) `day` days after Monday."""
     hours, minutes, seconds = [*map(int, clock.split(":")), 0][:3]
     return MONDAY_MS + day * DAY_MS + ((hours * 60 + minutes) * 60 + seconds) * 1000
 

@@ -1,4 +1,4 @@
-"""The crowd: the envelopes, and who grabs what, in which order and how often. All follows from one seed."""
+"""The crowd: the envelopes, and the grabs of users, their order and number. All follows from one seed."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A fake payment provider, for demonstrations and tests: it takes payment tokens, "pays", and tells the
+"""A fake payment provider, for demonstrations and tests: it takes payment tokens, "pays", and notifies the
 gateway by signed receipts. No money moves, and it keeps everything in memory.
 
 What becomes of a payment is an instruction of the request (`HOW`): so everything that a payment side may do
@@ -63,7 +63,7 @@ ATTEMPTS_MAX: Final = 12
 PAUSE_SECONDS: Final = 0.1
 PAUSE_SECONDS_MAX: Final = 5.0
 CALLBACK_SECONDS_MAX: Final = 10.0
-#: A late payment is made so long after the deadline.
+#: A late payment is made this long after the deadline.
 LATE_SECONDS: Final = 0.3
 #: Pages that may read answers, as a pattern of their origins.
 _LOCAL_ORIGIN: Final = r"http://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?"
@@ -74,7 +74,7 @@ class _Pay(msgspec.Struct, forbid_unknown_fields=True):
     token: str
     how: str = "pays"
     payment: str | None = None
-    #: What is paid instead of what is due.
+    #: The sum paid instead of the sum due.
     paid: int | None = None
     currency: str | None = None
 
@@ -110,7 +110,7 @@ class Payment:
 
 
 def _host_of(url: str) -> str | None:
-    """The host of a URL; None if it has none, or is no URL."""
+    """The host of a URL; None if it has none, or is not a URL."""
     try:
         return urlsplit(url).hostname
     except ValueError:
@@ -315,7 +315,7 @@ class PaymentProvider:
 
 
 def altered(text: str) -> str:
-    """A signed text whose amount was changed by somebody who has no key."""
+    """A signed text whose amount was changed without a key."""
     header, payload, signature = text.split(".")
     claims = json.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
     claims["paid"] = claims.get("paid", 0) + 1

@@ -80,7 +80,7 @@ def compare_published(
     """Compares, by shard, the events of the journal with the records of `grab.events`.
 
     A publisher that starts again repeats what follows a cursor in the topic, up to its end. Such repeats are
-    allowed, and noted; every other event that is there twice is a problem.
+    allowed, and noted; every other duplicate event is a problem.
     """
     problems, repeated = Problems(), 0
     for shard, expected in lines.items():

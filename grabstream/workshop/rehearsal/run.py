@@ -49,7 +49,7 @@ CALIBRATION_SECONDS = 3.0
 #: How long users arrive steadily, at most, and at which part of what the calibration has found.
 STEADY_SECONDS = 6.0
 STEADY_LOAD = 0.5
-#: Of the attempts, at most so many are those of the calibration, and of the steady phase; the others rush.
+#: Maximum shares of the attempts for the calibration and for the steady phase; the others rush.
 CALIBRATION_SHARE = 0.1
 STEADY_SHARE = 0.25
 GATE_CALLERS = 200
@@ -73,8 +73,8 @@ Attempt = tuple[str, Grab]
 
 
 class Doors(msgspec.Struct):
-    """What was sent and answered so far through each door, with outcomes, the numbers of each phase, and all
-    answers `granted`.
+    """What was sent and answered through each door, with outcomes, the numbers of each phase, and all answers
+    `granted`.
     """
 
     total: int = 0
@@ -124,7 +124,7 @@ class Doors(msgspec.Struct):
 
 
 class Rehearsal:
-    """A rehearsal against a running system; `doors` has its numbers so far. With `http`, a part of the crowd
+    """A rehearsal against a running system; `doors` has its current numbers. With `http`, a part of the crowd
     comes to the gateway.
     """
 
@@ -473,8 +473,8 @@ class Rehearsal:
 
 @contextlib.contextmanager
 def first_reason() -> Iterator[None]:
-    """Raises the first error of a group by itself: one reason is enough, and the command line knows it only
-    so.
+    """Raises the first error of a group alone: one reason is enough, and the command line handles only single
+    errors.
     """
     try:
         yield

@@ -123,7 +123,7 @@ async def set_up(
         gateway_address_connections_max=str(settings.gateway_connections_max),
     )  # fmt: skip
     workers = {}
-    # Rehearsals in one folder share the log; each reads the port of its gateway in a file of its own.
+    # Rehearsals in one folder share the log; each reads the port of its gateway in its own file.
     folder = tempfile.TemporaryDirectory(prefix="grabstream-rehearsal-")
     gateway_log = Path(folder.name) / "gateway.log"
     try:

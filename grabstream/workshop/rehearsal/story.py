@@ -449,7 +449,7 @@ class Story:
 async def tell(
     kind: type[Story], settings: Settings, seed: int, people: int, keep: bool, quiet: bool
 ) -> dict[str, Any]:
-    """Plays a story on a system of its own, and returns its result and verdict."""
+    """Plays a story on its own system, and returns its result and verdict."""
     began = time.monotonic()
     redis = open_redis(settings)
     try:

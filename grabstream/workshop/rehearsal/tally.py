@@ -36,7 +36,7 @@ class GrabTally:
 @dataclass
 class OfferTally:
     """An offer by its events, in units; money in minor units of its currency. `given_back` units returned to
-    the issuer; `uncoded` came back without their codes, and are left to nobody.
+    the issuer; `uncoded` came back without their codes, and are available to no user.
     """
 
     terms: PieceTerms
@@ -54,8 +54,8 @@ class OfferTally:
 
 
 class Tally:
-    """The state after all events. `checked` counts what was checked, `problems` has what is wrong, by the
-    name of the check.
+    """The state after all events. `checked` counts what was checked, `problems` has the faults, by the name
+    of the check.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -59,7 +59,7 @@ FATES: Final = {
 
 
 def as_in_file(at_ms: int) -> str:
-    """A time as it is written in a file of offers."""
+    """A time in the form of a file of offers."""
     return datetime.fromtimestamp(at_ms / 1000, ZoneInfo(TIMEZONE)).isoformat()
 
 

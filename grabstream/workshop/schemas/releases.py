@@ -2,7 +2,7 @@
 
 A release is one file that is never edited, `schemas/released/<version>.json`: all schemas and the AsyncAPI
 document as they were. Commands are compared in the direction `reads`, answers in the direction `writes`, and
-events in both: other programs read them, and grabstream itself reads the old events of the journal for ever.
+events in both: other programs read them, and grabstream itself reads old events of the journal without limit.
 A breaking change of an event is allowed with a new version of its type and an upcaster.
 """
 

@@ -1,4 +1,4 @@
-"""An authority and certificates of its own, for servers on this machine."""
+"""A private authority and its certificates, for servers on this machine."""
 
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address

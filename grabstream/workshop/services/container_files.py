@@ -2,8 +2,8 @@
 compose.yaml need, made once: an authority, certificates, passwords, the configuration of each server, and the
 addresses with passwords for grabstream.
 
-Nobody but the user that runs this can read the files, apart from the certificate of the authority. Redis and
-PostgreSQL run as other users, so their containers copy what they need to a folder of their own.
+Only the user that runs this can read the files, apart from the certificate of the authority. Redis and
+PostgreSQL run as other users, so their containers copy what they need to their own folder.
 """
 
 import sys

@@ -2,8 +2,8 @@
 once, under the directory of the set.
 
 Redis serves TLS only; its user `default` is off. Kafka serves SASL over TLS (SCRAM-SHA-512), its controller
-TLS with certificates of both sides; without an ACL nobody but its administrator may do anything. PostgreSQL
-accepts TLS and passwords only.
+TLS with certificates of both sides; without an ACL only its administrator may do anything. PostgreSQL accepts
+TLS and passwords only.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class TokenIssuer(NamedTuple):
 
 class SecureRedis(Redis):
     """Redis that serves TLS only, with users in a file. It accepts certificates of clients; with
-    `requires_certificates`, of the same authority, it serves nobody without.
+    `requires_certificates`, of the same authority, it serves no client without one.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SecureRedis(Redis):
         self._login.write_text(f"masteruser {ADMINISTRATOR}\nmasterauth {self._password}\n")
 
     def users_text(self) -> str:
-        """The users of a new server: its administrator, and nobody else."""
+        """The users of a new server: its administrator alone."""
         return f"user default off\nuser {ADMINISTRATOR} on >{self._password} ~* &* +@all\n"
 
     @property
@@ -147,7 +147,8 @@ class SecureKafka(Kafka):
     require them.
 
     With `tokens`, it also admits OAUTHBEARER. With a `certificates_port`, it listens there too, and admits
-    whoever has a certificate of the authority, without SASL: the user is the common name of the certificate.
+    every holder of a certificate of the authority, without SASL: the user is the common name of the
+    certificate.
     """
 
     def __init__(
@@ -254,7 +255,9 @@ class SecurePostgres(Postgres):
         return self.data.with_suffix(".password")
 
     def prepare(self, report: Say) -> None:
-        """Also copies the certificate, which PostgreSQL wants to own, and says who may connect how."""
+        """Also copies the certificate, which PostgreSQL wants to own, and configures the allowed
+        connections.
+        """
         self._password_file.touch(mode=0o600)
         self._password_file.write_text(self._password)
         if (user := self.user()) is not None:

@@ -1,4 +1,6 @@
-"""The crowd of a shape: who arrives when, and how they behave. All follows from the shape and one seed."""
+"""The crowd of a shape: the arrivals of users, and their behaviour. All follows from the shape and one
+seed.
+"""
 
 import random
 from collections import Counter
@@ -13,7 +15,7 @@ from grabstream.workshop.rehearsal.over_http.shape import Shape
 
 Kind = Literal["ordinary", "bots", "double_clicks", "slow", "vanishing"]
 
-#: Of an envelope without a number of parts: the share of its users who get one.
+#: For an envelope without a number of parts: the share of its users who get one.
 SHARE_SERVED: Final = 0.9
 #: The mean of a part, in minor units.
 MEAN_PART: Final = 100

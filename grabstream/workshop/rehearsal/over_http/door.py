@@ -30,7 +30,7 @@ PAUSE_SECONDS_MAX: Final = 2.0
 RETRY_AFTER_SECONDS_MAX: Final = 60.0
 #: Statuses that say: send the same again.
 REPEATABLE: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-#: A slow client sends its request, and reads the answer, in so many drips.
+#: A slow client sends its request, and reads the answer, in this many drips.
 DRIPS: Final = 20
 DRIP_BYTES: Final = 64
 ANSWER_BYTES_MAX: Final = 64 * 1024
@@ -40,7 +40,7 @@ ABANDONED: Final = "abandoned"
 
 
 class _Body(msgspec.Struct):
-    """What tells an answer of the gate from a problem of the gateway."""
+    """The fields that distinguish an answer of the gate from a problem of the gateway."""
 
     id: str | None = None
     code: int | None = None

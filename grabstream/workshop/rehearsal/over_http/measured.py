@@ -7,7 +7,7 @@ from grabstream.models.answers import Answer
 from grabstream.workshop.rehearsal.over_http.crowd import Kind
 from grabstream.workshop.rehearsal.phases import quantiles_ms
 
-#: A timeline has at most so many slices; each takes whole seconds, or a half.
+#: A timeline has at most this many slices; each takes whole seconds, or a half.
 SLICES_MAX: Final = 60
 PERCENTILES: Final = (50, 90, 99)
 
@@ -24,7 +24,7 @@ class Answered(NamedTuple):
 
 
 class Measured:
-    """Arrivals and answers so far. `contradictions` are second answers that differ from the first."""
+    """Arrivals and answers. `contradictions` are second answers that differ from the first."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []

@@ -29,7 +29,7 @@ WAIT_MS_MAX: Final = 60_000
 
 
 class Point(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A point of the curve of arrivals: so many users arrive per second at this time. Between two points, the
+    """A point of the curve of arrivals: the users who arrive per second at this time. Between two points, the
     rate changes evenly.
     """
 
@@ -38,7 +38,7 @@ class Point(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Bots(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Users who try often: `attempts` grabs of one user, each under an id of its own, `pause_ms` apart."""
+    """Users who try often: `attempts` grabs of one user, each under its own id, `pause_ms` apart."""
 
     share: float = 0.02
     attempts: int = 20
@@ -73,10 +73,10 @@ class Shape(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The shape of a crowd. Each share is one of all users; the rest sends one request each."""
 
     title: str = "A rush, and its end"
-    #: Envelopes, and parts of each. Absent: so many parts that nine of ten users get one.
+    #: Envelopes, and parts of each. Absent: enough parts that nine of ten users get one.
     offers: int = 4
     parts: int | None = None
-    #: Connections that the crowd has open at once, at most; who finds none waits, and the wait counts.
+    #: Connections that the crowd has open at once, at most; a user who finds none waits, and the wait counts.
     connections_max: int = 400
     arrivals: tuple[Point, ...] = (Point(0, 20), Point(4, 60), Point(5, 400), Point(10, 400), Point(16, 40))
     bots: Bots = Bots()
@@ -109,9 +109,7 @@ class Shape(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def read_shape(path: Path) -> Shape:
-    """The shape in a file, by the file's suffix: `.toml`, or `.json`. Raises Invalid, which names what is
-    wrong.
-    """
+    """The shape in a file, by its suffix: `.toml`, or `.json`. Raises Invalid, which names the error."""
     if path.suffix not in (".toml", ".json"):
         raise Invalid(f"{path.name}: a shape is a .toml or a .json file")
     with path.open("rb") as file:
@@ -141,7 +139,7 @@ def _check(shape: Shape) -> None:
         "vanishing": shape.vanishing.share,
     }  # fmt: skip
     for name, share in kinds.items():
-        # So written, a share that is no number is refused too.
+        # In this form, a share that is not a number is refused too.
         if not 0 <= share <= 1:
             raise Invalid(f"{name}.share: must be 0 to 1, got {share}")
     if not sum(kinds.values()) <= 1:

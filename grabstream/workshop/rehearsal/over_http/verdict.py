@@ -1,4 +1,4 @@
-"""The verdict of a rehearsal over HTTP: checks beside those of every rehearsal."""
+"""The verdict of a rehearsal over HTTP: checks in addition to those of every rehearsal."""
 
 from collections import defaultdict
 from typing import Any
