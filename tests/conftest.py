@@ -55,7 +55,7 @@ def examples(count: int) -> int:
 hypothesis_settings.register_profile(
     "tests",
     max_examples=examples(100),
-    # New cases are for the long tier: they must not decide whether somebody else's change lands.
+    # New cases are for the long tier: they must not block an unrelated change.
     derandomize=tiers.TIER == tiers.TEST,
     deadline=None,
     print_blob=True,
@@ -96,8 +96,8 @@ ANYWHERE = (
 
 
 def some_by_tier(cases: Iterable[Any], one_in: int) -> list[Any]:
-    """Cases of a parametrized test of which the long tier plays one in so many, `make test` a fifth of those,
-    and `make nightly` all.
+    """Cases of a parametrized test of which the long tier plays one in `one_in`, `make test` a fifth of
+    those, and `make nightly` all.
     """
     return [
         case if number % (5 * one_in) == 0

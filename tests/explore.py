@@ -32,7 +32,7 @@ class Search(NamedTuple):
 
 
 def searches(seconds: float) -> list[Search]:
-    """The searches of a run of so many seconds, with new seeds."""
+    """The searches of a run of `seconds`, with new seeds."""
     seed = str(1 + secrets.randbelow(SEED_MAX))
     shares = {"simulation": 0.35, "protocol": 0.1, "tests": 0.55}
     of = {name: f"{share * seconds:.0f}" for name, share in shares.items()}

@@ -789,7 +789,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds_max: int) -> Verdict:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))
     }
-    # Of every tier: a guard may have a long test only.
+    # In every tier: a guard may have a long test only.
     environment |= {"PYTHONPATH": str(tree), "CI": "1", "TIER": "day"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     began = time.monotonic()
@@ -815,7 +815,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds_max: int) -> Verdict:
     if process.returncode == 0:
         return Verdict("passed", seconds, output[-2_000:])
     # A failed test may also make its teardown fail. An error in a test that did not fail is an error of its
-    # set-up, which is no verdict.
+    # set-up, which is not a verdict.
     failed, errors = (set(re.findall(rf"^{word} (tests/\S+)", output, re.M)) for word in ("FAILED", "ERROR"))
     if process.returncode == 1 and failed and errors <= failed:
         return Verdict("failed", seconds, output[-2_000:])

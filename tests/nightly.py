@@ -33,14 +33,14 @@ REHEARSE: Final = (WITH_SERVERS, sys.executable, "-m", "grabstream.ops.cli", "re
 
 
 class Step(NamedTuple):
-    """A command whose exit code is 0 if it passed and 1 if it failed; any other code is no verdict."""
+    """A command whose exit code is 0 if it passed and 1 if it failed; any other code is not a verdict."""
 
     name: str
     what: str
     command: tuple[str, ...]
     environment: dict[str, str] = {}
     minutes_max: float = 60
-    #: Whether busy processes, twice as many as cores, run beside it.
+    #: Whether busy processes, twice as many as cores, run at the same time.
     under_load: bool = False
 
 

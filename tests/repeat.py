@@ -1,7 +1,7 @@
 """`python -m tests.repeat`, the end of `.ci/run` when `make test` has failed: repeats the failed tests once,
 alone, with servers that were started again, and says what decides.
 
-Exit 0: each of them passed now. They are listed under `passed only when repeated`; the next change mends them
+Exit 0: each of them passed now. They are listed under `passed only when repeated`; the next change fixes them
 or moves them to the long tier. Exit 1: more than five failed, or one failed twice.
 """
 

@@ -72,7 +72,7 @@ from tests.support.odd_values import (
 FUZZED: Final = hypothesis_settings(
     max_examples=int(os.environ.get("GRAB_FUZZ_EXAMPLES") or examples(200)), deadline=None
 )
-#: What an input may cost, with so much for the beginning: of the slowest door, many times what it takes on a
+#: What an input may cost, and an allowance for the start: for the slowest door, many times what it takes on a
 #: busy machine.
 SECONDS_A_MEBIBYTE: Final = 60.0
 SECONDS_AT_FIRST: Final = 2.0
@@ -159,7 +159,7 @@ def test_record_of_the_topic_is_a_command_or_is_kept(value: bytes, key: bytes | 
     kept = whole_of(understood.rejected)
     assert len(understood.commands) + len(refused) == len(found)
     assert len(kept) == min(len(refused), REJECTED_OF_ARRAY_MAX)
-    # A secret's command is written anew; everything else is kept as it came.
+    # A secret's command is rewritten; everything else is kept as it came.
     assert all(raw in value or raw == encode_command(decode_commands(raw)[0]) for raw in kept)  # type: ignore[arg-type]
     for command in understood.commands:
         assert decode_commands(encode_command(command)) == [command]

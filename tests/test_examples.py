@@ -115,7 +115,7 @@ class Stage:
         return asyncio.run(decide())
 
     def until_booked(self) -> None:
-        """Waits until the read models have all events so far."""
+        """Waits until the read models have all decided events."""
 
         def caught_up() -> bool:
             lines = self.run("grabstream", "replay", "--into", "-").splitlines()
@@ -126,7 +126,7 @@ class Stage:
         wait_until(caught_up, 60, "the books")
 
     def until_published(self) -> None:
-        """Waits until `grab.events` has all events so far."""
+        """Waits until `grab.events` has all decided events."""
         topic = f"{self.settings.prefix}.events"
         lines = self.run("grabstream", "replay", "--into", "-").splitlines()
         events = sum(decode_line(line.encode()).seqs for line in lines)
@@ -247,7 +247,7 @@ def test_lock_file_of_node_names_no_registry() -> None:
 
 @pytest.mark.long
 def test_verifier_in_node_finds_the_heads_of_the_books(stage: Stage, tmp_path: Path) -> None:
-    """Of what `grabstream dump` writes, and of what kcat does."""
+    """In the output of `grabstream dump`, and of kcat."""
     need_node("the verifier examples/verify-journal.mjs")
     stage.until_booked()
     dump = tmp_path / "journal.jsonl"
@@ -292,7 +292,7 @@ def test_notebook_runs(stage: Stage, tmp_path: Path) -> None:
     assert confirmed.outcome == "confirmed"
     stage.until_booked()
     charts = str(PROJECT / "scripts" / "notebook_charts.py")
-    # The folder of a script is no place for modules: `limits` is a library, too.
+    # The folder of a script is not a place for modules: `limits` is a library, too.
     output = stage.run(sys.executable, "-P", charts, ".", folder=tmp_path)
     [(amount,)] = stage.rows("SELECT sum(amount)::bigint FROM transfers WHERE debit = 'offer:lunch'")
     printed = output.splitlines()

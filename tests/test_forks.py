@@ -36,7 +36,7 @@ async def test_a_signal_ends_it_and_is_its_exit_code(system: Settings, worker: C
     running.signal(signal.SIGKILL)
     assert await asyncio.to_thread(running.process.wait, 30) == -signal.SIGKILL
     assert running.process.poll() == running.process.returncode == -signal.SIGKILL
-    running.signal(signal.SIGTERM)  # there is nobody any more
+    running.signal(signal.SIGTERM)  # the process is gone
 
 
 def test_one_that_is_stopped_holds_up_no_other(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_library_whose_internals_are_used_has_the_tested_version(library: str) -
 
 class Module:
     """The private names that a module defines, and its uses of internals: modules that are not for users,
-    classes derived from those of a library, and private attributes, whoever defines them.
+    classes derived from those of a library, and private attributes, wherever they are defined.
     """
 
     def __init__(self, text: str) -> None:

@@ -71,7 +71,7 @@ def test_importing_the_package_loads_nothing_else() -> None:
     loaded = modules_after("import grabstream")
     assert {name for name in loaded if name.startswith("grabstream")} == {"grabstream", "grabstream.extras"}
     standard = {*sys.stdlib_module_names, "grabstream", "__main__"}
-    # What an environment loads by itself (.pth files of an editable install) is there without us, too.
+    # What an environment loads automatically (.pth files of an editable install) is there without us, too.
     new = loaded - modules_after("pass")
     assert {name for name in new if name.partition(".")[0] not in standard} == set()
 
@@ -152,7 +152,7 @@ def environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, beside a stranger's package `models`. What the wheel depends on is that
+    """An environment with the wheel, next to a stranger's package `models`. What the wheel depends on is that
     of this environment.
     """
     python, packages = environment(tmp_path_factory.mktemp("wheel") / "environment", wheel)
@@ -218,7 +218,7 @@ def install_lines() -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(5))
 def test_each_line_of_the_documents_installs_the_package(wheel: Path, tmp_path: Path, number: int) -> None:
-    """In an environment of its own. What the package depends on, and builds with, comes from this one."""
+    """In its own environment. What the package depends on, and builds with, comes from this one."""
     lines = install_lines()
     assert len(lines) == 5
     tree = wheel.parent / "tree"
@@ -242,7 +242,7 @@ def test_each_line_of_the_documents_installs_the_package(wheel: Path, tmp_path: 
     done = subprocess.run([*pip, *words], cwd=tree, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = subprocess.run(
-        # -I: a PYTHONPATH of whoever runs the tests does not count.
+        # -I: a PYTHONPATH of the caller does not count.
         [python, "-I", "-c", "import grabstream as g; print(g.__file__, g.Client, g.KafkaClient)"],
         cwd=tmp_path, capture_output=True, text=True, timeout=100,
     )  # fmt: skip

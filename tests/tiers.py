@@ -64,7 +64,7 @@ def tier_of(item: pytest.Item) -> str:
 
 def is_played(item: pytest.Item, tier: str = TIER) -> bool:
     """Whether a run of a tier plays a test. The long tier also draws new cases for each property of `make
-    test`. A step of `make nightly` selects its tests by itself.
+    test`. A step of `make nightly` selects its own tests.
     """
     of_item = tier_of(item)
     if tier == EXPLORE:
@@ -75,7 +75,7 @@ def is_played(item: pytest.Item, tier: str = TIER) -> bool:
 
 
 def draws_cases(item: pytest.Item) -> bool:
-    """Whether a test draws its cases: by Hypothesis, or by a seed of its own."""
+    """Whether a test draws its cases: by Hypothesis, or by its own seed."""
     is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     return is_property or item.get_closest_marker("draws_cases") is not None
 

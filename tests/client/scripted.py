@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
-#: What a scripted server does with a request, beside sending bytes.
+#: What a scripted server does with a request, other than sending bytes.
 HANG = "hang"
 DROP = "drop"
 

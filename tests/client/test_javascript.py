@@ -158,7 +158,7 @@ async def test_nothing_was_decided_when_nothing_listens() -> None:
 
 @pytest.mark.long
 async def test_error_of_a_callback_ends_a_stream() -> None:
-    """It is no failure of the connection, after which the client would connect again."""
+    """It is not a failure of the connection, after which the client would connect again."""
     position = b'event: position\ndata: {"offer":"o","grab":"g","position":3}\n\n'
     async with scripted([HEAD + message(2), HEAD + position + message(3)], closes=True) as (url, requests):
         assert await run("told_position.mjs", url) == "offer.paused | Error position 3"

@@ -150,7 +150,7 @@ async def test_every_command_has_its_answer(client: Both, offer: str) -> None:
 
 
 def test_every_command_of_a_gateway_has_its_method() -> None:
-    """Beside `load` and `adjust`, which operators send with `decide`."""
+    """Except `load` and `adjust`, which operators send with `decide`."""
     methods = {name.rstrip("_") for name in vars(Commands) if not name.startswith("_")}
     types = {kind.model_fields["type"].default for kind in get_args(get_args(AnyCommand)[0])}
     assert methods - {"decide", "take_basket"} == types - {"load", "adjust"}
@@ -333,7 +333,7 @@ async def test_replies(kind: type[Client | AsyncClient], steps: list[bytes | str
 
 
 async def test_calls_end_with_their_client(kind: type[Client | AsyncClient]) -> None:
-    """What was sent may be decided, so it is unknown; the time-out has not ended."""
+    """What was sent may be decided, so it is unknown; the timeout has not passed."""
     async with scripted([HANG]) as (url, requests):
         both = Both(kind(url, timeout_seconds=3_600))
         calls = [asyncio.create_task(both.grab("o", "u", id=f"g{number}")) for number in range(3)]

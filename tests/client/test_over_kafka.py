@@ -1,4 +1,4 @@
-"""`KafkaClient`: commands by Kafka and their answers, beside other services on the same topics."""
+"""`KafkaClient`: commands by Kafka and their answers, with other services on the same topics."""
 
 import asyncio
 import re
@@ -81,7 +81,7 @@ async def test_commands_have_their_answers(system: Settings) -> None:
 
 
 async def test_refusals_say_why(system: Settings) -> None:
-    """In the words of a gateway, except that the id of a command is no header here."""
+    """In the words of a gateway, except that the id of a command is not a header here."""
     async with KafkaClient(system.kafka, system.prefix) as client:
         none = await client.grab("none", "ann")
         assert (none.message or "").startswith("There is no offer none: it was never opened, or")
@@ -101,7 +101,7 @@ async def test_refusals_say_why(system: Settings) -> None:
 
 
 async def test_a_crowd_of_one_id_and_other_services(system: Settings) -> None:
-    """Users may have grabs with the same id. Records that are no answers are skipped."""
+    """Users may have grabs with the same id. Records that are not answers are skipped."""
     envelope = EnvelopeTerms(issuer="alice", funding="p", asset="CNY", total=900, parts=90)
     producer = AIOKafkaProducer(bootstrap_servers=system.kafka)
     await producer.start()

@@ -158,7 +158,7 @@ async def test_what_is_refused_is_an_error_at_once(kind: Kind, step: bytes, expe
 
 
 async def test_positions_are_told_beside_events_and_move_no_place(kind: Kind) -> None:
-    """Whoever does not ask for them gets events alone."""
+    """Without a request for them, a client gets only events."""
     told: list[WaitingPosition] = []
     position = b'event: position\ndata: {"offer":"o","grab":"g","position":3,"more":1}\n\n'
     steps: list[bytes | str] = [HEAD + message(2) + position, HEAD + position + message(3) + position]

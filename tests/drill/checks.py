@@ -95,7 +95,7 @@ async def problems_of(scene: Scene, two_servers: bool) -> dict[str, list[str]]:
 
 
 def ended_by_themselves(workers: Sequence[Worker]) -> list[str]:
-    """Workers that ended without being killed or told to, with the end of their log. After the loss of a
+    """Workers that ended without being killed or stopped, with the end of their log. After the loss of a
     server they must try again.
     """
     codes = [(worker, worker.process.poll()) for worker in workers]

@@ -19,7 +19,7 @@ from tests.conftest import until
 from tests.drill.stage import Scene
 
 FAILOVER_SECONDS: Final = 30.0
-#: How long a master and its replica hang: longer than every time-out of this program, and much longer than a
+#: How long a master and its replica hang: longer than every timeout of this program, and much longer than a
 #: lease.
 HUNG_SECONDS: Final = 25.0
 #: How long the keys of a slot are on two servers, some on each.
@@ -172,7 +172,7 @@ async def moved_slots(scene: Scene) -> None:
 
 
 def _migrate(source: Any, target_port: int, slot: int, keys_max: int = 1_000_000) -> None:
-    """Moves at most so many keys of a slot, including keys that are made in the meantime."""
+    """Moves a bounded number of keys of a slot, including keys that are made in the meantime."""
     moved = 0
     while moved < keys_max and (
         keys := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, min(10, keys_max - moved))

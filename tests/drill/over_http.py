@@ -1,5 +1,5 @@
-"""Traffic over HTTP: a gateway process with API keys and a cache Redis of its own, and callers of it, who
-repeat what got no answer under the same Idempotency-Key.
+"""Traffic over HTTP: a gateway process with API keys and its own cache Redis, and its callers, who repeat
+what got no answer under the same Idempotency-Key.
 
 `HttpGate` has the method of a gate that callers use, so that the traffic and its checks are those of all
 other cells.
@@ -35,7 +35,7 @@ RATE: Final = "1000000/second"
 
 
 class HttpGate:
-    """A gateway process that can be killed, its cache Redis, and one connection for each request in work.
+    """A gateway process that can be killed, its cache Redis, and one connection for each request in progress.
     `acknowledged` has each 2xx answer, also those of lists of which another command got no answer.
     """
 
@@ -55,7 +55,7 @@ class HttpGate:
         async with checked_books(self._settings) as connection:
             await api_keys.create(connection, "drill", sorted(SCOPES), digest_of(self._secret.encode()), None)
         await asyncio.to_thread(self.cache.start)
-        # Each request has a connection of its own, so a killed server ends no more than what it was doing.
+        # Each request has its own connection, so a killed server ends no more than what it was doing.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(ATTEMPT_SECONDS),
@@ -64,7 +64,7 @@ class HttpGate:
         await self.start_gateway()
 
     async def start_gateway(self) -> None:
-        """Starts a gateway, at a port of its own; requests go there from now on."""
+        """Starts a gateway at its own port; later requests go there."""
         log = self._folder / f"gateway-{len(self._gateways)}.log"
         gateway = GatewayProcess(
             self._settings, log, gateway_authentication="required", gateway_key_rate=RATE,
@@ -91,7 +91,7 @@ class HttpGate:
         shutil.rmtree(self.cache.directory, ignore_errors=True)
 
     async def decide(self, commands: Sequence[AnyCommand], **_: Any) -> list[Answer]:
-        """Sends each command as a request of its own; raises OutcomeUnknown when one got no answer."""
+        """Sends each command as a separate request; raises OutcomeUnknown when one got no answer."""
         answers = await asyncio.gather(*map(self._ask, commands))
         if missing := [command.id for command, one in zip(commands, answers, strict=True) if one is None]:
             raise OutcomeUnknown(f"no answer to {', '.join(missing)}")

@@ -74,7 +74,7 @@ class Traffic:
     async def more(
         self, answers: int, seconds: float = ANSWER_SECONDS_MAX, what: str = "more answers"
     ) -> None:
-        """Returns when so many more commands are decided."""
+        """Returns when `answers` more commands are decided."""
         wanted = len(self.answered) + answers
         await until(lambda: self._failed() or len(self.answered) >= wanted, seconds, what)
 

@@ -49,7 +49,7 @@ class Release:
 
     @property
     def has_operations(self) -> bool:
-        """Whether commands of operators have a topic of their own."""
+        """Whether commands of operators have their own topic."""
         return "def operations" in (self._tree / "grabstream" / "streams" / "topics.py").read_text()
 
     def run(self, *words: str) -> str:
@@ -121,7 +121,7 @@ async def drill(old: Release, new: Release, settings: Settings) -> Counter[str]:
         await grab()
         workers += new.workers()
         await grab()
-        # Read models with new definitions are built beside those that the old workers still write.
+        # Read models with new definitions are built next to those that the old workers still write.
         new.run("rebuild", "all")
         stop_workers(workers[: len(ROLES)])
         has_operations = True

@@ -28,7 +28,7 @@ const server = createServer(async (request, response) => {
   for await (const piece of request) text += piece
   const token = request.headers.authorization.split('.')[1]
   const key = request.headers['idempotency-key']
-  // After a lost answer, fetch of Node.js repeats the request by itself, without its body.
+  // After a lost answer, fetch of Node.js repeats the request automatically, without its body.
   if (text !== '') {
     sent.push({ user: JSON.parse(atob(token)).sub, of: JSON.parse(text).user, key })
     reply = replies.shift() ?? { status: 201, body: { outcome: 'more than was scripted' }, ours: true }

@@ -1,6 +1,4 @@
-"""A system with a worker and a gateway, which all tests of this folder share; each test has offers of its
-own.
-"""
+"""A system with a worker and a gateway, shared by all tests of this folder; each test has its own offers."""
 
 import asyncio
 import os
@@ -50,7 +48,7 @@ async def until_all_decide(port: int, shards: int, secret: str | None = None) ->
 
 
 async def until_open(caller: Caller, offer: str, total: int) -> None:
-    """Opens an offer of so many coupons, as soon as its shard decides."""
+    """Opens an offer of `total` coupons, as soon as its shard decides."""
 
     async def is_open() -> bool:
         terms = {"kind": "coupon", "issuer": "shop", "total": total}
@@ -83,7 +81,9 @@ def door(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def plain_door(door: Door, tmp_path: Path) -> Iterator[Door]:
-    """Another gateway of the same system, without keys of a payment side: a service confirms by itself."""
+    """Another gateway of the same system, without keys of a payment side: a service confirms without
+    receipts.
+    """
     with GatewayProcess(door.settings, tmp_path / "plain.log", gate_timeout_ms="20000") as gateway:
         yield Door(door.settings, gateway)
 

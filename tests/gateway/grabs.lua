@@ -1,4 +1,4 @@
--- Grabs of one offer, sent by wrk (`test_wrk.py`): each of a new user with a key of its own, and each tenth
+-- Grabs of one offer, sent by wrk (`test_wrk.py`): each of a new user with its own key, and each tenth
 -- request is the one before once more, as of a double click.
 --
 -- Arguments after `--`: the offer; a stem of keys and users that no other run has; and a file. Each thread
@@ -17,7 +17,7 @@ function init(arguments)
   stem = arguments[2] .. "-" .. number
   sent, users, good, bad, worst = 0, 0, 0, 0, 0
   answers = assert(io.open(arguments[3] .. "." .. number, "w"))
-  -- Nobody closes the file: a line is written at once.
+  -- The file is never closed: a line is written at once.
   answers:setvbuf("line")
 end
 

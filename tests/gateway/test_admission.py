@@ -163,7 +163,7 @@ async def test_address_with_too_many_failures_is_refused_before_any_work(
     for wrong in (new, None, b"Bearer a.b.c", b"Basic eDp5"):
         assert await outcome(admission, wrong) == "too_many_requests"
     monkeypatch.undo()
-    # Who was in a moment ago stays in, and other addresses are not concerned.
+    # A caller admitted a moment ago stays admitted, and other addresses are not affected.
     assert await outcome(admission, good) == "admitted"
     assert await outcome(admission, new, "192.0.2.8") == "admitted"
     until = time.monotonic() + 8_000
@@ -231,7 +231,7 @@ async def test_what_the_issuer_has_signed_is_no_failure_of_its_address() -> None
     of_issuer = [token("ann", exp=int(time.time()) - 60), token("auth0|ann"), token("ann@example.com")]
     for text in 3 * of_issuer:
         assert await outcome(admission, f"Bearer {text}".encode()) == "unauthenticated"
-    # It may read what anybody may who is known: the token counts.
+    # It may read what every authenticated user may: the token counts.
     assert await outcome(admission, f"Bearer {token('bob')}".encode()) in ("admitted", "insufficient_scope")
     forged = f"Bearer {of_issuer[0].rpartition('.')[0]}.AA".encode()
     assert [await outcome(admission, forged) for _ in range(4)] == ["unauthenticated"] * 3 + [

@@ -1,4 +1,4 @@
-"""The application alone: what it does with an error that nobody expects, and whether it is ready."""
+"""The application alone: what it does with an unexpected error, and whether it is ready."""
 
 import json
 import logging
@@ -121,7 +121,7 @@ def test_a_grab_that_has_waited_too_long_for_its_turn_is_refused() -> None:
         if reply is not None:
             assert reply.status == 503
             assert b"retry-after" in dict(reply.headers)
-        # Whoever has paid is served.
+        # A user who has paid is served.
         assert application.answer_now({**receipt, WAITED: waited}) is None
     assert application.measures.shed == {**application.measures.shed, "commands": 1, "requests": 0}
     assert application.measures.operations[NO_OPERATION].statuses == {500: 0, 503: 1}

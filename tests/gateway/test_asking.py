@@ -35,7 +35,7 @@ def problem(name: str) -> dict[str, Any]:
 
 INVALID: Final = {"status": 400, "body": {"type": "/problems/invalid", "outcome": "invalid", "code": 20}}
 SOLD_OUT: Final = refused(Outcome.sold_out)
-#: Problems with which the page asks again by itself.
+#: Problems with which the page retries automatically.
 PASSING: Final = {name for name in DOOR_PROBLEMS if DOOR_PROBLEMS[name][0] in (408, 429, 500, 503, 504)}
 DECIDED: Final = [one for one in REFUSALS if one not in (Outcome.fenced, Outcome.busy, Outcome.invalid)]
 
@@ -122,7 +122,7 @@ CASES: Final[dict[str, Case]] = HISTORIES | {
         ["a:a:0", "a:a:0", "a:a:0", "a:a:1"] if name in PASSING else ["a:a:0", "a:a:0", "a:a:0"],
     )
     for name in DOOR_PROBLEMS
-    # After a 421, fetch repeats the request by itself.
+    # After a 421, fetch repeats the request automatically.
     if name != "misdirected_request"
 } | {
     f"{outcome.name} after a lost answer": (

@@ -54,7 +54,7 @@ async def is_refused(answer: Any, what: object) -> Got:
 
 # -- ids and paths -------------------------------------------------------------------------------------------
 
-#: Parts of a path that somebody may read as another part, or as none.
+#: Parts of a path that a proxy may read as another part, or as none.
 ODD_PARTS = {
     "slash": "a%2Fb",
     "slash twice": "a%252Fb",
@@ -95,7 +95,7 @@ async def test_part_of_a_path_that_is_no_id_reaches_no_command(caller: Caller, o
             path = path_of(operation, **{name: part})
             body = {"user": "ann"} if operation.body_bytes_max else None
             got = await is_refused(caller.send(operation.method, path, body, new_key()), (odd, path))
-            # Another route, or a part that is no id; never "no such offer", which looked for it.
+            # Another route, or a part that is not an id; never "no such offer", which looked for it.
             assert got.body["type"] in ("/problems/invalid", "/problems/not_found"), (odd, path, got)
             assert got.body.get("field", "path") == "path", (odd, got)
 
@@ -104,7 +104,7 @@ async def test_part_of_a_path_that_is_no_id_reaches_no_command(caller: Caller, o
     "text", ["аnn", "ａnn", "ann\u200b", "a\u0301nn", "ﬁnn", "ANN\u0130", "ann ", "\u202enna"]
 )
 async def test_look_alike_ids_are_refused_not_folded(caller: Caller, offer: str, text: str) -> None:
-    """No id is normalised, so none can become that of somebody else."""
+    """No id is normalised, so none can become that of another user."""
     await caller.open(offer, total=5, max_per_grab=5)
     await caller.post(f"/v1/offers/{offer}/grabs", {"user": "ann"}, f"{offer}-g")
     grabs = f"/v1/offers/{offer}/grabs"
@@ -217,13 +217,13 @@ async def test_nothing_is_decompressed(caller: Caller, operation: Operation) -> 
             operation.method, path_of(operation), bomb, new_key(), Content_Encoding=coding
         )
         assert (got.status, got.body["type"]) == (415, "/problems/unsupported_media_type"), coding
-    # Without the header, they are bytes that are no JSON.
+    # Without the header, they are bytes that are not JSON.
     await is_refused(caller.send(operation.method, path_of(operation), bomb, new_key()), "bytes")
 
 
 @pytest.mark.long
 async def test_others_are_served_beside_dear_bodies(caller: Caller, offer: str) -> None:
-    """Twenty at once, over and over: who asks beside them waits no longer than a moment."""
+    """Twenty at once, over and over: other callers wait only a moment."""
     bodies = [body for _, body in dear_bodies(16_384)]
     sending = True
 

@@ -194,7 +194,7 @@ async def test_end_user_grabs_as_themselves_only(anyone: Caller, guarded: Guarde
     got = await ann.post(path, {"attributes": {"card": "c1"}})
     assert is_refused(got, "insufficient_scope", 403, "attributes")
 
-    # Grabs of another user are not theirs, and their ids and keys tell nothing.
+    # Grabs of another user are not theirs, and their ids and keys reveal nothing.
     for verb in ("release", "extend"):
         got = await bob.post(f"{path}/g1/{verb}", {})
         assert is_refused(got, "no_such_grab", 404), verb
@@ -250,7 +250,7 @@ async def test_end_user_reads_their_own_and_nothing_is_leaked_by_caches(
             assert (await bob.send("GET", odd)).status == 403
             assert (await ann.send("GET", odd)).status == 200
         assert (await ann.send("GET", path, If_None_Match=mine.headers["etag"])).status == 304
-    # What everybody may see is kept for all, but not for those who may not ask.
+    # Public documents are kept for all, but not for those who may not ask.
     path = f"/v1/offers/{offer}{after}"
     everybody = [await one.send("GET", path) for one in (shop, ann, bob)]
     assert len({got.raw for got in everybody}) == 1
@@ -321,7 +321,7 @@ async def test_revoked_rotated_and_expired_keys(anyone: Caller, guarded: Guarded
 async def test_user_whose_name_is_no_id_acts_under_the_id_that_it_gives(
     anyone: Caller, guarded: Guarded, offer: str, tmp_path: Path
 ) -> None:
-    """And whoever takes that id as a name is somebody else."""
+    """A user with that id as a name is another user."""
     await service(anyone, guarded).open(offer, total=9)
     name, key = f"auth0|{offer}", "0f" * 32
     own = user_of(name, bytes.fromhex(key))
@@ -345,7 +345,7 @@ async def test_user_whose_name_is_no_id_acts_under_the_id_that_it_gives(
             assert is_refused(told, "other_user", 403, "user")
             assert f"must be {own}" in told.body["detail"]
             assert (await forger.post(f"/v1/offers/{offer}/grabs", {})).body["user"] not in (own, name)
-    # Without the key, nobody comes in under it.
+    # Without the key, no user is admitted under it.
     assert (await user(anyone, name).post(f"/v1/offers/{offer}/grabs", {})).status == 401
 
 
@@ -505,10 +505,10 @@ async def test_address_with_wrong_credentials_is_refused_and_others_are_not(
     assert statuses == [401] * 40 + [429] * 20
     assert is_refused(got[-1], "too_many_requests", 429)
     assert 1 <= int(got[-1].headers["retry-after"]) <= 3_600
-    # Also with an address of their own in front, as whoever sends the header can write it.
+    # Also with a chosen address in front, as the sender of the header can write it.
     spoofed = anyone.having(None, X_Forwarded_For=f"203.0.113.1, {address}")
     assert (await spoofed.send("GET", "/v1/offers")).status == 429
-    # Credentials that nobody has used lately are not looked at, good or not; a user who is in stays in.
+    # Credentials not used lately are not checked, valid or not; an admitted user stays admitted.
     assert (await user(anyone, "new").send("GET", "/v1/users/new/grabs")).status == 429
     assert (await ann.send("GET", "/v1/users/ann/grabs")).status == 200
     elsewhere = shop.having(guarded.secrets["read"], X_Forwarded_For="198.51.100.200")
@@ -520,7 +520,7 @@ async def test_address_with_wrong_credentials_is_refused_and_others_are_not(
 async def test_processes_of_a_gateway_count_requests_together(
     door: Door, guarded: Guarded, tmp_path: Path
 ) -> None:
-    """In the cache Redis; without it, the gateway says that each process counts by itself."""
+    """In the cache Redis; without it, the gateway says that each process counts separately."""
     [port] = free_ports(1)
     cache = Redis(tmp_path / "cache", port, "cache")
     await asyncio.to_thread(cache.start)
@@ -533,7 +533,7 @@ async def test_processes_of_a_gateway_count_requests_together(
             await until(lambda: gateway.text().count("listening on") == 2, 60, "both processes")
             statuses = []
             for _ in range(14):
-                # A connection of its own: the kernel chooses the process.
+                # A separate connection: the kernel chooses the process.
                 async with calling(gateway.port) as caller:
                     got = await caller.having(guarded.secrets["read"]).send("GET", "/v1/offers")
                     statuses.append(got.status)
@@ -550,7 +550,7 @@ async def test_processes_of_a_gateway_count_requests_together(
 async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
     door: Door, guarded: Guarded, tmp_path: Path
 ) -> None:
-    """Counted in the cache Redis by two gateways together; when it dies, each counts by itself, and is not
+    """Counted in the cache Redis by two gateways together; when it dies, each counts separately, and is not
     down. It is used again when it is back.
     """
     [port] = free_ports(1)
@@ -604,7 +604,7 @@ async def test_rates_hold_for_a_key_and_a_user_in_all_gateways(
 @pytest.mark.long
 async def test_one_end_user_leaves_room_for_the_questions_of_others(anyone: Caller, guarded: Guarded) -> None:
     """A question waits for an event that never comes for 5 s, and the gateway takes a bounded number of
-    those. Of a shard with a fault, nobody can say that it has not decided the event.
+    those. For a shard with a fault, it is unknown whether it has decided the event.
     """
     redis, state = open_redis(guarded.settings), key_space(guarded.settings).shard(0).state
     await redis.hset(state, "fault", "of a test")
@@ -744,7 +744,7 @@ async def test_without_postgresql_known_keys_are_valid_and_a_revocation_holds_so
                     await shop.open(offer, total=100)
                     forwarder.close()
                     await api_keys.revoke(connection, name)
-                    # After so many attempts, a pool that pauses longer and longer would come much later.
+                    # After this many attempts, a pool with growing pauses would come much later.
                     await until(lambda: forwarder.refused >= 8, 60, "attempts to connect")
                     assert (await shop.post(f"/v1/offers/{offer}/grabs", {"user": "ann"})).status == 201
                     forwarder.is_open = True

@@ -60,7 +60,7 @@ async def test_document_read_since_a_time_is_made_once_and_never_replaced_by_an_
     since = time.monotonic()
     crowd = [asyncio.create_task(cache.document("offer", {}, source.make, since)) for _ in range(50)]
     await until(lambda: source.made == 2)
-    # Who asks for any joins the newer one.
+    # A request for any version joins the newer one.
     crowd.append(asyncio.create_task(cache.document("offer", {}, source.make)))
     await asyncio.wait(crowd, timeout=0.01)
     source.open.set()

@@ -21,7 +21,7 @@ SALE = {"kind": "stock", "total": 10, "price": 100, "currency": "CNY", "hold_ms"
 
 
 def is_problem(got: Got, name: str, status: int) -> bool:
-    """Whether an answer is problem details of a type, with words and without a `message` beside them."""
+    """Whether an answer is problem details of a type, with words and without a `message` next to them."""
     return (
         got.status == status
         and got.headers["content-type"] == "application/problem+json"
@@ -205,7 +205,7 @@ async def test_basket_is_all_or_nothing(caller: Caller, offer: str) -> None:
 async def test_large_envelope_opens_and_is_grabbed(
     door: Door, caller: Caller, offer: str, tmp_path: Path
 ) -> None:
-    """With the least time-out for answers: that of an opening grows with its parts."""
+    """With the shortest timeout for answers: that of an opening grows with its parts."""
     terms = {
         "kind": "envelope",
         "issuer": "a",
@@ -444,7 +444,9 @@ async def test_command_needs_a_key_that_is_an_id(caller: Caller, offer: str, key
 
 
 async def test_percent_encoded_id_is_the_same_id(caller: Caller, offer: str) -> None:
-    """What is no id is refused: `test_part_of_a_path_that_is_no_id_reaches_no_command` tries everything."""
+    """What is not an id is refused: `test_part_of_a_path_that_is_no_id_reaches_no_command` tries
+    everything.
+    """
     await caller.open(f"{offer}:a")
     got = await caller.post(f"/v1/offers/{offer}%3Aa/grabs", {"user": "ann"})
     assert (got.status, got.body["offer"]) == (201, f"{offer}:a")

@@ -152,7 +152,7 @@ async def served(
     ],
 )
 async def test_what_is_no_safe_request_is_refused(door: Door, data: bytes) -> None:
-    """And the connection ends, so what follows is no request."""
+    """And the connection ends, so what follows is not a request."""
     async with connected(door.gateway.port) as one:
         await one.send(data)
         got = await one.answer()
@@ -298,7 +298,7 @@ async def test_garbage_after_a_request_does_not_take_its_answer(
 async def test_what_others_may_read_in_another_way_is_refused(
     caller: Caller, door: Door, offer: str, head: bytes
 ) -> None:
-    """Above all, the body of such a request is not read as a request of its own."""
+    """Above all, the body of such a request is not read as a separate request."""
     await caller.open(offer, total=5)
     smuggled = (
         GRAB % offer.encode()
@@ -659,7 +659,7 @@ async def test_slow_clients_are_sent_away_and_others_served(caller: Caller, door
 
 @pytest.mark.long
 async def test_client_that_does_not_take_its_answers_is_sent_away(door: Door) -> None:
-    """Answers that nobody reads fill the buffers of both machines; then the connection is aborted."""
+    """Unread answers fill the buffers of both machines; then the connection is aborted."""
     plain = socket.socket()
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     plain.setblocking(False)
@@ -699,7 +699,7 @@ async def test_connections_above_the_bound_are_refused(door: Door, tmp_path: Pat
 async def test_requests_above_the_bound_are_busy_at_once(
     system: Settings, tmp_path: Path, worker: Callable[..., Worker]
 ) -> None:
-    """A relay that stands still journals nothing, so requests stay in work until it continues."""
+    """A relay that stands still journals nothing, so requests stay in progress until it continues."""
     running = worker(system)
     with GatewayProcess(
         system, tmp_path / "log", gateway_requests_max="10", gate_timeout_ms="60000"

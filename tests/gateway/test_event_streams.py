@@ -84,8 +84,8 @@ async def test_stream_of_an_offer_has_its_events_as_on_grab_events(
 
 
 async def follow_at_random(caller: Caller, path: str, place: str, ends: int, chance: Any) -> list[Message]:
-    """Follows a stream over many connections, each for some messages, until the grab `end` has come from so
-    many offers.
+    """Follows a stream over many connections, each for some messages, until the grab `end` has come from a
+    number of offers.
     """
     found: list[Message] = []
     while ends:
@@ -139,7 +139,7 @@ async def test_clients_that_connect_again_at_random_miss_nothing_and_get_nothing
         if "users" in path:
             known = await events_of(door, f"body::jsonb->>'user' = '{user}'")
             assert len(known) == 30 * 20 + len(offers)
-            # Of a user, the order is that of each shard.
+            # For a user, the order is that of each shard.
             messages = sorted(messages, key=lambda one: f'"shard":{1},' in one.text)
         else:
             known = await events_of(door, f"offer = '{path.split('/')[3]}'")
@@ -204,7 +204,7 @@ async def test_position_that_the_read_model_has_not_reached_is_waited_for(
 
 
 class Client:
-    """The client of a stream in this process: takes what is sent while it is not told to stop."""
+    """The client of a stream in this process: takes what is sent until it is stopped."""
 
     def __init__(self) -> None:
         self.got = b""

@@ -172,7 +172,9 @@ async def test_provider_refuses_what_is_wrong(caller: Caller, payer: Caller, off
 
 
 async def test_provider_knows_only_grabs_whose_tokens_it_was_shown(payer: Caller) -> None:
-    """Who was not at the provider yet may come in time, and who failed may try again: that is not final."""
+    """A buyer who was not at the provider yet may come in time, and one who failed may try again: that is not
+    final.
+    """
     deadline_at = 4_000_000_000_000
     claims = {
         "aud": "shop@a", "offer": "known", "user": "ann",
@@ -238,7 +240,7 @@ def test_walk_through_of_the_page_works(system: Settings, tmp_path: Path) -> Non
         script = script.replace(f"grabstream {verb} &", f"grabstream {verb} --port {port} &")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = child_environment(**env_of(system), patience_ms="30000") | {"PATH": path}
-    # A session of its own, so that nothing of it is left when it takes too long.
+    # A separate session, so that nothing of it is left when it takes too long.
     started = subprocess.Popen(
         ["bash", "-euc", f"trap 'kill $(jobs -p); wait' EXIT\n{script}"], env=environment, cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

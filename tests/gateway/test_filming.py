@@ -82,7 +82,7 @@ def test_law_gives_what_its_envelopes_have(terms: dict[str, Any], draw: str) -> 
     assert sum(one["expected"] for one in found["bins"]) == pytest.approx(40)
     assert sum(one["grabs"] for one in found["bins"]) == 40
     assert all(one["expected"] == 0 for one in found["bins"] if one["most"] < least or one["least"] > most)
-    # The parts of a law have its mean, as far as the intervals tell.
+    # The parts of a law have its mean, as far as the intervals show.
     middle = sum(one["expected"] * (one["least"] + one["most"]) / 2 for one in found["bins"]) / 40
     width = found["bins"][0]["most"] + 1
     assert found["mean"] == 100

@@ -1,5 +1,5 @@
-"""The live page in a real Chromium: its numbers are those of SQL, its actions are carried out, everybody can
-use it, and nothing that it shows becomes code.
+"""The live page in a real Chromium: its numbers are those of SQL, its actions are executed, it is accessible,
+and nothing that it shows becomes code.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ async def test_overview_has_the_numbers_of_sql(
             await expect(row.locator("td").nth(4)).to_have_text(f"{grabs:,}")
 
         async def chart_is_sql() -> bool:
-            """The last minute, while nobody grabs: the window moves, so both are read until they agree."""
+            """The last minute, while no user grabs: the window moves, so both are read until they agree."""
             rows = await sql(
                 door,
                 "SELECT outcome, sum(answers)::bigint FROM (SELECT CASE type WHEN 'grab.granted' THEN "

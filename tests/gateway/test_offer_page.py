@@ -102,7 +102,7 @@ async def test_envelope_is_grabbed_and_opened(
         await expect(page.get_by_role("heading", level=1)).to_have_text(HOSTILE)
         await expect(page.locator("[data-value=left]")).to_have_text("3 left")
         assert await page.locator("main img, main script").count() == 0
-        # Who nobody is asked says who it is. All of it with the keyboard.
+        # Without authentication, visitors enter a name. All of it with the keyboard.
         await page.get_by_label("Your name").fill("a b")
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("alert")).to_contain_text("letters, digits")
@@ -116,7 +116,7 @@ async def test_envelope_is_grabbed_and_opened(
         await expect(page.locator("#said")).to_have_text(f"You got {amount / 100:.2f} CNY.")
         await expect(page.locator(".envelope.open b")).to_have_text(f"{amount / 100:.2f}")
         await expect(page.get_by_role("button", name="Open it")).to_be_hidden()
-        # Whoever comes back sees what they have.
+        # A returning visitor sees what they have.
         await page.reload()
         await expect(page.locator(".envelope.open b")).to_have_text(f"{amount / 100:.2f}")
         await expect(page.get_by_role("listitem")).to_contain_text(f"{amount / 100:.2f} CNY")
@@ -151,7 +151,7 @@ async def test_lost_answer_takes_nothing_twice(
         await page.get_by_label("How many").fill("2")
         await page.get_by_role("button", name="Grab").click()
         await expect(page.locator("#said")).to_contain_text("you get nothing twice")
-        # The page is closed in the middle of it, and opened again: it asks by itself.
+        # The page is closed in the middle of it, and opened again: it asks automatically.
         await page.reload()
         await expect(page.locator("#said")).to_have_text("You got it: 2 coupons.")
         assert len(set(keys)) == 1
@@ -195,7 +195,7 @@ async def test_grab_without_an_answer_waits_for_its_visitor(
         await expect(page.locator("#said")).to_have_text("You got it: 1 coupon.")
         is_lost = False
         await become(page, "ann")
-        # By itself.
+        # Automatically.
         await expect(page.locator("#said")).to_have_text("You got it: 1 coupon.")
     assert [len(keys["ann"]), len(keys["bob"])] == [1, 1]
     query = "SELECT user_id, quantity FROM grabs WHERE offer = %s ORDER BY user_id"
@@ -361,7 +361,7 @@ async def test_user_signs_in_with_a_token(
 @pytest.mark.long
 async def test_everybody_can_use_it(browser: Browser, caller: Caller, shop: Shop, offer: str) -> None:
     """axe finds nothing in any state, light and dark; a phone does not scroll sideways; nothing moves for
-    whoever wants that.
+    users who prefer that.
     """
     await opened(caller, offer, **ENVELOPE, total=5_000, parts=3, title="W" * 60)
     await opened(caller, f"{offer}s", **{**SALE, "total": 2, "max_per_grab": 2}, title="Lamp")

@@ -70,7 +70,7 @@ def test_document_says_who_may_ask() -> None:
 
 
 async def test_gateway_serves_it(caller: Caller, guarded: Guarded) -> None:
-    """A gateway that asks nobody says so: a client without credentials may call each operation."""
+    """A gateway without authentication says so: a client without credentials may call each operation."""
     async with calling(guarded.gateway.port) as anyone:
         assert (await anyone.send("GET", "/openapi.json")).body == DOCUMENT
     served = (await caller.send("GET", "/openapi.json")).body
@@ -130,7 +130,7 @@ def test_a_total_is_at_least_one() -> None:
 
 
 async def test_gateway_serves_every_schema_that_records_of_events_name(caller: Caller) -> None:
-    """As they are in the tree; anybody may keep them, and ask whether they have changed."""
+    """As they are in the tree; any client may keep them, and ask whether they have changed."""
     for file in sorted((PROJECT / "schemas" / "events").glob("*.json")):
         got = await caller.send("GET", f"/v1/schemas/events/{file.stem}")
         assert (got.status, got.body) == (200, json.loads(file.read_text())), file.stem
@@ -159,7 +159,7 @@ odd_values = st.recursive(
 
 
 def fitting(schema: dict[str, Any], depth: int = 0) -> st.SearchStrategy[Any]:
-    """Values that fit a schema, as far as one schema tells."""
+    """Values that fit a schema, as far as one schema shows."""
     if "$ref" in schema:
         return fitting(DOCUMENT["components"]["schemas"][schema["$ref"].rpartition("/")[2]], depth)
     for word in ("oneOf", "anyOf"):
@@ -279,7 +279,7 @@ def test_hostile_requests_get_answers_of_the_document(door: Door, sent: list[Any
                     assert got.body["status"] == got.status, what
                     assert got.body["detail"], what
                 else:
-                    # What is carried out fits the document.
+                    # What is executed fits the document.
                     if method == operation.method and operation.body_bytes_max and body:
                         validator(body_schema(operation)).validate(json.loads(body))
 

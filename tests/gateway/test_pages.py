@@ -20,7 +20,7 @@ from tests.gateway.conftest import Door
 from tests.support.gateways import Caller, environment_of
 
 PAGE = (PROJECT / "docs" / "http.md").read_text()
-#: Fields that tell one kind of document from another.
+#: Fields that distinguish kinds of documents.
 KEYS = {
     "offers", "offer", "grabs", "balances", "transfers", "seconds", "shards", "sums", "healthy", "story",
     "waiting", "refusals", "frames", "bins", "webhooks",
@@ -89,7 +89,7 @@ def test_page_of_http_works(plain_door: Door, tmp_path: Path) -> None:
         "granted", "already_taken",
     ]  # fmt: skip
     assert questions == [
-        [],  # the receipt that nobody signed
+        [],  # the unsigned receipt
         ["offers"], ["grabs", "offer", "waiting"], ["grabs"], ["balances"], ["grabs"], ["transfers"],
         ["seconds"], ["shards"], ["sums"], ["healthy"], ["offer", "story"], ["waiting"],
         ["frames", "grabs", "offer"], ["bins", "grabs", "offer"], ["offer", "refusals"],

@@ -25,14 +25,14 @@ SECONDS: Final = 5
 GRABS_A_SECOND: Final = 3_000
 MANY_A_SECOND: Final = 10_000
 FEW_A_SECOND: Final = 1_000
-#: The crowd sends so many lists a second.
+#: Lists per second that the crowd sends.
 LISTS_A_SECOND: Final = 20
 #: Of the grabs, those that are granted; the others come too late.
 GRANTED_SHARE: Final = 0.8
 #: Elements that may come, and go. The chart has a bar for each of 59 seconds and each outcome: an outcome
 #: that is new in it adds as many, and one that overtakes another in number moves as many; each second adds
-#: one, and beside other tests the run takes longer. A page whose elements are made again, even once, has
-#: twice as many.
+#: one, and with other tests in parallel the run takes longer. A page whose elements are made again, even
+#: once, has twice as many.
 ELEMENTS_MAX: Final = {"overview": 12 * 59, "public": 4, "film": 12 * 59}
 #: ms. Drawing a refresh must not keep the page from answering to its user.
 LONG_TASK_MS_MAX: Final = 400

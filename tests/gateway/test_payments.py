@@ -158,7 +158,7 @@ async def test_one_payment_settles_a_basket_and_a_return_pays_back_its_share(
 async def test_a_receipt_for_another_system_is_refused(
     caller: Caller, offer: str, door: Door, status: str
 ) -> None:
-    """Whoever has the same keys: it says what is expected, and what came. Nothing is booked."""
+    """Even with the same keys: it says what is expected, and what came. Nothing is booked."""
     await caller.open(offer, **SALE)
     held = await held_by(caller, offer)
     own = claims_of(held["payment_token"])["aud"]
@@ -450,8 +450,8 @@ async def test_only_receipts_of_a_known_key_are_taken(caller: Caller, offer: str
 async def test_forged_receipts_are_counted_by_address_and_signed_ones_never_refused(
     door: Door, offer: str, tmp_path: Path
 ) -> None:
-    """Also where callers are not asked who they are. 60 in a minute by default, and no repeat of them is
-    decided; whoever forges receipts behind the address of the payment side does not shut it out.
+    """Also without authentication. 60 in a minute by default, and no repeat of them is decided; forged
+    receipts from the address of the payment side do not shut it out.
     """
     keys = {"payment_keys": KEYS_TEXT, "payment_callback_url": CALLBACK}
     with GatewayProcess(door.settings, tmp_path / "log", gate_timeout_ms="20000", **keys) as gateway:
@@ -475,7 +475,7 @@ async def test_forged_receipts_are_counted_by_address_and_signed_ones_never_refu
 
 
 async def test_forged_receipts_shut_out_no_other_address_and_no_credentials(guarded: Guarded) -> None:
-    """Credentials have a count of their own."""
+    """Credentials have their own count."""
     forged = {"receipt": signed({"payment": "p"}, keys=FOREIGN_KEYS)}
     async with calling(guarded.gateway.port) as anyone:
         forger = anyone.having(None, X_Forwarded_For="203.0.113.77")
@@ -542,7 +542,9 @@ async def test_without_keys_there_are_no_tokens_and_no_receipts(
 async def test_receipt_is_safe_when_the_gateway_dies_before_its_answer(
     door: Door, caller: Caller, offer: str, tmp_path: Path
 ) -> None:
-    """kill -9 while receipts are in work; the payment side sends each of them again, to another gateway."""
+    """kill -9 while receipts are being processed; the payment side sends each of them again, to another
+    gateway.
+    """
     await caller.open(offer, **SALE)
     holds = [await held_by(caller, offer, f"u{number}") for number in range(30)]
     receipts = [receipt_for(held, f"p{number}") for number, held in enumerate(holds)]

@@ -1,5 +1,5 @@
-"""Positions on waiting lists in the streams of users: each is told where it stands, again when that has
-changed, and never as a list that is read for each of many.
+"""Positions on waiting lists in the streams of users: each gets its position, again after a change, and a
+list is never read once for each of many.
 """
 
 import asyncio
@@ -57,12 +57,12 @@ async def test_who_waits_hears_of_a_changed_position(caller: Caller, door: Door,
     await until(lambda: positions_of(got) == [3], 60, "the first position")
     told = got[-1]
     assert json.loads(told.text) == {"offer": offer, "grab": f"{users[2]}-k", "position": 3}
-    # It is no event: a client that connects again resumes after the event before it.
+    # It is not an event: a client that connects again resumes after the event before it.
     assert told.place == ""
     assert (await caller.post(f"{grabs}/{users[0]}-k/release", {"user": users[0]})).status == 200
     await until(lambda: positions_of(got) == [3, 2], 60, "one fewer before it")
     assert await sql(door, "SELECT position FROM waiting WHERE user_id = %s", users[2]) == [(2,)]
-    # A stream that begins now is told at once, and resumes without the positions.
+    # A stream that begins now gets its position at once, and resumes without the positions.
     later: list[Message] = []
     second = asyncio.create_task(follow(caller, users[2], later))
     await until(lambda: positions_of(later) == [2], 60, "the position in another stream")
@@ -147,7 +147,7 @@ class Lists:
 
 
 class Told(Positions):
-    """Positions with a stream for each of some users, which is told them in `got`."""
+    """Positions with a stream for each of some users, which gets them in `got`."""
 
     def __init__(self, books: Lists | Books, clock: Clock, *users: str) -> None:
         self.got: list[tuple[str, int]] = []
@@ -162,7 +162,7 @@ class Told(Positions):
         self.got.append((stream, json.loads(message.split(b"data: ")[1])["position"]))
 
     async def round(self, seconds: float = 3_600) -> list[tuple[str, int]]:
-        """What is told in a round, so many seconds after the one before: all pauses are over by default."""
+        """What is sent in a round, `seconds` after the one before: all pauses are over by default."""
         self._clock.now += seconds
         await self.tell()
         got, self.got = self.got, []
@@ -207,7 +207,7 @@ async def test_nothing_is_told_before_the_read_model_has_the_event(clock: Clock)
     assert await told.round() == []
     books.reached, books.lists["x"] = 12, ["u2"]
     assert await told.round() == [("u2", 1)]
-    # Who waits for nothing is asked about only when they have joined a list.
+    # The position of a user in no list is queried only after they have joined one.
     books.asked.clear()
     told.named("u1", "grab.granted", 0, 13)
     assert (await told.round(), books.asked) == ([], [])
@@ -227,7 +227,7 @@ async def test_who_is_given_an_event_while_a_list_is_read_is_told_later(clock: C
     async def late(query: str, parameters: Any = ()) -> list[dict[str, Any]]:
         found = await ask(query, parameters)
         if query == WAITING_PLACES and books.reached == 10:
-            # After the list was read, and before anybody is told.
+            # After the list was read, and before any stream is notified.
             books.reached = 11
             books.lists["x"] = ["u2"]
             told.named("u1", "grab.held", 0, 11)
@@ -295,7 +295,7 @@ async def test_stopped_shard_silences_its_own_lists_alone(clock: Clock) -> None:
     books.reached, books.lists["x"] = 11, ["u1"]
     books.lists["y"] = ["u0", "u1"]
     assert await told.round() == [("u1", 1)]
-    # What is known of the list is still known afterwards, so that only news are told.
+    # What is known of the list is still known afterwards, so that only changes are sent.
     books.others[1], books.lists["y"] = 100, ["u1"]
     assert await told.round() == []
     told.moved("y", 1, 101)
@@ -367,7 +367,7 @@ async def test_list_that_cannot_be_read_holds_up_no_other(
     assert "get their positions on waiting lists late" in caplog.messages[0]
     assert "the waiting list of x cannot be read" in caplog.messages[0]
     assert caplog.messages[1] == "positions on waiting lists are sent in time again"
-    # Said again after all was well. Nothing is kept of a list for which nobody waits any more.
+    # Said again after all was well. Nothing is kept of a list without waiting streams.
     books.failing = {"x"}
     told.moved("x", 0, 10)
     assert await told.round() == []
@@ -392,7 +392,7 @@ async def test_user_who_cannot_be_looked_up_holds_up_nobody_else(
     assert await told.round() == [("u5", 5), ("u6", 6), ("u7", 7), ("u8", 8)]
     assert await told.round() == [("u1", 1), ("u2", 2)]
     assert await told.round() == [("u4", 4)]
-    # Who has not failed comes first, alone or not.
+    # Those that have not failed come first, alone or not.
     monkeypatch.setattr(positions, "_turn", one_query)
     told.named("u8", "grab.held", 0, 10)
     del books.lists["x"][0]
@@ -401,7 +401,7 @@ async def test_user_who_cannot_be_looked_up_holds_up_nobody_else(
     assert await told.round() == [("u3", 2)]
     assert [one.levelname for one in caplog.records] == ["WARNING", "INFO"]
     assert "the waiting grabs of users cannot be read" in caplog.messages[0]
-    # It is looked up with others again.
+    # It is again looked up with others.
     books.asked.clear()
     told.named("u3", "grab.held", 0, 10)
     told.named("u8", "grab.held", 0, 10)
@@ -409,7 +409,7 @@ async def test_user_who_cannot_be_looked_up_holds_up_nobody_else(
 
 
 async def test_list_that_always_fails_is_asked_for_less_and_less_often(clock: Clock) -> None:
-    """Others that fail or not are not held up by it, and it is told soon after it could be read again."""
+    """Others that fail or not are not held up by it, and it is sent soon after it could be read again."""
     books = Lists(x=["u1"], y=["u2"])
     books.failing = {"x"}
     told = Told(books, clock, "u1", "u2")
@@ -497,7 +497,7 @@ async def test_long_list_is_read_for_a_twentieth_of_the_time(clock: Clock) -> No
 async def test_what_postgresql_refuses_is_asked_for_less_and_less_often(
     clock: Clock, caller: Caller, door: Door, offer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Views of a schema of its own fail, and then no longer."""
+    """Views of a separate schema fail, and then no longer."""
     await caller.open(offer, **{**SALE, "total": 1, "waiting_list": True})
     grabs = f"/v1/offers/{offer}/grabs"
     users = ["first", f"{offer}-u1", f"{offer}-u2"]

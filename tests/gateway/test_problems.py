@@ -54,7 +54,7 @@ def test_table_has_every_outcome_once() -> None:
     assert set(REFUSALS) & set(POSITIVE) == set()
     assert all(400 <= refusal.status <= 599 for refusal in REFUSALS.values())
     assert all(200 <= status <= 299 for status in POSITIVE.values())
-    # Clients and proxies repeat these by themselves.
+    # Clients and proxies repeat these automatically.
     repeated = {outcome for outcome, refusal in REFUSALS.items() if refusal.status in (429, 502, 503, 504)}
     assert repeated == {Outcome.fenced, Outcome.busy}
 

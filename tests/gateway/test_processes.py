@@ -35,7 +35,7 @@ def runs(pid: int) -> bool:
 
 
 def of_both(gateway: GatewayProcess, count: int = PROCESSES) -> None:
-    """Waits until so many processes have listened."""
+    """Waits until `count` processes have listened."""
     wait_until(lambda: gateway.text().count("listening on http") >= count, 60, "the processes")
 
 
@@ -71,7 +71,7 @@ async def test_each_process_serves_the_port_and_one_that_dies_is_started_again(
         path = f"/v1/offers/{offer}/grabs"
 
         async def grab(number: int) -> int:
-            # A connection of its own: the kernel chooses the process for each.
+            # A separate connection: the kernel chooses the process for each.
             async with calling(gateway.port) as caller:
                 got = await caller.post(path, {"user": f"u{number}"}, f"k{number}")
                 return int(got.body["place"])

@@ -174,7 +174,7 @@ async def test_visitors_share_what_is_read_for_a_random_order(
     caller: Caller, offer: str, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One query for all of them, however many pages they turn. When offers become too many to keep them all,
-    the pages are the same, each of them with a query by keys; a `next` of before goes on.
+    the pages are the same, each of them with a query by keys; an earlier `next` continues.
     """
     shop = f"shop-{offer}"
     for number in range(11):
@@ -273,7 +273,7 @@ async def test_list_of_a_visitor_is_no_older_than_what_it_was_made_of(
         [source] = [kept for kept in questions._cache._kept.values() if kept.body.startswith(b"[")]
         [made] = [kept for kept in questions._cache._kept.values() if kept.body.startswith(b"{")]
         assert (made.since, made.until) == (source.since, source.until)
-        # What waits for an event is read anew, and the others get the new list too.
+        # A query that waits for an event is read again, and the others get the new list too.
         second = await caller.open(f"{offer}:1", issuer=shop)
         assert len((await list_of(questions, f"{asked}ann&{position(second)}"))["offers"]) == 2
         for visitor in ("ann", "bob"):
@@ -441,7 +441,7 @@ async def test_unknown_offer(caller: Caller, offer: str) -> None:
 
 
 async def test_event_that_its_shard_has_not_decided_is_refused_at_once(caller: Caller, offer: str) -> None:
-    """It may never come. The refusal says how far the shard is, and that position can be waited for."""
+    """It may never come. The refusal has the position of the shard, and that position can be waited for."""
     opened = await caller.open(offer)
     shard = opened.body["shard"]
     for path in ("/v1/offers", f"/v1/offers/{offer}", f"/v1/offers/{offer}/grabs", "/v1/users/ann/balances"):
@@ -456,7 +456,7 @@ async def test_event_that_its_shard_has_not_decided_is_refused_at_once(caller: C
 
 @pytest.mark.long
 async def test_event_that_never_comes(door: Door) -> None:
-    """Where nobody can say how far the shard is."""
+    """Where the position of the shard is unknown."""
     async with counted(door) as (questions, _):
         began = time.monotonic()
         with pytest.raises(Problem, match="does not have event 9999999999999999") as raised:
@@ -541,7 +541,7 @@ async def test_a_shard_that_may_have_lost_events_does_not_say_how_far_it_is(sett
 async def test_commands_go_on_without_postgresql(
     door: Door, caller: Caller, offer: str, tmp_path: Path
 ) -> None:
-    """Questions are refused with a time to retry, and nothing of the server's address is told."""
+    """Questions are refused with a time to retry, and the server's address is not shown."""
     [port] = free_ports(1)
     away = door.settings.model_copy(update={"postgres": f"postgresql://joe:secret@127.0.0.1:{port}/books"})
     await caller.open(offer, total=5)

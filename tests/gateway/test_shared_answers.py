@@ -188,7 +188,7 @@ async def test_question_with_after_is_made_and_shared_and_never_replaced_by_an_o
     other = gateway_of(server)
     assert (await other.document("offers", {"kind": "coupon"}, never)).body == b"2"
     assert await ask(two, source, since) == b"2"
-    # When another gateway has read one, nobody knows exactly.
+    # When another gateway has read one, the age is not known exactly.
     assert await ask(other, source, since) == b"3"
     assert (await gateway_of(server).document("offers", {"kind": "coupon"}, never)).body == b"3"
 

@@ -20,7 +20,7 @@ from tests.gateway.conftest import Door, until_open
 from tests.support.gateways import GatewayProcess, calling, new_key
 from tests.support.processes import resident_bytes
 
-#: More connections than the gateway has commands in work at most, so that it always has too many.
+#: More connections than the gateway processes at a time, so that it always has too many.
 CONNECTIONS = 4_000
 CAPACITY_CONNECTIONS = 200
 ROUNDS_MAX = 3
@@ -114,8 +114,8 @@ async def overloaded(
         assert set(during["statuses"]) <= {"201", "503", "504"}, during
         assert during["statuses"].get("504", 0) <= COMMANDS_FIRST, during
         assert during["without_retry_after"] == 0, during
-        # It was too much, and nevertheless commands were served all the time. How many depends on what else
-        # the machine does: a part of the capacity is asked for only where this runs alone, by night.
+        # It was too much, and yet commands were served all the time. How many depends on the load of the
+        # machine: a share of the capacity is required only where this runs alone, by night.
         assert during["statuses"].get("503", 0) > 0.2 * during["sent"], during
         assert served > COMMANDS_MIN * overload_seconds, (capacity, during)
         # Bounded by the time limit of the gate, and by some turns of a busy loop on this machine.
@@ -153,7 +153,7 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     def serve(self, pressure: Pressure, count: int, seconds: float) -> None:
-        """So many commands begin at once, and end after so many seconds."""
+        """Commands begin at once, `count` of them, and end after `seconds`."""
         began = [pressure.begin() for _ in range(count)]
         self.now += seconds
         for one in began:

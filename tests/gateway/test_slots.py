@@ -1,5 +1,6 @@
-"""One caller's questions leave room for those of others: of the questions in work, and of those that wait for
-an event, each caller gets a part. A caller is an end user, an API key or, where nobody is asked, an address.
+"""One caller's questions leave room for those of others: each caller gets a share of the queries in progress,
+and of those that wait for an event. A caller is an end user, an API key or, without authentication, an
+address.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ BALANCES: Final = "/v1/users/ann/balances"
 
 
 class SlowBooks:
-    """Books that answer when they are told to, and never get an event. `asked` counts what waits."""
+    """Books that answer on demand, and never get an event. `asked` counts what waits."""
 
     def __init__(self) -> None:
         self.asked = Counter[str]()
@@ -87,7 +88,7 @@ class Door:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        # Addresses are told by a proxy.
+        # Addresses are named by a proxy.
         header = (
             (b"x-forwarded-for", caller.encode())
             if self._kind == "address"
@@ -102,7 +103,7 @@ class Door:
 
     @asynccontextmanager
     async def asking(self, what: str, caller: str, count: int, query: str = "") -> AsyncIterator[None]:
-        """Has a caller ask so many questions, which are all in work when this begins."""
+        """Has a caller ask `count` questions, which are all in progress when this begins."""
         wanted = self.books.asked[what] + count
         tasks = [asyncio.create_task(self.ask(caller, query)) for _ in range(count)]
         try:
@@ -113,7 +114,7 @@ class Door:
             await asyncio.gather(*tasks)
 
 
-#: A kind of callers, two of them, the words for the first, and its part of the questions in work.
+#: A kind of callers, two of them, the words for the first, and its share of the queries in progress.
 CALLERS: Final = [
     ("user", "ann", "bob", "ann", QUESTIONS_USER_MAX),
     ("key", "shop", "till", "The API key shop", QUESTIONS_CALLER_MAX),

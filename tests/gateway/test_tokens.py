@@ -158,7 +158,7 @@ NO_USER: Final = (
 )
 CLAIMS: Final = ("exp", "iss", "aud", "sub")
 TOO_LARGE: Final = f"The token has more than {TOKEN_BYTES_MAX} bytes."
-#: Those that their issuer signed: what is wrong is said.
+#: Those that their issuer signed: the error names the cause.
 SIGNED: Final = [
     name
     for name in FORGED
@@ -203,7 +203,7 @@ async def test_a_name_that_is_no_id_gives_one_under_a_key(key_ring: KeySet, name
         caller = await tokens.caller_of(token(name).encode())
         assert caller.user == caller.name == user_of(name, USER_KEY)
     assert (await tokens.caller_of(token("ann").encode())).user == "ann"
-    # Who takes the id of another one as a name is somebody else.
+    # A user with the id of another one as a name is a different user.
     other = (await tokens.caller_of(token(caller.name).encode())).user
     assert other not in (None, caller.user)
     with pytest.raises(UnusableToken, match="not a user id: it must be a string of 1 to 255 bytes"):

@@ -26,7 +26,7 @@ USERS, TOTAL = 16, 1_500
 
 @pytest.fixture
 def second_gateway(door: Door, tmp_path: Path) -> Iterator[GatewayProcess]:
-    """A gateway beside the shared one, which a test may kill."""
+    """A gateway in addition to the shared one, which a test may kill."""
     payments = {"payment_keys": KEYS_TEXT, "payment_callback_url": CALLBACK}
     with GatewayProcess(door.settings, tmp_path / "second.log", gate_timeout_ms="20000", **payments) as one:
         yield one

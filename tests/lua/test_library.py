@@ -1,5 +1,5 @@
-"""The function library: it is loaded only by a takeover and `init`, lives beside those of other releases, and
-nothing that a call makes survives the call.
+"""The function library: it is loaded only by a takeover and `init`, lives next to those of other releases,
+and nothing that a call makes survives the call.
 """
 
 import re
@@ -207,7 +207,7 @@ async def test_a_gate_without_the_library_is_fenced_until_a_takeover_loads_it(pr
     assert await missing_or_unusable(client, state) == MISSING
     with pytest.raises(LibraryMissing):
         await run_script(client, "read_outbox", [state, keys.shard(0).outbox], [1, "test", "", 1, 1])
-    # Who asks only for the time, or for a lease, does not load it.
+    # A request only for the time, or for a lease, does not load it.
     assert int(await run_script(client, "time", [state], [])) > 0
     assert await missing_or_unusable(client, state) == MISSING
     await raise_term(client, state, 0, "next")
@@ -279,7 +279,7 @@ async def test_a_gate_that_may_not_call_functions_runs_plain_scripts(private_red
 
 
 async def test_a_full_memory_does_not_stop_an_owner_without_library(private_redis: Any) -> None:
-    """FUNCTION LOAD is refused then, but what makes room must go on."""
+    """FUNCTION LOAD is refused then, but what makes room must continue."""
     client, keys = private_redis
     state = keys.shard(0).state
     gate = Gate(client, keys, SEALER)

@@ -53,7 +53,7 @@ def test_table_of_commands_names_every_field() -> None:
         for command in re.findall(r"`(\w+)`", names)
     }
     for struct in get_args(commands.AnyCommand):
-        # Of operators, and the user of a grab: said in the text below the table.
+        # For operators, and the user of a grab: in the text below the table.
         below = {"id", "offer", "operator", "approvals"}
         below |= {"user"} if issubclass(struct, commands.GrabCommand) else set()
         fields = [name for name in struct.__struct_fields__ if name not in below]

@@ -130,7 +130,7 @@ SEQS = (1, 3, 1, 1000, 2, 1)
 
 
 def lines_of(seqs: Sequence[int]) -> list[bytes]:
-    """Lines that take so many seqs each, with the fields of their texts that say so."""
+    """Lines that take these numbers of seqs, with the fields of their texts that say so."""
     firsts = [1 + sum(seqs[:i]) for i in range(len(seqs))]
     return [
         b'{"type":"grab.granted","v":2,"shard":0,"seq":%d,"n":%d}' % pair

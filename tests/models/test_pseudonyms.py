@@ -30,7 +30,7 @@ def test_a_key_or_kind_that_cannot_be() -> None:
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=USER_NAME_BYTES_MAX // 4)
 IDS = st.from_regex(r"[A-Za-z0-9._:-]{1,64}", fullmatch=True)
-#: Names that somebody might choose to become another user: the id of that user, or what it is made of.
+#: Names that a user might choose to become another user: the id of that user, or what it is made of.
 CHOSEN = st.builds(
     str.__add__, st.sampled_from(["", NAMED_USERS]), NAMES | NAMES.map(lambda name: user_of(name, KEY))
 )
@@ -71,7 +71,7 @@ def test_a_name_that_nobody_may_have(name: str, key: bytes | None) -> None:
 
 @given(NAMES | IDS | CHOSEN, NAMES | IDS | CHOSEN)
 def test_no_two_names_are_one_user(one: str, other: str) -> None:
-    """Whatever somebody chooses who knows the ids of all users."""
+    """Also for names chosen with all ids of users known."""
     users = [user_of(name, KEY) for name in (one, other) if len(name.encode()) <= USER_NAME_BYTES_MAX]
     assert all(map(is_id, users))
     if len(users) == 2:

@@ -107,7 +107,7 @@ def test_return_of_redeemed_units_names_the_way_out() -> None:
 def test_a_conflict_names_each_thing_that_its_command_may_collide_with(
     command: AnyCommand, words: str
 ) -> None:
-    """Of some commands, the id may never have been used."""
+    """For some commands, the id may never have been used."""
     said = words_of(Answer(command.id, "conflict", Outcome.conflict, command.offer), command)
     assert words in said
     assert said.endswith("needs another id; this does not change with time.")

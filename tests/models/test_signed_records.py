@@ -35,7 +35,7 @@ KNOWN: Final = JournalKeys.from_text("", ",".join(f"{name}:{PAIRS[name][1]}" for
 
 
 class Written(NamedTuple):
-    """A record that somebody writes to the journal."""
+    """A record that another program writes to the journal."""
 
     headers: Headers
     value: bytes = b""
@@ -211,7 +211,7 @@ def test_the_beginning_of_signing_cannot_be_repeated_or_moved() -> None:
 
 
 def test_an_anchor_that_names_another_history_stops_the_reader() -> None:
-    """Somebody has changed the unsigned history before it."""
+    """The unsigned history before it was changed."""
     with pytest.raises(Corrupt, match="another history at seq 5"):
         read([marker(1, "a"), block(1, 5, 1, "a"), signed(marker(2)), signed(anchor(5, 2, head=HASHES[4]))])
     with pytest.raises(Gap, match="the anchor is at seq 7, the last is 5"):

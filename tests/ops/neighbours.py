@@ -8,8 +8,8 @@ from grabstream.ops.initialization import make_system
 from grabstream.ops.settings import Settings
 from grabstream.workshop.rehearsal.stage import take_down
 
-#: What prefixes and schemas begin with, and how they go on: like a pattern of the other, a topic, a version
-#: of a read model, a moment.
+#: What prefixes and schemas begin with, and how they continue: like a pattern of the other, a topic, a
+#: version of a read model, a moment.
 NAMES = (("", ""), ("_b", "_b"), (".journal", "_balances"), ("-b", "__at_"))
 
 

@@ -65,7 +65,7 @@ def test_a_group_that_readers_cannot_have_is_refused(group: str, monkeypatch: py
 
 @pytest.fixture
 def roles(servers: Settings) -> Iterator[tuple[str, dict[str, str]]]:
-    """The DSN of a database of its own, and the roles owner, writer and reader."""
+    """The DSN of a new database, and the roles owner, writer and reader."""
     # The role of `servers` may make neither databases nor roles.
     postgres, mark = load_settings().postgres, uuid.uuid4().hex[:12]
     database = f"locks_{mark}"

@@ -24,7 +24,7 @@ from tests.support.gateways import environment_of
 
 #: How long Kafka is away.
 AWAY_SECONDS = 25.0
-#: Lines of one logger in that time: an outage is said once, by each role that meets it at most twice.
+#: Lines of one logger in that time: an outage is logged once, by each role that meets it at most twice.
 LINES_OF_LOGGER_MAX = 25
 LINES_MAX = 60
 

@@ -1,5 +1,5 @@
-"""Systems that share Redis, Kafka and PostgreSQL under names that begin alike: whatever is done to one, the
-others do not notice it.
+"""Systems that share Redis, Kafka and PostgreSQL under names that begin alike: what is done to one does not
+affect the others.
 """
 
 import asyncio

@@ -174,7 +174,7 @@ async def test_runbook_of_a_new_seal_key(system: Settings, worker: Callable[...,
     assert (await decide(last, Grab(id="g3", offer="e", user="u9")))[0].outcome == "over"
     assert resealed(last)["keys"][old_id]["state"] == "retired"
     assert "old seal keys are retired" in (await examine(last)).passed
-    # Who still seals with the old key is refused.
+    # A process that still seals with the old key is refused.
     assert "was retired on" in grabstream("grab", "e", "u", **env_of(both)).stderr
 
 

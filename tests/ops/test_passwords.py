@@ -304,7 +304,7 @@ async def test_a_worker_runs_with_files_and_logs_no_password(
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    # libpq finds no password, and the way out names the setting.
+    # libpq finds no password, and the fix names the setting.
     assert "GRAB_POSTGRES" in run("init", code=3)
     environment["PGPASSFILE"] = str(passwords)
     assert "Topics created" in run("init")

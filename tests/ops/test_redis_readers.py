@@ -1,4 +1,4 @@
-"""The Redis user `reader` of `grabstream grants`: what it reads tells nothing of parts and codes to come."""
+"""The Redis user `reader` of `grabstream grants`: what it reads reveals no future parts and codes."""
 
 from typing import Any
 

@@ -292,7 +292,7 @@ async def test_a_broker_admits_a_token(
     await sent_and_read(settings, "by-token")
     issuer.key_id = "p256"
     assert await find_topic(settings.brokers, "by-token") is not None
-    # Who has a token has the rights of its subject, and no more.
+    # The holder of a token has the rights of its subject, and no more.
     stranger = settings_of(by_token(environment, issuer, "stranger"), monkeypatch)
     async with started(AIOKafkaProducer(**brokers.at(stranger.brokers))) as producer:
         with pytest.raises(TopicAuthorizationFailedError):
@@ -841,7 +841,7 @@ async def _kafka_allows_and_refuses(settings: Settings) -> None:
                 topic = getattr(topics, name)
                 [described] = await client.describe_topics([topic])
                 if described["error_code"] == TopicAuthorizationFailedError.errno:
-                    continue  # not even its partitions are told, so nothing can be fetched
+                    continue  # not even its partitions are listed, so nothing can be fetched
                 consumer.assign([TopicPartition(topic, 0)])
                 with pytest.raises(TopicAuthorizationFailedError):
                     async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""Systems that share Redis, Kafka and PostgreSQL, with everything on: none notices what is done to
+"""Systems that share Redis, Kafka and PostgreSQL, with everything on: what is done to one does not affect
 another.
 """
 

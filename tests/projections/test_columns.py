@@ -129,8 +129,8 @@ async def _tables(connection: AsyncConnection[Any]) -> Tables:
 
 @st.composite
 def offers(draw: st.DrawFn, shard: int) -> list[bytes]:
-    """Lines of an offer of its own in a shard of its own: it opens, grabs may wait, a run of grants or holds
-    with random columns, and what happens to some of the grabs later.
+    """Lines of a new offer in its own shard: it opens, grabs may wait, a run of grants or holds with random
+    columns, and what happens to some of the grabs later.
     """
     ours = b'"shard":%d' % shard, b"sale:%d" % shard
     events = [
@@ -307,7 +307,7 @@ async def test_transfers_are_found_by_the_index_of_their_lines(books: Settings) 
         await connection.execute(MANY_RUNS.encode())
 
         async def read(reading: Awaitable[Sequence[Any]]) -> tuple[int, int]:
-            """How many transfers a reader finds, in a transaction of its own, and how many rows it reads."""
+            """How many transfers a reader finds, in its own transaction, and how many rows it reads."""
             async with connection.transaction():
                 found = await reading
                 counted = await connection.execute(

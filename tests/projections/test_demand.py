@@ -1,4 +1,4 @@
-"""Counts of refusals in PostgreSQL: kept for ever, or for some days."""
+"""Counts of refusals in PostgreSQL: kept without limit, or for some days."""
 
 from collections import Counter
 
@@ -40,7 +40,7 @@ async def test_old_counts_are_deleted_with_the_setting_only(
         await _record_demand(limited, 0, [(NOW, 32, "o", 1)])
     kept = {(0, cutoff): 1, (0, NOW): 1, (0, NOW - 1): 1} | {(1, one): 1 for one in [*old, cutoff]}
     assert await seconds_of(system) == Counter(kept)
-    # Counts that were late: they are older than the newest, but there is nothing to tell how late it is.
+    # Counts that were late: they are older than the newest, but nothing shows how late it is.
     await _record_demand(limited, 1, [(cutoff - 1, 32, "p", 1)])
     assert (await seconds_of(system))[1, old[4]] == 1
 

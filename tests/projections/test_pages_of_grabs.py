@@ -176,7 +176,7 @@ async def test_pages_of_offers_are_read_from_an_index_without_a_sort(books: Expl
     assert not [step for step in steps if "Sort" in step["Node Type"]]
     of_offers = [step for step in steps if step.get("Relation Name") == "offers_1"]
     used = {step.get("Index Name", step["Node Type"]) for step in of_offers}
-    # Whether there are too many is asked in any order.
+    # Whether there are too many is checked in any order.
     assert used == {"offers_1_newest", "offers_1_pkey", "Seq Scan"}
 
 

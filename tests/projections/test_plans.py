@@ -1,5 +1,5 @@
-"""What is asked for by its key is answered from indexes alone, and what is written is found by them: no plan
-scans a table that grows with grabs.
+"""Queries by key are answered from indexes alone, and what is written is found by them: no plan scans a table
+that grows with grabs.
 
 The tables have enough rows that the planner scans a table whose index is missing.
 """

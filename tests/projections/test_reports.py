@@ -1,4 +1,4 @@
-"""Reports are what a program of its own computes from the events: of random histories, with single events and
+"""Reports equal what a separate program computes from the events: of random histories, with single events and
 with runs.
 """
 
@@ -179,7 +179,7 @@ async def test_reports_are_what_the_events_say(
     connection: AsyncConnection[Any], settings: Settings, seed: int, in_runs: bool
 ) -> None:
     history = random_history(seed, 1_200)
-    # Corrections between the accounts of payments and issuers are no revenue.
+    # Corrections between the accounts of payments and issuers are not revenue.
     corrections = [("external:p", "issuer:i"), ("issuer:i", "refund:p"), ("external:p", "issuer:i")]
     entries = tuple(Entry("CNY", debit, credit, 10_000) for debit, credit in corrections)
     history.send(Adjust, history.names[0], transfers=entries, reason="why", approved_by="olga")

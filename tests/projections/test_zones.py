@@ -1,4 +1,4 @@
-"""An offer in a time zone that this PostgreSQL does not know breaks no view, and is told."""
+"""An offer in a time zone that this PostgreSQL does not know breaks no view, and is reported."""
 
 import logging
 import zoneinfo
@@ -85,7 +85,7 @@ async def test_a_zone_that_postgresql_lacks_breaks_no_view(connection: AsyncConn
 async def test_the_log_names_the_zone_when_an_offer_opens(
     connection: AsyncConnection[Any], settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However it was opened: by HTTP and by a topic, nobody is told otherwise."""
+    """However it was opened: by HTTP and by a topic, openers do not learn it otherwise."""
     events: list[AnyEvent] = []
     state = ShardState(0)
     for offer, zone in (("w:1", UNKNOWN), ("w:2", "UTC"), ("x", KNOWN), ("y", UNKNOWN)):

@@ -326,7 +326,7 @@ def raise_term(server: Server, above: int, owner: str) -> tuple[int, Any]:
 
 
 def trim(world: World, server: Server, term: int, epoch: Any, cursor: tuple[int, str], owner: str) -> None:
-    """Removes journaled events from the outbox, and records how far the journal is."""
+    """Removes journaled events from the outbox, and records the position of the journal."""
     seq, head = cursor
     if "BIND" in world.rules:
         data = bound(world, server, term, epoch, owner)
@@ -624,8 +624,8 @@ def kafka(world: World) -> Actor:
 
 
 def forger(world: World) -> Actor:
-    """Writes to the journal without a key, once signing has begun: markers of higher terms, and blocks of its
-    own after them or in the name of the present owner.
+    """Writes to the journal without a key, once signing has begun: markers of higher terms, and its own
+    blocks after them or in the name of the present owner.
     """
     while True:
         yield

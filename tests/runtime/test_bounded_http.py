@@ -19,7 +19,7 @@ async def test_an_answer_without_end_is_cut_at_the_bound(kind: str) -> None:
         with pytest.raises(aiohttp.ClientError) as raised:
             async with session.get(f"http://127.0.0.1:{flood.port}/") as answer:
                 await answer.read()
-        # Too many headers are an error of their own, whichever comes first.
+        # Too many headers are a separate error, whichever comes first.
         assert isinstance(raised.value, AnswerTooLong) or kind in ("headers", "trailers"), raised.value
         await until(lambda: flood.ended_by_client, what="the end of the connection")
     # More than the bound is on its way, in the buffers of both sockets.
@@ -49,7 +49,7 @@ async def test_each_answer_of_a_connection_has_the_whole_bound() -> None:
                 await response.read()
         async with session.get(url, params={"size": "1"}) as response:
             assert await response.read() == b"x"
-        # A body may have a bound of its own.
+        # A body may have its own bound.
         async with session.get(url, params={"size": "1000"}) as response:
             assert await body_of(response, 1_000) == b"x" * 1_000
         async with session.get(url, params={"size": "1001"}) as response:

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parsed() -> argparse.Namespace:
-    """What is asked for; ends the process where it makes no sense."""
+    """The options; ends the process where they make no sense."""
     parser = _parser()
     asked = parser.parse_args()
     if asked.seed is None:
@@ -213,7 +213,7 @@ if __name__ == "__main__":
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has seen enough.
+        # The reader has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)

@@ -1,8 +1,8 @@
 """Every answer compared with that of the rules, in a state that its shard was in.
 
-An answer with an event of its own must be what the rules answered when they made this event. A refusal has
-none, and was given by a call at its time: the simulator knows of each call how many events its shard had, so
-the rules are asked in these states. Nothing is left to the sweeper: what it had not done yet, the state has.
+An answer with its own event must be what the rules answered when they made this event. A refusal has none,
+and was given by a call at its time: the simulator knows of each call how many events its shard had, so the
+rules are asked in these states. Nothing is left to the sweeper: what it had not done yet, the state has.
 """
 
 import json
@@ -71,7 +71,7 @@ class AnswersReading:
             befores += [event["at"] for event in self._events[max(call.first - 1, 0) : call.first]]
             for before in befores or [0]:
                 self._spans[max(call.clock_ms, before)].add(span)
-        #: What is asked when so many events are read; what no state has answered so yet.
+        #: What is asked at each number of events read; what no state has answered so yet.
         self._asked: dict[int, list[_Asked]] = defaultdict(list)
         self._open: dict[int, _Asked] = {}
         self._read = 0
@@ -121,7 +121,7 @@ class AnswersReading:
     # -- while the journal is read ---------------------------------------------------------------------------
 
     def ask(self, seq: int) -> None:
-        """Asks the rules, which have read so many events."""
+        """Asks the rules, which have read `seq` events."""
         found = [
             asked
             for read in range(self._read, seq + 1)
@@ -166,7 +166,7 @@ class AnswersReading:
             vars(state).update(vars(pickle.loads(saved)))
 
     def _ask_for_event(self, asked: _Asked, seq: int) -> None:
-        """An answer that names an event: of its own, or one that had its effect already."""
+        """An answer that names an event: its own, or one that already had its effect."""
         if asked.states > 1:
             asked = asked._replace(at=max(asked.at, self._rules.state.time))
         command, answer, by_topic = asked.command, asked.answer, asked.by_topic

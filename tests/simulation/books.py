@@ -47,7 +47,7 @@ SWITCH_PATIENCE_SECONDS: Final = 5.0
 WITHOUT_ASSET: Final = {
     "offer.loaded", "offer.paused", "offer.resumed", "offer.retired", "grab.extended", "ledger.adjusted",
 }  # fmt: skip
-#: The header of an event that says how far its publisher has read, in the last event of a batch.
+#: The header of an event with the position that its publisher has read, in the last event of a batch.
 CURSOR_HEADER: Final = "cursor"
 _POSITIONS: Final = f"SELECT projection, shard, seq, next_offset FROM {SCHEMA}.cursors"
 
@@ -180,7 +180,7 @@ class Books:
         return bool(is_there)
 
     def move_an_account(self, amount: int) -> bool:
-        """Somebody changes the amount of the first account; returns whether there is any."""
+        """Changes the amount of the first account; returns whether there is any."""
         monitor = self.server.database.monitor
         [(schema, table)] = monitor.execute(
             "SELECT table_schema, table_name FROM information_schema.view_table_usage "
@@ -265,7 +265,7 @@ class Books:
         return problems
 
     def _check_rows(self, journal: Sequence[JournalReading]) -> Iterator[str]:
-        """What can be said without the code under test: audit trail, accounts, stops, findings."""
+        """What can be checked without the code under test: audit trail, accounts, stops, findings."""
         monitor = self.server.database.monitor
         for reading in journal:
             rows = monitor.execute(
@@ -329,7 +329,7 @@ class Books:
                 key, headers = self._envelope(expected[id_])
                 for record in records:
                     found_headers = [one for one in record.headers if one[0] != CURSOR_HEADER]
-                    # A release beside this one may be older than the header.
+                    # A release that runs with this one may be older than the header.
                     wanted = [
                         one
                         for one in headers

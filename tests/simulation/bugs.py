@@ -356,7 +356,7 @@ OF_GATE: Final = (
     ),
 )
 
-#: Of decider, sweeper, relay, recovery and leases.
+#: In decider, sweeper, relay, recovery and leases.
 OF_STREAMS: Final = (
     Bug(
         "shards of the topic wait for each other",
@@ -470,7 +470,7 @@ OF_STREAMS: Final = (
     ),
 )
 
-#: Of projectors, publisher, verifier, rebuilds.
+#: In projectors, publisher, verifier, rebuilds.
 OF_BOOKS: Final = (
     Bug(
         "a cursor is moved wherever it is",

@@ -34,7 +34,7 @@ STOPPED_SECONDS_MAX: Final = 18.0
 #: What an operator may rebuild.
 REBUILT: Final = ("ledger", "balances", "audit")
 
-#: Lines that nobody decided.
+#: Lines that were never decided.
 FORGED_LINES: Final = (
     b'{"type":"grab.granted","v":2,"shard":%d,"seq":%d,"offer_seq":2,"offer":"forged","at":1,'
     b'"grabs":["f"],"users":["forger"],"asset":"CNY","place":1,"left":1}',
@@ -80,8 +80,8 @@ async def worker_pause(world: "World", fault: Fault) -> None:
 
 
 async def worker_stop(world: "World", fault: Fault) -> None:
-    """A worker is told to stop, while its client of Redis takes cancellations for lost connections; it
-    ends within a bound, unless it is killed or stands still meanwhile.
+    """A worker is asked to stop, while its client of Redis takes cancellations for lost connections; it ends
+    within a bound, unless it is killed or stands still meanwhile.
     """
     number = fault.target % world.plan.workers
     name = f"worker-{number}"
@@ -295,7 +295,7 @@ async def group_rebalance(world: "World", fault: Fault) -> None:
 
 
 async def commands_malformed(world: "World", fault: Fault) -> None:
-    """Somebody sends records that hold no command; their bytes are to be kept."""
+    """Sends records that hold no command; their bytes are to be kept."""
     for value in world.draw.sample(MALFORMED, 3):
         partition = world.draw.randrange(SHARDS)
         offset = world.broker.append(world.topics.commands, partition, None, value, ())
@@ -312,8 +312,8 @@ async def events_of_others(world: "World", fault: Fault) -> None:
 
 
 async def journal_forged(world: "World", fault: Fault) -> None:
-    """Somebody without a relay's key writes to the journal: a marker of a higher term, and a block after
-    it, or a block in the name of the present owner.
+    """Writes to the journal without a relay's key: a marker of a higher term, and a block after it, or a
+    block in the name of the present owner.
     """
     shard = fault.target % SHARDS
     for number in range(3):
@@ -381,7 +381,7 @@ async def postgresql_gives_up(world: "World", fault: Fault) -> None:
 
 
 async def postgresql_locked(world: "World", fault: Fault) -> None:
-    """Somebody else's session holds locks that the projectors need."""
+    """Another user's session holds locks that the projectors need."""
     assert world.books is not None
     server = world.books.server
     if not server.conditions.available:

@@ -27,7 +27,7 @@ class Conditions(Weather):
         #: Shares of records that are not delivered, and that are delivered again.
         self.skipped = 0.0
         self.repeated = 0.0
-        #: Whether apps that are to deliver something deliver nothing from now on, for ever.
+        #: Whether apps that are to deliver something never deliver anything from now on.
         self.stalled = False
 
 

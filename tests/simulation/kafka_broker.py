@@ -129,7 +129,7 @@ class Group:
         self._numbers = 0
 
     def join(self) -> int:
-        """A new member; everybody has to join again."""
+        """A new member; all have to join again."""
         self._numbers += 1
         self.members[self._numbers] = self.broker.loop.now
         self.rebalance()
@@ -251,7 +251,7 @@ class Producer:
     def _arrive(
         self, place: TopicPartition, records: list[Any], acknowledged: "asyncio.Future[Any]", patience: float
     ) -> None:
-        """The request is at the broker. aiokafka tries again by itself while the broker is away."""
+        """The request is at the broker. aiokafka retries automatically while the broker is away."""
         broker, conditions, draw = self.broker, self.broker.conditions, self.broker.draw
         if not conditions.available or place in conditions.leaderless:
             pause = draw.uniform(0.1, 0.5)
@@ -390,7 +390,7 @@ class Consumer:
         await self._listener.on_partitions_revoked(set(revoked))
         generation = group.generation
         group.joined.add(self._member)
-        # All members join before anybody gets its share; who does not within the session is dropped.
+        # All members join before any gets its share; those that do not within the session are dropped.
         while group.generation == generation and group.joined < group.members.keys():
             await asyncio.sleep(0.05)
             group.beat(self._member, self._session_seconds)

@@ -266,7 +266,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 raise Endless(f"{CALLBACKS_MAX} rounds of callbacks after {self.now:.3f} s")
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What nobody caught, and what a callback of the simulation raised."""
+        """Uncaught errors, and what a callback of the simulation raised."""
         if "never retrieved" in str(context.get("message")):
             return
         self.failures.append(f"{context.get('message')}: {context.get('exception')!r}")

@@ -24,7 +24,7 @@ BEGINNING_MS: Final = 1_800_000_000_000
 
 
 class Clock:
-    """The time of day. `shift_ms` is what passed at once, for everybody."""
+    """The time of day. `shift_ms` is what passed at once, for all machines."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop = loop
@@ -90,7 +90,7 @@ def simulated_machine(
         (socket, "gethostname", lambda: "simulated"),
     ]
     handler = _Logged(trace)
-    # What a process that ends, or loses its server, leaves behind is no message for people.
+    # What a process that ends, or loses its server, leaves behind is not a message for people.
     of_libraries = [logging.getLogger(name) for name in ("asyncio", "psycopg")]
     with ExitStack() as stack:
         for module, name, replacement in replaced:
@@ -109,7 +109,7 @@ def simulated_machine(
 
 def _but_for_coroutines(hook: Callable[[Any], object]) -> Callable[[Any], object]:
     """The hook, for all but coroutines. One that is freed in the `__new__` of a named tuple, which has no
-    builtins, cannot warn that nobody awaits it, and ends in a KeyError.
+    builtins, cannot warn that it is not awaited, and ends in a KeyError.
     """
     if hook in _HOOKS:
         return hook
@@ -131,13 +131,13 @@ def quietly_freed() -> Iterator[None]:
     """Frees, in the end, what the block left suspended; the clean-up code that this starts has nothing to act
     on.
     """
-    # Some are freed only with the results of the run: then, too, nobody is told.
+    # Some are freed only with the results of the run: then, too, without a warning.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     hook, sys.unraisablehook = _but_for_coroutines(sys.unraisablehook), lambda error: None
     collects = gc.isenabled()
     gc.disable()
     try:
-        # What ends a process leaves coroutines that nobody awaits.
+        # What ends a process leaves coroutines that are not awaited.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield

@@ -55,7 +55,7 @@ class JournalReading:
         self.raw: list[bytes] = []
         self.last_seqs: list[int] = []
         self.heads: list[bytes] = []
-        #: Of each seq: the text of its event as a line of its own, its term, and the event.
+        #: For each seq: the text of its event as a separate line, its term, and the event.
         self.lines: list[bytes] = []
         self.terms: list[int] = []
         self.events: list[Any] = []
@@ -133,7 +133,7 @@ class JournalReading:
 
 
 def one_by_one(line: bytes) -> Iterator[tuple[Any, bytes]]:
-    """The events of a line, each with its text as a line of its own: of a run, those of its grabs."""
+    """The events of a line, each with its text as a separate line: for a run, those of its grabs."""
     run = json.loads(line)
     if run["type"] not in ("grab.granted", "grab.held"):
         yield run, line
@@ -221,7 +221,7 @@ class Oracle:
         self.lost: set[Identity] = set()
         #: Commands that a script has decided with an event, at any server.
         self.made: set[Identity] = set()
-        #: Of a command, in the order in which it happened: each event that a script has made of it, at any
+        #: For a command, in the order in which it happened: each event that a script has made of it, at any
         #: server, and its refusals.
         self._moments: dict[Identity, dict[bytes, int]] = defaultdict(dict)
         self._refused: dict[Identity, list[int]] = defaultdict(list)
@@ -320,7 +320,7 @@ class Oracle:
             self._refused[identity_of(command)].append(next(self._count))
 
     def answered(self, given: Given) -> None:
-        """After each answer: what was promised as journaled is in the journal, as it was said."""
+        """After each answer: what was promised as journaled is in the journal, unchanged."""
         self.given.append(given)
         if given.promise == "journaled" and (problem := self._missing(given)):
             self.violations.append(f"when it was answered: {problem}")
@@ -427,7 +427,7 @@ class Oracle:
         return gate_died or identity_of(given.command) in self.lost
 
     def check_given_up(self) -> None:
-        """Nothing came of commands that nobody sent again after they were refused with a whole call."""
+        """Nothing came of commands that were not sent again after they were refused with a whole call."""
         made = {identity_of_event(event) for reading in self.journal for event in reading.events}
         self.violations += [
             f"{command.id} of {command.offer} was answered as not decided, and given up: it is in the journal"
@@ -492,7 +492,7 @@ class Oracle:
                 continue
             moments = self._moments[earlier]
             first, last = min(moments.values()), moments[first_events[earlier][1]]
-            # Perhaps by another decider, which had it before, and goes on with what came after it.
+            # Perhaps by another decider, which had it before, and continues with what came after it.
             has_been_refused = any(moment < last for moment in self._refused[earlier])
             if first < self._moments[command][line] and not has_been_refused:
                 self.violations.append(
@@ -582,7 +582,7 @@ class Oracle:
             and not answer.repeated
             and answer.code > Outcome.conflict
             and (answer.seq is None or answer.outcome == "already_taken")
-            # Offers that nobody has opened are counted together, and not for each grab of a basket.
+            # Offers that were never opened are counted together, and not for each grab of a basket.
             and answer.outcome != "no_such_offer"
         }
         return Counter((shard, second, code, offer or "") for shard, second, code, offer, *_ in refused)

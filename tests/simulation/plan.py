@@ -1,4 +1,4 @@
-"""A plan: all that is drawn before a run. Who sends what when, and which faults happen when.
+"""A plan: all that is drawn before a run. The senders, commands and faults, with their times.
 
 The rules in `models/rules` predict what each command does, so that the hostile generator finds grabs to
 settle and offers to amend. The prediction is not an oracle: in the run, faults and latencies lead elsewhere.
@@ -37,11 +37,11 @@ PREFIX: Final = "sim"
 SHARDS: Final = 2
 #: How many workers a run may have: a third one waits for leases, and takes them over.
 WORKERS: Final = (2, 2, 2, 3)
-#: On average, one of so many callbacks of processes finds the machine busy, in plans with faults (0: none).
+#: On average, one in this many callbacks of processes finds the machine busy, in plans with faults (0: none).
 BUSY_EVERY: Final = (0, 0, 3_000, 400)
 GATES: Final = 2
 CALLERS: Final = 4
-#: Of so many steps whose commands are refused with a whole call, one is not sent again.
+#: One in this many steps whose commands are refused with a whole call is not sent again.
 GIVES_UP_EVERY: Final = 3
 #: How many commands, or lists of commands, a history has.
 LENGTHS: Final = (40, 60, 80)
@@ -55,7 +55,7 @@ SCENES_SHARE: Final = 0.25
 NEIGHBOURS_SHARE: Final = 0.03
 #: Share of plans in which programs of others write to the topics.
 STRANGERS_SHARE: Final = 0.2
-#: Share of plans in which relays sign, and somebody who cannot writes to the journal.
+#: Share of plans in which relays sign, and a writer without a key writes to the journal.
 FORGER_SHARE: Final = 0.1
 #: Share of the plans with a verifier, and of those with books, that have three meetings more, which only they
 #: can have.
@@ -70,7 +70,7 @@ COMMANDS_MAX: Final = 12
 ALL_WAYS: Final = 0.6
 #: The chance that a step follows the one before it at once.
 BURST: Final = 0.3
-#: The chance that a list goes on with the next commands of the history.
+#: The chance that a list continues with the next commands of the history.
 LONGER: Final = 0.3
 
 #: Steps at the beginning that open offers.
@@ -130,7 +130,7 @@ class Plan(NamedTuple):
     has_books: bool = False
     is_verified: bool = False
     workers: int = 2
-    #: One of so many callbacks finds the machine busy; 0: none does.
+    #: One in this many callbacks finds the machine busy; 0: none does.
     busy_every: int = 0
     #: Whether deciders read few records beyond those that wait.
     has_small_backlogs: bool = True
@@ -192,12 +192,12 @@ FAULTS_OF_STRANGERS: Final = ("commands malformed", "events of others")
 
 #: The step at which a process sends commands that follow others of the same callers.
 DECISION: Final = "before a decision that follows another"
-#: The step at which a recovery applies more events, after a checkpoint of its own.
+#: The step at which a recovery applies more events, after its own checkpoint.
 NEXT_APPLY: Final = "before the next apply"
 
 
 class Part(NamedTuple):
-    """A fault of a meeting: one of these kinds, at one of these steps, up to so many seconds after the
+    """A fault of a meeting: one of these kinds, at one of these steps, up to a number of seconds after the
     beginning of the meeting, for a time within these seconds.
     """
 
@@ -217,7 +217,7 @@ _RECOVERY_STEPS: Final = (
     *("recovery.applied", "recovery.wiped", "before wipe", "before fence", "before apply"),
     *("before reconcile", "before trim", "before raise_term", NEXT_APPLY),
 )
-#: Faults that do harm together, within a short time, and that seldom meet by themselves.
+#: Faults that do harm together, within a short time, and that seldom meet by chance.
 MEETINGS: Final[Sequence[Sequence[Part]]] = (
     # An owner stops between two of its steps, and another takes over before it continues.
     (Part(("worker pause", "worker pause", "worker crash"), (1.5, 4.0), steps=_OWNER_STEPS),),
@@ -233,20 +233,20 @@ MEETINGS: Final[Sequence[Sequence[Part]]] = (
     ),
     # Two masters live, and the readers of the journal lag.
     (Part(("redis divided",), (2.0, 4.0)), Part(("kafka lagging",), (4.0, 7.0))),
-    # A reply arrives when the decision that it tells is lost.
+    # A reply arrives when its decision is lost.
     (Part(("redis late",), (0.3, 1.5)), Part(_LOSSES, (0.02, 0.2), after=0.5)),
     # Redis loses what it has just decided, and nothing of it was journaled.
     (
         Part(("kafka away", "kafka away", "worker pause"), (0.2, 0.8), steps=("", "relay.trimmed")),
         Part(_LOSSES, (0.02, 0.2), after=0.3, steps=(DECISION,)),
     ),
-    # The same, and callers are not told that there was a recovery.
+    # The same, and callers are not notified of the recovery.
     (
         Part(("announcements lost",), (2.0, 4.0)),
         Part(("kafka away",), (0.1, 0.3), steps=(DECISION,)),
         Part(_LOSSES, (0.02, 0.1), after=0.01, steps=(DECISION,)),
     ),
-    # A recovery is interrupted after a checkpoint of its own, in the middle of the journal.
+    # A recovery is interrupted after its own checkpoint, in the middle of the journal.
     *(
         (
             Part((lost, "redis failover"), (0.02, 0.2)),
@@ -284,7 +284,7 @@ MEETING_OF_VERIFIER: Final[Sequence[Part]] = (
 MEETINGS_OF_BOOKS: Final[Sequence[Sequence[Part]]] = (
     # A process that has written some read models stops, and others get its partitions before it continues.
     (Part(("worker pause", "worker pause", "worker crash"), (4.0, 14.0), steps=_COMMITTED),),
-    # Read models go back while somebody reads or follows them.
+    # Read models go back while they are read or followed.
     (
         Part(("read model rebuilt",), (0.3, 1.0)),
         Part((*_LOST_BOOKS, "worker crash"), (0.1, 1.0), steps=("rebuild.committed", "rebuild.finished")),
@@ -476,7 +476,7 @@ class Traffic(HostileHistory):
 
 
 def _traffic(draw: random.Random, steps: int) -> list[Step]:
-    """Steps of hostile histories, told to several callers."""
+    """Steps of hostile histories, given to several callers."""
     hostile = Traffic(draw, BEGINNING_MS)
     states = [ShardState(number, SEALER.digests) for number in range(SHARDS)]
     ways: list[Way] = [draw.choice(("journaled", "journaled", "decided", "topic")) for _ in range(CALLERS)]
@@ -505,7 +505,7 @@ def _traffic(draw: random.Random, steps: int) -> list[Step]:
         elif found:
             commands = _list(found)
             _predict(states, commands, hostile.now)
-            # A list may go on with what follows from its beginning.
+            # A list may continue with what follows from its beginning.
             while draw.random() < LONGER and len(commands) < COMMANDS_MAX // 2:
                 there = {name: offer for state in states for name, offer in state.offers.items()}
                 more = hostile.next(there)

@@ -1,8 +1,8 @@
 """PostgreSQL in the simulation: a private real server, called statement by statement in virtual time.
 
-`Session` replaces psycopg's connection: each statement is a request that takes virtual time, and is carried
-out at once when it arrives. A statement that waits for a lock waits in virtual time, until the session that
-has it goes on; lock time-outs and the time-out of idle transactions are virtual too. What the clocks of
+`Session` replaces psycopg's connection: each statement is a request that takes virtual time, and is executed
+at once when it arrives. A statement that waits for a lock waits in virtual time, until the session that has
+it continues; lock timeouts and the timeout of idle transactions are virtual too. What the clocks of
 PostgreSQL say is in no trace, and nothing in a run depends on it.
 """
 
@@ -46,7 +46,7 @@ SERVER_OPTIONS: Final = {
 }
 MEMORY: Final = "/dev/shm"
 MEMORY_BYTES_MIN: Final = 2 * 1024**3
-#: How long a statement is waited for before it is asked whether it waits for a lock.
+#: How long to wait for a statement before checking whether it waits for a lock.
 POLL_MS: Final = 2
 #: Why PostgreSQL gives a transaction up: it is to be tried again.
 GIVEN_UP: Final = (
@@ -154,7 +154,7 @@ class PrivatePostgres:
         self._admin.execute("DROP DATABASE IF EXISTS simulation WITH (FORCE)")
         self._admin.execute("CREATE DATABASE simulation TEMPLATE pristine STRATEGY FILE_COPY")
         self._monitor = self._connected("simulation")
-        # Who has a lock lets go in virtual time: the simulator must not wait for that.
+        # The holder of a lock releases it in virtual time: the simulator must not wait for that.
         self._monitor.execute("SET lock_timeout = '20ms'")
 
     def reset(self) -> None:
@@ -177,7 +177,7 @@ class PrivatePostgres:
         return found
 
     def restore(self, contents: Mapping[str, bytes]) -> bool:
-        """Puts rows back; returns False where they are of other tables. Nobody may be connected."""
+        """Puts rows back; returns False where they belong to other tables. No session may be connected."""
         tables = dict(self.monitor.execute(_TABLES).fetchall())
         if tables.keys() != contents.keys():
             return False
@@ -314,8 +314,8 @@ class Server:
             session.break_off(is_used_no_more=True)
 
     def settle(self) -> None:
-        """After a statement that may have released locks: whoever waited either has its result now, or still
-        waits.
+        """After a statement that may have released locks: each waiting session either has its result now, or
+        still waits.
         """
         for session in list(self.sessions):
             session.settle()
@@ -351,13 +351,13 @@ class Session(AsyncConnection[Any]):
         return session
 
     async def wait(self, gen: Any, interval: float = 0.0, timeout: float | None = None) -> Any:
-        """Carries out what the generator of a statement does, when its request has arrived."""
+        """Executes what the generator of a statement does, when its request has arrived."""
         server = self.server
         self._uses += 1
         await asyncio.sleep(server.delay())
         conditions, draw = server.conditions, server.draw
         if conditions.request_lost and draw.random() < conditions.request_lost:
-            # The statement is carried out on a broken connection: psycopg raises what it would raise.
+            # The statement is executed on a broken connection: psycopg raises what it would raise.
             self._lose("a request")
         try:
             result, error = await self._served(gen), None
@@ -373,14 +373,15 @@ class Session(AsyncConnection[Any]):
         await asyncio.sleep(server.delay())
         if self.pgconn is server.database.ended:
             # Otherwise psycopg would leave a transaction without a COMMIT and without an error: on a
-            # connection that it knows to be broken, it sends none. Of a real one, it only knows by an error.
+            # connection that it knows to be broken, it sends none. With a real one, it only learns that by an
+            # error.
             raise psycopg.OperationalError("server closed the connection unexpectedly")
         if error is not None:
             raise error
         return result
 
     async def execute(self, query: Any, params: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        """Executes a statement; time-outs that it sets are those of the simulation."""
+        """Executes a statement; timeouts that it sets are those of the simulation."""
         cursor = await super().execute(query, params, **options)
         if _sets_timeout(f"{query!r} {params!r}"):
             self._lock_seconds = self._setting("lock_timeout")

@@ -1,4 +1,4 @@
-"""Plays seeds in several processes, each with a private server of its own; results come in order of seeds.
+"""Plays seeds in several processes, each with its private server; results come in order of seeds.
 
 Import it after guards were taken out: the processes are forks, and have the code that was imported.
 """
@@ -42,7 +42,7 @@ class Played(NamedTuple):
 
 
 class ProcessEnded(Exception):
-    """A process has ended by itself; it has written why."""
+    """A process has ended unasked; it has written why."""
 
 
 def processes_by_default() -> int:
@@ -184,7 +184,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _serve(connection: Connection, others: Sequence[Connection], core: int, length: int | None) -> None:
-    """Plays the seeds that arrive, until the process is terminated or nobody is there to send more."""
+    """Plays the seeds that arrive, until the process is terminated or there is no sender of more."""
     # Ctrl-C goes to every process of the terminal; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in others:

@@ -115,7 +115,7 @@ class Connection:
         self.run([("HELLO", 3), ("SELECT", database)])
 
     def run(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Carries out commands; an error is a result."""
+        """Executes commands; an error is a result."""
         self._socket.sendall(b"".join([hiredis.pack_command(tuple(command)) for command in commands]))
         return [self.read() for _ in commands]
 
@@ -169,7 +169,7 @@ class Store:
         self._copy_sha = self.run(0, [("SCRIPT", "LOAD", _COPY)])[0]
 
     def run(self, database: int, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Carries out commands in a database; an error is a result."""
+        """Executes commands in a database; an error is a result."""
         self.calls += len(commands)
         return self._connections[database].run(commands)
 
@@ -265,7 +265,7 @@ class Server:
         self._disk_expiries = dict(self.expiries)
 
     def stop(self) -> None:
-        """It ends: whoever waits for it sees the connection break."""
+        """It ends: its clients see the connection break."""
         self.up = False
         for _, waiter in self.blocked:
             if not waiter.done():
@@ -480,7 +480,7 @@ class Subscription:
                 await self._more
 
 
-#: Called with each call that was carried out: server, script, arguments, reply, what was read before it and
+#: Called with each call that was executed: server, script, arguments, reply, what was read before it and
 #: after it.
 Observe = Callable[[Server, SimulatedScript, Sequence[Any], Any, Any, Any], None]
 
@@ -670,7 +670,7 @@ class Client(AsyncCoreCommands):  # type: ignore[misc]
 
 
 class Pipeline(AsyncCoreCommands):  # type: ignore[misc]
-    """Commands that are sent together, and carried out one after the other, with nothing in between."""
+    """Commands that are sent together, and executed one after the other, with nothing in between."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

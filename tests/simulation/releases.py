@@ -1,4 +1,4 @@
-"""Releases side by side: the package of another tree, imported under a name of its own.
+"""Releases side by side: the package of another tree, imported under its own name.
 
 The sources of that tree name themselves `grabstream`; the import reads them with the other name.
 """

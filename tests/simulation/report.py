@@ -15,7 +15,7 @@ ROUTINE = re.compile(
     r" redis  .*: (FCALL \S+ -> server:ResponseError|.* -> server:NoScriptError|(lease|time|due) .* -> \[)"
 )
 LINE_CHARACTERS = 110
-#: If so many faults have waited for a step, and none has begun, the step is never reached.
+#: If this many faults have waited for a step, and none has begun, the step is never reached.
 WAITED_MIN = 30
 
 

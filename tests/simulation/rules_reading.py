@@ -122,7 +122,7 @@ class RulesReading:
         if event.at < offer.due:
             return []
         if offer.closed_reason and offer.queue:
-            # Each waiter that leaves is a decision of its own.
+            # Each waiter that leaves is a separate decision.
             return [leave_queue(self.state, offer, offer.queue[0], SWEEP, None, event.at)]
         return fall_due(self.state, offer, event.at)
 

@@ -1,5 +1,5 @@
-"""Scenes: short histories of one offer that hostile traffic plays too seldom, told step by step. Beside the
-traffic of a plan, some callers play one.
+"""Scenes: short histories of one offer that hostile traffic plays too seldom, told step by step. In addition
+to the traffic of a plan, some callers play one.
 
 Each needs several rare commands in one order: a payment that comes again after its campaign has gone, say.
 What goes wrong meanwhile is for the faults of the plan.
@@ -39,7 +39,7 @@ class _Stage:
         self._ids = 0
 
     def command(self, kind: Callable[..., Any], **fields: Any) -> Any:
-        """A command with an id of its own about the offer."""
+        """A command with its own id about the offer."""
         self._ids += 1
         return kind(**{"id": f"{self.offer}:{self._ids}", "offer": self.offer} | fields)
 

@@ -1,4 +1,4 @@
-"""The same cases on the simulated and on the real servers: they must not be told apart."""
+"""The same cases on the simulated and on the real servers: they must be indistinguishable."""
 
 import asyncio
 import random

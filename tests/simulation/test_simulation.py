@@ -40,7 +40,7 @@ from tests.simulation.report import WAITED_MIN, never_reached
 #: hid each other (297). A former master in a divided network decided the rest of a list (565), and was found
 #: to lag by a verifier (1685). An offer retired while its payment was asked for again (5864), and another had
 #: the name of a poisoned command (7531). A gate took decisions that a recovery had kept as journaled, and did
-#: not tell that the next one lost them (6901). A hold ended while an account was spoiled (6383).
+#: not report that the next one lost them (6901). A hold ended while an account was spoiled (6383).
 KEPT: dict[int | None, tuple[int, ...]] = {
     90: (72, 93, 223, 317, 326),
     None: (
@@ -67,7 +67,7 @@ def simulate(
     environment: Mapping[str, str] | None = None,
     before: Sequence[str] = (),
 ) -> tuple[int, str]:
-    """Exit code and output of `python -m tests.simulation`, in a process of its own."""
+    """Exit code and output of `python -m tests.simulation`, in a separate process."""
     done = subprocess.run(
         [*before, sys.executable, "-m", "tests.simulation", *arguments],
         cwd=folder,

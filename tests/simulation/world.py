@@ -93,8 +93,7 @@ REPLICATED: Final = {"redis failover", "redis split", "redis divided", "redis th
 #: How far the disk of Redis may lag, of which each run draws one; a replica lags half of it. What is far back
 #: is caught up in several calls.
 LAG_SECONDS_MAX: Final = (1.0, 1.0, 5.0)
-#: Scripts of a recovery that mark how far it is.
-#: The private key of the relays, where they sign.
+#: Scripts of a recovery that mark its progress. The private key of the relays, where they sign.
 RELAYS_KEY: Final = b64encode(bytes(range(32))).decode()
 RECOVERING: Final = ("raise_term", "wipe", "apply", "trim")
 #: Databases of the private server: two servers, their disks, and one for comparisons.
@@ -176,7 +175,7 @@ class World:
         self.poisoned: set[str] = set()
         #: What was sent that holds no command, by partition and offset.
         self.malformed: dict[tuple[str, int, int], bytes] = {}
-        #: Workers that are told to stop, those that have done so, and what tells them.
+        #: Workers that are asked to stop, those that have stopped, and what asks them.
         self.stopping: set[Process] = set()
         self.stopped: set[Process] = set()
         self.stops: dict[str, asyncio.Event] = {}
@@ -196,7 +195,7 @@ class World:
         self._answered_at: dict[bytes, float] = {}
         #: Offers that answered a repeated payment as retired offers do.
         self._retired_meanwhile: set[str] = set()
-        #: By process and shard: the last script that marks how far a recovery is.
+        #: By process and shard: the last script that marks the progress of a recovery.
         self._recovering: dict[tuple[Process | None, str], str] = {}
         #: Faults that wait for a step of the code, and get the name of the process that has reached it.
         self._awaited: list[tuple[str, asyncio.Future[str]]] = []
@@ -215,7 +214,7 @@ class World:
                 encoding = release.module("lua.gate.encoding")
                 noted = partial(self._noted, encoding.answer_of)
                 stack.enter_context(mock.patch.object(encoding, "answer_of", noted))
-                if hasattr(encoding, "granted_answers"):  # an older release makes each answer by itself
+                if hasattr(encoding, "granted_answers"):  # an older release makes each answer separately
                     of_run = partial(self._noted_of_run, encoding.granted_answers)
                     stack.enter_context(mock.patch.object(encoding, "granted_answers", of_run))
             asyncio.set_event_loop(self.loop)
@@ -309,7 +308,7 @@ class World:
         self._calm = True
 
     async def _spoil(self, books: Books) -> None:
-        """Somebody changes an account: the verifier finds it, and clears it when the account is as it was."""
+        """Changes an account by hand: the verifier finds it, and clears it when the account is as it was."""
         if not books.move_an_account(1):
             return
         found = books.finds_in_accounts
@@ -452,7 +451,7 @@ class World:
         return bool(found)
 
     def _noted(self, answer_of: Callable[..., Answer], shard: int, command: AnyCommand, *rest: Any) -> Answer:
-        """The answer that a gate reads in a reply; the oracle is told of it."""
+        """The answer that a gate reads in a reply; the oracle gets it."""
         answer = answer_of(shard, command, *rest)
         self.oracle.replied(command, answer)
         return answer
@@ -548,7 +547,7 @@ class World:
         return None
 
     def _untrue(self, commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> Iterator[str]:
-        """Answers that nothing was decided to commands that have an event, and that nobody else sends."""
+        """Answers that nothing was decided to commands that have an event, and that no other caller sends."""
         for command, answer in zip(commands, answers, strict=True):
             name = identity_of(command)
             if not answer.decided and name in self.oracle.made and self._times_sent[name] == 1:
@@ -556,7 +555,7 @@ class World:
 
     def _give_up(self, commands: Sequence[AnyCommand], answers: Sequence[Answer]) -> None:
         """The caller goes away with what it was told: nothing was decided of the commands that were refused.
-        This is checked for those that nobody else sends.
+        This is checked for those that no other caller sends.
         """
         for command, answer in zip(commands, answers, strict=True):
             if not answer.decided and self._times_sent[identity_of(command)] == 1:
@@ -616,7 +615,7 @@ class World:
         self.trace.add("FAULT", f"{fault.kind} is over")
 
     def _does_not_happen(self, entry: tuple[str, "asyncio.Future[str]"]) -> None:
-        """Nobody has reached the step of a fault."""
+        """No process has reached the step of a fault."""
         if entry in self._awaited:
             self._awaited.remove(entry)
             entry[1].set_result("")
@@ -685,7 +684,7 @@ class World:
     # -- at rest ---------------------------------------------------------------------------------------------
 
     def _shards(self) -> Iterator[list[Any]]:
-        """What is looked at in each shard: fields of its hash; entries of its outbox; what is due: a hold, an
+        """What is read in each shard: fields of its hash; entries of its outbox; what is due: a hold, an
         offer, an offer that is forgotten, what is to be cleaned; its lease; where there is SQL, counts.
         """
         now_ms = self.master.time_ms()
@@ -704,7 +703,7 @@ class World:
             yield self._store.run(self.master.database, look)
 
     def _unsettled(self) -> Iterator[str]:
-        """What is to be done still, in words. Each of these is done by itself within a few seconds, and
+        """What remains to be done, in words. Each of these is done automatically within a few seconds, and
         nothing new falls due but by the clock: callers have ended, and the time of day passes slowly.
         """
         holders = set()
@@ -764,7 +763,7 @@ class World:
         return "; ".join(shards) + f"; steps {self._progress} of {list(map(len, self._steps))}"
 
     async def _ask_again(self) -> None:
-        """The first answers again, by a gate of its own."""
+        """The first answers again, by a separate gate."""
         given = self.oracle.repeatable(REPEATED_MAX)
         process, client = self.started("asking")
 
@@ -922,8 +921,8 @@ class World:
                 return
 
     def _check_calm(self) -> None:
-        """Where nothing goes wrong, no error is logged, and callers are told at once; where nothing lasts as
-        long as the watchdog waits, Faust is started once by each worker.
+        """Where nothing goes wrong, no error is logged, and callers are notified at once; where nothing lasts
+        as long as the watchdog waits, Faust is started once by each worker.
         """
         if not self.plan.faults:
             self.oracle.violations += [
@@ -932,7 +931,8 @@ class World:
                 if "log error: " in line or "log critical: " in line
             ][:3]
             waited = sorted(self._waited)
-            # Who is not told looks every tenth of a second. A record is acknowledged within a few ms.
+            # A waiter that is not notified polls every tenth of a second. A record is acknowledged within a
+            # few ms.
             if len(waited) > 3 and waited[len(waited) // 4] > UNTOLD_SECONDS:
                 self.oracle.violations.append(f"callers were not told that events are journaled: {waited}")
         if self.books is None:
@@ -1027,7 +1027,7 @@ class World:
                 self.oracle.violations.append(f"shard {shard}: Redis / its journal: {found[:8]}")
 
     def forge(self, shard: int, headers: Any, value: bytes) -> None:
-        """Appends a record of somebody who has no relay's key to the journal."""
+        """Appends a record without a relay's key to the journal."""
         self.oracle.journal[shard].forged = len(self.broker.topics[self.topics.journal][shard])
         self.broker.append(self.topics.journal, shard, None, value, headers)
 
@@ -1060,7 +1060,7 @@ class AtOnce(Client):
 
 
 class _Failed(Exception):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 def _partitions(topic: str, broker: Broker) -> Iterable[tuple[Any, list[Any]]]:

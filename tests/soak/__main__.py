@@ -1,6 +1,6 @@
 """`python -m tests.soak` (a step of `make nightly`): an hour of steady load over all roles, on the servers of
-the settings and a Redis of its own. Memory of every process must stay flat, read models must keep up, no
-answer may be wrong, and at the end `verify` must find nothing.
+the settings and its own Redis. Memory of every process must stay flat, read models must keep up, no answer
+may be wrong, and at the end `verify` must find nothing.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from tests.soak.verdict import MIB, TooShort, Trend, of_memory, trend
 from tests.support.processes import resident_bytes
 
 PROCESSES: Final = ("decide,relay,sweep", "project,publish,verify", "webhooks", GATEWAY)
-#: What the workers get beside their addresses.
+#: What the workers get in addition to their addresses.
 ENVIRONMENT: Final = {"GRAB_WEBHOOK_HTTP": "true", "GRAB_WEBHOOK_PRIVATE_ADDRESSES": "true"}
 SAMPLES: Final = 360
 SAMPLE_SECONDS_MIN: Final = 1.0
@@ -315,7 +315,7 @@ def _print(result: Result) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the result, with all series, as JSON.")
 def main(seconds: int, rate: int, as_json: bool) -> None:
     """Steady load over all roles. Exit 1: memory grows, read models lag, an answer or `verify` is wrong."""
-    # The load has retries of its own; what a gate logs about them would hide the verdict.
+    # The load has its own retries; what a gate logs about them would hide the verdict.
     logging.getLogger("grabstream").setLevel(logging.CRITICAL)
     os.environ |= ENVIRONMENT
     signal.signal(signal.SIGTERM, signal.default_int_handler)

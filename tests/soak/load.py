@@ -1,8 +1,8 @@
 """The load of a soak: generations of offers that open, sell, close and retire, through all three doors.
 
-A generation is an envelope, coupons under a limit, and stock that is held and paid, each in a campaign of its
-own. Every second one begins, and it sells for SELLING_SECONDS. So at any time the same number of offers is
-alive, and nothing but the journal, the read models and what is known of payments may grow.
+A generation is an envelope, coupons under a limit, and stock that is held and paid, each in its own campaign.
+Every second one begins, and it sells for SELLING_SECONDS. So at any time the same number of offers is alive,
+and nothing but the journal, the read models and what is known of payments may grow.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Unexpected(Exception):
 
 
 class Load:
-    """Sends so many grabs a second, whatever the answers take; `outcomes` counts the answers."""
+    """Sends a fixed rate of grabs, whatever the answers take; `outcomes` counts the answers."""
 
     def __init__(self, doors: Sequence[Client], http: AsyncClient, rate: int) -> None:
         self._doors = doors

@@ -83,7 +83,7 @@ def test_too_few_values_are_no_verdict() -> None:
 
 @pytest.mark.long
 async def test_a_process_that_leaks_is_named() -> None:
-    """A real process, which takes a megabyte for each line that it gets, beside one that does not."""
+    """A real process, which takes a megabyte for each line that it gets, next to one that does not."""
     code = "import sys\nkept = []\nfor line in sys.stdin:\n    kept.append(bytearray(b'x' * 2**20))"
     leaking = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
     try:

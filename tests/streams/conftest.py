@@ -1,4 +1,4 @@
-"""A system with a recorded history, which many tests read; and one on servers of its own."""
+"""A system with a recorded history, which many tests read; and one on its own servers."""
 
 import asyncio
 import secrets

@@ -71,7 +71,7 @@ class _LateController(ClusterMetadata):
 
 
 def _late_client(kafka: str, late: int, **options: Any) -> AIOKafkaAdminClient:
-    """A client to which the brokers name no controller in so many replies."""
+    """A client to which the brokers name no controller in `late` replies."""
     client = AIOKafkaAdminClient(bootstrap_servers=kafka, **options)
     client._client.cluster = _LateController(metadata_max_age_ms=60_000)
     client._client.cluster.late = late
@@ -196,7 +196,7 @@ class VirtualTime:
 def test_the_same_trouble_for_a_minute_is_a_warning_at_a_bounded_rate(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, succeeds_beside: bool
 ) -> None:
-    """As of a decider that may read, but not write answers: each poll is a success beside it."""
+    """As of a decider that may read, but not write answers: each poll still succeeds."""
     time = VirtualTime(monkeypatch)
     trouble = clients.Trouble(logging.getLogger("test"), "deciding")
     lasts = []

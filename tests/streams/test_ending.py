@@ -1,4 +1,4 @@
-"""A process that is told to end ends within a bound, even if a server hangs: here PostgreSQL, which accepts
+"""A process that is asked to stop ends within a bound, even if a server hangs: here PostgreSQL, which accepts
 connections and data, and answers nothing.
 """
 

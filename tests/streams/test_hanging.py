@@ -100,7 +100,7 @@ async def test_waiting_for_locked_rows_does_not_restart_faust(
     assert projecting.stop() == 0
 
 
-#: A worker whose app of Faust is said to stall when a line comes, and then hangs when it is stopped.
+#: A worker whose app of Faust is reported as stalled when a line comes, and then hangs when it is stopped.
 HANGS_IN_STOPPING = """
 import asyncio, sys
 from grabstream.ops import main
@@ -122,7 +122,7 @@ main()
 
 
 async def test_a_worker_whose_app_does_not_stop_ends_and_leaves_its_consumer_group(system: Settings) -> None:
-    """Otherwise the app would send heartbeats for ever, and its partitions would have no reader."""
+    """Otherwise the app would send heartbeats without end, and its partitions would have no reader."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", HANGS_IN_STOPPING), stdin=PIPE, stdout=DEVNULL, stderr=PIPE,
         env=child_environment(**env_of(system), shards=str(system.shards)),

@@ -113,7 +113,7 @@ async def test_a_decider_polls_once_and_ends_at_once(
 async def test_a_tail_fetches_at_intervals_and_at_once_when_it_is_awaited(
     system: Settings, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise Kafka sends each block of a busy shard back to its relay by itself."""
+    """Otherwise Kafka sends each block of a busy shard back to its relay alone."""
     place, counts = TopicPartition(Topics(system.prefix).journal, SHARD), Counter[str]()
 
     @asynccontextmanager

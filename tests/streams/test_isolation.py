@@ -169,7 +169,7 @@ async def hung(
             )
             during = gaps.seconds()
             polling.cancel()
-            # A worker that is told to end ends, although a server hangs.
+            # A worker that is asked to stop ends, although a server hangs.
             assert await asyncio.to_thread(first.stop) == 0
             for server in pair[:2]:
                 server.send_signal(signal.SIGCONT)

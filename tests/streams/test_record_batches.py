@@ -126,8 +126,8 @@ def test_what_a_library_writes_is_read_the_same(given_: list[Any]) -> None:
 
 
 def test_every_consumer_reads_so() -> None:
-    """Who makes a consumer asks `brokers` for its options, and so gets the reading. A service's client does
-    not: the aiokafka of that process is not ours to change.
+    """Every consumer takes its options from `brokers`, and so gets the reading. A service's client does not:
+    the aiokafka of that process is not ours to change.
     """
     root = Path(grabstream.__file__).parent
     makers = {

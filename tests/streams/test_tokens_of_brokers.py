@@ -1,4 +1,4 @@
-"""Tokens for the brokers: an issuer that is away is asked again, one that refuses is an error of settings."""
+"""Tokens for the brokers: an issuer that is away is retried, one that refuses is an error of settings."""
 
 from base64 import b64encode
 

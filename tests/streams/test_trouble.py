@@ -79,7 +79,7 @@ TROUBLE: dict[str, Callable[[], BaseException]] = {
     [ConnectionResetError(), RuntimeError(HANDLER_CLOSED)]),
 }  # fmt: skip
 
-#: Of each kind that some code on the way to `is_trouble` catches by itself, one.
+#: One of each kind that some code on the way to `is_trouble` catches itself.
 KINDS = (
     "uvloop's closed handler", "Redis is away", "Redis is slow", "a master that became a replica",
     "a cluster that is down", "a cluster without a server", "Kafka is away", "PostgreSQL is away", "reset",

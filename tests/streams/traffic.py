@@ -35,7 +35,7 @@ class Traffic:
 
     @property
     def answered(self) -> int:
-        """The number of answers so far, through the gate and through Kafka."""
+        """The number of answers, through the gate and through Kafka."""
         return sum(self.rehearsal.doors.answered.values())
 
     async def begin(self) -> None:
@@ -83,7 +83,7 @@ class Traffic:
 
                 await until(complete, 150, "all events in the read models")
                 checks = await verdict(books, self._envelopes, self.rehearsal.doors)
-            # The crowd has gone: nobody waits while Redis is compared.
+            # The crowd has gone: no user waits while Redis is compared.
             checks += await verify(self.settings, share=1)
         finally:
             await redis.aclose()

@@ -1,4 +1,4 @@
-"""Runs the command line in a process of its own, with the settings of a test's system."""
+"""Runs the command line in a separate process, with the settings of a test's system."""
 
 import fcntl
 import os

@@ -52,7 +52,7 @@ class FakeRelay:
         self.busy = asyncio.Lock()
 
     async def journal(self) -> None:
-        """Journals and announces all events decided so far."""
+        """Journals and announces all decided events."""
         async with self.busy:
             self.lines += await event_lines(self.client, self.keys, 0, len(self.lines))
             await self._announce()

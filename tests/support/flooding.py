@@ -16,7 +16,7 @@ FLOODS: Final[dict[str, tuple[bytes, bytes]]] = {
     "extensions": (_CHUNKED, b"1;" + b"x" * 2_000 + b"\r\na\r\n"),
     "trailers": (_CHUNKED + b"0\r\n", b"a: b\r\n"),
 }
-#: A flood that nobody stops ends by itself, so that a test fails in place of filling the memory.
+#: A flood that is not stopped ends at this size, so that a test fails in place of filling the memory.
 _BYTES_MAX: Final = 64 * 1024 * 1024
 
 

@@ -191,7 +191,7 @@ def _send(connection: socket.socket, number: int) -> None:
     try:
         connection.sendall(number.to_bytes(8, "big", signed=True))
     except OSError:
-        # Nobody waits for it any more.
+        # It is no longer awaited.
         return
 
 

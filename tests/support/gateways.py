@@ -123,7 +123,7 @@ class Caller:
         async with self._session.request(
             method, url, data=body, headers=sent, skip_auto_headers=["Content-Type"], allow_redirects=False
         ) as answer:
-            # A stream does not end; its head is looked at.
+            # A stream does not end; its head is checked.
             is_stream = answer.headers.get("content-type") == "text/event-stream"
             raw = b"" if is_stream else await answer.read()
             is_json = "json" in answer.headers.get("content-type", "")

@@ -58,7 +58,7 @@ class Vector(NamedTuple):
 
 # -- records -------------------------------------------------------------------------------------------------
 
-#: Keys that anybody may know: with them, the vectors are the same each time they are made.
+#: Keys that may be public: with them, the vectors are the same each time they are made.
 PRIVATE: Final = {
     name: Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"vector key {name}".encode()).digest())
     for name in ("k1", "k2", "stranger")
@@ -89,7 +89,7 @@ def single(seq: int, type_: str, shard: int = 0) -> bytes:
 
 
 def run(seq: int, grabs: int, shard: int = 0) -> bytes:
-    """The line of a run of so many grabs."""
+    """The line of a run of `grabs` grabs."""
     ids, users = (",".join(f'"{letter}-{n}"' for n in range(seq, seq + grabs)) for letter in ("g", "u"))
     return (RUN % (shard, seq, seq + 6, ids, users)).encode()
 

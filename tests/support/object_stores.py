@@ -1,4 +1,4 @@
-"""An S3-compatible server as a process of its own (moto), which verifies signatures and rights of its users,
+"""An S3-compatible server as a separate process (moto), which verifies signatures and rights of its users,
 knows conditional PUTs, keeps versions, and locks objects. And servers that trouble a client.
 """
 
@@ -174,7 +174,7 @@ def proxy(
     changed: Any = lambda headers: headers,
 ) -> Iterator[str]:
     """The address of a proxy before a store: it does not answer where `drops` is true, although the store has
-    done what was asked; and `changed` changes the headers of answers.
+    served the request; and `changed` changes the headers of answers.
     """
     words = {"target": store.endpoint, "drops": staticmethod(drops), "changed": staticmethod(changed)}
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Forwarding,), words))

@@ -1,9 +1,9 @@
 """`python -m tests.support.offered_load PORT OFFER STEM SECONDS CONNECTIONS [RATE]`: grabs of an offer, sent
-to a gateway over so many connections; prints what came back as one line of JSON.
+to a gateway over CONNECTIONS connections; prints what came back as one line of JSON.
 
 With a rate, as many grabs a second are sent, whether those before are answered or not, as long as a
 connection is free. Without one, each connection sends the next grab when it has the answer of the one before.
-A process of its own, and no HTTP library, so that it costs less than what it measures.
+A separate process, and no HTTP library, so that it costs less than what it measures.
 """
 
 import asyncio

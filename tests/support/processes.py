@@ -1,4 +1,4 @@
-"""What the system tells about a process."""
+"""What the system reports about a process."""
 
 import os
 

@@ -71,7 +71,7 @@ async def project(
     settings: Settings, history: History, cut: random.Random, lines: Sequence[bytes] | None = None
 ) -> None:
     """Journals a history in blocks of random sizes, some of them twice, and returns when all read models have
-    applied it. `lines` are those of the journal, if not each grab has a line of its own.
+    applied it. `lines` are those of the journal, if not each grab has its own line.
     """
     await journal_history(settings, as_lines(history.lines) if lines is None else lines, cut)
     async with running(settings) as projectors:

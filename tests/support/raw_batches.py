@@ -1,4 +1,4 @@
-"""Batches of Kafka records byte for byte, as a client may send them that is no library."""
+"""Batches of Kafka records byte for byte, as a client may send them that is not a library."""
 
 import struct
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ KEYS_TEXT = f"new:{as_text(SECRET)},old:{as_text(OLD_SECRET)}"
 KEYS = SigningKeys({"new": SECRET, "old": OLD_SECRET})
 OLD_KEYS = SigningKeys({"old": OLD_SECRET})
 FOREIGN_KEYS = SigningKeys({"new": FOREIGN_SECRET})
-#: Of rules and gates without servers.
+#: For rules and gates without servers.
 AUDIENCE = "shop@cluster"
 CALLBACK = "http://127.0.0.1:18080/v1/payments/callback"
 

@@ -1,4 +1,4 @@
-"""Waits for a stopped shard, and calls the command line beside projectors of the same process."""
+"""Waits for a stopped shard, and calls the command line next to projectors of the same process."""
 
 import asyncio
 import json

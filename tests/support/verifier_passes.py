@@ -19,7 +19,7 @@ from tests.support.projecting import (
 from tests.support.random_history import History, random_history
 from tests.support.stopped_shards import call_json  # noqa: F401 - a fixture
 
-#: A pass reads a bounded number of events; so many passes are a full round over a test's history.
+#: A pass reads a bounded number of events; this many passes are a full round over a test's history.
 PASSES = 6
 
 

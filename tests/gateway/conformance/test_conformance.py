@@ -70,7 +70,7 @@ async def prepare(door: Door, tested: tuple[GatewayProcess, str]) -> None:
 
 
 def play(tested: tuple[GatewayProcess, str], folder: Path, seed: int, examples: int, *words: str) -> None:
-    """Runs Schemathesis in a process of its own; fails with its report."""
+    """Runs Schemathesis in a separate process; fails with its report."""
     gateway, secret = tested
     config = PROJECT / "tests" / "gateway" / "conformance" / "schemathesis.toml"
     (folder / "openapi.json").write_text(json.dumps(document(metadata.version("grabstream"))))

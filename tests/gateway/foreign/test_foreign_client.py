@@ -156,7 +156,7 @@ WITH_JSON = {
 
 
 async def add_webhook(door: Door, offer: str) -> str:
-    """A webhook that nobody delivers: the system has no worker with that role."""
+    """A webhook that is not delivered: the system has no worker with that role."""
     name = f"wh-{offer}"
     async with checked_books(door.settings) as connection:
         await webhooks.add(connection, name, "https://example.com/", ["grab.granted"], [offer], "sealed", 0)

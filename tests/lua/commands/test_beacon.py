@@ -40,7 +40,7 @@ def next_round(now: int) -> int:
 
 
 def given(number: int, byte: int = 7) -> str:
-    """A round with a signature that nobody signed: scripts and rules look at its hash alone."""
+    """A round with an invalid signature: scripts and rules look at its hash alone."""
     signature = bytes([byte]) * 48
     return f"{number}/{sha256(signature).hexdigest()}/{signature.hex()}"
 

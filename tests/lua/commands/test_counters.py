@@ -13,7 +13,7 @@ from grabstream.models.offers import Changes, Limit, Terms
 from tests.lua.conftest import NOW
 from tests.lua.histories.scene import DAY, Scene, by_user, coupon, left_by_limit, stock
 
-#: A grab with attributes is decided by itself, one without them with others.
+#: A grab with attributes is decided alone, one without them with others.
 ATTRIBUTES: tuple[dict[str, str], ...] = ({}, {"card": "7"})
 
 

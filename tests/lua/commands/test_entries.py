@@ -35,7 +35,7 @@ def stock(offer: str, **terms: Any) -> Open:
 
 
 def basket(name: str) -> list[AnyCommand]:
-    """Two grabs of two offers, so that they are no run."""
+    """Two grabs of two offers, so that they are not a run."""
     return [
         Grab(id=f"{name}-{n}", offer=offer, user=f"{name}-{n}", basket=name)
         for n, offer in enumerate(("o", "o:2"))
@@ -111,7 +111,7 @@ async def test_the_relay_reads_where_entries_end(client: Any, keys: KeySpace, ma
         await gate.decide(commands, "decided")
     entries = await read_entries(client, keys)
     assert list(map(len, entries)) == [2, 2, 4]
-    # Of an entry whose first events another program journaled, the rest keeps its end.
+    # For an entry whose first events another program journaled, the rest keeps its end.
     assert await read_entries(client, keys, 3) == [entries[1][1:], entries[2]]
     assert await read_entries(client, keys, 4) == entries[2:]
     assert await read_entries(client, keys, 8) == []
@@ -135,7 +135,7 @@ async def test_a_record_does_not_divide_baskets_that_look_alike(
     name.
     """
     gate = make_gate(now=[NOW])
-    # Grabs of two offers in turn are no runs.
+    # Grabs of two offers in turn are not runs.
     offers = ("o", "o:2")
     await gate.decide([stock(offer, total=10**6) for offer in offers], "decided")
     singles = [Grab(id=f"g{n}", offer=offers[n % 2], user=f"u{n}") for n in range(904)]

@@ -2,7 +2,7 @@
 and by the rules.
 
 A command above a bound is `invalid`, its message names the bound, and it changes nothing. The other commands
-of its list are carried out.
+of its list are executed.
 """
 
 import asyncio
@@ -279,7 +279,7 @@ def test_no_accepted_command_makes_a_line_above_its_bound(servers: Settings, siz
         check_lines(lines)
         if size == LARGEST:
             assert max(map(len, lines)) > EVENT_LINE_BYTES_MAX // 3
-            # The commands of the largest sizes were carried out, so the test checks their lines.
+            # The commands of the largest sizes were executed, so the test checks their lines.
             assert outcomes["confirm confirmed"] == PAYMENTS
             assert {name for name in outcomes if name.split()[1] not in POSITIVE} <= {"grab not_open_yet"}
 

@@ -376,12 +376,12 @@ async def test_one_payment_settles_each_grab_of_a_basket_once(paying: Paying) ->
             answer = await paying.receipt(grab, PRICE, offer=offer)
             assert (answer.outcome, answer.offer, answer.repeated) == ("confirmed", offer, is_repeated)
     assert await paying.money() == {(ISSUER, "CNY"): 3 * PRICE}
-    # Each part is refunded by itself.
+    # Each part is refunded separately.
     for number, (grab, offer) in enumerate(zip(grabs, BASKET, strict=True), 1):
         assert (await paying.do(Return, offer=offer, grab=grab)).outcome == "returned"
         back = await paying.events("grab.returned")
         assert [event.refunds for event in back] == [(("p", PRICE),)] * number
-    # A repeat still gets its first answer, and a part that is over is paid back by itself.
+    # A repeat still gets its first answer, and a part that is over is paid back separately.
     assert (await paying.receipt(grabs[0], PRICE, offer=BASKET[0])).repeated
 
 

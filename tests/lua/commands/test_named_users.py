@@ -70,7 +70,7 @@ async def test_money_for_the_grab_of_another_user_is_paid_back_once(scene: Scene
     assert [answer.outcome for answer in answers] == ["no_such_grab"] * 2
     [due] = await scene.events("payment.refund_due")
     assert (due.payment, due.amount, due.outcome) == ("p", 250, "no_such_grab")
-    # The hold is as it was; a payment of its own confirms it.
+    # The hold is as it was; its own payment confirms it.
     assert (await scene.do(Confirm, grab=grab, user="ann", payment="q", **PAID)).outcome == "confirmed"
 
 
@@ -160,7 +160,7 @@ async def test_a_payment_of_a_retired_offer_is_told_to_nobody_by_name(scene: Sce
         told = await scene.do(Confirm, id=f"c-{user}", grab=grab, user=user, payment="p", **PAID)
         assert (told.outcome, told.repeated) == ("no_such_offer", False)
     assert (await scene.do(Confirm, grab=grab, payment="p", **PAID)).outcome == "confirmed"
-    # Money that was not reported before is due for a refund, once, whoever is named.
+    # Money that was not reported before is due for a refund, once, for any named user.
     answers = [await scene.do(Confirm, grab=grab, user="bob", payment="q", **PAID) for _ in range(2)]
     assert [answer.outcome for answer in answers] == ["no_such_offer"] * 2
     assert len({answer.seq for answer in answers}) == 1

@@ -162,7 +162,7 @@ def test_any_ids_are_decided_alike_by_lua_and_rules(servers: Settings, ids: list
 
 
 async def test_a_grab_of_the_longest_ids_passes_too(scene: Scene) -> None:
-    """Beside other columns of the longest texts, single and in a list."""
+    """With other columns of the longest texts, single and in a list."""
     long = "x" * 60
     await scene.open(stock(9, hold_ms=HOUR, price=7, currency="CNY"), offer="o" * 64)
     grabs = [await scene.do(Grab, id=f"{long}{n}", user=f"{long}{n}") for n in range(3)]

@@ -559,7 +559,7 @@ async def test_ids_of_envelopes_and_grabs_are_unique_and_answers_count_the_parts
     [granted] = await scene.decide_both([Grab(id="g", offer="o", user="ann")])
     [answer] = await scene.decide_both([Grab(id="g", offer="o", user="ann", attributes={"card": "7"})])
     assert (answer.outcome, answer.code, answer.amount) == ("conflict", 23, None)
-    # The id of a grab belongs to its user: nobody can use it up.
+    # The id of a grab belongs to its user: no other user can use it up.
     [of_bob] = await scene.decide_both([Grab(id="g", offer="o", user="bob")])
     assert (of_bob.outcome, of_bob.place, of_bob.repeated) == ("granted", 2, False)
     assert await scene.decide_both([Grab(id="g", offer="o", user="bob")]) == [

@@ -86,8 +86,8 @@ def right(grab: Any, terms: Any, number: int) -> Confirm:
 def payments(
     grabs: list[Any], terms: Any, random: Random, start: int, hostile: float, earlier: list[str]
 ) -> list[AnyCommand]:
-    """A list of confirmations: of each grab the right one, in order; between them others, so many times as
-    many. Adds their ids to the earlier ones.
+    """A list of confirmations: the right one for each grab, in order; between them a multiple of others. Adds
+    their ids to the earlier ones.
     """
     listed: list[Any] = []
     for number, grab in enumerate(grabs, start):
@@ -216,7 +216,7 @@ async def test_runs_of_confirmations_match_the_rules(scene: Any, terms: Terms) -
 async def test_a_crowd_of_confirmations_is_decided_together(
     private_redis: tuple[Any, KeySpace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as are sent in a call fit into it, and none of them reads and writes its records by itself."""
+    """As many as are sent in a call fit into it, and none of them reads and writes its records separately."""
     client, keys = private_redis
     system, terms = keys._replace(prefix="same", shards=1), OFFERS["priced"]
     await take_over(client, system)

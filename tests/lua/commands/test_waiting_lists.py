@@ -13,7 +13,7 @@ from grabstream.models.rules.operating import fall_due
 from tests.lua.conftest import NOW
 from tests.lua.histories.scene import BERLIN, DAY, HOUR, MINUTE, Scene, at, stock
 
-#: NOW is a Friday, 08:00 UTC: these hours end an hour later, and begin again on Saturday at seven.
+#: NOW is a Friday, 08:00 UTC: these hours end an hour later, and start again on Saturday at seven.
 MORNING = (Hours(from_="07:00", until="09:00"),)
 CLOSING, OPENING = NOW + HOUR, NOW + 23 * HOUR
 PRICED = {"price": 250, "currency": "CNY"}
@@ -157,7 +157,7 @@ async def test_the_close_is_not_missed_while_nobody_is_served(scene: Scene) -> N
     await scene.do(Resume)
     assert await due_of(scene) == CLOSING + MINUTE
     scene.now = CLOSING + MINUTE
-    # Nobody has closed the offer yet: it can still be amended.
+    # The offer is not closed yet: it can still be amended.
     await scene.amend(closes_at=OPENING + 1)
     assert await due_of(scene) == OPENING
     scene.now = OPENING + 1

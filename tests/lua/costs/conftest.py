@@ -1,4 +1,4 @@
-"""A shard of a Redis of its own, whose calls are measured."""
+"""A shard in its own Redis, whose calls are measured."""
 
 from collections.abc import AsyncIterator
 from typing import Any

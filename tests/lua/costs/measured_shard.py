@@ -142,7 +142,7 @@ class MeasuredShard:
     ) -> dict[str, float]:
         """The longest call of each script that `act` makes after `prepare`, in ms of the Redis thread.
 
-        Both are repeated on an empty server. Of each call the shortest repetition counts, since other
+        Both are repeated on an empty server. For each call the shortest repetition counts, since other
         processes on the machine make calls longer.
         """
         for name in loader.script_names():

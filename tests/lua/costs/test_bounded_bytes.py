@@ -1,7 +1,7 @@
 """The cost of a call includes the bytes it handles: of arguments, event lines, answers, records and lists.
 
 The Lua of Redis hashes every string it makes. So a long text costs in proportion to its length each time it
-is made, read or joined. These tests send legal lists of few commands with many bytes. Of each call the
+is made, read or joined. These tests send legal lists of few commands with many bytes. For each call the
 shortest repetition counts, in ms of the Redis thread, since other processes use this machine.
 """
 

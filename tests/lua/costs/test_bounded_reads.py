@@ -172,7 +172,7 @@ class Sender:
     def __init__(self, system: MeasuredShard) -> None:
         self._system = system
         self._lists: list[tuple[str, list[str]]] = []
-        #: Of each offer.
+        #: For each offer.
         self._grabs: dict[str, list[str]] = {name: [] for name in OFFERS}
 
     async def open(self) -> None:

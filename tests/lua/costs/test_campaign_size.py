@@ -1,6 +1,6 @@
-"""The work of a call does not grow with the number of offers of its campaign: each command is decided beside
-few and beside many other offers, open, closed and retired. The Redis commands that its script calls, the
-number of their arguments and the size of their replies must be the same.
+"""The work of a call does not grow with the number of offers of its campaign: each command is decided with
+few and with many other offers, open, closed and retired. The Redis commands that its script calls, the number
+of their arguments and the size of their replies must be the same.
 
 What a script computes, it has from arguments and replies. So if these do not grow, its work does not grow,
 as long as it only calls commands whose own work is bounded by arguments and reply, or grows with the
@@ -174,7 +174,7 @@ def steps() -> dict[str, list[AnyCommand]]:
 
 
 async def fill_campaign(shard: MeasuredShard, others: int) -> None:
-    """Opens so many offers of the campaign that stay, that close, and that retire, each with a grab."""
+    """Opens `others` offers of the campaign that stay, that close, and that retire, each with a grab."""
     commands: list[AnyCommand] = []
     for n in range(others):
         for name, terms in (
@@ -206,7 +206,7 @@ async def fill_campaign(shard: MeasuredShard, others: int) -> None:
 async def work_of(
     shard: MeasuredShard, others: int, change: Callable[[str], str] = unchanged
 ) -> dict[str, list[list[RedisCall]]]:
-    """What each call of each step calls, beside so many other offers of each state."""
+    """What each call of each step calls, with a number of other offers of each state."""
     await shard.gate.close()
     await shard.begin()
     await fill_campaign(shard, others)
@@ -232,7 +232,7 @@ async def work_of(
 
 
 def grown(few: dict[str, list[list[RedisCall]]], many: dict[str, list[list[RedisCall]]]) -> list[str]:
-    """The steps whose work is not the same beside few offers and beside many, in words."""
+    """The steps whose work is not the same with few offers and with many, in words."""
     return [
         f"{name}: {of_few} beside few, {of_many} beside many"
         for name in few

@@ -241,8 +241,8 @@ async def test_confirmations_of_grabs_with_large_records_are_short(system: Measu
 @pytest.mark.long
 @pytest.mark.parametrize("count", [1_000, pytest.param(25_600, marks=pytest.mark.nightly)])
 async def test_calls_that_give_units_to_a_long_queue_are_short(system: MeasuredShard, count: int) -> None:
-    """The total is raised by as many units as are waited for; then units return, one by one and by the
-    hundred, and go to the other waiting grabs.
+    """The total is raised by the units waited for; then units return, one by one and by the hundred, and go
+    to the other waiting grabs.
     """
 
     async def prepare() -> None:

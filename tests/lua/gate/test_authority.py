@@ -141,7 +141,7 @@ def test_a_confirm_of_money_needs_its_receipt_where_keys_are_set() -> None:
     assert "GRAB_PAYMENT_KEYS is set" in (why_refused(CONFIRM) or "")
     assert why_refused(Confirm(id="c", offer="o", grab="g")) is None
     # Or the id of a payment to come could be taken by a hold that costs nothing: its receipt would be a
-    # conflict for ever.
+    # permanent conflict.
     named = Confirm(id="c", offer="o", grab="g", payment="p")
     assert "receipt: is required" in (why_refused(named) or "")
     assert "receipt: paid: '500' was signed" in (why_refused(replace(named, receipt=signed(RECEIPT))) or "")
@@ -212,7 +212,7 @@ def test_an_approval_that_names_a_claim_twice_is_refused() -> None:
 def test_a_command_with_the_right_signatures_is_taken() -> None:
     for command in (approved(CLOSE, BY_ANN), approved(ADJUST, BY_BOB), approved(LARGE, BY_BOB, BY_ANN)):
         assert why_refused(command) is None
-    # Who sends a command is not part of what was approved.
+    # The sender of a command is not part of what was approved.
     assert why_refused(replace(approved(CLOSE, ("ann.2", EVE)), operator="door")) is None
     assert why_refused(CLOSE, Authority(SYSTEM)) is None
     reason = why_refused(approved(CLOSE, BY_ANN), Authority(SYSTEM))

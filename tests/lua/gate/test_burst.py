@@ -56,7 +56,7 @@ class Burst:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def clients(servers: Settings) -> AsyncIterator[list[Any]]:
-    # Five hundred connections at once take a busy machine longer than the client's time-out.
+    # Five hundred connections at once take a busy machine longer than the client's timeout.
     options = {"socket_connect_timeout": 60}
     clients = [redis.asyncio.Redis.from_url(servers.redis_url, **options) for _ in range(REQUESTS)]
     await asyncio.gather(*(client.ping() for client in clients))

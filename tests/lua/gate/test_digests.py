@@ -235,7 +235,7 @@ async def test_a_plain_grab_is_repeated_for_its_offer_and_user_only(
     keys = KeySpace(f"{prefix}-first", 1)
     gate = gate_of(client, keys, {"old": OLD})
     firsts = {answer.id: answer for answer in decided[0]}
-    # By id and offer, for ann, bob and eve. Of pieces, the first one to use an id has it.
+    # By id and offer, for ann, bob and eve. For pieces, the first one to use an id has it.
     outcomes = {
         ("g1", "o"): ("granted", "already_taken", "on_hold"),
         ("g4", "o"): ("already_taken", "already_taken", "on_hold"),

@@ -24,7 +24,7 @@ def large(number: int) -> Open:
 
 
 class Draws:
-    """What was drawn: each envelope's drawing goes on until `grabs_wanted` grabs more were decided."""
+    """What was drawn: each envelope's drawing continues until `grabs_wanted` grabs more were decided."""
 
     def __init__(self, grabs_wanted: int) -> None:
         self.grabs_wanted = grabs_wanted
@@ -58,8 +58,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, grabs_wanted: int) -> Draws:
 async def test_grabs_of_other_offers_are_decided_while_large_envelopes_are_drawn(
     make_gate: Any, keys: KeySpace, monkeypatch: pytest.MonkeyPatch, readers: bool
 ) -> None:
-    """Each drawing waits until so many grabs are decided, some of its own shard: so it would never end if it
-    held them up. The same holds for those that read commands from topics.
+    """Each drawing waits until a number of grabs is decided, some of its own shard: so it would never end if
+    it held them up. The same holds for those that read commands from topics.
     """
     gate, draws = make_gate(timeout_ms=20_000), watched(monkeypatch, GRABS)
     await gate.decide([opening("small", parts=drawing.DRAWN_IN_CALL_MAX)], "decided")

@@ -60,7 +60,7 @@ def is_refused(text: str, pair: Pair = PAIR, length_max: int = TOKEN_LENGTH_MAX)
 
 
 def encrypted_with(changes: dict[str, Any], *, raw: str = "", tag_bytes: int = 16, iv_bytes: int = 12) -> str:
-    """A text that somebody who knows the public key has encrypted, with a header of their choice."""
+    """A text encrypted with the public key, with any header."""
     jwk = json.loads(PAIR.public)
     reader = ec.EllipticCurvePublicKey.from_encoded_point(
         ec.SECP256R1(), b"\x04" + decoded(jwk["x"]) + decoded(jwk["y"])
@@ -164,7 +164,7 @@ def jwk_with(**changes: Any) -> str:
     return json.dumps({name: value for name, value in jwk.items() if value is not None})
 
 
-#: Texts that are no public key of this kind, and what is said. Keys are random, so they are not in ids.
+#: Texts that are not a public key of this kind, and the error. Keys are random, so they are not in ids.
 WRONG_KEYS = [
     ("x", "must be a JWK"), ("[]", "must be a JWK"), ("k1:" + "a" * 43, "must be a JWK"),
     (jwk_with(x5c="A" * 5_000), "at most 4,096 characters"), ('{"kty":"EC","kty":"EC"}', "must be a JWK"),

@@ -147,7 +147,7 @@ async def test_a_patient_caller_waits_until_the_shard_is_no_longer_fenced(privat
 
 
 class LosesReplies:
-    """A client that carries out its next `lost` script calls, then runs `then`, and then raises a time-out
+    """A client that executes its next `lost` script calls, then runs `then`, and then raises a timeout
     instead of returning the reply.
     """
 
@@ -215,8 +215,8 @@ async def test_commands_sent_without_a_reply_wait_while_the_shard_is_fenced(priv
 async def test_the_gate_times_out_before_a_more_patient_client(
     private_redis: Any, private_server: Any
 ) -> None:
-    """The gate's time-out holds, whatever the client's. Commands that are still queued then were not sent,
-    and get `busy`.
+    """The gate's timeout holds, whatever the client's. Commands that are still queued then were not sent, and
+    get `busy`.
     """
     _, keys = private_redis
     patient = redis.asyncio.Redis(port=private_server[1], socket_timeout=60)

@@ -158,7 +158,7 @@ async def test_a_seq_journaled_in_one_history_ends_no_wait_of_another(private_re
                 await journaled.wait(0, history - 1, 1)
     finally:
         # Closed even if the test fails: a listener that is cancelled only once, at the end of the loop, may
-        # run for ever.
+        # never end.
         await journaled.close()
         await gate.close()
 
@@ -200,8 +200,8 @@ async def test_decided_answers_that_only_a_second_recovery_loses_are_reported(pr
 
 
 async def test_a_lost_answer_is_reported_although_it_was_a_repeat(private_redis: Any) -> None:
-    """The caller's first answer is a repeat, or tells of the grab of another command, where the connection
-    broke after the decision. Several answers to one command are one report.
+    """The caller's first answer is a repeat, or names the grab of another command, where the connection broke
+    after the decision. Several answers to one command are one report.
     """
     client, keys = private_redis
     shard, lost = keys.shard(0), Lost()
@@ -250,7 +250,9 @@ async def test_an_answer_with_a_refund_that_is_lost_is_reported(private_redis: A
 async def test_a_lost_answer_is_kept_until_it_is_reported(
     private_redis: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """PostgreSQL may be away at the moment. What does not fit beside what waits is logged and counted."""
+    """PostgreSQL may be away at the moment. What does not fit next to waiting entries is logged and
+    counted.
+    """
     client, keys = private_redis
     monkeypatch.setattr(decided, "REPORT_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(decided, "WAITING_REPORTS_MAX", 3)

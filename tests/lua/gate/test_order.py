@@ -1,5 +1,5 @@
-"""Commands of one caller are carried out in the order given, even if Redis loses its latest decisions (its
-tail) between two calls: the lost commands are decided again first.
+"""Commands of one caller are executed in the order given, even if Redis loses its latest decisions (its tail)
+between two calls: the lost commands are decided again first.
 """
 
 import asyncio
@@ -203,7 +203,7 @@ async def test_order_holds_however_often_the_tail_is_lost(relay: FakeRelay, seed
         assert outcomes[:3] == CARRIED_OUT
     relaying.cancel()
     # Commands answered as decided may be lost at the end. Other event types, such as refunds, would show
-    # steps carried out in another order.
+    # steps executed in another order.
     assert set(await types(relay)) <= {"grab.held", "grab.confirmed", "grab.redeemed", "grab.returned"}
     await gate.close()
 
@@ -233,7 +233,7 @@ async def test_commands_after_a_grab_that_found_no_room_are_busy(relay: FakeRela
 
 
 async def test_unsent_commands_of_a_cancelled_caller_are_dropped(relay: FakeRelay) -> None:
-    """A list whose first call was never sent must not be carried out from its second call on."""
+    """A list whose first call was never sent must not be executed from its second call on."""
     entered, leave = asyncio.Event(), asyncio.Event()
 
     async def wait() -> None:

@@ -141,7 +141,7 @@ async def test_order_and_outage(client: Any, keys: KeySpace) -> None:
         assert [one.outcome for one in await first] == ["granted"]
         assert [one.outcome for one in await second] == ["sold_out"]
 
-        # Without a task of its own.
+        # Without a separate task.
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         gate.decide_soon(taking("g1"), answered.set_result, "decided")
         again = await answered

@@ -61,7 +61,7 @@ async def test_a_command_that_raises_is_refused_alone(
 async def test_a_line_above_its_bound_is_refused_before_any_write(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bounds of commands rule out such a line; an event with one would stop its shard for ever."""
+    """The bounds of commands rule out such a line; an event with one would stop its shard permanently."""
     gate = gate_over(relay)
     bound_lines(monkeypatch, 300)
     commands = [*grabs(2), Grab(id="x" * 64, offer="s", user="y" * 64), *grabs(2, start=2)]
@@ -246,7 +246,9 @@ async def test_an_error_after_the_first_write_fences_the_shard_at_once(
 async def test_a_command_that_breaks_its_shard_each_time_ends_as_unknown(
     relay: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never reaches the outbox, so it would break the shard for ever. The other commands are decided."""
+    """It never reaches the outbox, so it would break the shard permanently. The other commands are
+    decided.
+    """
     inject(monkeypatch, "after")
     gate = Gate(relay.client, relay.keys, SEALER, GateLimits(timeout_ms=30_000))
     gate.start()

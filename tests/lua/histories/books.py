@@ -85,7 +85,7 @@ MOVES = {
 
 def _check_pieces(opened: dict[str, Any], closed: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
     """Checks left + held + taken = total and the field `left` after every event, and that no user has more
-    than a limit allows. Units that came back without their codes are left to nobody.
+    than a limit allows. Units that came back without their codes are available to no user.
     """
     left, held, taken, total, is_closed = opened["total"], 0, 0, opened["total"], False
     uncoded = 0

@@ -133,7 +133,7 @@ ZONES: Final = (
 #: Names of issuers, operators and approvers.
 PEOPLE: Final = ("alice", "x", "u", ":", "issuer", "p" * 64)
 TITLES: Final = ("", 'a "b" \\ 你好', "\\u0000", "%s%d", "€" * 200, "]]>'--")
-#: Of grabs: texts that look like parts of an event, names in another order than theirs, the longest ones.
+#: For grabs: texts that look like parts of an event, names in another order than theirs, the longest ones.
 METADATA: Final[tuple[dict[str, str], ...]] = (
     {"form_id": "f-1"},
     {"b": '"},{"a":"', "a": 'a "b" \\ 你好'},
@@ -181,7 +181,7 @@ class TimePasses(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """Sweeps all due holds and offers (None), or at most so many of each, from the first or from the last on.
+    """Sweeps all due holds and offers (None), or at most a number of each, from the first or from the last.
 
     With `broken_off`, the sweeper stops before it sweeps the offers.
     """
@@ -563,7 +563,7 @@ class HostileHistory:
     def known(self, offers: Mapping[str, Offer]) -> tuple[Offer, str] | None:
         """An offer and the id of one of its newest grabs, or None."""
         recent = [(offer, name) for offer in offers.values() for name in list(offer.grabs)[-6:]]
-        if not self.rarely(3):  # only grabs about which commands can be carried out
+        if not self.rarely(3):  # only grabs about which commands can be executed
             recent = [
                 (offer, name)
                 for offer, name in recent
@@ -615,8 +615,8 @@ class HostileHistory:
         return kind(**about)  # type: ignore[no-any-return]
 
     def _named_user(self, id: str, taken: PieceGrab | None) -> str | None:
-        """Whose grab a command says that it is about: mostly nobody's, seldom another user's. It follows from
-        the id, so that the rest of a history is the same with and without it.
+        """The user named by a command about a grab: mostly none, seldom another user. It follows from the id,
+        so that the rest of a history is the same with and without it.
         """
         chance = zlib.crc32(id.encode()) % 16
         if chance > 4:

@@ -35,8 +35,8 @@ def check_promises(lines: Sequence[bytes]) -> None:
 
 
 class Servings:
-    """Follows events, and checks that nobody is served from a waiting list while new grabs are refused: while
-    the offer is paused, or outside its hours by the calendar of the standard library.
+    """Follows events, and checks that no user is served from a waiting list while new grabs are refused:
+    while the offer is paused, or outside its hours by the calendar of the standard library.
     """
 
     def __init__(self) -> None:
@@ -93,8 +93,8 @@ def _exact(line: bytes) -> Any:
 
 
 def _check_ids_and_tickets(events: Sequence[Any]) -> None:
-    """Checks that a command is carried out once until its offer retires, that the id of a grab of pieces is
-    used by one user, and that a single-use ticket is used for one grab of its offer or campaign.
+    """Checks that a command is executed once until its offer retires, that the id of a grab of pieces is used
+    by one user, and that a single-use ticket is used for one grab of its offer or campaign.
     """
     carried_out: dict[tuple[str, ...], str] = {}
     envelopes = {event["offer"] for event in events if event.get("kind") == "envelope"}
@@ -131,7 +131,7 @@ def _check_ids_and_tickets(events: Sequence[Any]) -> None:
 def _check_payments(events: Sequence[Any]) -> None:
     """Checks that each payment is served or refunded once (for each grab of one basket), that money is due as
     a `conflict` only beyond a known payment, that refunds never exceed what it paid, and that a refund due
-    for a grab that the command found names nobody but its user (nobody: by an older release).
+    for a grab that the command found names only its user (none: by an older release).
     """
     known: dict[tuple[str, str], Any] = {}
     paid: Counter[tuple[str, ...]] = Counter()

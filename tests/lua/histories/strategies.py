@@ -1,4 +1,4 @@
-"""Hypothesis strategies: terms of every kind, and commands many of which can be carried out."""
+"""Hypothesis strategies: terms of every kind, and commands many of which can be executed."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ PASSES_MS = (
 ids = st.sampled_from(IDS)
 offers = st.sampled_from(OFFERS)
 pieces = st.sampled_from(PIECES)
-#: Of grabs; the same texts in two orders are the same.
+#: For grabs; the same texts in two orders are the same.
 metadatas = st.sampled_from((*(None,) * 9, {"form_id": "f", "b": '"é'}, {"b": '"é', "form_id": "f"}, {}))
 grabs = st.builds(
     Grab,

@@ -105,7 +105,7 @@ async def compare_and_end(twins: HostileTwins) -> None:
 async def test_units_that_return_after_the_closing_time_change_no_due_time(
     client: Any, waiters: int, leaves: bool
 ) -> None:
-    """The sweeper ends a hold after the offer's closing time, and has not closed the offer yet: nobody is
+    """The sweeper ends a hold after the offer's closing time, and has not closed the offer yet: no grab is
     served, and when the offer is due was decided before. A recovery must not take these units for units that
     a call had left to the sweeper. A hostile history found it.
     """

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 STEPS = 3_000
 #: Steps between two replacements of an offer by its successor.
 GENERATION_STEPS = 150
-#: Steps between two comparisons of Redis with a recovery from the events so far.
+#: Steps between two comparisons of Redis with a recovery from the events up to then.
 RECOVERY_STEPS = 190
 
 

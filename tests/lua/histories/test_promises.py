@@ -47,7 +47,7 @@ def granted(seq: int, user: str) -> bytes:
     return event(seq, "grab.granted", "sale:b", grab=f"g{seq}", user=user, quantity=1, amount=1)
 
 
-#: The campaign ends with its only offer; a payment comes late; then the campaign begins again.
+#: The campaign ends with its only offer; a payment comes late; then the campaign restarts.
 BEFORE = [
     opened(1, "sale:a"),
     event(2, "offer.retired", "sale:a"),

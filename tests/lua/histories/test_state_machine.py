@@ -287,7 +287,7 @@ class Machine(Twins, RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_served_while_new_grabs_are_refused(self) -> None:
-        """And nobody waits for units that are left, once the sweeper has come."""
+        """And no grab waits for units that are left, once the sweeper has come."""
         if hasattr(self, "states"):
             self.check_waiting()
 

@@ -130,7 +130,7 @@ class Twins:
         return {}
 
     def _check_repeat(self, command: AnyCommand, answer: Answer) -> None:
-        """Checks repeats without the rules: a command that was carried out gets its first answer, and another
+        """Checks repeats without the rules: a command that was executed gets its first answer, and another
         command under its id does not.
         """
         self._forget_retired()
@@ -225,8 +225,8 @@ class Twins:
                 assert all(part.amount >= offer.terms.min for part in offer.users.values())  # type: ignore[union-attr]
 
     def check_waiting(self) -> None:
-        """Checks that nobody is served while new grabs are refused, and that otherwise no units are left that
-        suffice for one of the first hundred waiting grabs.
+        """Checks that no grab is served while new grabs are refused, and that otherwise no units are left
+        that suffice for one of the first hundred waiting grabs.
         """
         for servings, lines in zip(self.servings, self.lines, strict=True):
             servings.see(lines)

@@ -71,7 +71,7 @@ def _sometimes(seed: int) -> Any:
 @pytest.mark.timeout(600)
 async def test_a_script_interrupted_before_its_first_write_has_changed_nothing(servers: Settings) -> None:
     """Interrupts at every call of Redis up to the first write, in a history with many rare cases. Afterwards
-    the script is carried out as if it had not been interrupted.
+    the script is executed as if it had not been interrupted.
     """
     twins, shop = Twins(), Shop(5, NOW, total=8)
     server = cancellable(redis.asyncio.Redis.from_url(servers.redis_url))
@@ -209,8 +209,8 @@ async def test_owner_scripts_interrupted_before_their_first_write_have_changed_n
 
 
 def test_deciding_scripts_write_only_in_commit() -> None:
-    """Scripts note their writes, and carry them out at the very end. After the first write they read, pack
-    and compute nothing.
+    """Scripts note their writes, and execute them at the very end. After the first write they read, pack and
+    compute nothing.
     """
     for name in script_names():
         text = assemble(name)

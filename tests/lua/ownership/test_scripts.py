@@ -210,7 +210,7 @@ async def test_a_shard_of_another_layout_decides_nothing(make_gate: Any, client:
             assert (await request_lease(client, shard, "me", 1_000)).holder == "me"
     await client.hset(shard.state, "layout", LAYOUT)
     assert [answer.outcome for answer in await gate.decide(grabs(1), "decided")] == ["granted"]
-    # A rebuild would lose what the outbox has, and beside the layout, everything is sound.
+    # A rebuild would lose what the outbox has, and apart from the layout, everything is sound.
     await client.hset(shard.state, "layout", "rubbish")
     [answer] = await gate.decide(grabs(1), "decided")
     assert (answer.outcome, "set it to that of another shard" in (answer.message or "")) == ("fenced", True)
@@ -468,8 +468,8 @@ async def test_seqs_of_twelve_digits_are_exact_up_to_the_last_one(
 
 
 async def test_a_caller_cannot_set_the_clock_of_a_shard(make_gate: Any, client: Any, keys: KeySpace) -> None:
-    """A call with a time of its own moved a shard to the year 2096: no hold ended, and nothing opened, until
-    then. Only shards of tests and rehearsals accept one, and they keep the mark when they are rebuilt.
+    """A call that set the time moved a shard to the year 2096: no hold ended, and nothing opened, until then.
+    Only shards of tests and rehearsals accept one, and they keep the mark when they are rebuilt.
     """
     year_2096 = 3_976_214_400_000
     shard = keys.shard(keys.shard_of_offer("e"))

@@ -1,5 +1,5 @@
-"""The sweeper serves a waiting list at the next opening by itself: no command comes, and the clock is that of
-Redis.
+"""The sweeper serves a waiting list at the next opening automatically: no command comes, and the clock is
+that of Redis.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from grabstream.streams.deciding.sweeper import Sweeper
 from tests.conftest import until
 from tests.lua.conftest import SEALER, event_lines, take_over
 
-#: The offer opens again so long after the test has begun.
+#: The offer opens again this long after the start of the test.
 AHEAD_MS = 500
 
 

@@ -66,7 +66,7 @@ def envelope(parts: int = 10, **rest: Any) -> EnvelopeTerms:
 
 
 def of_pieces(offer: str, total: int = 10, **rest: Any) -> Open:
-    """The opening of an offer whose grabs have answers of their own."""
+    """The opening of an offer whose grabs have their own answers."""
     return Open(id=f"open-{offer}", offer=offer, terms=CouponTerms(issuer="shop", total=total, **rest))
 
 
@@ -150,7 +150,7 @@ async def test_a_basket_is_repeated_after_one_of_its_offers_retired(
 
 @pytest.mark.parametrize("cleaned", [False, True])
 async def test_every_command_repeated_after_retirement_is_no_such_offer(scene: Scene, cleaned: bool) -> None:
-    """Commands that were carried out, commands that were refused, and commands whose effect already held."""
+    """Commands that were executed, commands that were refused, and commands whose effect already held."""
     await scene.open(coupon(9), "m:living")
     terms = coupon(6, by_user("offer", 5), opens_at=NOW + 1, retire_after_ms=DAY, codes=True)
     commands: list[Any] = [

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, settings, errors with the way out, exit codes."""
+"""The command line as a user meets it: help, settings, errors with the fix, exit codes."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_worker_without_seal_keys_is_refused_with_the_way_out(tmp_path: Path) ->
     assert "--new-seal-key" in done.stderr
 
 
-# A worker that sweeps without relaying would have leases of shards that nobody relays then.
+# A worker that sweeps without relaying would have leases of shards that are then not relayed.
 @pytest.mark.parametrize(
     ("roles", "words"), [("decide,dance", "dance"), ("decide,sweep", "needs the role relay")]
 )

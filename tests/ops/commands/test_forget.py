@@ -1,5 +1,5 @@
-"""Personal data: metadata that only the key of their user opens, and `forget`, after which nobody can read
-them anywhere, and every sum, hash and proof holds.
+"""Personal data: metadata that only the key of their user opens, and `forget`, after which they cannot be
+read anywhere, and every sum, hash and proof holds.
 """
 
 import json
@@ -77,7 +77,7 @@ async def _forget(settings: Settings, folder: Path) -> None:
             **ASKED,
         )  # fmt: skip
         assert [one.outcome for one in answers] == ["opened", *["held"] * 3, "waiting", "released"]
-        # Who asks gets what was sent, also again; other metadata under the id are another command.
+        # A query gets what was sent, also again; other metadata under the id are another command.
         assert [one.metadata for one in answers[1:5]] == [SECRET] * 4
         [again] = await gate.decide([taking("g1", "anna")], **ASKED)
         assert (again.outcome, again.repeated, again.metadata) == ("held", True, SECRET)
@@ -126,7 +126,7 @@ async def _forget(settings: Settings, folder: Path) -> None:
             assert (again_done["key"], len(again_done["before"])) == (None, 1)
             found = await rows(settings, "SELECT by_name, user_digest, had_key FROM forgotten ORDER BY id")
             assert found[:2] == [("eve", done["digest"], True), ("eve", done["digest"], False)]
-            # Events have the name of the key beside the id of the user.
+            # Events have the name of the key next to the id of the user.
             everything = str(await rows(settings, "SELECT * FROM forgotten"))
             assert "anna" not in everything
             assert done["key"] not in everything

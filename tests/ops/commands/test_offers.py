@@ -90,7 +90,7 @@ async def test_a_list_of_offers_is_a_table_that_cuts_no_id(listed: Settings) -> 
     assert "--after sale:b" in done.stdout
     assert "No offer." in grabstream("offers", "--campaign", "none", **env_of(listed)).stdout
     assert "No more offers." in grabstream("offers", "--after", "old", **env_of(listed)).stdout
-    # What is wrong is said.
+    # The error names the fault.
     for code, word, words in (
         (1, "no such offer", ("--after", "nobody")),
         (2, "is not an id", ("--campaign", "a b")),

@@ -175,7 +175,7 @@ async def mixed_up(request: pytest.FixtureRequest, system: Settings) -> Any:
 def test_every_verb_refuses_settings_that_mix_two_systems(
     mixed_up: Settings, system: Settings, call: Callable[..., Any]
 ) -> None:  # fmt: skip
-    """A refused verb creates, moves and writes nothing. Its error names both systems and the way out."""
+    """A refused verb creates, moves and writes nothing. Its error names both systems and the fix."""
     before, accepted = asyncio.run(everything_of(system)), []
     given, existing = ({of.prefix, of.schema_, str(of.shards)} for of in (mixed_up, system))
     wrong, right = given - existing, existing - given

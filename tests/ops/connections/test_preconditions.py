@@ -1,5 +1,5 @@
 """What servers must be like, one entry for each condition: `init` refuses before it makes anything, every
-process before it does anything, and `doctor` tells it.
+process before it does anything, and `doctor` reports it.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -41,7 +41,7 @@ def administrator(database: str | None = None) -> psycopg.Connection[Any]:
 
 
 def database_encoded(encoding: str) -> Callable[[Settings], AbstractAsyncContextManager[Settings]]:
-    """The settings of a database of its own, in another encoding."""
+    """The settings of a new database in another encoding."""
 
     @asynccontextmanager
     async def spoilt(settings: Settings) -> AsyncIterator[Settings]:
@@ -70,8 +70,8 @@ async def pooled(settings: Settings) -> AsyncIterator[Settings]:
 
 
 class Entry(NamedTuple):
-    """A condition of servers, how a server is made that does not meet it, and words of the message: what is
-    so, and the way out.
+    """A condition of servers, how a server is made that does not meet it, and words of the message: the
+    state, and the fix.
     """
 
     spoilt: Callable[[Settings], AbstractAsyncContextManager[Settings]]

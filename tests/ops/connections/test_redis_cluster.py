@@ -206,7 +206,7 @@ async def test_commands_follow_keys_that_are_being_moved(
             async with client.pipeline(transaction=False) as pipe:
                 pipe.get(first)
                 await pipe.execute()
-        # Scripts that are called at the same time are redirected each by itself.
+        # Scripts that are called at the same time are redirected separately.
         calls = [client.execute_command("EVAL", ONE, 1, key) for key in (first, second, "elsewhere")]
         assert await asyncio.gather(*calls) == [b"1", b"2", None]
         here.execute_command("MIGRATE", "127.0.0.1", target.port, second, 0, 5_000)

@@ -196,7 +196,7 @@ async def test_only_calls_that_waited_too_long_fail_and_later_ones_use_another_c
 
 
 async def test_callers_that_gave_up_while_it_opened_leave_nothing_to_later_ones(server: int) -> None:
-    """A server that hangs, then a connection that is opened for nobody."""
+    """A server that hangs, then a connection that is opened for no caller."""
     async with HangingServer(server) as hanging:
         client = ScriptClient(port=hanging.port)
         for _ in range(2):
@@ -309,7 +309,7 @@ async def test_a_closed_client_fails_the_calls_on_their_way(client: ScriptClient
 
 
 async def test_calls_to_a_master_of_a_cluster_end_when_another_replaces_it(server: int) -> None:
-    """A master that hangs would keep them for the whole time-out."""
+    """A master that hangs would keep them for the whole timeout."""
     with private_redis() as other:
         cluster = ClusterClient(
             [("127.0.0.1", server), ("127.0.0.1", other)],

@@ -73,7 +73,7 @@ async def test_wrong_seal_keys_are_refused_at_the_start(system: Settings) -> Non
     # The key of another system: the system's own is missing.
     said = await refusal_of(with_keys(system, other_key("other")))
     assert said.startswith(f"GRAB_SEAL_KEYS: key {key_id} of this system is missing; there are other")
-    # A key that nobody has recorded must not seal.
+    # An unrecorded key must not seal.
     said = await refusal_of(with_keys(system, other_key("other"), right))
     assert "key other, which would seal, is not recorded" in said
     assert "`grabstream init`" in said
@@ -125,7 +125,7 @@ async def test_a_worker_that_started_without_postgresql_ends_when_its_keys_are_w
     async with await connect(system.postgres, main) as connection:
         await connection.execute(f"ALTER TABLE {main}.system RENAME TO hidden_system".encode())
         wrong = with_keys(system, other_key(keys_of(system).partition(":")[0]))
-        # Which system this is cannot be asked yet.
+        # The system's identity cannot be read yet.
         started = worker(wrong, "decide,relay,sweep,project")
         await until(lambda: "does not record yet" in started.log.read_text(), 30, "the worker waits")
         assert started.process.poll() is None

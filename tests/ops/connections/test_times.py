@@ -25,7 +25,7 @@ def times_of(client: Any) -> tuple[int, float, int]:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Settings with times of their own."""
+    """Settings with non-default times."""
     monkeypatch.setenv("GRAB_KAFKA_REQUEST_TIMEOUT_MS", "120000")
     monkeypatch.setenv("GRAB_KAFKA_RETRY_BACKOFF_MS", "750")
     monkeypatch.setenv("GRAB_KAFKA_CONNECTIONS_MAX_IDLE_MS", "200000")

@@ -15,8 +15,8 @@ Ask = Callable[[], Awaitable[None]]
 
 
 async def said(caplog: pytest.LogCaptureFixture, openings: list[Ask], asks: int) -> list[str]:
-    """What the watch logs of a server whose openings do what is given, the last one again and again, until it
-    has logged something, or has asked so many times.
+    """What the watch logs about a server whose openings behave as given, the last one repeatedly, until it
+    has logged something, or has asked a number of times.
     """
     opened_times, asked = 0, 0
 

@@ -114,7 +114,7 @@ def test_texts_of_rich_are_escaped_and_its_own_sequences_pass() -> None:
 
 
 def test_what_is_drawn_live_moves_the_cursor_and_texts_in_it_are_escaped() -> None:
-    """rich puts a stream of its own in the place of standard output, around that of this program."""
+    """rich puts its own stream in the place of standard output, around that of this program."""
     screen = Screen()
     with (
         printing_to(screen),

@@ -1,5 +1,5 @@
-"""`doctor`: each condition is caused, and is reported with the command that mends it; a healthy system has no
-findings.
+"""`doctor`: each condition is caused, and is reported with the command that repairs it; a healthy system has
+no findings.
 """
 
 import json
@@ -508,8 +508,8 @@ def test_shards_without_functions_are_named_with_the_reason(settings: Settings) 
 
 
 def test_fenced_shards_name_their_reason_and_command(settings: Settings) -> None:
-    """Shards that a relay recovers by itself, shards that it cannot recover, and one finding for shards whose
-    reasons differ only in numbers.
+    """Shards that a relay recovers automatically, shards that it cannot recover, and one finding for shards
+    whose reasons differ only in numbers.
     """
     ends = "the journal ends at seq {0}, {1} were acknowledged: it has lost events; put it back"
     wiped = {"seq": "5", "partial": "1", "time": "1000", "fault": "Redis has nothing of the shard"}
@@ -605,10 +605,10 @@ def test_the_layout_is_the_number_that_the_scripts_write() -> None:
 async def test_settings_of_topics_clocks_and_disks_are_reported(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Topics are as an operator or an earlier release may have created them; `init` mends that of commands,
-    once those that lose records are mended.
-    The doctor's clock is a minute ahead, so the clocks of both servers are behind it. The bound of disks is
-    above 100 % free, so every disk counts as nearly full.
+    """Topics are as an operator or an earlier release may have created them; `init` corrects that of
+    commands, once those that lose records are corrected. The doctor's clock is a minute ahead, so the clocks
+    of both servers are behind it. The bound of disks is above 100 % free, so every disk counts as nearly
+    full.
     """
     kept, bounded = CONDITIONS_CHECK, "batches of commands have a bounded size"
     sound = await examine(system)
@@ -758,7 +758,7 @@ async def test_a_transaction_that_hangs_is_named_with_its_end(system: Settings) 
 
 
 def test_nobody_is_told_to_delete_a_topic_with_commands(settings: Settings) -> None:
-    """More partitions of commands than shards are served; they may hold commands that nobody has decided."""
+    """More partitions of commands than shards are served; they may hold commands that are not decided yet."""
     names = Topics(settings.prefix)
     every = [Partition(number, 1, [1], [1]) for number in range(settings.shards + 4)]
     shards = every[: settings.shards]

@@ -89,7 +89,7 @@ async def test_subscriptions_are_read_with_what_is_not_delivered(
         assert one._replace(due_since=None) == HookReading(
             "a", "active", None, 4, 2, 1, 1_000, 2, "400", 3_000, None, None, 3
         )
-        # The audit trail has an event that nobody has read for these webhooks.
+        # The audit trail has an event not yet read for these webhooks.
         async with await open_tables(system) as tables:
             await tables.execute(
                 "INSERT INTO audit_1 (shard, seq, offer, type, at, body, hash, seqs) VALUES (0, 1, 'o', 't', "

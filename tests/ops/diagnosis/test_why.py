@@ -49,7 +49,9 @@ async def decide(gate: Gate, command: AnyCommand) -> Answer:
 
 
 async def kept(settings: Settings, refusals: int, events: int) -> None:
-    """Returns when so many refusals are kept, and so many events are in the audit trail and the ledger."""
+    """Returns when `refusals` refusals are kept, and `events` events are in the audit trail and the
+    ledger.
+    """
 
     async def complete() -> bool:
         booked = "(SELECT sum(seq)::int FROM cursors WHERE projection = 'ledger')"

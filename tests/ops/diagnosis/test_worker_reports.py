@@ -1,5 +1,5 @@
-"""Workers say in Redis what they play and where they have trouble; `doctor` and `status` show it, and nobody
-is told to start what runs.
+"""Workers report their roles and troubles in Redis; `doctor` and `status` show it, and no finding advises to
+start what runs.
 """
 
 import asyncio

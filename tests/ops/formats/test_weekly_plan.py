@@ -58,7 +58,7 @@ def test_offers_of_a_week_have_its_ids_its_times_and_its_prices() -> None:
     assert (phone.terms.price, phone.terms.title) == (9900, "Phones of 2026-W48")
     assert phone.terms.opens_at == ms("2026-11-27T10:00:00+01:00")
     assert phone.terms.closes_at == ms("2026-11-30T02:00:00+01:00")
-    # The week that has terms of its own.
+    # The week with its own terms.
     phone, case = opened(PLAN, "2026-W49")
     assert isinstance(phone.terms, StockTerms)
     assert isinstance(case.terms, StockTerms)

@@ -20,7 +20,7 @@ def relayed(instance: str, shard: int, values: str) -> dict[str, str]:
     ("alert", "series", "fires"),
     [
         ("NotRelayed", SHARDS | relayed("a", 0, "1x40") | relayed("b", 1, "1x40"), False),
-        # Two workers believe that they have the lease of one shard, and nobody has that of the other.
+        # Two workers believe that they have the lease of one shard, and none has that of the other.
         ("NotRelayed", SHARDS | relayed("a", 0, "1x40") | relayed("b", 0, "0x40"), True),
         # The worker that had it is gone.
         ("NotRelayed", SHARDS | relayed("a", 0, "1x40") | relayed("b", 1, "1x10"), True),
@@ -29,9 +29,9 @@ def relayed(instance: str, shard: int, values: str) -> dict[str, str]:
         ("DoNotDecide", SHARDS | relayed("a", 0, "1x40") | relayed("b", 1, "0x40"), True),
         # Its relay takes over and fails, again and again.
         ("DoNotDecide", SHARDS | relayed("a", 0, "1x40") | relayed("b", 1, "1 0 1 " * 13 + "1"), True),
-        # A takeover, as after each restart, is no trouble.
+        # A takeover, as after each restart, is not a fault.
         ("DoNotDecide", SHARDS | relayed("a", 0, "1x40") | relayed("b", 1, "1x31 0 1x8"), False),
-        # A worker that lost the lease and does not know it yet hides nothing, and is no trouble.
+        # A worker that lost the lease and does not know it yet hides nothing, and is not a fault.
         ("DoNotDecide", SHARDS | relayed("a", 0, "1x40") | relayed("b", 0, "0x40"), False),
     ],
 )
@@ -102,8 +102,8 @@ def assert_fires(
     fires: bool,
     labels: dict[str, str] | None = None,
 ) -> None:
-    """An alert fires after so many minutes or not, when Prometheus reads these values; with these labels
-    beside those of its rule.
+    """An alert fires after a number of minutes or not, when Prometheus reads these values; with these labels
+    in addition to those of its rule.
     """
     [rule] = [rule for rule in ALERTS if rule["alert"] == alert]
     instance = (labels or {}).get("instance", "")

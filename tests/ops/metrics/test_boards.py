@@ -84,7 +84,7 @@ def test_every_name_of_ours_in_a_query_is_in_the_catalogue_with_its_labels() -> 
             used.add(base)
         if any(name.startswith("grabstream_") for name in found.metrics):
             assert found.grouped <= allowed, where
-    # What nobody looks at need not be measured.
+    # What no board shows need not be measured.
     assert {metric.name for metric in METRICS} == used
 
 

@@ -108,7 +108,7 @@ def change_of_shard(sold: Sold, **values: Any) -> Callable[[Any], None]:
 
 
 async def forge(settings: Settings, shard: int) -> int:
-    """The offset of a marker in the journal that somebody wrote who has no relay's key."""
+    """The offset of a marker in the journal that was written without a relay's key."""
     async with started(AIOKafkaProducer(bootstrap_servers=settings.kafka)) as producer:
         headers = list(marker_headers(shard, 6_000, "mallory"))
         topic = Topics(settings.prefix).journal
@@ -119,7 +119,7 @@ async def forge(settings: Settings, shard: int) -> int:
 async def test_checkpoints_and_proofs(sold: Sold) -> None:
     shard = shard_of("sale", sold.settings.shards)
     offset = await forge(sold.settings, shard)
-    # The history goes on, and is still the one of the checkpoint.
+    # The history continues, and is still the one of the checkpoint.
     await grab(sold.settings, ("fred", "gina"))
     done = sold.run("verify", "--quick", "--against", str(sold.checkpoint))
     assert done.returncode == 0, done
@@ -140,7 +140,7 @@ async def test_checkpoints_and_proofs(sold: Sold) -> None:
     assert "GRAB_JOURNAL_PUBLIC_KEYS" in keyless.stderr
     assert "exists" in sold.run("checkpoint", "--output", str(sold.checkpoint), **KEYS).stderr
     assert "GRAB_JOURNAL_KEYS" in sold.run("checkpoint").stderr
-    # What nobody signed is counted, here as there.
+    # Unsigned records are counted, here as there.
     ignored = f"shard {shard}: 1 records do not count, at journal offset {offset} (it is not signed)"
     assert ignored in done.stdout.replace("\n", " ")
     later = sold.run("checkpoint", "--output", str(sold.folder / "second.json"), "--json", **KEYS)
@@ -187,7 +187,7 @@ def assert_altered_checkpoints_are_refused(sold: Sold) -> None:
 
 
 def assert_proofs(sold: Sold, shard: int) -> None:
-    """A proof proves this grab of this user, shows nobody else, and is refused when it was altered."""
+    """A proof proves this grab of this user, shows no other user, and is refused when it was altered."""
     text = sold.proof.read_text()
     assert not any(user in text for user in USERS if user != "carl")
     named = ("verify-proof", str(sold.proof))

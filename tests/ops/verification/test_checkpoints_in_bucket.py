@@ -1,5 +1,5 @@
-"""Checkpoints in a bucket with object lock: nobody deletes or replaces one unnoticed; and what a store does
-not do is said.
+"""Checkpoints in a bucket with object lock: none is deleted or replaced unnoticed; and what a store does not
+do is reported.
 """
 
 import json
@@ -80,7 +80,7 @@ async def test_locks_that_a_store_lacks_or_forgets_are_reported(sold: Sold, stor
     assert (done.returncode, "is not locked" in done.stdout) == (0, True), done
     done = sold.run(*words, f"s3://{plain}/2.json", **PUBLIC, **settings)
     assert (done.returncode, "there is no such object" in done.stderr) == (1, True), done
-    # A store that takes the lock, and does not tell of it afterwards.
+    # A store that takes the lock, and does not report it afterwards.
     forgets = lambda headers: [one for one in headers if "object-lock" not in one[0].lower()]  # noqa: E731
     with proxy(store, changed=forgets) as endpoint:
         done = checkpoint(f"s3://{locking}/1.json", "--lock-days", "1", s3_endpoint=endpoint)

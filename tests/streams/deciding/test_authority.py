@@ -1,4 +1,4 @@
-"""Who may what: commands of operators come by a topic of their own, and do not wait behind grabs."""
+"""Permissions: commands of operators come by their own topic, and do not wait behind grabs."""
 
 import asyncio
 import json

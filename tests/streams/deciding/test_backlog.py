@@ -25,7 +25,7 @@ def grabs(names: str) -> list[Grab]:
 def held(
     partition: OpenPartition, names: str, first_offset: int = 0, command_bytes: int = 10
 ) -> HeldCommands:
-    """Commands, of which each is a record by itself; baskets are one record."""
+    """Commands, each in its own record; baskets are one record."""
     commands = grabs(names)
     has_basket = any(map(basket_of, commands))
     rows = [0] * len(commands) if has_basket else list(range(len(commands)))

@@ -184,8 +184,8 @@ async def test_a_shard_without_a_relay_delays_no_other_shard(stage: Stage) -> No
 async def test_commands_in_a_partition_that_answers_do_not_have_are_answered(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Somebody has given the topic of commands more partitions. Without a place for their answers, the
-    decider would begin again for ever, and other callers would wait each time.
+    """The topic of commands was given more partitions. Without a place for their answers, the decider would
+    restart without end, and other callers would wait each time.
     """
     offer, shards = stock_in(stage.keys, 1), stage.settings.shards
     async with started(AIOKafkaAdminClient(bootstrap_servers=stage.settings.kafka)) as client:
@@ -285,7 +285,7 @@ async def test_codes_are_given_and_voided_without_being_named_in_the_topic(stage
 async def test_answers_that_are_refused_for_ever_are_lasting_trouble(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Somebody has bounded the topic of answers. Each poll of commands succeeds beside it."""
+    """The topic of answers has been bounded. Each poll of commands still succeeds."""
     troubles = clients.Troubles()
     monkeypatch.setattr(clients, "TROUBLES", troubles)
     monkeypatch.setattr(clients, "LASTING_SECONDS", 0.5)
@@ -427,7 +427,7 @@ async def test_odd_records_of_a_topic_are_decided_or_kept_and_hold_up_nothing(st
     now_ms, kafka = round(time.time() * 1_000), stage.settings.kafka
     for record in odd:
         await produce_batch(kafka, stage.topics.commands, 0, raw_batch([record], now_ms))
-    # Whoever may write there may write anything.
+    # A writer there may write anything.
     forged = RawRecord(b"x", [(SET_ASIDE_HEADER.encode(), None), (b"reason", None)], timestamp_delta=-(2**62))
     await produce_batch(kafka, stage.topics.rejected, 0, raw_batch([forged], now_ms))
     assert (await examine(stage.settings)).findings

@@ -1,5 +1,5 @@
-"""The payment side is asked before holds end: what it knows is carried out, and what it does not answer holds
-up nothing.
+"""The payment side is asked before holds end: what it knows is executed, and what it does not answer holds up
+nothing.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ async def test_what_the_payment_side_knows_is_carried_out_before_the_end(shard: 
     assert (await shard.ended_as("a"))[0] == "not_held"
     # After the opening, six holds, a confirmation, and a payment that is to be paid back.
     assert await shard.ended_as("b") == ("released", 10)
-    # Unknown, not answered, paid with a wrong amount, and not paid until now: their holds go on.
+    # Unknown, not answered, paid with a wrong amount, and not paid until now: their holds continue.
     for grab in ("c", "d", "e", "f"):
         assert await shard.ended_as(grab) == ("released", None)
     [again] = await shard.gate.decide(
@@ -185,7 +185,7 @@ async def test_two_workers_that_ask_at_the_same_time_do_what_one_does(shard: Sha
 
 
 async def test_extended_hold_is_asked_for_again_and_not_released(shard: Shard) -> None:
-    """The payment side says that nobody will pay, while its buyer extends the hold."""
+    """The payment side says that it will not be paid, while its buyer extends the hold."""
     await shard.hold("a", "b")
     shard.states = {"a": NEVER_PAID, "b": NEVER_PAID}
 
@@ -198,7 +198,7 @@ async def test_extended_hold_is_asked_for_again_and_not_released(shard: Shard) -
     assert await queries.ask_all() == 2
     assert (await shard.ended_as("b"))[1] is not None
     assert await shard.client.zscore(shard.keys.holds, "s/a") is not None
-    # Its end is another one now, so it is asked for again when that is near.
+    # It has a new end, so it is asked for again when that is near.
     shard.asked = []
     queries._lead_ms = 2 * HOLD_MS + 30_000
     assert await queries.ask_all() == 1
@@ -443,7 +443,7 @@ async def test_holds_end_in_time_while_the_payment_side_hangs(
             assert asked.outcome == "expired"
         assert 0 < side.connections <= FAILURES_MAX * payments.QUERIES_AT_ONCE_MAX
         assert running.log.read_text().count("no answer within 0.3 s") == 1
-        # What it does beside: a hold is released by its user.
+        # What happens meanwhile: a hold is released by its user.
         await held(gate, "y", "a")
         assert (await gate.decide([Release(id="r", offer="y", grab="a")]))[0].outcome == "released"
     assert running.stop() == 0
@@ -485,7 +485,7 @@ async def test_worker_confirms_what_was_paid_and_releases_what_nobody_will_pay(
             releases = [Release(id=f"r{grab}", offer="x", grab=grab) for grab in ("a", "b", "c")]
             outcomes = [answer.outcome for answer in await gate.decide(releases)]
             assert outcomes == ["not_held", "released", "expired"]
-            # Nobody can pay for it any more.
+            # It can no longer be paid.
             async with session.post(url, json={"token": given_up}) as response:
                 assert (response.status, "gave up" in await response.text()) == (409, True)
         assert running.stop() == 0
@@ -495,7 +495,7 @@ async def test_worker_confirms_what_was_paid_and_releases_what_nobody_will_pay(
 async def test_a_confirmation_of_money_over_kafka_needs_a_receipt_for_this_system(
     system: Settings, worker: Callable[..., Worker]
 ) -> None:
-    """Otherwise whoever may send commands could take the id of a payment that is to come."""
+    """Otherwise a sender of commands could take the id of a later payment."""
     worker(system, "decide,relay", payment_keys=KEYS_TEXT)
     redis_ = open_redis(system)
     aud = await find_audience(redis_, key_space(system).system, system)
@@ -531,7 +531,7 @@ def test_client_of_the_payment_side_is_imported_only_if_it_is_asked() -> None:
 
 
 async def test_who_was_never_to_pay_or_has_no_time_is_not_asked_for(shard: Shard) -> None:
-    """The payment side would answer that nobody will pay, truly, and the holds would end early."""
+    """The payment side would truly answer that they will not be paid, and the holds would end early."""
     free = msgspec.structs.replace(TERMS, price=None, currency=None)
     short = msgspec.structs.replace(TERMS, hold_ms=HOLD_MS - 1)
     for offer, terms in (("free", free), ("short", short)):

@@ -208,7 +208,7 @@ async def test_a_command_above_a_bound_is_answered_invalid(name: str, id: str) -
 async def test_a_command_whose_id_can_be_read_is_answered(
     fields: bytes, offer: str | None, user: str | None
 ) -> None:
-    """Whatever its other fields are: each is read by itself."""
+    """Whatever its other fields are: each is read separately."""
     value = b'{"type":"grab",' + fields + b"}"
     result = await understood(value)
     [answer] = result.refused
@@ -275,7 +275,7 @@ async def test_decoding_a_long_array_does_not_block_other_tasks(monkeypatch: pyt
 
 
 async def test_half_of_a_surrogate_pair_spoils_its_command_only() -> None:
-    """JSON may have such an escape, and no text can: the array is told apart, and the others are decided."""
+    """JSON may have such an escape, and no text can: the array is separated, and the others are decided."""
     bad = b'{"type": "grab", "id": "bad", "offer": "o", "user": "\\uD83d", "x": ["\\ude00\\ud83d"]}'
     first, last = encode(grab("first", metadata={"smile": "\\ud83d"})), encode(grab("last"))
     pair = encode(grab("pair")).replace(b'"pair"', b'"pair", "metadata": {"smile": "\\ud83d\\ude00"}')

@@ -88,7 +88,7 @@ async def of_avro(system: Settings) -> AsyncIterator[Settings]:
 def test_values_are_read_by_the_schema(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every type of event; the text is there byte for byte."""
+    """For every type of event; the text is kept byte for byte."""
     monkeypatch.chdir(tmp_path)
     names = example(settings, monkeypatch)
     for fact in golden_facts():

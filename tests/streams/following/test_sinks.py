@@ -155,7 +155,7 @@ class Flaky:
 async def test_a_store_that_is_away_gets_each_event_once(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two shards, in order within each, also when it stored a batch and nobody heard of it."""
+    """From two shards, in order within each, also when it stored a batch and its answer was lost."""
     monkeypatch.setattr("grabstream.streams.projecting.follower.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("grabstream.streams.projecting.follower.POLL_SECONDS", 0.01)
     monkeypatch.setattr("grabstream.ops.following.BATCH_SEQS", 10)
@@ -176,7 +176,7 @@ async def test_a_store_that_is_away_gets_each_event_once(
 
 
 async def follow_until(settings: Settings, sink: Flaky, count: int) -> None:
-    """Follows until the sink has so many lines."""
+    """Follows until the sink has `count` lines."""
     following = asyncio.create_task(follow_into(settings, sink))
     try:
         await until(lambda: following.done() or len(sink.lines) >= count, 90, f"{count} events")

@@ -34,7 +34,7 @@ from tests.support.projecting import (
 
 
 async def test_the_agents_deliver_records(system: Settings, journal: JournalWriter) -> None:
-    """No watchdog restarts Faust here, and no projector is told to catch up a second time: after the
+    """No watchdog restarts Faust here, and no projector is made to catch up a second time: after the
     partitions were assigned and caught up, only the agents can deliver new records.
     """
     names = ("ledger", "balances", "audit")
@@ -204,7 +204,7 @@ async def test_an_app_is_stopped_whatever_the_watchdog_raises(
 
 
 class _Hangs:
-    """An app of Faust that ends by itself, and does not stop."""
+    """An app of Faust that ends unasked, and does not stop."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.projector_tasks: list[Any] = []
@@ -231,7 +231,7 @@ class _Hangs:
 async def test_an_app_that_does_not_stop_ends_all_roles_of_the_process(
     error: BaseException | None, servers: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its consumer would keep partitions that nobody reads. The other roles are told to stop, and may take
+    """Its consumer would keep partitions that are not read. The other roles are asked to stop, and may take
     their time for it; the error then ends the process.
     """
     monkeypatch.setattr(agents, "STOP_SECONDS", 0.1)

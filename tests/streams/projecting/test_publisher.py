@@ -178,14 +178,14 @@ async def test_offsets_without_records_hide_no_unpublished_event(
         await events.write_transaction()
     else:
         await events.delete({"some deleted": 3, "all deleted": 4}[what])
-    # Without any cursor the publisher begins again: events may be repeated, none is missing.
+    # Without any cursor the publisher starts over: events may be repeated, none is missing.
     assert await events.newest() == (Cursor() if what == "all deleted" else ten)
     await journal.block(LINES, 11, 20)
     ends = {SHARD: 3}
     published = PublishedOffsets(events.journal, events.reader, events.source)
     async with await open_books(system) as connection, asyncio.timeout(90):
         assert await published.load(connection, ends) == ends  # it may grow
-        # Nobody knows what was published: that is no reason to restart anything.
+        # It is unknown what was published: that is no reason to restart anything.
         assert await published.load(connection, ends) == {SHARD: 3 if what == "all deleted" else 2}
 
 
@@ -401,7 +401,7 @@ async def test_events_of_a_clock_that_was_ahead_are_published(
     assert headers["ce_time"] == utc_text(ahead_ms)
 
 
-#: A shard beside SHARD.
+#: A shard other than SHARD.
 OTHER = 1
 
 

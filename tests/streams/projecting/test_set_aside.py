@@ -1,5 +1,5 @@
 """A projection that stopped at a record: it continues after the record was set aside, or with it once the
-cause is mended; the record set aside stays in the books.
+cause is fixed; the record set aside stays in the books.
 """
 
 import asyncio

@@ -105,7 +105,7 @@ async def test_one_batch_may_sum_beyond_64_bits(system: Settings, journal: Journ
 
 async def test_columns_of_unbounded_sums_are_numeric(system: Settings) -> None:
     """The columns of the ledger, the balances and the verifier. Amounts of one event, grab, offer or payment
-    are bounded, and stay bigint. Reports add up as they are asked, without a bound.
+    are bounded, and stay bigint. Reports add up on request, without a bound.
     """
     query = (
         "SELECT DISTINCT c.relname, a.attname FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = "

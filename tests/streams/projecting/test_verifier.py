@@ -1,5 +1,5 @@
 """The verifier: it has no findings in a sound history, and reports every row that was changed by hand until
-it is mended.
+it is repaired.
 """
 
 import asyncio
@@ -70,8 +70,8 @@ async def test_the_verifier_agrees_with_a_sound_history(system: Settings, histor
 
 
 DAMAGES = [
-    # The damage, the finding's kind and subject, and the statement that mends it: "same" repeats the damage,
-    # None restores a copy of the table.
+    # The damage, the finding's kind and subject, and the statement that repairs it: "same" repeats the
+    # damage, None restores a copy of the table.
     ("UPDATE audit_1 SET body = replace(body, '\"place\":1,', '\"place\":7,') WHERE seq = {grab}", "chain",
     "seq {grab}", None),
     ("UPDATE audit_1 SET hash = set_byte(hash, 3, get_byte(hash, 3) # 1) WHERE seq = 300", "chain", "seq 300",
@@ -120,7 +120,7 @@ DAMAGES = [
 
 @pytest.mark.long
 async def test_every_damage_is_a_finding_until_it_is_mended(system: Settings, history: History) -> None:
-    """The damage is done after all events were verified once: verified rows may be changed later."""
+    """The damage occurs after all events were verified once: verified rows may be changed later."""
     await project(system, history, Random(2))
     [(grab, offer)] = await rows(
         system, "SELECT seq, offer FROM audit WHERE type = 'grab.held' AND body LIKE '%\"place\":1,%' LIMIT 1"
@@ -171,7 +171,7 @@ async def execute_all(settings: Settings, *statements: str) -> None:
 @pytest.mark.long
 async def test_verification_stops_before_a_damaged_event(system: Settings, history: History) -> None:
     """An event is damaged before its first verification: `verified to` stays before it, and advances when it
-    is mended.
+    is repaired.
     """
     await project(system, history, Random(3))
     await execute(
@@ -253,7 +253,7 @@ async def _as_if_set_aside(connection: AsyncConnection[Any], lines: list[bytes],
 async def test_the_verifier_compares_redis_at_the_same_event(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """On a running system: the role stores how far it has verified, and reports an offer whose numbers were
+    """On a running system: the role stores its verified position, and reports an offer whose numbers were
     changed in Redis by hand.
     """
     worker(system, "decide,relay,sweep,project,publish,verify", verify_percent="100")
@@ -402,7 +402,7 @@ async def test_the_verifier_retries_after_an_error_in_its_tables(
     system: Settings, damage: str, word: str, mend: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """The error is logged and the step retried; when the row is mended, the verifier continues and reports
+    """The error is logged and the step retried; when the row is repaired, the verifier continues and reports
     differences.
     """
     monkeypatch.setattr(verifier_module, "RETRY_SECONDS", 0.1)

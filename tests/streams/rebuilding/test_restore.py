@@ -205,7 +205,7 @@ async def test_an_interrupted_restore_continues_with_a_higher_term(
 async def test_rebuild_redis_refuses_a_shard_that_another_command_rebuilds(
     system: Settings, worker: Callable[..., Any]
 ) -> None:
-    """Beside a worker; when the lease of the other command has ended, the shard is rebuilt."""
+    """With a worker running; when the lease of the other command has ended, the shard is rebuilt."""
     worker(system)
     await take_parts(system, "a")
     keys, redis = key_space(system).shard(0), open_redis(system)

@@ -125,7 +125,7 @@ async def test_a_switch_does_not_wait_for_the_verifier_of_keys(
                     await older_snapshots_gone(asking, system.schema_, 1)
                 except Busy as error:
                     busy = str(error)
-                # A user projection of a test that runs beside this one may have a snapshot, too.
+                # A user projection of a test that runs at the same time may have a snapshot, too.
                 assert system_name(system.schema_) not in busy
             assert not comparing.done()
         finally:

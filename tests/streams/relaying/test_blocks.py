@@ -20,7 +20,7 @@ def bytes_of(block: Sequence[OutboxLine]) -> int:
 
 
 def entries_of(*counts: int) -> list[list[OutboxLine]]:
-    """Entries of so many lines, which differ in nothing."""
+    """Entries of these numbers of lines, all alike."""
     return [[(line("c", ',"basket":"x"'), 1)] * count for count in counts]
 
 
@@ -41,7 +41,7 @@ def sizes(entries: Sequence[Sequence[OutboxLine]], events_max: int) -> list[int]
         ([], 3, []),
         ([1] * 7, 3, [3, 3, 1]),
         ([2, 2, 1, 3], 3, [2, 3, 3]),
-        # An entry above the bound is a block of its own.
+        # An entry above the bound is a separate block.
         ([1, 5, 1], 3, [1, 5, 1]),
         ([1_010, 1, 999], 1_000, [1_010, 1_000]),
         # The rest of an entry whose first events are journaled already.
@@ -83,7 +83,7 @@ def test_the_longest_entry_fits_a_record_and_is_not_divided() -> None:
 
 
 def test_an_entry_that_no_record_could_hold_is_divided() -> None:
-    """No script writes one. The shard would otherwise stand still for ever."""
+    """No script writes one. The shard would otherwise stand still permanently."""
     entry = of(*[line(str(number), f',"title":"{"x" * 9_000}"') for number in range(1_500)])
     blocks = blocks_of([of(line("a")), entry, of(line("b"))], 1_000)
     assert [one for block in blocks for one in block] == [*of(line("a")), *entry, *of(line("b"))]

@@ -136,7 +136,7 @@ async def test_every_journaled_answer_is_there_after_a_crash(
     commands = promised()
     answers = await decided(pair.settings, commands)
     assert all(answer.positive and answer.seq for answer in answers)
-    # Nobody relays the last decision: it is promised to be decided, and no more.
+    # The last decision is not relayed: it is promised to be decided, and no more.
     assert first.stop() == 0
     [alone] = await decided(pair.settings, grabs("e", 99), "decided")
     assert alone.outcome == "granted"

@@ -78,7 +78,7 @@ class CountedLeases(Leases):
 
 
 class Crew:
-    """Workers of one process, each with leases of its own."""
+    """Workers of one process, each with its own leases."""
 
     def __init__(self, redis: Any, keys: KeySpace) -> None:
         self.shards = Shards()
@@ -212,7 +212,7 @@ async def test_workers_that_are_stopped_together_return_all_leases(crew: Crew) -
     for name in "abc":
         crew.join(name)
     await crew.spread_becomes(3, 3, 2)
-    # No lease ends by itself before the test does.
+    # No lease expires before the test does.
     for leases in crew.leases.values():
         leases._lease_ms = 6_000
 
@@ -332,7 +332,7 @@ async def test_a_worker_that_leaves_does_not_leave_leases_to_a_taker_that_is_gon
 async def test_a_taker_that_is_slow_keeps_its_lease_when_the_giver_leaves(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has renewed the lease, so it is there: no third worker begins again what it has begun."""
+    """It has renewed the lease, so it is alive: no third worker restarts what it has begun."""
     monkeypatch.setattr(leases_module, "LEAVE_SECONDS_MAX", 1.5)
     # Four renewals in a lease: the taker renews it before `a` gives up, and a slow machine does not lose it.
     crew.lease_ms = 2_400
@@ -382,7 +382,7 @@ async def test_a_host_may_have_any_name(
 
 @pytest.mark.long
 async def test_garbage_in_the_keys_of_leases_is_ignored(crew: Crew) -> None:
-    """Whoever can write there may be an operator that mistyped, or a later release."""
+    """It may come from an operator's typing error, or from a later release."""
     far = b"9" * 13
     garbage = {
         b"\xff\xfe": far + b" 1 2",
@@ -575,7 +575,7 @@ async def test_all_leases_are_renewed_in_one_turn_of_the_event_loop(crew: Crew) 
 
 
 class SomeHang:
-    """A client of a cluster in which each shard has a server of its own; it cannot reach the servers of some
+    """A client of a cluster in which each shard has its own server; it cannot reach the servers of some
     shards: their calls time out.
     """
 

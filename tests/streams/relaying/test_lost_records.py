@@ -100,7 +100,7 @@ async def owner_of(shard: Any, redis: Any) -> relay.Ownership:
 async def test_a_relay_that_cannot_send_takes_its_shard_over_ever_more_slowly(
     system: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takeover leaves a marker in the journal, which is kept for ever."""
+    """Each takeover leaves a marker in the journal, which is kept permanently."""
 
     async def refuse(*_: Any) -> Any:
         raise RecordTooLargeError

@@ -1,4 +1,4 @@
-"""Shards that are rebuilt from the journal while their callers go on: found in an older key layout."""
+"""Shards that are rebuilt from the journal while their callers continue: found in an older key layout."""
 
 import asyncio
 import contextlib
@@ -193,7 +193,7 @@ async def test_each_user_of_one_id_has_a_story_of_its_own(
         await gate.decide(openings(), **ASKED)
         pair = [Grab(id="g", offer="e", user=user) for user in ("ann", "bob")]
         first, second = await gate.decide(pair, **ASKED)
-        # Money that reached the wrong offer: each user's, and some of which nobody knows whose it is.
+        # Money that reached the wrong offer: each user's, and some whose user is unknown.
         of_nobody = Confirm(id="c0", offer="e", grab="g", payment="p0", paid=5, currency="CNY")
         of_pair = [
             msgspec.structs.replace(of_nobody, id=f"c-{user}", payment=f"p-{user}", user=user)

@@ -439,7 +439,7 @@ async def test_a_checkpoint_within_another_term_hides_no_event(
 ) -> None:
     """A recovery that ends between two of its steps leaves a checkpoint among records of an earlier owner.
     The next taker reads on from there, and these records still count. Former releases stored the term and the
-    owner of the recovery beside it.
+    owner of the recovery with it.
     """
     system, deciding = with_retired_offers
     assert deciding.stop() == 0
@@ -539,7 +539,7 @@ def next_release(folder: Path) -> Path:
     this_layout = f"local LAYOUT = {LAYOUT}\n"
     assert this_layout in text
     include.write_text(text.replace(this_layout, f"local LAYOUT = {NEXT_LAYOUT}\n"))
-    # Libraries of both layouts are beside each other.
+    # Libraries of both layouts are present side by side.
     names = copy / "grabstream/lua/keys.py"
     text = names.read_text().replace(f"\nLAYOUT: Final = {LAYOUT}\n", f"\nLAYOUT: Final = {NEXT_LAYOUT}\n")
     names.write_text(text)

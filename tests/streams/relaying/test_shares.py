@@ -28,7 +28,7 @@ def test_shares_are_even_within_the_bounds_of_the_workers(
     assert all(share[worker] <= shards_max.get(worker, shards) for worker in share)
     free = [share[worker] for worker in share if share[worker] < shards_max.get(worker, shards + 1)]
     assert sum(share.values()) == shards or not free
-    # Nobody has less than another, except by its own bound, or by the one that is left over.
+    # No worker has less than another, except by its own bound, or by the one that is left over.
     assert all(most - least <= 1 for least in free for most in share.values())
 
 
@@ -44,7 +44,7 @@ def test_those_that_hold_most_have_what_is_left_over() -> None:
 def test_passing_on_ends_in_an_even_spread_with_as_few_moves_as_possible(
     holders: list[str], present: set[str], shards_max: dict[str, int]
 ) -> None:
-    """Everybody passes on one shard at a time, all at once, and sees what the others did."""
+    """Each worker passes on one shard at a time, all at once, and sees what the others did."""
     holders, workers = list(holders), present | set(holders)
     held = Counter(dict.fromkeys(workers, 0))
     held.update(holders)

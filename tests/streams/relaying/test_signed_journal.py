@@ -1,4 +1,4 @@
-"""The signed journal on real servers: what somebody writes who has no relay's key changes nothing, stops
+"""The signed journal on real servers: what a writer without a relay's key writes changes nothing, stops
 nothing, and is reported.
 """
 
@@ -103,7 +103,7 @@ def odd_batches(shard: int, at: Cursor) -> list[bytes]:
 
 
 class Forger:
-    """Somebody who may write to the topics, and has no relay's key."""
+    """A writer of the topics without a relay's key."""
 
     def __init__(self, settings: Settings, producer: AIOKafkaProducer, shard: int) -> None:
         self._settings, self._producer, self.shard = settings, producer, shard
@@ -132,7 +132,7 @@ class Forger:
         return found
 
     def line(self, seq: int, user: str) -> bytes:
-        """A grab that nobody decided."""
+        """A grab that was never decided."""
         return (
             f'{{"type":"grab.granted","v":2,"shard":{self.shard},"seq":{seq},"offer_seq":{seq},'
             f'"offer":"{OFFER}","at":9999999999999,"grabs":["f{seq}"],"users":["{user}"],'
@@ -170,7 +170,7 @@ class Forger:
         return len(self.offsets) - before
 
     async def replay(self) -> None:
-        """Writes old signed records again: they are nobody's forgery, and change nothing."""
+        """Writes old signed records again: they are not forged, and change nothing."""
         async with open_reader(self._settings.kafka, self._topics.journal) as reader:
             async for records in reader.read(self.shard, 0, min(8, await reader.end(self.shard))):
                 for record in records:
@@ -308,7 +308,8 @@ async def test_signing_begins_after_unsigned_history_and_cannot_be_taken_back(
         seen = "SELECT 1 FROM cursors WHERE owner LIKE '%-signed'"
         await until(lambda: rows(system, seen), 30, "a read model that has seen that the journal is signed")
         assert late.stop() == 0
-        # From then on such a worker does not start, since it would hold leases of shards in vain.
+        # From then on such a worker does not start, since it would hold leases of shards that it cannot
+        # relay.
         without_any = worker(system, "relay,decide,sweep")
         await until(lambda: without_any.process.poll() == 2, 30, "a worker that needs a key")
         assert "GRAB_JOURNAL_KEYS is not set" in without_any.log.read_text()

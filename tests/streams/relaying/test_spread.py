@@ -200,6 +200,6 @@ async def test_an_overloaded_worker_gives_shards_away(
 
 
 async def spread_has(spread: Spread, worker: Worker, at_most: int) -> bool:
-    """Whether a worker has no more than so many shards, and all shards have a worker."""
+    """Whether a worker has at most `at_most` shards, and all shards have a worker."""
     held = await leases_by_process(spread.redis, spread.keys)
     return held[str(worker.process.pid)] <= at_most and not held[""]

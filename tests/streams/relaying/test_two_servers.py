@@ -42,7 +42,7 @@ class ClientOfTwo:
 
 def beside(settings: Settings) -> Settings:
     """The same system on the other server: here, another database, so both have one run id, and only what is
-    read tells them apart.
+    read distinguishes them.
     """
     return settings.model_copy(update={"redis_url": settings.redis_url.rsplit("/", 1)[0] + "/1"})
 

@@ -160,7 +160,7 @@ def test_examples_of_the_page_run(archived: Archived, tmp_path: Path) -> None:
 
 
 def test_views_of_duckdb_have_what_the_events_say(archived: Archived) -> None:
-    """Of examples/grabstream.sql."""
+    """Views of examples/grabstream.sql."""
     text = (PROJECT / "examples" / "grabstream.sql").read_text().replace("'archive/", f"'{archived.folder}/")
     connection = duckdb.connect()
     connection.execute(text)
@@ -328,8 +328,8 @@ async def test_an_archive_is_read_from_any_point_and_cursor(archived: Archived) 
 
 @pytest.mark.long
 async def test_read_models_are_rebuilt_after_the_journal_was_cut(system: Settings, tmp_path: Path) -> None:
-    """From the archive and the rest of the journal: equal in every row. Without the archive, the way out is
-    named.
+    """From the archive and the rest of the journal: equal in every row. Without the archive, the error names
+    the fix.
     """
     history = random_history(7, 200, NOW - 1_000 * DAY_MS)
     lines = lines_of(history)
@@ -468,7 +468,7 @@ def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
 
 
 def without_texts(folder: Path) -> None:
-    """A file that was made anew, with its hash in the manifest."""
+    """A file that was rewritten, with its hash in the manifest."""
     path = second(folder)
     table = parquet.read_table(path, partitioning=None)
     place = table.schema.get_field_index("body")

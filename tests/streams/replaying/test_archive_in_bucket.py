@@ -1,4 +1,4 @@
-"""Archives in an S3-compatible store, a server process of its own: an export loses and doubles no line, also
+"""Archives in an S3-compatible store, a separate server process: an export loses and doubles no line, also
 when it is killed at any step, or another one begins meanwhile; archives are read as those in folders; damage
 and refusals are named.
 """
@@ -230,7 +230,7 @@ def test_an_archive_of_a_folder_continues_in_a_bucket(stored: Stored, archived: 
 
 
 class Damage(NamedTuple):
-    """What is done to an object, and what is said."""
+    """What is done to an object, and the error."""
 
     change: Callable[[Any, str, str], object]
     says: str
@@ -277,7 +277,7 @@ def test_a_damaged_archive_is_refused(stored: Stored, archived: Archived) -> Non
         assert f"s3://{stored.bucket}/{key[: len(key) - 24]}" in str(raised.value), name
         assert read == archived.lines[: len(read)]
         stored.store.client.put_object(Bucket=stored.bucket, Key=key, Body=whole)
-    # The last one is mended by an export.
+    # The last one is repaired by an export.
     assert stored.export()["lines"] == 0
     assert stored.bodies() == archived.lines
     assert list(stored.read()) == archived.lines

@@ -91,7 +91,7 @@ async def test_a_cursor_of_all_shards_continues_in_each(recorded: RecordedSystem
 
 
 async def test_lines_are_those_of_the_journal(runs: Runs) -> None:
-    """Byte for byte, with hashes that anybody can check; a run is one line, also at a bound."""
+    """Byte for byte, with hashes that any reader can check; a run is one line, also at a bound."""
     cursor = EventCursor()
     lines = [line async for line in read_lines(runs.settings, cursor=cursor)]
     assert [line.text for line in lines] == runs.lines

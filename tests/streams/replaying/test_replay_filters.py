@@ -1,5 +1,5 @@
-"""What a replay was asked to write is recorded with what it writes, and it is continued with the same filters
-only: files, topics, and those of older releases.
+"""The options of a replay are recorded with its output, and it is continued with the same filters only:
+files, topics, and those of older releases.
 """
 
 import json
@@ -106,7 +106,7 @@ async def test_a_file_without_a_record_continues_with_a_warning(
     done = recorded.replay(*into)
     assert (done.returncode, f"{record} is not a record of a replay" in done.stderr) == (1, True), done.stderr
     assert file.read_text().splitlines() == recorded.between(2, 1, 20)
-    # A file that was removed is begun with other filters, if its record is one.
+    # A removed file is started with other filters, if its record is one.
     file.unlink()
     record.write_bytes(msgspec.json.encode(Filters(recorded.settings.prefix, journal)))
     assert recorded.replay(*into, "--user", "u1").returncode == 0
@@ -166,7 +166,7 @@ async def test_a_topic_continues_with_the_same_filters_only(recorded: RecordedSy
     assert done.returncode == 0, done.stderr
     before = await records(recorded.settings, topic)
     assert before
-    # Another shard is no way around it.
+    # Another shard is not a way around it.
     done = recorded.replay(*into, "--continue", "--user", "u2", "--shard", "5")
     said = f"topic {topic} was written with --user u1, not with --user u2: continue with the options"
     assert (done.returncode, said in done.stderr) == (1, True), done.stderr

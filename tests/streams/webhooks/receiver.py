@@ -46,7 +46,7 @@ class Receiver:
         self.requests: list[Got] = []
         self.answer: Answer = ok
         self.port = 0
-        #: Requests in work, by offer, and the most there were at a time, of one offer and of all.
+        #: Requests in progress, by offer, and the most at a time, of one offer and of all.
         self.in_work: dict[str, int] = {}
         self.most_of_offer = 0
         self.most = 0

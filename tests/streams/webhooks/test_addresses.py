@@ -107,7 +107,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 async def test_nothing_is_sent_where_a_name_leads_to_this_machine(
     receiver: Receiver, host: str, addresses: list[str] | None
 ) -> None:
-    """Also where the name is checked by nobody before: the socket is made for a checked address."""
+    """Also where the name is not checked before: the socket is made for a checked address."""
     resolver = Leading(*addresses) if addresses else None
     connector = aiohttp.TCPConnector(socket_factory=checked_socket, resolver=resolver)
     async with aiohttp.ClientSession(connector=connector) as session:

@@ -100,7 +100,7 @@ async def test_a_rotated_secret_signs_beside_the_one_before_for_a_time(
         name, secrets = added["webhook"], [added["secret"]]
 
         async def verifying_after_a_grab(number: int, count: int) -> set[int]:
-            """Which secrets verify the event of a grab, once it is signed with so many."""
+            """Which secrets verify the event of a grab, once `count` have signed it."""
 
             async def is_signed_so() -> bool:
                 before = len(receiver.requests)

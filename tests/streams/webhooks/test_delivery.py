@@ -211,7 +211,7 @@ async def test_a_subscription_gets_its_types_and_offers_from_its_time_on(
     hooks: Hooks,
     journal: JournalWriter,
 ) -> None:
-    # Money that cannot be served is told of by its own type.
+    # Money that cannot be served is reported by its own type.
     due = PaymentRefundDue(
         v=1, shard=SHARD, seq=21, offer_seq=1, offer="c", at=21, command="p", grab="g", payment="p", amount=5,
         asset="CNY", outcome="expired", digest="d",
@@ -454,7 +454,7 @@ def with_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def attempts(hooks: Hooks) -> dict[int, int]:
-    """The attempts that count, by seq, of the events that were tried in vain."""
+    """The attempts that count, by seq, of the events that were tried without success."""
     found = await hooks.ask(records.undelivered, None, None, 100)
     return {one.seq: one.attempts for one in found if one.attempts}
 
@@ -533,7 +533,7 @@ async def test_what_a_receiver_refuses_or_asks_to_wait_for_is_not_sent_early(
 
 
 def test_after_a_success_what_failed_is_sent_early_once_in_the_longest_pause() -> None:
-    """An event that fails by itself would otherwise be sent again after each success of another one."""
+    """An event that alone fails would otherwise be sent again after each success of another one."""
     now = datetime(2027, 1, 1, tzinfo=UTC)
     one = sending.Receiver(Webhook("wh", "u", (), (), "s", "active", None, 0, now, 0, None, None, None))
     failed, delivered, longest = Outcome(False, 503), Outcome(True, 204), sending.PROBE_SECONDS_MAX
@@ -574,7 +574,7 @@ async def test_what_waits_is_sent_at_once_when_an_operator_asks(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, asks: str
 ) -> None:
     with_long_pauses(monkeypatch)
-    # Nothing is tried by itself, either.
+    # Nothing is retried automatically, either.
     for name in ("PROBE_SECONDS_MIN", "PROBE_SECONDS_MAX"):
         monkeypatch.setattr(sending, name, 3_600.0)
     await journal.marker(1, "a")
@@ -605,7 +605,7 @@ async def test_what_waits_is_sent_at_once_when_an_operator_asks(
 async def test_an_operator_and_an_answer_at_the_same_time_wait_for_each_other(
     hooks: Hooks, journal: JournalWriter, receiver: Receiver
 ) -> None:
-    """Whoever changes a subscription and its deliveries locks the subscription first."""
+    """Each change of a subscription and its deliveries locks the subscription first."""
     await journal.marker(1, "a")
     await journal.block(lines_of("a", "a"), 1, 2)
     receiver.answer = away

@@ -324,7 +324,7 @@ def test_a_crowd_over_http_passes_its_verdict(settings: Settings, tmp_path: Path
 
 
 async def test_a_reply_that_no_repeat_changes_ends_the_rehearsal(tmp_path: Path) -> None:
-    """A gateway that knows none of the paths: a rehearsal must not wait for it for ever."""
+    """A gateway that knows none of the paths: a rehearsal must not wait for it without end."""
     server = await asyncio.start_server(_knows_nothing, "127.0.0.1", 0)
     async with server, open_door(server.sockets[0].getsockname()[1], 10) as door:
         shape = read_shape(written(tmp_path))

@@ -60,7 +60,7 @@ async def test_what_was_published_is_compared_with_the_journal(
     assert (check.name, check.checked, check.of_what) == (NAME, 10, "events")
     assert (check.problems, check.notes) == ([], [])
 
-    # Nobody publishes any more: what is missing is named when nothing has moved for long.
+    # Nothing is published any more: what is missing is named when nothing has moved for long.
     await journal.block(LINES, 11, 12)
     topic = Topics(system.prefix).events
     await journal._producer.send_and_wait(topic, b"{}", partition=SHARD, headers=[("ce_id", b"other")])
@@ -78,7 +78,7 @@ def without(seq: int, records: Records) -> Records:
 
 
 def again(first: int, last: int, at: int, records: Records) -> Records:
-    """Repeats events after so many records."""
+    """Repeats events after `at` records."""
     return [*records[:at], *records[first - 1 : last], *records[at:]]
 
 

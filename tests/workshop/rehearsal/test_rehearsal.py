@@ -175,7 +175,7 @@ def test_the_best_second_of_a_phase_is_any_second_of_it() -> None:
 async def test_steady_users_come_whether_others_are_answered_or_not(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The open loop: as many are sent while nobody is answered, and a latency counts from when a user was
+    """The open loop: as many are sent while no user is answered, and a latency counts from when a user was
     due. The calibration is a closed loop: a caller who is not answered sends no more.
     """
     chosen = envelopes(7, 2_000, 0, 1, 1_000)
@@ -232,7 +232,7 @@ def test_patience_ends_without_progress_and_starts_again_with_any_progress(
     for _ in range(100):
         patience.observe(4, "too early")
         now += 3
-    # A machine that was asleep: the time in which nobody looked hardly counts.
+    # A machine that was asleep: the time without a check hardly counts.
     patience.observe(5, "too early")
     now += 10_000
     for _ in range(60):

@@ -1,5 +1,5 @@
-"""The view `results_by_week` has the result that the rehearsal of a week's flash sale counts by itself, from
-the events that it reads.
+"""The view `results_by_week` has the result that the rehearsal of a week's flash sale counts itself, from the
+events that it reads.
 """
 
 import asyncio

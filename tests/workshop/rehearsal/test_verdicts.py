@@ -67,7 +67,7 @@ async def played(kind: type[Story], servers: Settings, log: Path) -> AsyncIterat
 async def week(servers: Settings, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Story]:
     class WithoutVerify(Week):
         async def verify_now(self) -> None:
-            """Does nothing: `verify` has tests of its own."""
+            """Does nothing: `verify` has its own tests."""
 
     async for story in played(WithoutVerify, servers, tmp_path_factory.mktemp("week") / "log"):
         yield story

@@ -320,10 +320,10 @@ def test_topics_and_headers_of_the_document_are_those_of_the_code() -> None:
     }
     signer = JournalKeys.from_text(f"k1:{new_key_pair()[0]}", "").signer
     assert signer is not None
-    # Of an anchor, which has more than a marker.
+    # For an anchor, which has more than a marker.
     of_anchor = signer.signed("x.journal", 0, anchor_headers(Cursor(term=1, owner="a"), 0))
     assert headers["marker"] == [name for name, _ in of_anchor]
     assert headers["marker"][:4] == [name for name, _ in marker_headers(0, 1, "a")]
-    # Of a block with runs.
+    # For a block with runs.
     of_block = signer.signed("x.journal", 0, block_headers(0, 1, "a", 1, 1, GENESIS, GENESIS, 2))
     assert sorted(headers["block"]) == sorted(name for name, _ in of_block)
