@@ -222,8 +222,8 @@ class Gate:
         flight, and cannot return a command to the topic, so its calls are executed in the order in which they
         were made, are queued even if the queue is full, and wait as long as their shard decides nothing; they
         never get `fenced` or `busy`. `report_undecidable` is called with the index and the error of each
-        command that no script can decide; the answer to it is `invalid`. `from_system` is for commands that the
-        system sends itself, whose ids are reserved (`models/payments.py`).
+        command that no script can decide; the answer to it is `invalid`. `from_system` is for commands that
+        the system sends itself, whose ids are reserved (`models/payments.py`).
         """
         fixed = (promise, patience_ms, timeout_ms, reader, report_undecidable, from_system)
         if self._user_keys is None:
